@@ -1,0 +1,38 @@
+"""Personalized federated learning with hypernetworks: a model of its own for every client."""
+
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.fedper import FedPer
+from pfedhn.algorithms.lg_fedavg import LGFedAvg
+from pfedhn.algorithms.local import Local
+from pfedhn.algorithms.per_fedavg import PerFedAvg
+from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.algorithms.pfedme import PFedMe
+from pfedhn.federation import Federation
+from pfedhn.models import MLP, LeNet, OmniglotNet
+from pfedhn.partition import by_classes, by_coarse_class, by_group, dirichlet
+from pfedhn.run import NewClient, Run, train
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ALGORITHMS",
+    "FedAvg",
+    "FedPer",
+    "Federation",
+    "LGFedAvg",
+    "LeNet",
+    "Local",
+    "MLP",
+    "NewClient",
+    "OmniglotNet",
+    "PFedHN",
+    "PFedMe",
+    "PerFedAvg",
+    "Run",
+    "by_classes",
+    "by_coarse_class",
+    "by_group",
+    "dirichlet",
+    "train",
+]

@@ -1,0 +1,21 @@
+"""FedPer (Arivazhagan et al., 2019): FedAvg on the base; the last layers stay with each client.
+
+server   send base                                                        send
+client   (base_i, head_i) <- K steps of SGD from (base, head_i)           train
+server   base <- base - sum_i |T_i| (base - base_i) / sum_i |T_i|         receive
+"""
+
+from dataclasses import dataclass
+
+from pfedhn.algorithm import Model, layer_names
+from pfedhn.algorithms.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class FedPer(FedAvg):
+    """FedPer; all heads start equal, so a client that was never chosen has an untrained one."""
+
+    personal: tuple[str, ...] = ("last",)
+
+    def kept(self, model: Model) -> frozenset[str]:
+        return layer_names(model, self.personal, "personal")

@@ -1,0 +1,26 @@
+"""LG-FedAvg (Liang et al., 2020): lower layers stay with each client, the top layers are averaged.
+
+    before   FedAvg to w; every client copies the whole of w                   the run named by `pretrain`; init_private
+    server   send the global part                                              send
+    client   (local_i, global_i) <- K steps of SGD from (local_i, global)      train
+    server   global <- global - mean_i (global - global_i)                     receive
+
+Differs: the authors' CIFAR-10 script shares the convolutions and keeps the fully connected layers, the reverse of
+their definition, and chooses rounds on test data. This is the definition; `global_layers` can run the other form.
+"""
+
+from dataclasses import dataclass
+
+from pfedhn.algorithm import Model, Rule, layer_names
+from pfedhn.algorithms.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class LGFedAvg(FedAvg):
+    """LG-FedAvg; the personal model is the client's own lower layers under the current global top."""
+
+    global_layers: tuple[str, ...] = ("last",)
+    rule: Rule = "mean"
+
+    def kept(self, model: Model) -> frozenset[str]:
+        return frozenset(model.shapes) - layer_names(model, self.global_layers, "global_layers")

@@ -1,0 +1,103 @@
+"""Per-FedAvg (Fallah, Mokhtari, Ozdaglar, NeurIPS 2020): a shared start from which one step makes a personal model.
+
+    server   send w                                                                       send
+    client   tau times, on independent batches B1, B2 (and B3):                           train
+                 u   = w_i - alpha grad L(w_i; B1)
+                 g   = grad L(u; B2)
+                 g  -= alpha (grad L(w_i + d g; B3) - grad L(w_i - d g; B3)) / (2 d)      Hessian-free form only
+                 w_i = w_i - beta g
+    server   w <- w - mean_i (w - w_i)                                                    receive
+    client   tested with w - alpha grad L(w; a batch of its TRAINING data)                personalise
+
+Differs: the program that papers of 2020-21 used adapts on test batches, with two steps; this adapts on training data.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pfedhn.algorithm import Group, Model, Rule, client_weights, only_group
+from pfedhn.algorithms.fedavg import shared_model
+from pfedhn.keys import Key
+from pfedhn.params import Params, subtract, weighted_sum
+from pfedhn.sgd import SGD, Batches, Rate, scan
+
+
+@dataclass(frozen=True)
+class PerFedAvg:
+    """Per-FedAvg, first-order or Hessian-free; `local_lr` is beta, `personal_lr` alpha."""
+
+    local_lr: Rate = 1e-2
+    personal_lr: Rate = 5e-3
+    local_steps: int = 50  # tau
+    form: Literal["first-order", "hessian-free"] = "first-order"
+    difference: float = 1e-3  # d
+    adaptation_steps: int = 1
+    rule: Rule = "mean"
+
+    usual_cohort_size = 5
+    communicates = True
+
+    @property
+    def num_batches(self) -> int:
+        return self.local_steps * self.batches_per_step
+
+    @property
+    def batches_per_step(self) -> int:
+        return 2 if self.form == "first-order" else 3
+
+    @property
+    def num_personalise_batches(self) -> int:
+        return self.adaptation_steps
+
+    def for_clients(self, num_clients: int) -> "PerFedAvg":
+        return self
+
+    def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
+        return shared_model("Per-FedAvg", models, starts, lambda model: frozenset())
+
+    def init_row(self, key: Key, descriptor: Tensor | None) -> tuple[()]:
+        return ()
+
+    def join_row(self, shared: Params, rows: tuple[()], descriptor: Tensor | None) -> tuple[()]:
+        return ()
+
+    def init_private(self, model: Model, start: Params, key: Key) -> tuple[()]:
+        return ()
+
+    def send(self, model: Model, shared: Params, row: tuple[()]) -> Params:
+        return shared
+
+    def train(self, model: Model, received: Params, private: tuple[()], batches: Batches) -> tuple[Params, tuple[()]]:
+        gradient = torch.func.grad(model.loss)
+
+        def step(weights: Params, batch: Batches, rates: tuple[Rate, Rate]) -> Params:
+            alpha, beta = rates
+            first, second = (Batches(*(leaf[i] for leaf in batch)) for i in range(2))
+            adapted = _move(weights, gradient(weights, first), -alpha)
+            outer = gradient(adapted, second)
+            if self.form == "hessian-free":
+                third = Batches(*(leaf[2] for leaf in batch))
+                up = gradient(_move(weights, outer, self.difference), third)
+                down = gradient(_move(weights, outer, -self.difference), third)
+                outer = _move(outer, subtract(up, down), -alpha / (2 * self.difference))
+            return _move(weights, outer, -beta)
+
+        pairs: Any = pytree.tree_map(lambda leaf: leaf.unflatten(0, (self.local_steps, self.batches_per_step)), batches)
+        weights = scan(step, received, pairs, (self.personal_lr, self.local_lr))
+        return subtract(received, weights), private
+
+    def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
+        group = only_group(groups, "Per-FedAvg")
+        return subtract(shared, weighted_sum(group.updates, client_weights(self.rule, group.sizes))), [group.rows]
+
+    def personalise(self, model: Model, received: Params, private: tuple[()], batches: Batches) -> Params:
+        return SGD(self.personal_lr).run(model.loss, received, batches)[0]
+
+
+def _move(weights: Params, direction: Params, distance: Rate) -> Params:
+    return {name: weights[name] + distance * direction[name] for name in weights}

@@ -1,0 +1,99 @@
+"""pFedMe (T. Dinh, Tran, Nguyen, NeurIPS 2020): personal models held to the shared one by a Moreau envelope.
+
+    server   send w                                                                    send
+    client   x_i = theta = w; R times, on a batch B:                                   train
+                 K times:  theta -= lr_p (grad L(theta; B) + lambda (theta - x_i) + mu theta)
+                 x_i -= lr lambda (x_i - theta)
+             keep theta_i = theta; return w - x_i
+    server   w <- w - beta sum_i |T_i| (w - x_i) / sum_i |T_i|                         receive
+    client   tested with theta_i                                                       personalise
+
+Differs: the authors' program overwrites its personal model with x_i before it is tested; `tested="x"` does as it does.
+Only chosen clients work; the others keep their last theta_i, and one never chosen is tested with w.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pfedhn.algorithm import Group, Model, Rule, client_weights, only_group
+from pfedhn.algorithms.fedavg import shared_model
+from pfedhn.keys import Key
+from pfedhn.params import Params, subtract, weighted_sum
+from pfedhn.sgd import Batches, Rate, scan
+
+
+class Private(NamedTuple):
+    personal: Params
+    has_trained: Tensor
+
+
+@dataclass(frozen=True)
+class PFedMe:
+    """pFedMe; `lr` moves x_i, `personal_lr` theta_i."""
+
+    lr: Rate = 5e-3
+    personal_lr: Rate = 1e-2
+    strength: float = 15.0  # lambda
+    mixing: float = 1.0  # beta
+    outer_steps: int = 20  # R
+    inner_steps: int = 3  # K
+    decay: float = 1e-3  # mu
+    tested: Literal["theta", "x"] = "theta"
+    rule: Rule = "size"
+
+    usual_cohort_size = 5
+    communicates = True
+    num_personalise_batches = 0
+
+    @property
+    def num_batches(self) -> int:
+        return self.outer_steps
+
+    def for_clients(self, num_clients: int) -> "PFedMe":
+        return self
+
+    def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
+        return shared_model("pFedMe", models, starts, lambda model: frozenset())
+
+    def init_row(self, key: Key, descriptor: Tensor | None) -> tuple[()]:
+        return ()
+
+    def join_row(self, shared: Params, rows: tuple[()], descriptor: Tensor | None) -> tuple[()]:
+        return ()
+
+    def init_private(self, model: Model, start: Params, key: Key) -> Private:
+        device = next(iter(start.values())).device
+        return Private(start, torch.zeros((), dtype=torch.bool, device=device))
+
+    def send(self, model: Model, shared: Params, row: tuple[()]) -> Params:
+        return shared
+
+    def train(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Private]:
+        def step(carry: tuple[Params, Params], batch: Batches, rates: tuple[Rate, Rate]) -> tuple[Params, Params]:
+            (x, theta), (lr, personal_lr) = carry, rates
+            for _ in range(self.inner_steps):
+                gradient = torch.func.grad(model.loss)(theta, batch)
+                theta = {
+                    name: value
+                    - personal_lr * (gradient[name] + self.strength * (value - x[name]) + self.decay * value)
+                    for name, value in theta.items()
+                }
+            return {name: value - lr * self.strength * (value - theta[name]) for name, value in x.items()}, theta
+
+        x, theta = scan(step, (received, received), batches, (self.lr, self.personal_lr))
+        personal = theta if self.tested == "theta" else x
+        return subtract(received, x), Private(personal, torch.ones_like(private.has_trained))
+
+    def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
+        group = only_group(groups, "pFedMe")
+        weights = self.mixing * client_weights(self.rule, group.sizes)
+        return subtract(shared, weighted_sum(group.updates, weights)), [group.rows]
+
+    def personalise(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
+        return {
+            name: torch.where(private.has_trained, private.personal[name], value) for name, value in received.items()
+        }

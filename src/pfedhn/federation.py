@@ -1,0 +1,311 @@
+"""Who owns which rows of data; cohorts and minibatches, each a function of (seed, round, client).
+
+Axes: [N] clients, [C]lients of a cohort, [K] steps, [B]atch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from pfedhn import keys, partition as partitions
+from pfedhn.keys import Key
+from pfedhn.sgd import Batches
+
+POOLS = ("train", "validation", "test")
+Arrays: TypeAlias = tuple[ArrayLike | Tensor, ArrayLike | Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of every client in one pool: client i owns index[offset[i] : offset[i] + size[i]]."""
+
+    index: Tensor
+    offset: Tensor  # [N]
+    size: Tensor  # [N]
+
+    def of(self, client: int) -> Tensor:
+        start = int(self.offset[client])
+        return self.index[start : start + int(self.size[client])]
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """A set of clients, each with training, validation and test rows of its own.
+
+    Make one with `Federation.from_arrays` (one data set, split among clients by a rule) or
+    `Federation.from_clients` (every client brings its own arrays).
+
+    >>> import numpy, pfedhn
+    >>> x, y = numpy.random.default_rng(0).normal(size=(600, 8)), numpy.arange(600) % 6
+    >>> federation = pfedhn.Federation.from_arrays(x, y, partition=pfedhn.by_classes(2, num_clients=12), seed=0)
+    >>> federation.num_clients
+    12
+    """
+
+    x: Tensor
+    y: Tensor
+    pools: Mapping[str, Rows]
+    unused: Mapping[str, int] = field(default_factory=dict)
+    descriptors: Tensor | None = None  # [N, D], for `embedding="fixed"`; the clients' class shares where not given
+    architectures: tuple[str, ...] | None = None  # [N], which of several target networks each client runs
+
+    def __post_init__(self) -> None:
+        empty = (self.pools["train"].size == 0).nonzero().flatten().tolist()
+        if empty:
+            raise ValueError(
+                f"client{'s' if len(empty) > 1 else ''} {_some(empty)} would have no training rows; "
+                "use fewer clients, more data or a milder split."
+            )
+        if self.x.is_floating_point() and not torch.isfinite(self.x).all():
+            row = int((~torch.isfinite(self.x.flatten(1))).any(1).nonzero()[0])
+            raise ValueError(f"row {row} of x holds NaN or infinity; clean the data before federating it.")
+        if self.y.is_floating_point() and not torch.isfinite(self.y).all():
+            raise ValueError("y holds NaN or infinity; clean the data before federating it.")
+        if not self.y.is_floating_point() and self.y.numel() and int(self.y.min()) < 0:
+            row = int((self.y < 0).nonzero()[0][0])
+            raise ValueError(f"row {row} has the label {int(self.y.min())}; class labels start at 0.")
+
+    @staticmethod
+    def from_arrays(
+        x: ArrayLike | Tensor,
+        y: ArrayLike | Tensor,
+        partition: "partitions.Partition",
+        *,
+        split: tuple[float, float, float] = (0.7, 0.15, 0.15),
+        seed: int = 0,
+        test: Arrays | None = None,
+        groups: ArrayLike | Tensor | None = None,
+        coarse: ArrayLike | Tensor | None = None,
+        test_coarse: ArrayLike | Tensor | None = None,
+        stratify: bool = False,
+    ) -> "Federation":
+        """Split one data set among clients.
+
+        x, y: one row per example; y holds class numbers.
+        partition: who gets which rows, e.g. `pfedhn.by_classes(2, num_clients=50)`.
+        split: fractions of the rows for training, validation and test, drawn at random; every client's share of a
+            class is the same in all three. With `test`, the data set's own test rows, the third is 0.
+        stratify: draw the split within each class instead of over all rows.
+        groups, coarse: a group (for `by_group`) or coarse class (for `by_coarse_class`) of each row.
+        """
+        rows, labels = _tensor(x), _tensor(y)
+        _check_lengths(rows, labels)
+        if labels.is_floating_point():
+            raise ValueError(
+                "y holds fractions, and a partition goes by class; use Federation.from_clients for regression."
+            )
+        if len(split) != 3 or min(split) < 0 or abs(sum(split) - 1) > 1e-6:
+            raise ValueError(f"split {split} must be three fractions (train, validation, test) that sum to 1.")
+        if test is not None and split[2] != 0:
+            raise ValueError("with a test set of its own, give split=(train, validation, 0).")
+        key = keys.fold(seed, "partition")
+        parts = _split(labels.numpy(), split, stratify, keys.fold(key, "split"))
+        extra = {"groups": _optional(groups), "coarse": _optional(coarse)}
+        pools = {
+            name: partitions.Labels(
+                labels.numpy()[part], **{k: None if v is None else v[part] for k, v in extra.items()}
+            )
+            for name, part in zip(POOLS, parts, strict=True)
+        }
+        if test is not None:
+            test_rows, test_labels = _tensor(test[0]), _tensor(test[1])
+            _check_lengths(test_rows, test_labels)
+            parts[2] = len(rows) + numpy.arange(len(test_rows))
+            pools["test"] = partitions.Labels(test_labels.numpy(), coarse=_optional(test_coarse))
+            rows, labels = torch.cat([rows, test_rows]), torch.cat([labels, test_labels])
+        assignment = partition.assign(pools, keys.fold(key, "clients"))
+        return Federation(
+            rows,
+            labels,
+            {
+                name: _rows([part[numbers] for numbers in assignment.clients[name]])
+                for name, part in zip(POOLS, parts, strict=True)
+            },
+            {name: len(numbers) for name, numbers in assignment.unused.items()},
+        )
+
+    @staticmethod
+    def from_clients(
+        clients: Sequence[Arrays | Mapping[str, Arrays]],
+        *,
+        split: tuple[float, float, float] = (0.7, 0.15, 0.15),
+        seed: int = 0,
+    ) -> "Federation":
+        """A federation of clients that bring their own data.
+
+        clients: for each, either (x, y), which is split at random, or {"train": (x, y), "validation": ..., "test": ...}.
+        """
+        if not clients:
+            raise ValueError("a federation needs at least one client.")
+        xs: list[Tensor] = []
+        ys: list[Tensor] = []
+        owned: dict[str, list[NDArray[numpy.int64]]] = {name: [] for name in POOLS}
+        start = 0
+        for number, client in enumerate(clients):
+            if isinstance(client, Mapping):
+                unknown = set(client) - set(POOLS)
+                if unknown:
+                    raise ValueError(
+                        f"client {number} has a pool {sorted(unknown)[0]!r}; the pools are {', '.join(POOLS)}."
+                    )
+                given = {name: client.get(name) for name in POOLS}
+                for name, arrays in given.items():
+                    length = 0
+                    if arrays is not None:
+                        x, y = _tensor(arrays[0]), _tensor(arrays[1])
+                        _check_lengths(x, y)
+                        xs.append(x)
+                        ys.append(y)
+                        length = len(x)
+                    owned[name].append(numpy.arange(start, start + length))
+                    start += length
+            else:
+                x, y = _tensor(client[0]), _tensor(client[1])
+                _check_lengths(x, y)
+                parts = _split(y.numpy(), split, False, keys.fold(seed, "partition", "split", number))
+                for name, part in zip(POOLS, parts, strict=True):
+                    owned[name].append(start + part)
+                xs.append(x)
+                ys.append(y)
+                start += len(x)
+        shapes = {tuple(x.shape[1:]) for x in xs if len(x)}
+        if len(shapes) > 1:
+            raise ValueError(f"clients bring rows of different shapes {sorted(shapes)}; one network needs one shape.")
+        return Federation(torch.cat(xs), torch.cat(ys), {name: _rows(lists) for name, lists in owned.items()})
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.pools["train"])
+
+    @cached_property
+    def num_classes(self) -> int | None:
+        """None where y is not a class number."""
+        return None if self.y.is_floating_point() or self.y.ndim > 1 else int(self.y.max()) + 1
+
+    @cached_property
+    def class_shares(self) -> Tensor:
+        """[N, classes]: the fraction of each class in a client's training rows."""
+        if self.num_classes is None:
+            raise ValueError("this federation has no class labels to describe clients by; give it descriptors.")
+        counts = torch.stack(
+            [
+                torch.bincount(self.y[self.pools["train"].of(i)], minlength=self.num_classes)
+                for i in range(self.num_clients)
+            ]
+        )
+        return (counts / counts.sum(1, keepdim=True)).to(self.x.dtype if self.x.is_floating_point() else torch.float32)
+
+    @cached_property
+    def largest_train_size(self) -> int:
+        return int(self.pools["train"].size.max())
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Federation":
+        """The same federation with its data on a device, and its floating-point data in `dtype`."""
+
+        def move(value: Tensor) -> Tensor:
+            return value.to(device, dtype if dtype and value.is_floating_point() else value.dtype)
+
+        pools = {
+            name: Rows(rows.index.to(device), rows.offset.to(device), rows.size.to(device))
+            for name, rows in self.pools.items()
+        }
+        descriptors = None if self.descriptors is None else move(self.descriptors)
+        return replace(self, x=move(self.x), y=move(self.y), pools=pools, descriptors=descriptors)
+
+    def with_descriptors(self, descriptors: ArrayLike | Tensor) -> "Federation":
+        """The same federation with a fixed description [N, D] of every client, for `PFedHN(embedding="fixed")`."""
+        values = _tensor(descriptors)
+        if values.ndim != 2 or len(values) != self.num_clients:
+            raise ValueError(
+                f"descriptors must have one row per client ({self.num_clients}), not {tuple(values.shape)}."
+            )
+        return replace(self, descriptors=values.to(self.x if self.x.is_floating_point() else torch.float32))
+
+    def with_architectures(self, architectures: Sequence[str]) -> "Federation":
+        """The same federation in which client i runs the target network named architectures[i]."""
+        if len(architectures) != self.num_clients:
+            raise ValueError(f"{len(architectures)} architectures were given for {self.num_clients} clients.")
+        return replace(self, architectures=tuple(architectures))
+
+    def batches(self, clients: Tensor, key: Key, num_batches: int, batch_size: int) -> Batches:
+        """Minibatches [C, K, B, ...] of training rows, each drawn without replacement, independent between steps."""
+        train = self.pools["train"]
+        size, offset = train.size[clients], train.offset[clients]
+        steps = torch.arange(num_batches, device=clients.device)
+        step_keys = keys.fold(keys.fold(key, clients)[..., None], steps)  # type: ignore[index]
+        width = min(batch_size, self.largest_train_size)
+        places = keys.permutation_head(step_keys, size[:, None], width)
+        numbers = train.index[offset[:, None, None] + places]
+        mask = torch.arange(width, device=clients.device) < size[:, None, None]
+        return Batches(self.x[numbers], self.y[numbers], mask.expand(numbers.shape))
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{int(self.pools[name].size.sum())} {name}" for name in POOLS)
+        unused = sum(self.unused.values())
+        return f"Federation({self.num_clients} clients; rows: {counts}, {unused} unused)"
+
+
+def cohort(key: Key, round_number: int | Tensor, num_clients: int, size: int) -> Tensor:
+    """The clients of one round, drawn without replacement; with `size` = all, every client in order."""
+    if size == num_clients:
+        device = round_number.device if isinstance(round_number, Tensor) else None
+        return torch.arange(num_clients, device=device)
+    return keys.permutation_head(keys.fold(key, "cohort", round_number), num_clients, size)
+
+
+def _tensor(values: Any) -> Tensor:
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(numpy.ascontiguousarray(values))
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(torch.get_default_dtype())
+    return (
+        tensor
+        if tensor.is_floating_point() or tensor.dtype == torch.uint8 and tensor.ndim > 1
+        else tensor.to(torch.int64)
+    )
+
+
+def _optional(values: Any) -> NDArray[numpy.int64] | None:
+    return None if values is None else numpy.asarray(values, dtype=numpy.int64)
+
+
+def _check_lengths(x: Tensor, y: Tensor) -> None:
+    if len(x) != len(y):
+        raise ValueError(f"x has {len(x)} rows and y has {len(y)}; they must be equal.")
+
+
+def _split(
+    labels: NDArray[Any], fractions: tuple[float, float, float], stratify: bool, key: Key
+) -> list[NDArray[numpy.int64]]:
+    """Row numbers for training, validation and test; each part sorted, so only membership is random."""
+    generator = keys.numpy_generator(key)
+    strata = (
+        [numpy.flatnonzero(labels == value) for value in numpy.unique(labels)]
+        if stratify
+        else [numpy.arange(len(labels))]
+    )
+    parts: list[list[NDArray[numpy.int64]]] = [[], [], []]
+    for stratum in strata:
+        shuffled = generator.permutation(stratum)
+        first, second = round(len(stratum) * fractions[0]), round(len(stratum) * (fractions[0] + fractions[1]))
+        for part, numbers in zip(parts, numpy.split(shuffled, [first, second]), strict=True):
+            part.append(numbers)
+    return [numpy.sort(numpy.concatenate(part)) for part in parts]
+
+
+def _rows(lists: Sequence[NDArray[numpy.int64]]) -> Rows:
+    sizes = numpy.array([len(numbers) for numbers in lists], dtype=numpy.int64)
+    index = numpy.concatenate(lists).astype(numpy.int64)
+    return Rows(torch.from_numpy(index), torch.from_numpy(numpy.cumsum(sizes) - sizes), torch.from_numpy(sizes))
+
+
+def _some(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")

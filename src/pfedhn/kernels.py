@@ -1,0 +1,750 @@
+"""Convolution, bias, 2x2 max-pool and ReLU in one pass: Triton on a GPU, plain PyTorch elsewhere, same numbers.
+
+Axes: [R]uns or clients, [B]atch, [H]eight, [W]idth, [C]hannels in, [O] channels out, [K] side of the square kernel.
+Outside, `ConvBlock` looks like `nn.Conv2d`: images [B, C, H, W], weight [O, C, K, K]. Inside, images are [R, B, H, W, C] and
+weights [R, K, K, C, O], both contiguous, so a row of a patch is one stretch of memory and so is a row of the weights. The
+weights are brought there by a permuted copy: it is a few tens of kilobytes, the compiler fuses it with what is around it, and
+strided reads would be repeated by every program of three kernels. `torch.vmap` only ever makes [R] longer, and R = 1 stands
+for "the same for all runs".
+
+The three kernels are matrix products [rows, depth] x [depth, columns] whose left or both sides are gathered on the fly:
+
+    forward          rows: output pixels, the four corners of a pooling window next to each other; depth: K K C
+    weight_gradient  rows: K K C, and a row of ones that gives the bias; depth: output pixels, split into groups
+    input_gradient   rows: 2x2 squares of input pixels; columns: the four pixels' channels; depth: O, for each tap
+
+What `forward` keeps for the backward pass is one byte per output: the corner (0 to 3) the maximum came from, or 4 where the
+ReLU cut it off. Both gradients read it next to the pooled gradient, so no unpooled map is ever written. Nothing is added atomically: same
+inputs, same bits. Sizes are compile-time constants, since integer division by a run-time size costs a factor of three;
+only the batch size is not, or every client's last batch would compile anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+CHANNELS_IN = (1, 3, 8, 16, 32, 64)
+MAX_PADDING = {3: 1, 5: 2}  # kernel side -> padding
+MANY_RUNS = 8  # from here on the card is full whatever the blocks, and small programs win
+
+
+class Blocks(NamedTuple):
+    """How one kernel is cut up. All but `groups` (partial sums of a weight gradient, per run) are powers of two."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    groups: int = 1
+
+
+ConfigKey = tuple[str, int, int, int, int, str]
+
+
+def config_key(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kernel: int) -> ConfigKey:
+    """(kind, C, O, K, image side rounded up to a power of two, "one" or "many" runs); shapes as [R, B, H, W, channels]."""
+    side = power_of_two(max(x_shape[2:4]))
+    return kind, x_shape[4], out_shape[4], kernel, side, "many" if out_shape[0] >= MANY_RUNS else "one"
+
+
+def read_configs(path: Path) -> dict[ConfigKey, Blocks]:
+    """Tuned block sizes as benchmarks/tune_kernels.py writes them; none if it never ran."""
+    configs: dict[ConfigKey, Blocks] = {}
+    for name, values in json.loads(path.read_text()).items() if path.exists() else ():
+        kind, channels, out_channels, kernel, side, runs = name.split()
+        configs[kind, int(channels), int(out_channels), int(kernel), int(side), runs] = Blocks(*values)
+    return configs
+
+
+def write_configs(path: Path, configs: dict[ConfigKey, Blocks]) -> None:
+    lines = (f'  "{" ".join(map(str, key))}": {list(blocks)}' for key, blocks in sorted(configs.items()))
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+CONFIGS_FILE = Path(__file__).with_name("kernel_configs.json")
+
+# The first rows are what an H200 liked for LeNet in an earlier form of these kernels; the file holds what it likes now.
+CONFIGS: dict[ConfigKey, Blocks] = {
+    ("forward", 3, 16, 5, 32, "one"): Blocks(512, 16, 16, warps=4, stages=2),
+    ("forward", 16, 32, 5, 16, "one"): Blocks(64, 32, 16, warps=4, stages=2),
+    ("forward", 3, 16, 5, 32, "many"): Blocks(64, 16, 16, warps=1, stages=2),
+    ("forward", 16, 32, 5, 16, "many"): Blocks(128, 32, 16, warps=1, stages=2),
+    ("weight_gradient", 3, 16, 5, 32, "one"): Blocks(32, 16, 32, warps=2, stages=2, groups=128),
+    ("weight_gradient", 16, 32, 5, 16, "one"): Blocks(64, 32, 32, warps=2, stages=2, groups=32),
+    ("weight_gradient", 3, 16, 5, 32, "many"): Blocks(128, 16, 16, warps=1, stages=2, groups=64),
+    ("weight_gradient", 16, 32, 5, 16, "many"): Blocks(64, 32, 16, warps=1, stages=2, groups=16),
+} | read_configs(CONFIGS_FILE)
+
+
+def blocks_for(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kernel: int) -> Blocks:
+    key = config_key(kind, x_shape, out_shape, kernel)
+    return CONFIGS[key] if key in CONFIGS else default_blocks(key)
+
+
+def default_blocks(key: ConfigKey) -> Blocks:
+    """A guess for shapes nobody tuned: tiles as small as the tensor cores allow while one run has to fill the card."""
+    kind, channels, out_channels, kernel, _, runs = key
+    many = runs == "many"
+    if kind == "forward":
+        depth = 32 if channels >= 32 else 16
+        return Blocks(64, min(tile(out_channels), 64 if many else 32), depth, warps=2 if many else 4, stages=2)
+    if kind == "weight_gradient":
+        rows = min(tile(kernel * kernel * channels + 1), 64)
+        columns = min(tile(out_channels), 64)
+        return Blocks(rows, columns, 16, warps=2 if many else 4, stages=2, groups=16 if many else 64)
+    return Blocks(64 if many else 32, min(tile(4 * channels), 64), min(tile(out_channels), 32), warps=4, stages=2)
+
+
+def power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def tile(size: int) -> int:
+    """The side of a block that holds `size`: a power of two, and at least what `tl.dot` takes."""
+    return max(16, power_of_two(size))
+
+
+class ConvBlock(nn.Module):
+    """conv2d (stride 1) + bias + optional 2x2 max-pool + ReLU; names and initial numbers of `nn.Conv2d`."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: int, padding: int = 0, pool: bool = True
+    ) -> None:
+        super().__init__()
+        twin = nn.Conv2d(in_channels, out_channels, kernel_size)
+        assert twin.bias is not None
+        self.weight, self.bias = twin.weight, twin.bias
+        self.padding, self.pool = padding, pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return conv_block(x, self.weight, self.bias, self.padding, self.pool)
+
+    def extra_repr(self) -> str:
+        out_channels, in_channels, kernel, _ = self.weight.shape
+        return f"{in_channels}, {out_channels}, kernel_size={kernel}, padding={self.padding}, pool={self.pool}"
+
+
+def conv_block(x: Tensor, weight: Tensor, bias: Tensor, padding: int = 0, pool: bool = True) -> Tensor:
+    """x [B, C, H, W], weight [O, C, K, K], bias [O] -> [B, O, H', W']; on a GPU a view of an NHWC result."""
+    if not is_supported(x, weight, bias, padding, pool):
+        return reference_conv_block(x, weight, bias, padding, pool)
+    images = x.permute(0, 2, 3, 1).unsqueeze(0).contiguous()
+    weights = weight.permute(2, 3, 1, 0).unsqueeze(0).contiguous()
+    out, _ = cast(
+        tuple[Tensor, Tensor], Forward.apply(images, weights, bias.unsqueeze(0), padding, pool, dot_precision())
+    )
+    return out.squeeze(0).permute(0, 3, 1, 2)
+
+
+def reference_conv_block(x: Tensor, weight: Tensor, bias: Tensor, padding: int = 0, pool: bool = True) -> Tensor:
+    out = functional.conv2d(x, weight, bias, padding=padding)
+    # Pooling first: the same maximum, and the ReLU sees a quarter of the numbers.
+    return functional.relu(functional.max_pool2d(out, 2) if pool else out)
+
+
+def is_supported(x: Tensor, weight: Tensor, bias: Tensor, padding: int, pool: bool) -> bool:
+    """Whether the Triton kernels can compute this block here; they are also run by Triton's interpreter, on a CPU."""
+    if not (x.is_cuda and has_tensor_cores(x.device) or is_interpreted()) or x.ndim != 4 or not x.numel():
+        return False
+    batch, channels, height, width = x.shape
+    out_channels, _, kernel, kernel_width = weight.shape
+    out_height, out_width = output_size(height, kernel, padding, pool), output_size(width, kernel, padding, pool)
+    return (
+        x.dtype == weight.dtype == bias.dtype == torch.float32
+        and weight.device == bias.device == x.device
+        and channels in CHANNELS_IN
+        and out_channels % 8 == 0
+        and 8 <= out_channels <= 128
+        and kernel == kernel_width
+        and 0 <= padding <= MAX_PADDING.get(kernel, -1)
+        and min(out_height, out_width) > 0
+        and batch * height * width * max(channels, out_channels) < 2**31  # offsets inside one run are 32 bits
+        and is_triton_installed()
+    )
+
+
+def output_size(size: int, kernel: int, padding: int, pool: bool) -> int:
+    size = size + 2 * padding - kernel + 1
+    return size // 2 if pool else size
+
+
+def dot_precision() -> str:
+    # Not torch.get_float32_matmul_precision: that one raises once a program has used PyTorch's newer settings.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+@functools.cache
+def is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def has_tensor_cores(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.cache
+def is_triton_installed() -> bool:
+    """Imports Triton when a kernel is first asked for: it takes 0.4 s, and not every machine has it."""
+    try:
+        import triton.language
+    except ImportError:
+        return False
+    globals()["tl"] = triton.language  # where the kernels below look it up when they are compiled
+    return True
+
+
+@functools.cache
+def compiled(kernel: Callable[..., None]) -> Any:
+    if not is_triton_installed():
+        raise RuntimeError(f"{kernel.__name__} needs Triton, which is not installed: pip install triton")
+    import triton
+
+    return triton.jit(kernel, do_not_specialize=["batch", "steps", "count"])
+
+
+def forward_kernel(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    out: Any,
+    argmax: Any,
+    batch: Any,
+    height: tl.constexpr,
+    width: tl.constexpr,
+    channels: tl.constexpr,
+    out_height: tl.constexpr,
+    out_width: tl.constexpr,
+    out_channels: tl.constexpr,
+    kernel: tl.constexpr,
+    padding: tl.constexpr,
+    pool: tl.constexpr,
+    x_is_shared: tl.constexpr,
+    weight_is_shared: tl.constexpr,
+    bias_is_shared: tl.constexpr,
+    precision: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+) -> None:
+    corners: tl.constexpr = 4 if pool else 1
+    stride: tl.constexpr = 2 if pool else 1
+    size: tl.constexpr = out_height * out_width
+    length: tl.constexpr = kernel * kernel * channels
+    tiles = tl.cdiv(batch * size * corners, rows)
+    run = (tl.program_id(0) // tiles).to(tl.int64)
+    first = tl.program_id(0) % tiles * rows
+    if not x_is_shared:
+        x += run * batch * (height * width * channels)
+    if not weight_is_shared:
+        weight += run * (length * out_channels)
+    if not bias_is_shared:
+        bias += run * out_channels
+    out += run * batch * (size * out_channels)
+    argmax += run * batch * (size * out_channels)
+
+    m = first + tl.arange(0, rows)
+    pixel = m // corners
+    corner = m % corners
+    is_pixel = (pixel < batch * size)[:, None]
+    top = (pixel % size // out_width * stride + corner // 2 - padding)[:, None]
+    left = (pixel % out_width * stride + corner % 2 - padding)[:, None]
+    patch = pixel[:, None] // size * (height * width * channels) + (top * width + left) * channels
+    o = tl.program_id(1) * columns + tl.arange(0, columns)[None, :]
+    is_channel = o < out_channels
+
+    total = tl.zeros((rows, columns), tl.float32)
+    for start in range(0, length, depth):
+        k = start + tl.arange(0, depth)[None, :]
+        # Where the channels fill a step, it lies within one tap, and the arithmetic on taps is scalar.
+        tap = start // channels if channels % depth == 0 else k // channels
+        down = tap // kernel
+        right = tap % kernel
+        mask = is_pixel & (k < length)
+        if padding > 0:
+            mask &= (top + down >= 0) & (top + down < height) & (left + right >= 0) & (left + right < width)
+        pixels = tl.load(x + patch + ((down * width + right) * channels + k % channels), mask=mask, other=0.0)
+        k = start + tl.arange(0, depth)[:, None]
+        weights = tl.load(weight + k * out_channels + o, mask=(k < length) & is_channel, other=0.0)
+        total = tl.dot(pixels, weights, total, input_precision=precision)
+
+    outputs: tl.constexpr = rows // corners
+    if pool:
+        best, where = tl.max(tl.reshape(total, (outputs, 4, columns)), axis=1, return_indices=True)
+    else:
+        best = total
+        where = tl.zeros((rows, columns), tl.int32)
+    best += tl.load(bias + o, mask=is_channel, other=0.0)
+    is_cut = best <= 0  # false for NaN, which must come through
+    pixel = (first // corners + tl.arange(0, outputs))[:, None]
+    mask = (pixel < batch * size) & is_channel
+    place = pixel * out_channels + o
+    tl.store(out + place, tl.where(is_cut, 0.0, best), mask=mask)
+    tl.store(argmax + place, tl.where(is_cut, 4, where).to(tl.int8), mask=mask)
+
+
+def weight_gradient_kernel(
+    x: Any,
+    gradient: Any,
+    argmax: Any,
+    sums: Any,
+    batch: Any,
+    steps: Any,
+    height: tl.constexpr,
+    width: tl.constexpr,
+    channels: tl.constexpr,
+    out_height: tl.constexpr,
+    out_width: tl.constexpr,
+    out_channels: tl.constexpr,
+    kernel: tl.constexpr,
+    padding: tl.constexpr,
+    pool: tl.constexpr,
+    groups: tl.constexpr,
+    x_is_shared: tl.constexpr,
+    precision: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+) -> None:
+    corners: tl.constexpr = 4 if pool else 1
+    stride: tl.constexpr = 2 if pool else 1
+    size: tl.constexpr = out_height * out_width
+    length: tl.constexpr = kernel * kernel * channels
+    run = (tl.program_id(0) // groups).to(tl.int64)
+    group = tl.program_id(0) % groups
+    if not x_is_shared:
+        x += run * batch * (height * width * channels)
+    gradient += run * batch * (size * out_channels)
+    argmax += run * batch * (size * out_channels)
+    sums += tl.program_id(0).to(tl.int64) * ((length + 1) * out_channels)
+
+    m = tl.program_id(1) * rows + tl.arange(0, rows)[:, None]
+    down = m // channels // kernel
+    right = m // channels % kernel
+    tap = (down * width + right) * channels + m % channels
+    ones = tl.where(m == length, 1.0, 0.0)
+    o = tl.program_id(2) * columns + tl.arange(0, columns)[None, :]
+    is_channel = o < out_channels
+
+    total = tl.zeros((rows, columns), tl.float32)
+    for step in range(steps):
+        pixel = (group * steps + step) * depth + tl.arange(0, depth)
+        is_pixel = pixel < batch * size
+        place = pixel[:, None] * out_channels + o
+        mask = is_pixel[:, None] & is_channel
+        value = tl.load(gradient + place, mask=mask, other=0.0)
+        where = tl.load(argmax + place, mask=mask, other=4)
+        image = pixel // size * (height * width * channels)
+        for corner in tl.static_range(corners):
+            top = pixel % size // out_width * stride + (corner // 2 - padding)
+            left = pixel % out_width * stride + (corner % 2 - padding)
+            patch = (image + (top * width + left) * channels)[None, :]
+            mask = is_pixel[None, :] & (m < length)
+            if padding > 0:
+                y = top[None, :] + down
+                z = left[None, :] + right
+                mask &= (y >= 0) & (y < height) & (z >= 0) & (z < width)
+            pixels = tl.load(x + patch + tap, mask=mask, other=ones)
+            total = tl.dot(pixels, tl.where(where == corner, value, 0.0), total, input_precision=precision)
+    tl.store(sums + m * out_channels + o, total, mask=(m <= length) & is_channel)
+
+
+def input_gradient_kernel(
+    gradient: Any,
+    argmax: Any,
+    weight: Any,
+    out: Any,
+    batch: Any,
+    height: tl.constexpr,
+    width: tl.constexpr,
+    channels: tl.constexpr,
+    out_height: tl.constexpr,
+    out_width: tl.constexpr,
+    out_channels: tl.constexpr,
+    kernel: tl.constexpr,
+    padding: tl.constexpr,
+    pool: tl.constexpr,
+    weight_is_shared: tl.constexpr,
+    precision: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+) -> None:
+    # Squares are counted in padded coordinates, in which a square touches (K + 1) / 2 pooling windows each way, whatever
+    # the padding: the first one that holds a real pixel is number padding // stride.
+    corners: tl.constexpr = 4 if pool else 1
+    stride: tl.constexpr = 2 if pool else 1
+    reach: tl.constexpr = (kernel - 1) // stride + 1
+    squares_down: tl.constexpr = (height + padding - 1) // stride - padding // stride + 1
+    squares_right: tl.constexpr = (width + padding - 1) // stride - padding // stride + 1
+    squares: tl.constexpr = squares_down * squares_right
+    size: tl.constexpr = out_height * out_width
+    tiles = tl.cdiv(batch * squares, rows)
+    run = (tl.program_id(0) // tiles).to(tl.int64)
+    gradient += run * batch * (size * out_channels)
+    argmax += run * batch * (size * out_channels)
+    out += run * batch * (height * width * channels)
+    if not weight_is_shared:
+        weight += run * (kernel * kernel * channels * out_channels)
+
+    square = tl.program_id(0) % tiles * rows + tl.arange(0, rows)[:, None]
+    image = square // squares
+    is_square = image < batch
+    down = square % squares // squares_right + padding // stride
+    right = square % squares_right + padding // stride
+    n = tl.program_id(1) * columns + tl.arange(0, columns)[None, :]
+    pixel_down = n // channels // 2
+    pixel_right = n // channels % 2
+    is_column = n < corners * channels
+
+    total = tl.zeros((rows, columns), tl.float32)
+    for window in range(reach * reach):
+        back = window // reach
+        aside = window % reach
+        y = down - back
+        z = right - aside
+        is_window = is_square & (y >= 0) & (y < out_height) & (z >= 0) & (z < out_width)
+        place = (image * size + y * out_width + z) * out_channels
+        for start in range(0, out_channels, depth):
+            o = start + tl.arange(0, depth)[None, :]
+            mask = is_window & (o < out_channels)
+            value = tl.load(gradient + place + o, mask=mask, other=0.0)
+            where = tl.load(argmax + place + o, mask=mask, other=4)
+            o = start + tl.arange(0, depth)[:, None]
+            for corner in tl.static_range(corners):
+                tap_down = pixel_down + (back * stride - corner // 2)
+                tap_right = pixel_right + (aside * stride - corner % 2)
+                mask = is_column & (tap_down >= 0) & (tap_down < kernel) & (tap_right >= 0) & (tap_right < kernel)
+                tap = ((tap_down * kernel + tap_right) * channels + n % channels) * out_channels
+                weights = tl.load(weight + tap + o, mask=mask & (o < out_channels), other=0.0)
+                total = tl.dot(tl.where(where == corner, value, 0.0), weights, total, input_precision=precision)
+
+    y = down * stride + pixel_down - padding
+    z = right * stride + pixel_right - padding
+    mask = is_square & is_column & (y >= 0) & (y < height) & (z >= 0) & (z < width)
+    tl.store(out + ((image * height + y) * width + z) * channels + n % channels, total, mask=mask)
+
+
+def ceil_divide(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def constants(
+    x_shape: Sequence[int], out_shape: Sequence[int], kernel: int, padding: int, pool: bool, precision: str
+) -> dict[str, Any]:
+    """What the three kernels have in common. x_shape and out_shape: [R, B, height, width, channels]."""
+    _, batch, height, width, channels = x_shape
+    _, _, out_height, out_width, out_channels = out_shape
+    return {
+        "batch": batch,
+        "height": height,
+        "width": width,
+        "channels": channels,
+        "out_height": out_height,
+        "out_width": out_width,
+        "out_channels": out_channels,
+        "kernel": kernel,
+        "padding": padding,
+        "pool": pool,
+        "precision": precision,
+    }
+
+
+def launch(
+    function: Callable[..., None], grid: tuple[int, ...], tensors: Sequence[Tensor], blocks: Blocks, **arguments: Any
+) -> None:
+    with torch.cuda.device_of(tensors[0]):
+        compiled(function)[grid](
+            *tensors,
+            **arguments,
+            rows=blocks.rows,
+            columns=blocks.columns,
+            depth=blocks.depth,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
+
+
+@torch.library.custom_op("pfedhn::conv_block", mutates_args=())
+def conv_block_op(
+    x: Tensor, weight: Tensor, bias: Tensor, padding: int, pool: bool, precision: str
+) -> tuple[Tensor, Tensor]:
+    """x [R, B, H, W, C], weight [R, K, K, C, O], bias [R, O] -> output [R, B, H', W', O] and its corners, a byte each."""
+    out, argmax = _conv_block_fake(x, weight, bias, padding, pool, precision)
+    runs, batch, out_height, out_width, out_channels = out.shape
+    kernel = weight.shape[1]
+    blocks = blocks_for("forward", x.shape, out.shape, kernel)
+    pixels = batch * out_height * out_width * (4 if pool else 1)
+    launch(
+        forward_kernel,
+        (runs * ceil_divide(pixels, blocks.rows), ceil_divide(out_channels, blocks.columns)),
+        (x.contiguous(), weight.contiguous(), bias.contiguous(), out, argmax),
+        blocks,
+        x_is_shared=x.shape[0] < runs,
+        weight_is_shared=weight.shape[0] < runs,
+        bias_is_shared=bias.shape[0] < runs,
+        **constants(x.shape, out.shape, kernel, padding, pool, precision),
+    )
+    return out, argmax
+
+
+@conv_block_op.register_fake
+def _conv_block_fake(
+    x: Tensor, weight: Tensor, bias: Tensor, padding: int, pool: bool, precision: str
+) -> tuple[Tensor, Tensor]:
+    _, batch, height, width, _ = x.shape
+    runs = max(x.shape[0], weight.shape[0], bias.shape[0])
+    kernel, out_channels = weight.shape[1], weight.shape[4]
+    sides = (output_size(height, kernel, padding, pool), output_size(width, kernel, padding, pool))
+    out = x.new_empty((runs, batch, *sides, out_channels))
+    return out, torch.empty_like(out, dtype=torch.int8)
+
+
+@torch.library.custom_op("pfedhn::conv_block_weight_gradient", mutates_args=())
+def weight_gradient_op(
+    x: Tensor, gradient: Tensor, argmax: Tensor, kernel: int, padding: int, pool: bool, groups: int, precision: str
+) -> Tensor:
+    """Partial sums [R, groups, K K C + 1, O] of the weight's gradient; the last row is the bias's."""
+    sums = _weight_gradient_fake(x, gradient, argmax, kernel, padding, pool, groups, precision)
+    runs, batch, out_height, out_width, out_channels = gradient.shape
+    blocks = blocks_for("weight_gradient", x.shape, gradient.shape, kernel)
+    launch(
+        weight_gradient_kernel,
+        (runs * groups, ceil_divide(sums.shape[2], blocks.rows), ceil_divide(out_channels, blocks.columns)),
+        (x.contiguous(), gradient.contiguous(), argmax.contiguous(), sums),
+        blocks,
+        steps=ceil_divide(ceil_divide(batch * out_height * out_width, blocks.depth), groups),
+        groups=groups,
+        x_is_shared=x.shape[0] < runs,
+        **constants(x.shape, gradient.shape, kernel, padding, pool, precision),
+    )
+    return sums
+
+
+@weight_gradient_op.register_fake
+def _weight_gradient_fake(
+    x: Tensor, gradient: Tensor, argmax: Tensor, kernel: int, padding: int, pool: bool, groups: int, precision: str
+) -> Tensor:
+    return x.new_empty(gradient.shape[0], groups, kernel * kernel * x.shape[4] + 1, gradient.shape[4])
+
+
+@torch.library.custom_op("pfedhn::conv_block_input_gradient", mutates_args=())
+def input_gradient_op(
+    gradient: Tensor, argmax: Tensor, weight: Tensor, height: int, width: int, padding: int, pool: bool, precision: str
+) -> Tensor:
+    out = _input_gradient_fake(gradient, argmax, weight, height, width, padding, pool, precision)
+    runs, batch, _, _, channels = out.shape
+    kernel = weight.shape[1]
+    blocks = blocks_for("input_gradient", out.shape, gradient.shape, kernel)
+    stride = 2 if pool else 1
+    down, right = ((side + padding - 1) // stride - padding // stride + 1 for side in (height, width))
+    launch(
+        input_gradient_kernel,
+        (runs * ceil_divide(batch * down * right, blocks.rows), ceil_divide(stride * stride * channels, blocks.columns)),
+        (gradient.contiguous(), argmax.contiguous(), weight.contiguous(), out),
+        blocks,
+        weight_is_shared=weight.shape[0] < runs,
+        **constants(out.shape, gradient.shape, kernel, padding, pool, precision),
+    )
+    return out
+
+
+@input_gradient_op.register_fake
+def _input_gradient_fake(
+    gradient: Tensor, argmax: Tensor, weight: Tensor, height: int, width: int, padding: int, pool: bool, precision: str
+) -> Tensor:
+    return gradient.new_empty(gradient.shape[0], gradient.shape[1], height, width, weight.shape[3])
+
+
+# An autograd.Function over plain operators, because torch.func refuses operators with an autograd formula of their own.
+# Each `vmap` rule applies its Function again rather than the operator, so that transforms nest in any order.
+class Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor, padding: int, pool: bool, precision: str
+    ) -> tuple[Tensor, Tensor]:
+        return conv_block_op(x, weight, bias, padding, pool, precision)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, weight, bias, ctx.padding, ctx.pool, ctx.precision = inputs
+        ctx.bias_runs = bias.shape[0]
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, output[1])
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+        out, argmax = Forward.apply(*fold_runs(info.batch_size, dims[:3], inputs[:3]), *inputs[3:])
+        return unfold_runs(info.batch_size, out, argmax), (0, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        x, weight, argmax = ctx.saved_tensors
+        of_x = of_weight = of_bias = None
+        how = (ctx.padding, ctx.pool, ctx.precision)
+        if gradient is not None:
+            gradient = gradient.contiguous()
+            if ctx.needs_input_grad[0]:
+                of_x = InputGradient.apply(gradient, argmax, weight, x.shape[2], x.shape[3], *how)
+                of_x = sum_to_runs(of_x, x.shape[0])
+            if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+                of_weight, of_bias = WeightGradient.apply(x, gradient, argmax, weight.shape[1], *how)
+                of_weight, of_bias = sum_to_runs(of_weight, weight.shape[0]), sum_to_runs(of_bias, ctx.bias_runs)
+        return of_x, of_weight, of_bias, None, None, None
+
+
+class Gradient(torch.autograd.Function):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError("The Triton convolution block has no second derivative; use reference_conv_block.")
+
+
+class WeightGradient(Gradient):
+    @staticmethod
+    def forward(
+        x: Tensor, gradient: Tensor, argmax: Tensor, kernel: int, padding: int, pool: bool, precision: str
+    ) -> tuple[Tensor, Tensor]:
+        gradient, argmax = on_all_runs(gradient, argmax, x)
+        # Chosen here, below every vmap: only now is the number of runs known.
+        blocks = blocks_for("weight_gradient", x.shape, gradient.shape, kernel)
+        groups = num_groups(blocks, gradient.shape)
+        sums = weight_gradient_op(x, gradient, argmax, kernel, padding, pool, groups, precision).sum(1)
+        return sums[:, :-1].unflatten(1, (kernel, kernel, x.shape[4])), sums[:, -1]
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+        of_weight, of_bias = WeightGradient.apply(*fold_runs(info.batch_size, dims[:3], inputs[:3]), *inputs[3:])
+        return unfold_runs(info.batch_size, of_weight, of_bias), (0, 0)
+
+
+class InputGradient(Gradient):
+    @staticmethod
+    def forward(
+        gradient: Tensor, argmax: Tensor, weight: Tensor, height: int, width: int, padding: int, pool: bool, precision: str
+    ) -> Tensor:
+        gradient, argmax = on_all_runs(gradient, argmax, weight)
+        return input_gradient_op(gradient, argmax, weight, height, width, padding, pool, precision)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        of_x = InputGradient.apply(*fold_runs(info.batch_size, dims[:3], inputs[:3]), *inputs[3:])
+        return unfold_runs(info.batch_size, of_x)[0], 0
+
+
+def fold_runs(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Make vmap's axis part of [R]; what is the same for all runs stays R = 1."""
+    stacks = [t.unsqueeze(0) if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims, strict=True)]
+    runs = max(t.shape[1] for t in stacks)
+    return [(t if t.shape[:2] == (1, 1) else t.expand(size, runs, *t.shape[2:])).flatten(0, 1) for t in stacks]
+
+
+def unfold_runs(size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.unflatten(0, (size, -1)) for t in tensors)
+
+
+def sum_to_runs(gradient: Tensor, runs: int) -> Tensor:
+    return gradient.sum(0, keepdim=True) if runs < gradient.shape[0] else gradient
+
+
+def on_all_runs(gradient: Tensor, argmax: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    runs = max(gradient.shape[0], argmax.shape[0], other.shape[0])
+    return gradient.expand(runs, *gradient.shape[1:]), argmax.expand(runs, *argmax.shape[1:])
+
+
+def num_groups(blocks: Blocks, out_shape: Sequence[int]) -> int:
+    """How many partial sums to make: about `blocks.groups`, none of them empty."""
+    _, batch, out_height, out_width, _ = out_shape
+    tiles = ceil_divide(batch * out_height * out_width, blocks.depth)
+    return ceil_divide(tiles, ceil_divide(tiles, blocks.groups))
+
+
+def permutation_head_kernel(
+    keys: Any,
+    sizes: Any,
+    out: Any,
+    count: Any,
+    turns: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    """`keys._permutation_head`, to the bit. The two halves of a value stay below 2^31, so their sums fit 32 bits."""
+    key = tl.load(keys + tl.program_id(0))
+    size = tl.load(sizes + tl.program_id(0))
+    root = tl.sqrt(size.to(tl.float64)).to(tl.int64)
+    root -= (root * root > size).to(tl.int64)
+    root += (root * root < size).to(tl.int64)
+    grid_columns = root.to(tl.uint32)
+    grid_rows = ((size + root - 1) // root).to(tl.uint32)
+
+    place = tl.program_id(1) * columns + tl.arange(0, columns)
+    value = tl.minimum(place.to(tl.int64), size - 1)
+    is_outside = place >= 0
+    while tl.max(is_outside.to(tl.int32), axis=0) > 0:
+        left = (value // root).to(tl.uint32)
+        right = (value % root).to(tl.uint32)
+        for turn in tl.static_range(turns):
+            half = right if turn % 2 == 0 else left
+            bits = key ^ (half.to(tl.int64) * -7046029254386353131 + ((turn + 1) << 40))
+            bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+            bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+            bits = bits ^ ((bits >> 31) & 0x1FFFFFFFF)
+            draw = ((bits >> 33) & 0x7FFFFFFF).to(tl.uint32)
+            if turn % 2 == 0:
+                left = (left + draw) % grid_rows
+            else:
+                right = (right + draw) % grid_columns
+        value = tl.where(is_outside, left.to(tl.int64) * root + right.to(tl.int64), value)
+        is_outside = value >= size
+    value = tl.where(place < size, value, 0)
+    tl.store(out + tl.program_id(0).to(tl.int64) * count + place, value, mask=place < count)
+
+
+NUM_FEISTEL_ROUNDS = 12  # keys.NUM_FEISTEL_ROUNDS, which this module may not import
+
+
+@torch.library.custom_op("pfedhn::permutation_head", mutates_args=())
+def permutation_head_op(key: Tensor, size: Tensor, count: int) -> Tensor:
+    """`keys.permutation_head` without waiting for the host: a while loop on the device. key, size: int64."""
+    keys, sizes = (t.contiguous() for t in torch.broadcast_tensors(key, size))
+    out = keys.new_empty((*keys.shape, count))
+    if out.numel():
+        columns = min(power_of_two(count), 128)
+        grid = (keys.numel(), ceil_divide(count, columns))
+        with torch.cuda.device_of(out):
+            compiled(permutation_head_kernel)[grid](
+                keys, sizes, out, count=count, turns=NUM_FEISTEL_ROUNDS, columns=columns, num_warps=max(1, columns // 32)
+            )
+    return out
+
+
+@permutation_head_op.register_fake
+def _permutation_head_fake(key: Tensor, size: Tensor, count: int) -> Tensor:
+    return key.new_empty((*torch.broadcast_shapes(key.shape, size.shape), count))
+
+
+@permutation_head_op.register_vmap
+def _permutation_head_vmap(info: Any, dims: tuple[int | None, ...], key: Tensor, size: Tensor, count: int) -> Any:
+    rank = max(t.ndim - (dim is not None) for t, dim in zip((key, size), dims, strict=False))
+
+    def lead(t: Tensor, dim: int | None) -> Tensor:
+        t = t.unsqueeze(0) if dim is None else t.movedim(dim, 0)
+        return t.reshape(t.shape[0], *(1,) * (rank + 1 - t.ndim), *t.shape[1:])
+
+    return permutation_head_op(lead(key, dims[0]), lead(size, dims[1]), count), 0

@@ -1,0 +1,119 @@
+"""Keyed randomness: every draw is a pure function of (seed, purpose, round, client), so nothing random is ever stored.
+
+A key is a signed 64-bit number, an `int` on the host or an int64 tensor (then every function maps over its shape).
+All of it is wrapping integer arithmetic: a CPU, a GPU and another party's machine draw the same numbers.
+"""
+
+import hashlib
+import math
+from typing import TypeAlias, TypeVar, cast
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Key: TypeAlias = int | Tensor
+Array: TypeAlias = NDArray[numpy.int64]
+Number = TypeVar("Number", int, Tensor, Array)
+
+NUM_FEISTEL_ROUNDS = 12  # at 6, domains of fewer than twenty rows are visibly uneven
+STEP = -7046029254386353131  # 2^64 / golden ratio, odd, as a signed number
+
+
+def _wrap(value: Number) -> Number:
+    """Bring a Python integer back to signed 64 bits, as arrays do by themselves."""
+    return ((value + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63) if isinstance(value, int) else value
+
+
+def mix(value: Number) -> Number:
+    """A bijection of 64 bits in which every input bit moves every output bit (the finalizer of splitmix64).
+
+    The masks make the arithmetic right shift of signed numbers a logical one.
+    """
+    value = _wrap((value ^ ((value >> 30) & ((1 << 34) - 1))) * -4658895280553007687)
+    value = _wrap((value ^ ((value >> 27) & ((1 << 37) - 1))) * -7723592293110705685)
+    return value ^ ((value >> 31) & ((1 << 33) - 1))
+
+
+def fold(key: Key, *parts: str | Key) -> Key:
+    """A new key from a key and what the draw is for: `fold(seed, "batches", round, client)`."""
+    for part in parts:
+        if isinstance(part, str):
+            part = int.from_bytes(hashlib.blake2b(part.encode(), digest_size=8).digest(), "little", signed=True)
+        mixed = key ^ (mix(part + STEP) if isinstance(part, Tensor) else mix(_wrap(part + STEP)))
+        key = mix(mixed) if isinstance(mixed, Tensor) else mix(mixed)
+    return key
+
+
+def permutation_head(key: Key, size: int | Tensor, count: int) -> Tensor:
+    """The first `count` places of a keyed permutation of `range(size)`; a leading shape of keys or sizes maps.
+
+    A Feistel network over a grid of a x b >= size cells, a close to b; a value outside `range(size)` is sent through
+    again until it lands inside, so any size gives an exact permutation. Places past `size` read 0.
+    """
+    device = key.device if isinstance(key, Tensor) else size.device if isinstance(size, Tensor) else None
+    keys = torch.as_tensor(key, dtype=torch.int64, device=device)
+    sizes = torch.as_tensor(size, dtype=torch.int64, device=device)
+    keys, sizes = torch.broadcast_tensors(keys, sizes)
+    if keys.is_cuda:
+        import pfedhn.kernels  # noqa: F401  (registers the operator; the loop below would wait for the host)
+
+        return cast(Tensor, torch.ops.pfedhn.permutation_head(keys, sizes, count))
+    # NumPy rather than torch: a few hundred operations on a few hundred numbers, where the cost is the call.
+    return torch.from_numpy(_permutation_head(keys.unsqueeze(-1).numpy(), sizes.unsqueeze(-1).numpy(), count))
+
+
+def _permutation_head(keys: Array, sizes: Array, count: int) -> Array:
+    columns = grid_columns(sizes)
+    rows = (sizes + columns - 1) // columns
+    places = numpy.arange(count)
+    values = feistel(keys, numpy.minimum(places, sizes - 1), columns, rows)
+    while (outside := values >= sizes).any():
+        values = numpy.where(outside, feistel(keys, values, columns, rows), values)
+    return numpy.where(places < sizes, values, 0)
+
+
+def grid_columns(sizes: Array) -> Array:
+    """The smallest number whose square is at least `sizes`; the correction makes it exact whatever sqrt rounds to."""
+    root = numpy.sqrt(sizes.astype(numpy.float64)).astype(numpy.int64)
+    root -= root * root > sizes
+    return root + (root * root < sizes)
+
+
+def feistel(keys: Number, values: Number, columns: Number, rows: Number) -> Number:
+    left, right = values // columns, values % columns
+    for turn in range(NUM_FEISTEL_ROUNDS):
+        if turn % 2 == 0:
+            left = (left + _draw(keys, turn, right)) % rows
+        else:
+            right = (right + _draw(keys, turn, left)) % columns
+    return left * columns + right
+
+
+def _draw(keys: Number, turn: int, half: Number) -> Number:
+    """31 random bits for one half of a Feistel value."""
+    return (mix(keys ^ (half * STEP + ((turn + 1) << 40))) >> 33) & ((1 << 31) - 1)
+
+
+def uniform(key: Key, count: int, device: torch.device | None = None) -> Tensor:
+    """`count` numbers in [0, 1), float64."""
+    keys = torch.as_tensor(key, dtype=torch.int64, device=device).unsqueeze(-1)
+    places = torch.arange(1, count + 1, device=keys.device)
+    bits = (mix(keys ^ mix(places * STEP)) >> 11) & ((1 << 53) - 1)
+    return bits.to(torch.float64) / (1 << 53)
+
+
+def normal(key: Key, count: int, device: torch.device | None = None) -> Tensor:
+    """`count` standard normal numbers, float64 (Box-Muller; 1 - u keeps the logarithm away from 0)."""
+    radius, angle = uniform(key, 2 * count, device).unflatten(-1, (2, count)).unbind(-2)
+    return (-2 * torch.log1p(-radius)).sqrt() * torch.cos(2 * math.pi * angle)
+
+
+def torch_generator(key: Key) -> torch.Generator:
+    """A CPU generator for code that draws by itself, such as a module's initialisation."""
+    return torch.Generator().manual_seed(int(key) & ((1 << 63) - 1))
+
+
+def numpy_generator(key: Key) -> numpy.random.Generator:
+    return numpy.random.Generator(numpy.random.Philox(key=int(key) & ((1 << 64) - 1)))

@@ -1,0 +1,72 @@
+"""The paper's target networks, losses and metrics."""
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pfedhn.kernels import ConvBlock
+
+
+class LeNet(nn.Module):
+    """The paper's CIFAR network: two 5x5 convolutions and three linear layers.
+
+    `num_kernels` 8, 16 and 32 are its sizes S, M and L: 62,958, 121,182 and 256,830 weights for ten classes.
+    """
+
+    def __init__(self, num_classes: int = 10, num_kernels: int = 16, in_channels: int = 3) -> None:
+        super().__init__()
+        self.conv1 = ConvBlock(in_channels, num_kernels, 5)
+        self.conv2 = ConvBlock(num_kernels, 2 * num_kernels, 5)
+        self.fc1 = nn.Linear(2 * num_kernels * 5 * 5, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.conv2(self.conv1(x)).flatten(1)
+        output: Tensor = self.fc3(functional.relu(self.fc2(functional.relu(self.fc1(features)))))
+        return output
+
+
+class OmniglotNet(nn.Module):
+    """Four 3x3 convolutions (16, 32, 64, 128 kernels), pooling after the first three, and two linear layers."""
+
+    def __init__(self, num_classes: int = 1623) -> None:
+        super().__init__()
+        self.conv1 = ConvBlock(1, 16, 3, padding=1)
+        self.conv2 = ConvBlock(16, 32, 3, padding=1)
+        self.conv3 = ConvBlock(32, 64, 3, padding=1)
+        self.conv4 = ConvBlock(64, 128, 3, padding=1, pool=False)
+        self.fc1 = nn.Linear(1152, 120)
+        self.fc2 = nn.Linear(120, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.conv4(self.conv3(self.conv2(self.conv1(x)))).flatten(1)
+        output: Tensor = self.fc2(functional.relu(self.fc1(features)))
+        return output
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between them: MLP(64, 32, 10) has one hidden layer of 32. Images are flattened."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for layer in self.layers[:-1]:
+            x = functional.relu(layer(x))
+        output: Tensor = self.layers[-1](x)
+        return output
+
+
+def cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, y, reduction="none")
+
+
+def is_correct(outputs: Tensor, y: Tensor) -> Tensor:
+    return outputs.argmax(-1) == y
+
+
+def squared_error(outputs: Tensor, y: Tensor) -> Tensor:
+    """Mean squared error of each row, over however many numbers it predicts."""
+    return ((outputs.reshape(y.shape) - y) ** 2).reshape(len(y), -1).mean(-1)

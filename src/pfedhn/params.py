@@ -1,0 +1,78 @@
+"""Weights as plain dictionaries, and the little arithmetic that federated learning does on them.
+
+A leading [C]lients axis on every tensor makes a stack of models. `Tree` is any nesting of dictionaries, tuples and
+named tuples with tensors at the leaves: the form of every memory in the package.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Params = dict[str, Tensor]
+Tree = TypeVar("Tree")
+
+
+def subtract(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> Params:
+    return {name: left[name] - right[name] for name in left}
+
+
+def pick(params: Mapping[str, Tensor], names: Collection[str]) -> Params:
+    return {name: value for name, value in params.items() if name in names}
+
+
+def weighted_mean(stacked: Mapping[str, Tensor], weights: Tensor) -> Params:
+    """Mean over the [C] axis, each client counted with its weight."""
+    return weighted_sum(stacked, weights / weights.sum())
+
+
+def weighted_sum(stacked: Mapping[str, Tensor], weights: Tensor) -> Params:
+    return {name: torch.tensordot(weights.to(value.dtype), value, dims=1) for name, value in stacked.items()}
+
+
+def clip(gradient: Mapping[str, Tensor], limit: float | None, names: Collection[str] | None = None) -> Params:
+    """Scale the named part of a gradient (all of it by default) down to a global norm of `limit`.
+
+    The 1e-6 is that of `torch.nn.utils.clip_grad_norm_`, which the published programs use.
+    """
+    chosen = gradient if names is None else pick(gradient, names)
+    if limit is None or not chosen:
+        return dict(gradient)
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in chosen.values()]))
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    return {name: value * factor if name in chosen else value for name, value in gradient.items()}
+
+
+def pull_back(function: Callable[..., Any], *inputs: Any, cotangent: Any) -> tuple[Any, ...]:
+    """The vector-Jacobian product of `function` at `inputs` along `cotangent`: one gradient per input."""
+    product = torch.func.vjp(function, *inputs)[1]
+    result: tuple[Any, ...] = product(cotangent)
+    return result
+
+
+def take(tree: Tree, index: Any) -> Tree:
+    """The entries at `index` of the leading axis, at every leaf."""
+    result: Tree = pytree.tree_map(lambda leaf: leaf[index], tree)
+    return result
+
+
+def put(tree: Tree, index: Any, values: Tree) -> None:
+    """Write `values` at `index` of the leading axis, in place: a pure copy of a million rows costs 41 ms a round."""
+    for leaf, value in zip(pytree.tree_leaves(tree), pytree.tree_leaves(values), strict=True):
+        leaf[index] = value
+
+
+def stack(trees: Sequence[Tree]) -> Tree:
+    result: Tree = pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
+    return result
+
+
+def copy(tree: Tree) -> Tree:
+    result: Tree = pytree.tree_map(lambda leaf: leaf.clone(), tree)
+    return result
+
+
+def num_bytes(tree: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(tree))

@@ -1,0 +1,470 @@
+"""A run: train, watch, stop and go on, take out a client's model, let a new client join."""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+
+from pfedhn import keys
+from pfedhn.algorithm import Algorithm, Factory, Group, Model, PerExample
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.checkpoint import load_state, save_state, write_atomically
+from pfedhn.evaluate import PoolResult, evaluate, personal_weights
+from pfedhn.federation import Federation
+from pfedhn.models import cross_entropy, is_correct, squared_error
+from pfedhn.params import Params, stack, take
+from pfedhn.settings import build, closest
+from pfedhn.simulate import Evaluation, Memories, Progress, Schedule, Simulation, State
+
+CHECKPOINT_SECONDS = 60.0
+NUM_CLIENTS_IN_METRICS = 1_000  # larger federations keep per-client scores of the chosen round only
+
+AnyAlgorithm = Algorithm[Any, Any, Any]
+
+
+class RunError(RuntimeError):
+    """A run that cannot start or go on; the message says what to do."""
+
+
+def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | None = None) -> AnyAlgorithm:
+    """An algorithm from its name and settings; one that is built already passes through."""
+    if not isinstance(method, str):
+        return method
+    if method not in ALGORITHMS:
+        raise RunError(f"there is no method {method!r}; {closest(method, ALGORITHMS)}")
+    usual: AnyAlgorithm = ALGORITHMS[method]()
+    build(type(usual), settings or {}, method)
+    ready = {name: tuple(value) if isinstance(value, list) else value for name, value in (settings or {}).items()}
+    algorithm: AnyAlgorithm = ALGORITHMS[method](**ready)
+    return algorithm
+
+
+def build_model(
+    name: str,
+    factory: Factory,
+    federation: Federation,
+    loss: PerExample | None = None,
+    metric: PerExample | None = None,
+) -> Model:
+    """An architecture that fits the federation's data, or a sentence that says why it does not."""
+    is_classes = not federation.y.is_floating_point()
+    if loss is None:
+        loss, metric = (cross_entropy, metric or is_correct) if is_classes else (squared_error, metric)
+    dtype = federation.x.dtype if federation.x.is_floating_point() else torch.get_default_dtype()
+    model = Model(name, factory, loss, metric, federation.x.device, dtype)
+    _check_model(model, federation)
+    return model
+
+
+def _check_model(model: Model, federation: Federation) -> None:
+    """Run the network once on real rows: what would be silently wrong later is refused now."""
+    if not model.shapes:
+        raise RunError(f"the network {model.name!r} has no trainable parameters; there is nothing to learn.")
+    rows = federation.pools["train"].index[:4]
+    x, y = federation.x[rows], federation.y[rows]
+    module = model.with_weights(model.fresh(0)).train()
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            outputs = module(x)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            raise RunError(
+                f"the network {model.name!r} does not take rows of shape {tuple(x.shape[1:])}: {reason}"
+            ) from error
+        changed = [name for name, buffer in module.named_buffers() if not torch.equal(buffer, before[name])]
+        if changed:
+            layers = sorted({name.rpartition(".")[0] or name for name in changed})
+            raise RunError(
+                f"the forward pass of {model.name!r} changes buffers of the layers {', '.join(layers)}; a client's "
+                "weights would then depend on who trained before it. Use GroupNorm or LayerNorm instead of BatchNorm, "
+                "or track_running_stats=False."
+            )
+        if model.per_example_loss is cross_entropy:
+            num_outputs, top = outputs.shape[-1], int(federation.y.max())
+            if top >= num_outputs:
+                row = int((federation.y == top).nonzero()[0][0])
+                raise RunError(
+                    f"row {row} has the label {top}, but the network {model.name!r} has {num_outputs} outputs "
+                    f"(labels 0 to {num_outputs - 1}); give the network more outputs or mend the labels."
+                )
+        values = model.per_example_loss(outputs, y)
+    if values.shape != y.shape[:1]:
+        raise RunError(
+            f"the loss returned the shape {tuple(values.shape)} for {len(y)} rows; it must return one value per row, "
+            "e.g. with reduction='none'."
+        )
+
+
+@dataclass
+class Run:
+    """A finished or interrupted run: its chosen round, every client's model, and room for new clients.
+
+    Made by `pfedhn.train`. `run.accuracy` holds each client's test accuracy at the round chosen on validation.
+    """
+
+    simulation: Simulation
+    state: State
+    history: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def chosen(self) -> Evaluation:
+        """The first evaluation with the strictly best validation score."""
+        assert self.state.best is not None, "a run evaluates before its first round"
+        return self.state.best.evaluation
+
+    @property
+    def accuracy(self) -> NDArray[numpy.float64]:
+        """[clients]: test accuracy of each client's own model at the chosen round; NaN where it has no test rows."""
+        test = self.chosen.pools["test"]
+        values: NDArray[numpy.float64] = (
+            -test.loss / test.count if test.metric is None else test.client_metric
+        ).numpy()
+        return values
+
+    def memories(self, last: bool = False) -> Memories:
+        """The three memories at the chosen round, or after the last one."""
+        assert self.state.best is not None
+        return self.state.memories if last else self.state.best.memories
+
+    def personal_weights(self, client: int, last: bool = False, architecture: str | None = None) -> Params:
+        simulation, memories = self.simulation, self.memories(last)
+        num_clients = simulation.federation.num_clients
+        if not 0 <= client < num_clients:
+            raise RunError(f"there is no client {client}; this federation has the clients 0 to {num_clients - 1}.")
+        model = simulation.model_of(client)
+        if architecture is not None:
+            if architecture not in simulation.models:
+                raise RunError(f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}")
+            model = simulation.models[architecture]
+        number = self.state.round if last else self.chosen.round
+        member = torch.tensor([client], device=simulation.federation.x.device)
+        batches = simulation.federation.batches(
+            member,
+            simulation.personalise_key(number),
+            simulation.algorithm.num_personalise_batches,
+            simulation.schedule.batch_size,
+        )
+        private = take(memories.private[model.name].take([client]), 0)
+        return personal_weights(
+            simulation.algorithm, model, memories.shared, take(memories.rows, client), private, take(batches, 0)
+        )
+
+    def personal_model(self, client: int, last: bool = False, architecture: str | None = None) -> nn.Module:
+        """A plain module with this client's weights, in evaluation mode.
+
+        last: the weights after the last round instead of those of the chosen one.
+        architecture: another of the run's target networks; the client keeps its embedding.
+        """
+        weights = self.personal_weights(client, last, architecture)
+        model = self.simulation.models[architecture] if architecture else self.simulation.model_of(client)
+        return model.with_weights(weights)
+
+    def add_client(
+        self,
+        x: ArrayLike | Tensor,
+        y: ArrayLike | Tensor,
+        *,
+        rounds: int = 100,
+        split: tuple[float, float, float] = (0.7, 0.15, 0.15),
+        architecture: str | None = None,
+        descriptor: ArrayLike | Tensor | None = None,
+        seed: int = 0,
+        last: bool = False,
+    ) -> "NewClient":
+        """Let a client join that took no part in training: only what is its own learns, the server's model is frozen.
+
+        For pFedHN that is the embedding (and the personal layers of PC). The functions are those of training; what
+        `receive` would change for all is thrown away.
+
+        x, y: the new client's rows; they are split like a client's, and the best round is chosen on its validation.
+        descriptor: of the new client, for a run with fixed descriptors; its class shares by default.
+        """
+        simulation, memories = self.simulation, self.memories(last)
+        algorithm = simulation.algorithm
+        model = simulation.models[architecture] if architecture else simulation.model_of(0)
+        data = Federation.from_clients([(x, y)], split=split, seed=seed)
+        data = data.to(simulation.federation.x.device, model.dtype if data.x.is_floating_point() else None)
+        key = keys.fold(simulation.seed, "new client", seed)
+        row = algorithm.join_row(memories.shared, memories.rows, self._descriptor(data, descriptor))
+        private = algorithm.init_private(model, simulation.initial_models()[model.name], key)
+        member = torch.zeros(1, dtype=torch.int64, device=data.x.device)
+        best: NewClient | None = None
+
+        def private_of(value: Any) -> Callable[[Sequence[int]], Any]:
+            return lambda clients: stack([value])
+
+        for number in range(rounds + 1):
+            batches = data.batches(
+                member,
+                keys.fold(key, "personalise", number),
+                algorithm.num_personalise_batches,
+                simulation.schedule.batch_size,
+            )
+            pools = evaluate(
+                algorithm,
+                lambda client: model,
+                data,
+                memories.shared,
+                stack([row]),
+                private_of(private),
+                simulation.executor_for(model),
+                keys.fold(key, "personalise", number),
+                simulation.schedule.batch_size,
+            )
+            chosen_on = pools["validation"] if int(pools["validation"].count.sum()) else None
+            if best is None or chosen_on is None or chosen_on.score > best.pools["validation"].score:
+                weights = personal_weights(algorithm, model, memories.shared, row, private, take(batches, 0))
+                best = NewClient(model.with_weights(weights), weights, row, private, pools, number)
+            if number == rounds:
+                break
+            batches = data.batches(
+                member, keys.fold(key, "batches", number), algorithm.num_batches, simulation.schedule.batch_size
+            )
+            received = algorithm.send(model, memories.shared, row)
+            with model.seeded(torch.as_tensor(keys.fold(key, "noise", number))):
+                update, private = algorithm.train(model, received, private, take(batches, 0))
+            group = Group(model, stack([row]), stack([update]), data.pools["train"].size)
+            row = take(algorithm.receive(memories.shared, [group])[1][0], 0)
+        assert best is not None
+        return best
+
+    def _descriptor(self, data: Federation, given: ArrayLike | Tensor | None) -> Tensor | None:
+        wanted = self.simulation.descriptors()
+        if wanted.shape[1] == 0:
+            return None
+        if given is None:
+            labels = data.y[data.pools["train"].of(0)]
+            given = torch.bincount(labels, minlength=wanted.shape[1]) / len(labels)
+        value = torch.as_tensor(given).to(wanted)
+        if value.shape != wanted.shape[1:]:
+            raise RunError(
+                f"the descriptor has the shape {tuple(value.shape)}; this run's have {tuple(wanted.shape[1:])}."
+            )
+        return value
+
+    def summary(self) -> dict[str, Any]:
+        """What a result file says of the run: scores at the chosen round, its cost, each client's score."""
+        chosen, state = self.chosen, self.state
+        return {
+            "chosen_step": chosen.step,
+            "steps": state.round * self.simulation.clients_per_round,
+            "rounds": state.round,
+            "validation": pool_record(chosen.pools["validation"]),
+            "test": pool_record(chosen.pools["test"]),
+            "bytes_down": state.bytes_down,
+            "bytes_up": state.bytes_up,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+@dataclass
+class NewClient:
+    """A client that joined a trained federation."""
+
+    model: nn.Module
+    weights: Params
+    row: Any  # the server's memory of it: for pFedHN its embedding
+    private: Any
+    pools: dict[str, PoolResult]
+    round: int  # of joining, chosen on its validation rows
+
+    @property
+    def accuracy(self) -> float:
+        """On the new client's test rows."""
+        return self.pools["test"].sample_mean
+
+
+def pool_record(result: PoolResult, per_client: bool = True) -> dict[str, Any]:
+    """A pool's scores as plain numbers; per client, the number of correct rows (or summed metric) and of rows."""
+    record: dict[str, Any] = {"loss": result.mean_loss, "rows": int(result.count.sum())}
+    if result.metric is not None:
+        record |= {"client_mean": result.client_mean, "sample_mean": result.sample_mean}
+    if per_client:
+        values = result.loss if result.metric is None else result.metric
+        record["clients"] = [int(value) if float(value).is_integer() else float(value) for value in values]
+        record["client_rows"] = result.count.tolist()
+    return record
+
+
+def metrics_record(evaluation: Evaluation, state: State, seconds: float) -> dict[str, Any]:
+    record: dict[str, Any] = {"step": evaluation.step, "round": evaluation.round}
+    for pool, result in evaluation.pools.items():
+        record[pool] = pool_record(result, len(result.count) <= NUM_CLIENTS_IN_METRICS)
+        record[pool].pop("client_rows", None)
+    return record | {"bytes_down": state.bytes_down, "bytes_up": state.bytes_up, "seconds": round(seconds, 3)}
+
+
+def execute(
+    simulation: Simulation,
+    directory: Path | None = None,
+    watch: Callable[[Progress, "Run"], None] | None = None,
+    say: Callable[[str], None] = print,
+    checkpoint_every: int | None = None,
+) -> Run:
+    """Run to the end, from the newest sound checkpoint in `directory` if there is one.
+
+    checkpoint_every: communication steps between checkpoints; by default one a minute. Ctrl-C writes one and stops.
+    """
+    run = Run(simulation, simulation.initial_state())
+    metrics = _Metrics(None)
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        state, refused = load_state(directory, simulation)
+        for sentence in refused:
+            say(sentence)
+        step = -1
+        if state is not None:
+            run.state = state
+            step = state.round * simulation.clients_per_round
+        metrics = _Metrics(directory / "metrics.jsonl")
+        run.history = metrics.cut_after(step)
+        run.seconds = run.history[-1]["seconds"] if run.history else 0.0
+    started = time.monotonic() - run.seconds
+    saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
+    with _stop_on_signal() as stop:
+        for progress in simulation.rounds(run.state):
+            run.seconds = time.monotonic() - started
+            if progress.evaluation is not None:
+                run.history.append(metrics_record(progress.evaluation, run.state, run.seconds))
+                metrics.append(run.history[-1])
+            if watch is not None:
+                watch(progress, run)
+            if directory is None:
+                if stop.is_set():
+                    raise KeyboardInterrupt
+                continue
+            is_due = (
+                time.monotonic() - saved_at >= CHECKPOINT_SECONDS
+                if checkpoint_every is None
+                else progress.step - saved_step >= checkpoint_every
+            )
+            if is_due or stop.is_set():
+                save_state(directory, run.state, simulation)
+                saved_at, saved_step = time.monotonic(), progress.step
+            if stop.is_set():
+                raise KeyboardInterrupt
+    if directory is not None:
+        save_state(directory, run.state, simulation)
+    return run
+
+
+@dataclass
+class _Metrics:
+    path: Path | None
+
+    def append(self, record: dict[str, Any]) -> None:
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def cut_after(self, step: int) -> list[dict[str, Any]]:
+        """Forget what was written after the checkpoint at `step`: the run will write it again."""
+        if self.path is None or not self.path.exists():
+            return []
+        kept = []
+        for line in self.path.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # the last line of a run that was killed while writing
+                break
+            if record["step"] > step:
+                break
+            kept.append(record)
+        write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        return kept
+
+
+@contextmanager
+def _stop_on_signal() -> Iterator[threading.Event]:
+    """Let Ctrl-C and SIGTERM wait for the end of a round, so that a checkpoint can be written."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt  # asked twice: at once
+        stop.set()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def train(
+    method: str | AnyAlgorithm,
+    federation: Federation,
+    model: Factory | Mapping[str, Factory],
+    *,
+    steps: int = 5_000,
+    cohort_size: int | None = None,
+    batch_size: int = 64,
+    evaluate_every: int = 30,
+    seed: int = 0,
+    loss: PerExample | None = None,
+    metric: PerExample | None = None,
+    directory: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    executor: str = "auto",
+    progress: bool = True,
+    checkpoint_every: int | None = None,
+) -> Run:
+    """Train a personal model for every client of a federation.
+
+    method: one of `pfedhn.ALGORITHMS` ("pfedhn", "fedavg", ...) or an algorithm such as `pfedhn.PFedHN(lr=0.01)`.
+    model: a function that makes the target network, e.g. the class of an `nn.Module`; or several by name, for
+        clients of different sizes (`federation.with_architectures` says who runs which).
+    steps: communication steps: one client taking part once. 5,000 rounds of one client, or 1,000 of five.
+    cohort_size: clients per round; 1 for pFedHN, 5 for the averaging methods by default.
+    loss: (outputs, y) -> one value per row; cross-entropy for class labels, squared error for numbers by default.
+    metric: (outputs, y) -> one value per row, higher is better; accuracy for class labels by default.
+    directory: where to keep metrics and checkpoints; the same call on the same directory goes on where it stopped.
+
+    >>> import numpy, pfedhn
+    >>> x, y = numpy.random.default_rng(0).normal(size=(600, 8)), numpy.arange(600) % 6
+    >>> federation = pfedhn.Federation.from_arrays(x, y, partition=pfedhn.by_classes(2, num_clients=12))
+    >>> run = pfedhn.train("pfedhn", federation, lambda: pfedhn.MLP(8, 16, 6), steps=10, progress=False)
+    >>> run.accuracy.shape
+    (12,)
+    """
+    federation = federation.to(device)
+    factories = dict(model) if isinstance(model, Mapping) else {"model": model}
+    if federation.architectures is None and len(factories) > 1:
+        raise RunError(
+            "several target networks need federation.with_architectures(...) to say which client runs which."
+        )
+    unknown = set(federation.architectures or ()) - set(factories)
+    if unknown:
+        raise RunError(f"there is no target network {sorted(unknown)[0]!r}; {closest(sorted(unknown)[0], factories)}")
+    models = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
+    algorithm = build_algorithm(method).for_clients(federation.num_clients)
+    if cohort_size is None:
+        cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
+    schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
+    simulation = Simulation(algorithm, models, federation, schedule, seed, executor)
+    path = None if directory is None else Path(directory)
+    if not progress:
+        return execute(simulation, path, checkpoint_every=checkpoint_every)
+    from pfedhn.progress import bar
+
+    with bar() as watch_run:
+        name = method if isinstance(method, str) else type(method).__name__
+        return execute(simulation, path, watch_run(name, simulation), checkpoint_every=checkpoint_every)

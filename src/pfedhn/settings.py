@@ -1,0 +1,130 @@
+"""Settings from outside (a TOML file, a command line, a keyword) checked against the fields of a frozen dataclass."""
+
+import difflib
+import math
+import tomllib
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from torch import Tensor
+
+Spec = TypeVar("Spec")
+
+
+class SettingError(ValueError):
+    """A setting that does not exist or does not fit; the message says what would."""
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """A hint for a name that does not exist: the known one that looks most like it, then all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(names)}."
+
+
+def build(spec: type[Spec], values: Mapping[str, Any], what: str) -> Spec:
+    """`spec(**values)` after checking every name and type; lists become tuples."""
+    hints = get_type_hints(spec)
+    names = [item.name for item in fields(spec)]  # type: ignore[arg-type]
+    ready = {}
+    for name, value in values.items():
+        if name not in names:
+            raise SettingError(f"{what} has no field {name!r}; {closest(name, names)}")
+        ready[name] = tuple(value) if isinstance(value, list) else value
+        if not fits(ready[name], hints[name]):
+            raise SettingError(f"{what}: {name} = {value!r} does not fit; it must be {describe(hints[name])}.")
+    return spec(**ready)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, option) for option in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return all(fits(part, arguments[0]) for part in value)
+        return len(value) == len(arguments) and all(map(fits, value, arguments))
+    if origin in (dict, Mapping) or hint in (dict, Mapping):
+        return isinstance(value, Mapping)
+    if hint is Any:
+        return True
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)
+
+
+def describe(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(option) for option in arguments if option not in (type(None), Tensor))
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if origin is tuple:
+        return f"a list, each {describe(arguments[0])}"
+    if get_origin(hint) in (dict, Mapping):
+        return "a table"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return words.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
+    """`["steps=20", "partition.alpha=0.1"]` -> {"steps": 20, "partition.alpha": 0.1}; values as TOML writes them."""
+    values = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name.strip():
+            raise SettingError(f"{text!r} is not of the form field=value.")
+        values[name.strip()] = parse_value(value.strip())
+    return values
+
+
+def parse_value(text: str) -> Any:
+    """A TOML value; what is none (a bare word) is taken as text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def to_toml(table: Mapping[str, Any]) -> str:
+    """A nested table as TOML; None is left out, since TOML has no such value."""
+    return "\n".join(_toml_lines(table, "")) + "\n"
+
+
+def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
+    plain = {name: value for name, value in table.items() if value is not None}
+    tables = {name: value for name, value in plain.items() if isinstance(value, Mapping)}
+    lists = {name: value for name, value in plain.items() if _is_table_list(value)}
+    lines = [f"{_key(n)} = {_toml_value(v)}" for n, v in plain.items() if n not in tables and n not in lists]
+    for name, value in tables.items():
+        lines += ["", f"[{prefix}{_key(name)}]", *_toml_lines(value, f"{prefix}{_key(name)}.")]
+    for name, entries in lists.items():
+        for entry in entries:
+            lines += ["", f"[[{prefix}{_key(name)}]]", *_toml_lines(entry, f"{prefix}{_key(name)}.")]
+    return lines
+
+
+def _is_table_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(entry, Mapping) for entry in value)
+
+
+def _key(name: str) -> str:
+    return name if name.replace("-", "").replace("_", "").isalnum() else '"' + name + '"'
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'

@@ -1,0 +1,309 @@
+"""The round, in one process: who takes part, what crosses the wire, what everybody remembers.
+
+Axes: [N] clients, [C]lients of a cohort that share one architecture.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pfedhn import keys
+from pfedhn.algorithm import Algorithm, Group, Model
+from pfedhn.evaluate import PoolResult, evaluate
+from pfedhn.executors import EXECUTORS, Executor
+from pfedhn.federation import Federation, cohort
+from pfedhn.keys import Key
+from pfedhn.params import Params, copy, num_bytes, put, stack, take
+from pfedhn.sgd import Batches
+
+
+class Diverged(ArithmeticError):
+    """A client's local training left the finite numbers. The state is that of the round before."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run is and how often it is looked at, counted in communication steps (one client, once)."""
+
+    steps: int = 5_000
+    cohort_size: int = 1
+    batch_size: int = 64
+    evaluate_every: int = 30
+
+    def num_rounds(self, num_clients: int, communicates: bool) -> int:
+        size = self.clients_per_round(num_clients, communicates)
+        return -(-self.steps // size)
+
+    def clients_per_round(self, num_clients: int, communicates: bool) -> int:
+        """A method that sends nothing trains everybody in every round."""
+        return self.cohort_size if communicates else num_clients
+
+    def is_evaluated(self, steps_before: int, steps_after: int) -> bool:
+        return steps_after // self.evaluate_every > steps_before // self.evaluate_every or steps_after >= self.steps
+
+
+class Evaluation(NamedTuple):
+    step: int
+    round: int
+    pools: dict[str, PoolResult]
+
+
+class Memories(NamedTuple):
+    """The three memories of a federation."""
+
+    shared: Any
+    rows: Any  # [N, ...]
+    private: dict[str, "PrivateTable"]  # by architecture
+
+
+@dataclass
+class PrivateTable:
+    """The private memories of the clients of one architecture, made at first contact: absent clients cost nothing."""
+
+    make: Callable[[int], Any]
+    slots: dict[int, int] = field(default_factory=dict)
+    tree: Any = None  # [slots, ...], with room to grow
+
+    def take(self, clients: Sequence[int]) -> Any:
+        places = self._places(clients)  # first: it may make the tree
+        return take(self.tree, places)
+
+    def put(self, clients: Sequence[int], values: Any) -> None:
+        places = self._places(clients)
+        put(self.tree, places, values)
+
+    def copy(self) -> "PrivateTable":
+        return PrivateTable(self.make, dict(self.slots), copy(self.tree))
+
+    def _places(self, clients: Sequence[int]) -> Tensor:
+        for client in clients:
+            if client not in self.slots:
+                self._add(client, self.make(client))
+        leaves = pytree.tree_leaves(self.tree)
+        return torch.tensor([self.slots[client] for client in clients], device=leaves[0].device if leaves else None)
+
+    def _add(self, client: int, value: Any) -> None:
+        if self.tree is None:
+            self.tree = stack([value])
+        leaves = pytree.tree_leaves(self.tree)
+        slot = len(self.slots)
+        if leaves and slot == leaves[0].shape[0]:
+            self.tree = pytree.tree_map(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), self.tree)
+        self.slots[client] = slot
+        put(self.tree, slot, value)
+
+
+@dataclass
+class Best:
+    """The first evaluation with the strictly best validation score, and the memories of that round."""
+
+    evaluation: Evaluation
+    memories: Memories
+
+
+@dataclass
+class State:
+    """Everything a run is at one moment: write it and read it back, and the run goes on with the same bits."""
+
+    round: int
+    memories: Memories
+    best: Best | None = None
+    bytes_down: int = 0
+    bytes_up: int = 0
+
+
+class Progress(NamedTuple):
+    step: int
+    evaluation: Evaluation | None
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """One method on one federation from one seed; a value, all of whose motion is in a `State`."""
+
+    algorithm: Algorithm[Any, Any, Any]
+    models: Mapping[str, Model]
+    federation: Federation
+    schedule: Schedule
+    seed: int = 0
+    executor: str = "auto"
+    starts: Mapping[str, Params] | None = None  # from a run before this one; fresh where None
+
+    def __post_init__(self) -> None:
+        size, num_clients = self.schedule.cohort_size, self.federation.num_clients
+        if not 1 <= size <= num_clients and self.algorithm.communicates:
+            raise ValueError(f"a cohort of {size} cannot be drawn from {num_clients} clients.")
+        if self.schedule.steps < 1 or self.schedule.evaluate_every < 1 or self.schedule.batch_size < 1:
+            raise ValueError("steps, evaluate_every and batch_size must be at least 1.")
+        if self.executor not in EXECUTORS and self.executor != "auto":
+            raise ValueError(f"there is no executor {self.executor!r}; there are auto, {', '.join(EXECUTORS)}.")
+
+    @property
+    def clients_per_round(self) -> int:
+        return self.schedule.clients_per_round(self.federation.num_clients, self.algorithm.communicates)
+
+    @property
+    def num_rounds(self) -> int:
+        return self.schedule.num_rounds(self.federation.num_clients, self.algorithm.communicates)
+
+    def model_of(self, client: int) -> Model:
+        if self.federation.architectures is None:
+            return next(iter(self.models.values()))
+        return self.models[self.federation.architectures[client]]
+
+    def initial_state(self) -> State:
+        starts = self.initial_models()
+        shared = self.algorithm.init_shared(self.models, starts, keys.fold(self.seed, "shared"))
+        device = self.federation.x.device
+        clients = torch.arange(self.federation.num_clients, device=device)
+        row_keys = torch.as_tensor(keys.fold(self.seed, "row", clients))
+        dtype = next(iter(self.models.values())).dtype
+
+        def init_row(key: Tensor, descriptor: Tensor) -> Any:
+            row = self.algorithm.init_row(key, descriptor)
+            return pytree.tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, row)
+
+        descriptors = self.descriptors().to(device, dtype)
+        rows = init_row(row_keys[0], descriptors[0])
+        if pytree.tree_leaves(rows):
+            rows = copy(torch.vmap(init_row)(row_keys, descriptors))  # vmap expands constants; rows are written to
+        down = 0
+        if self.starts is not None:  # every client downloads the earlier run's model once
+            down = sum(num_bytes(starts[self.model_of(i).name]) for i in range(self.federation.num_clients))
+        return State(0, Memories(shared, rows, self._tables(starts)), bytes_down=down)
+
+    def descriptors(self) -> Tensor:
+        """[N, D]; zeros of no width where nobody asks for them."""
+        if getattr(self.algorithm, "embedding", None) != "fixed":
+            return torch.zeros(self.federation.num_clients, 0)
+        given = self.federation.descriptors
+        return self.federation.class_shares if given is None else given
+
+    def initial_models(self) -> dict[str, Params]:
+        if self.starts is not None:
+            return dict(self.starts)
+        return {name: model.fresh(keys.fold(self.seed, "init")) for name, model in self.models.items()}
+
+    def _tables(self, starts: Mapping[str, Params]) -> dict[str, PrivateTable]:
+        def make(name: str) -> Callable[[int], Any]:
+            return lambda client: self.algorithm.init_private(
+                self.models[name], starts[name], keys.fold(self.seed, "private", client)
+            )
+
+        return {name: PrivateTable(make(name)) for name in self.models}
+
+    def rounds(self, state: State) -> Iterator[Progress]:
+        """Run to the end from `state`, moving it along; evaluations come as they happen."""
+        if state.round == 0 and state.best is None:
+            yield Progress(0, self._evaluate(state))
+        for number in range(state.round, self.num_rounds):
+            self._round(state, number)
+            before, after = number * self.clients_per_round, (number + 1) * self.clients_per_round
+            state.round = number + 1
+            yield Progress(after, self._evaluate(state) if self.schedule.is_evaluated(before, after) else None)
+
+    def cohort(self, number: int) -> list[int]:
+        key = keys.fold(self.seed, "rounds")
+        return cohort(key, number, self.federation.num_clients, self.clients_per_round).tolist()
+
+    def _round(self, state: State, number: int) -> None:
+        memories = state.memories
+        members = self.cohort(number)
+        groups: list[Group] = []
+        trained: list[tuple[list[int], Any]] = []
+        for name, model in self.models.items():
+            clients = [client for client in members if self.model_of(client) is model]
+            if not clients:
+                continue
+            index = torch.tensor(clients, device=self.federation.x.device)
+            rows = take(memories.rows, index)
+            received, updates, private = self._train(model, memories, rows, clients, index, number)
+            self._check_finite(clients, updates, private, number)
+            sizes = self.federation.pools["train"].size[index]
+            groups.append(Group(model, rows, updates, sizes))
+            trained.append((clients, private))
+            state.bytes_down += num_bytes(received)
+            state.bytes_up += num_bytes(updates)
+        shared, new_rows = self.algorithm.receive(memories.shared, groups)
+        state.memories = memories._replace(shared=shared)
+        for group, (clients, private), rows in zip(groups, trained, new_rows, strict=True):
+            put(memories.rows, torch.tensor(clients, device=self.federation.x.device), rows)
+            memories.private[group.model.name].put(clients, private)
+
+    def _train(
+        self, model: Model, memories: Memories, rows: Any, clients: list[int], index: Tensor, number: int
+    ) -> tuple[Params, Params, Any]:
+        key = keys.fold(self.seed, "batches", number)
+        batches = self.federation.batches(index, key, self.algorithm.num_batches, self.schedule.batch_size)
+        noise = keys.fold(keys.fold(self.seed, "noise", number), index)
+
+        def one_client(
+            member: Tensor, row: Any, private: Any, batches: Batches, noise: Tensor
+        ) -> tuple[Params, Params, Any]:
+            received = self.algorithm.send(model, memories.shared, row)
+            with model.seeded(noise):
+                update, private = self.algorithm.train(model, received, private, batches)
+            return received, update, private
+
+        mapped = self.executor_for(model)(one_client)
+        result: tuple[Params, Params, Any] = mapped(
+            index, rows, memories.private[model.name].take(clients), batches, noise
+        )
+        return result
+
+    def executor_for(self, model: Model) -> Executor:
+        """`auto`: together where every layer is linear (a batched product), one by one where batching is no gain."""
+        if self.executor != "auto":
+            return EXECUTORS[self.executor]
+        batched = self.clients_per_round > 1 and model.is_plain and not model.is_random
+        return EXECUTORS["vectorised" if batched else "loop"]
+
+    def _check_finite(self, clients: list[int], updates: Params, private: Any, number: int) -> None:
+        leaves = [leaf for leaf in pytree.tree_leaves((updates, private)) if leaf.is_floating_point()]
+        if all(bool(torch.isfinite(leaf).all()) for leaf in leaves):
+            return
+        bad = next(
+            client
+            for i, client in enumerate(clients)
+            if not all(bool(torch.isfinite(leaf[i]).all()) for leaf in leaves)
+        )
+        raise Diverged(
+            f"training diverged in round {number} at client {bad}: its weights are no longer finite; "
+            "lower the learning rates. The run stands as it was before that round."
+        )
+
+    def _evaluate(self, state: State) -> Evaluation:
+        pools = self.evaluate(state)
+        evaluation = Evaluation(state.round * self.clients_per_round, state.round, pools)
+        score = pools["validation"].score
+        if state.best is None or score > state.best.evaluation.pools["validation"].score:
+            memories = state.memories
+            kept = Memories(
+                copy(memories.shared),
+                copy(memories.rows),
+                {name: table.copy() for name, table in memories.private.items()},
+            )
+            state.best = Best(evaluation, kept)
+        return evaluation
+
+    def evaluate(self, state: State, pools: Sequence[str] = ("validation", "test")) -> dict[str, PoolResult]:
+        memories = state.memories
+        return evaluate(
+            self.algorithm,
+            self.model_of,
+            self.federation,
+            memories.shared,
+            memories.rows,
+            lambda clients: memories.private[self.model_of(clients[0]).name].take(clients),
+            self.executor_for(self.model_of(0)),
+            self.personalise_key(state.round),
+            self.schedule.batch_size,
+            pools,
+        )
+
+    def personalise_key(self, number: int) -> Key:
+        return keys.fold(self.seed, "personalise", number)
