@@ -62,91 +62,114 @@ def personal_weights(
     return algorithm.personalise(model, algorithm.send(model, shared, row), private, batches)
 
 
-def evaluate(
-    algorithm: Algorithm[Any, Any, Any],
-    model_of: Callable[[int], Model],
-    federation: Federation,
-    shared: Any,
-    rows: Any,
-    private: Callable[[Sequence[int]], Any],
-    executor: Executor,
-    key: Key,
-    batch_size: int,
-    pools: Sequence[str] = ("validation", "test"),
-    clients: Sequence[int] | None = None,
-) -> dict[str, PoolResult]:
-    """Each client's personal model on its rows of each pool.
+@dataclass(frozen=True)
+class Chunk:
+    """Clients of one architecture and like size that are evaluated together."""
 
-    Clients of like size are taken together, so that filling up to a rectangle costs little.
-    """
-    clients = range(federation.num_clients) if clients is None else clients
-    num_rows = sum(federation.pools[pool].size for pool in pools)
-    assert isinstance(num_rows, Tensor)
-    device = federation.x.device
-    results = {pool: torch.zeros(2, federation.num_clients, dtype=torch.float64, device=device) for pool in pools}
-    has_metric = True
-    for chunk in _chunks(clients, num_rows.tolist(), model_of, 1 if executor.__name__ == "loop" else None):
-        model = model_of(chunk[0])
-        has_metric = has_metric and model.per_example_metric is not None
-        members = torch.tensor(chunk, device=device)
-        x, y, masks = _gather(federation, chunk, pools)
-
-        def one_client(
-            row: Any, private: Any, batches: Batches, x: Tensor, y: Tensor, masks: Tensor, model: Model = model
-        ) -> Tensor:
-            weights = personal_weights(algorithm, model, shared, row, private, batches)
-            outputs = model.outputs(weights, x)
-            loss = model.per_example_loss(outputs, y)
-            metric = (
-                torch.zeros_like(loss) if model.per_example_metric is None else model.per_example_metric(outputs, y)
-            )
-            both = torch.stack([loss, metric.to(loss)])
-            return torch.where(masks[:, None], both, 0.0).sum(-1)  # [pools, 2]
-
-        batches = federation.batches(members, key, algorithm.num_personalise_batches, batch_size)
-        scores = executor(one_client)(take(rows, members), private(chunk), batches, x, y, masks)
-        for number, pool in enumerate(pools):
-            results[pool][:, members] = scores[:, number].T.to(torch.float64)
-    return {
-        pool: PoolResult(values[0].cpu(), values[1].cpu() if has_metric else None, federation.pools[pool].size.cpu())
-        for pool, values in results.items()
-    }
+    model: Model
+    clients: list[int]
+    members: Tensor  # [C], the clients again
+    index: Tensor  # [C, R], their rows of all pools one after the other
+    masks: Tensor  # [C, pools, R], which rows belong to which pool
 
 
-def _chunks(
-    clients: Sequence[int], num_rows: Sequence[int], model_of: Callable[[int], Model], limit: int | None
-) -> list[list[int]]:
-    """Clients with rows, one architecture at a time, ordered by size, few enough to fit `ROWS_PER_CHUNK`."""
+def plan(
+    federation: Federation, model_of: Callable[[int], Model], pools: Sequence[str], one_by_one: bool
+) -> list[Chunk]:
+    """How to evaluate every client that has rows; filling up to a rectangle costs little among clients of like size."""
+    num_rows = sum((federation.pools[pool].size for pool in pools), torch.zeros_like(federation.pools["train"].size))
+    counts: list[int] = num_rows.tolist()
     ordered = sorted(
-        (client for client in clients if num_rows[client]), key=lambda client: (model_of(client).name, num_rows[client])
+        (client for client in range(federation.num_clients) if counts[client]),
+        key=lambda client: (model_of(client).name, counts[client]),
     )
-    chunks: list[list[int]] = []
+    groups: list[list[int]] = []
     for client in ordered:
-        last = chunks[-1] if chunks else None
-        fits = (
-            last is not None
-            and model_of(last[0]) is model_of(client)
-            and (limit is None or len(last) < limit)
-            and (len(last) + 1) * num_rows[client] <= ROWS_PER_CHUNK
-        )
-        if fits and last is not None:
+        last = groups[-1] if groups and not one_by_one else None
+        if last and model_of(last[0]) is model_of(client) and (len(last) + 1) * counts[client] <= ROWS_PER_CHUNK:
             last.append(client)
         else:
-            chunks.append([client])
-    return chunks
+            groups.append([client])
+    return [_chunk(federation, model_of(group[0]), group, pools) for group in groups]
 
 
-def _gather(federation: Federation, clients: Sequence[int], pools: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
-    """x, y [C, R, ...] of the clients' rows of all pools in a row, and masks [C, pools, R] that tell them apart."""
-    lists = [[federation.pools[pool].of(client) for pool in pools] for client in clients]
+def _chunk(federation: Federation, model: Model, clients: list[int], pools: Sequence[str]) -> Chunk:
+    lists = [[federation.pools[pool].of(client).cpu() for pool in pools] for client in clients]
     width = max(sum(len(part) for part in parts) for parts in lists)
     index = torch.zeros(len(clients), width, dtype=torch.int64)
     masks = torch.zeros(len(clients), len(pools), width, dtype=torch.bool)
     for number, parts in enumerate(lists):
         start = 0
         for pool, part in enumerate(parts):
-            index[number, start : start + len(part)] = part.cpu()
+            index[number, start : start + len(part)] = part
             masks[number, pool, start : start + len(part)] = True
             start += len(part)
-    index, masks = index.to(federation.x.device), masks.to(federation.x.device)
-    return federation.x[index], federation.y[index], masks
+    device = federation.x.device
+    return Chunk(model, clients, torch.tensor(clients, device=device), index.to(device), masks.to(device))
+
+
+def score(
+    algorithm: Algorithm[Any, Any, Any],
+    chunk: Chunk,
+    federation: Federation,
+    shared: Any,
+    rows: Any,
+    private: Any,
+    executor: Executor,
+    key: Key,
+    batch_size: int,
+) -> Tensor:
+    """[C, pools, 2]: summed loss and summed metric of each client's personal model; `rows` and `private` are [C, ...]."""
+    model = chunk.model
+
+    def one_client(member: Tensor, row: Any, private: Any, batches: Batches, index: Tensor, masks: Tensor) -> Tensor:
+        with executor.running(model.name, "personalise"):
+            weights = personal_weights(algorithm, model, shared, row, private, batches)
+        x, y = federation.rows(index)
+        outputs = model.outputs(weights, x)
+        loss = model.per_example_loss(outputs, y)
+        metric = torch.zeros_like(loss) if model.per_example_metric is None else model.per_example_metric(outputs, y)
+        both = torch.stack([loss, metric.to(loss)])
+        return torch.where(masks[:, None], both, 0.0).sum(-1)
+
+    batches = federation.batches(chunk.members, key, algorithm.num_personalise_batches, batch_size)
+    result: Tensor = executor.map(one_client)(chunk.members, rows, private, batches, chunk.index, chunk.masks)
+    return result
+
+
+def evaluate(
+    algorithm: Algorithm[Any, Any, Any],
+    chunks: Sequence[Chunk],
+    federation: Federation,
+    shared: Any,
+    rows: Any,
+    private: Callable[[Chunk], Any],
+    executor: Callable[[Model], Executor],
+    key: Key,
+    batch_size: int,
+) -> Tensor:
+    """[N, pools, 2]: summed loss and metric of every client's personal model on its rows of each pool."""
+    results = torch.zeros(federation.num_clients, chunks[0].masks.shape[1], 2, device=federation.x.device)
+    for chunk in chunks:
+        results[chunk.members] = score(
+            algorithm,
+            chunk,
+            federation,
+            shared,
+            take(rows, chunk.members),
+            private(chunk),
+            executor(chunk.model),
+            key,
+            batch_size,
+        ).to(results)
+    return results
+
+
+def to_pools(results: Tensor, federation: Federation, pools: Sequence[str], has_metric: bool) -> dict[str, PoolResult]:
+    values = results.double().cpu()
+    return {
+        pool: PoolResult(
+            values[:, number, 0], values[:, number, 1] if has_metric else None, federation.pools[pool].size.cpu()
+        )
+        for number, pool in enumerate(pools)
+    }

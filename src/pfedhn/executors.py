@@ -1,24 +1,31 @@
 """From a function of one client to a cohort: `loop` is the reference, every other executor must agree with it.
 
-Axes: [C]lients of a cohort.
+Axes: [C]lients of a cohort, [K] steps.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from pfedhn.params import stack, take
+from pfedhn.sgd import Step, python_loop, scanning
+
+logger = logging.getLogger("pfedhn")
 
 Function: TypeAlias = Callable[..., Any]
-Executor: TypeAlias = Callable[[Function], Function]
+Mapper: TypeAlias = Callable[[Function], Function]
 """Turns a function of one client into a function of stacks: every argument and result gains a leading [C] axis."""
 
 
-def loop(function: Function) -> Function:
-    """One client after the other."""
-
+def one_by_one(function: Function) -> Function:
     def mapped(*stacks: Any) -> Any:
         num_clients = pytree.tree_leaves(stacks)[0].shape[0]
         return stack([function(*take(stacks, client)) for client in range(num_clients)])
@@ -26,13 +33,88 @@ def loop(function: Function) -> Function:
     return mapped
 
 
-def vectorised(function: Function) -> Function:
-    """All clients in one batched computation."""
-
+def together(function: Function) -> Function:
     def mapped(*stacks: Any) -> Any:
         return torch.vmap(function)(*stacks)
 
     return mapped
 
 
-EXECUTORS: dict[str, Executor] = {"loop": loop, "vectorised": vectorised}
+@dataclass
+class TracedScan:
+    """Runs the steps from a graph of plain operators, traced at the first call: no autograd, no Python of the module.
+
+    One instance serves one function of one architecture, whose scans it tells apart by their order.
+    """
+
+    compile: Callable[[GraphModule], Function] = lambda graph: graph.forward
+    graphs: dict[Any, Function | None] = field(default_factory=dict)
+    position: int = 0
+
+    def __call__(self, step: Step, carry: Any, batches: Any, constants: Any) -> Any:
+        moving, spec = pytree.tree_flatten(carry)
+        data, data_spec = pytree.tree_flatten(batches)
+        fixed, fixed_spec = pytree.tree_flatten(constants)
+        like = moving[0]
+        # Rates become tensors, so that every point of a grid runs from one graph.
+        fixed = [leaf if isinstance(leaf, Tensor) else like.new_tensor(leaf) for leaf in fixed]
+        slices = list(zip(*(leaf.unbind(0) for leaf in data), strict=True))
+        key = (self.position, *((leaf.shape, leaf.dtype) for leaf in (*moving, *slices[0])))
+        self.position += 1
+        if key not in self.graphs:
+
+            def flat_step(*leaves: Tensor) -> list[Tensor]:
+                first, second = len(moving), len(moving) + len(data)
+                result = step(
+                    pytree.tree_unflatten(leaves[:first], spec),
+                    pytree.tree_unflatten(leaves[first:second], data_spec),
+                    pytree.tree_unflatten(leaves[second:], fixed_spec),
+                )
+                return pytree.tree_leaves(result)
+
+            self.graphs[key] = self._trace(flat_step, (*moving, *slices[0], *fixed))
+        graph = self.graphs[key]
+        if graph is None:
+            return python_loop(step, carry, batches, constants)
+        for piece in slices:
+            moving = graph(*moving, *piece, *fixed)
+        return pytree.tree_unflatten(moving, spec)
+
+    def _trace(self, function: Function, arguments: tuple[Tensor, ...]) -> Function | None:
+        try:
+            graph = make_fx(function)(*arguments)
+            graph.graph.eliminate_dead_code()
+            graph.recompile()
+            return self.compile(graph)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            logger.warning("this network cannot be traced and runs step by step, slower: %s", reason)
+            return None
+
+
+@dataclass
+class Executor:
+    """How the clients of a cohort are run: one by one or together, and step by step or from a traced graph."""
+
+    name: str
+    map: Mapper
+    is_traced: bool = False
+    scans: dict[tuple[str, str], TracedScan] = field(default_factory=dict)
+
+    @contextmanager
+    def running(self, architecture: str, purpose: str) -> Iterator[None]:
+        """Inside the block, local steps of `purpose` ("train", "personalise") run this executor's way."""
+        if not self.is_traced:
+            yield
+            return
+        scan = self.scans.setdefault((architecture, purpose), TracedScan())
+        scan.position = 0
+        with scanning(scan):
+            yield
+
+
+EXECUTORS: dict[str, Callable[[], Executor]] = {
+    "loop": lambda: Executor("loop", one_by_one),
+    "traced": lambda: Executor("traced", one_by_one, is_traced=True),
+    "vectorised": lambda: Executor("vectorised", together),
+}

@@ -246,7 +246,14 @@ class Federation:
         places = keys.permutation_head(step_keys, size[:, None], width)
         numbers = train.index[offset[:, None, None] + places]
         mask = torch.arange(width, device=clients.device) < size[:, None, None]
-        return Batches(self.x[numbers], self.y[numbers], mask.expand(numbers.shape))
+        x, y = self.rows(numbers)
+        return Batches(x, y, mask.expand(numbers.shape))
+
+    def rows(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """x and y at these row numbers; images that are stored with their channels last stay so."""
+        if self.x.ndim == 4 and self.x.is_contiguous(memory_format=torch.channels_last):
+            return self.x.permute(0, 2, 3, 1)[numbers].movedim(-1, -3), self.y[numbers]
+        return self.x[numbers], self.y[numbers]
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{int(self.pools[name].size.sum())} {name}" for name in POOLS)
@@ -268,7 +275,7 @@ def _tensor(values: Any) -> Tensor:
         tensor = tensor.to(torch.get_default_dtype())
     return (
         tensor
-        if tensor.is_floating_point() or tensor.dtype == torch.uint8 and tensor.ndim > 1
+        if tensor.is_floating_point() or (tensor.dtype == torch.uint8 and tensor.ndim > 1)
         else tensor.to(torch.int64)
     )
 

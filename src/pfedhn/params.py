@@ -23,6 +23,21 @@ def pick(params: Mapping[str, Tensor], names: Collection[str]) -> Params:
     return {name: value for name, value in params.items() if name in names}
 
 
+def zeros_like(params: Mapping[str, Tensor]) -> Params:
+    return {name: torch.zeros_like(value) for name, value in params.items()}
+
+
+def pack(params: Mapping[str, Tensor]) -> tuple[Tensor, Callable[[Tensor], Params]]:
+    """All weights in one vector, and the way back."""
+    shapes = {name: value.shape for name, value in params.items()}
+    sizes = [value.numel() for value in params.values()]
+
+    def unpack(vector: Tensor) -> Params:
+        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), vector.split(sizes), strict=True)}
+
+    return torch.cat([value.reshape(-1) for value in params.values()]), unpack
+
+
 def weighted_mean(stacked: Mapping[str, Tensor], weights: Tensor) -> Params:
     """Mean over the [C] axis, each client counted with its weight."""
     return weighted_sum(stacked, weights / weights.sum())

@@ -4,7 +4,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +20,12 @@ from pfedhn import keys
 from pfedhn.algorithm import Algorithm, Factory, Group, Model, PerExample
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.checkpoint import load_state, save_state, write_atomically
-from pfedhn.evaluate import PoolResult, evaluate, personal_weights
+from pfedhn.evaluate import Chunk, PoolResult, evaluate, personal_weights, plan, to_pools
 from pfedhn.federation import Federation
 from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.params import Params, stack, take
 from pfedhn.settings import build, closest
-from pfedhn.simulate import Evaluation, Memories, Progress, Schedule, Simulation, State
+from pfedhn.simulate import EVALUATED_POOLS, Evaluation, Memories, Progress, Schedule, Simulation, State
 
 CHECKPOINT_SECONDS = 60.0
 NUM_CLIENTS_IN_METRICS = 1_000  # larger federations keep per-client scores of the chosen round only
@@ -204,29 +204,28 @@ class Run:
         member = torch.zeros(1, dtype=torch.int64, device=data.x.device)
         best: NewClient | None = None
 
-        def private_of(value: Any) -> Callable[[Sequence[int]], Any]:
-            return lambda clients: stack([value])
+        chunks = plan(data, lambda client: model, EVALUATED_POOLS, one_by_one=True)
+
+        def private_of(value: Any) -> Callable[[Chunk], Any]:
+            return lambda chunk: stack([value])
 
         for number in range(rounds + 1):
-            batches = data.batches(
-                member,
-                keys.fold(key, "personalise", number),
-                algorithm.num_personalise_batches,
-                simulation.schedule.batch_size,
-            )
-            pools = evaluate(
+            look = keys.fold(key, "personalise", number)
+            results = evaluate(
                 algorithm,
-                lambda client: model,
+                chunks,
                 data,
                 memories.shared,
                 stack([row]),
                 private_of(private),
-                simulation.executor_for(model),
-                keys.fold(key, "personalise", number),
+                simulation.executor_for,
+                look,
                 simulation.schedule.batch_size,
             )
+            pools = to_pools(results, data, EVALUATED_POOLS, model.per_example_metric is not None)
             chosen_on = pools["validation"] if int(pools["validation"].count.sum()) else None
             if best is None or chosen_on is None or chosen_on.score > best.pools["validation"].score:
+                batches = data.batches(member, look, algorithm.num_personalise_batches, simulation.schedule.batch_size)
                 weights = personal_weights(algorithm, model, memories.shared, row, private, take(batches, 0))
                 best = NewClient(model.with_weights(weights), weights, row, private, pools, number)
             if number == rounds:

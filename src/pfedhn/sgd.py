@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from pfedhn.params import Params, clip, take
+from pfedhn.params import Params, pack, pick, take
 
 Rate: TypeAlias = float | Tensor
 """A number that a grid varies; the engine passes it as a 0-d tensor so that a grid compiles once."""
@@ -33,14 +33,14 @@ Step: TypeAlias = Callable[[Any, Any, Any], Any]
 Scan: TypeAlias = Callable[[Step, Any, Any, Any], Any]
 
 
-def _python_loop(step: Step, carry: Any, batches: Any, constants: Any) -> Any:
+def python_loop(step: Step, carry: Any, batches: Any, constants: Any) -> Any:
     num_steps = torch.utils._pytree.tree_leaves(batches)[0].shape[0]
     for k in range(num_steps):
         carry = step(carry, take(batches, k), constants)
     return carry
 
 
-_scan: ContextVar[Scan] = ContextVar("scan", default=_python_loop)
+_scan: ContextVar[Scan] = ContextVar("scan", default=python_loop)
 
 
 def scan(step: Callable[[Carry, Any, Any], Carry], carry: Carry, batches: Any, constants: Any = ()) -> Carry:
@@ -62,10 +62,6 @@ def scanning(implementation: Scan) -> Iterator[None]:
         _scan.reset(token)
 
 
-def zeros_like(params: Params) -> Params:
-    return {name: torch.zeros_like(value) for name, value in params.items()}
-
-
 @dataclass(frozen=True)
 class SGD:
     """torch.optim.SGD without Nesterov or dampening: decay joins the gradient, then momentum, then the step."""
@@ -75,12 +71,9 @@ class SGD:
     weight_decay: float = 0.0
     clip: float | None = None
 
-    def step(self, weights: Params, velocity: Params, gradient: Params) -> tuple[Params, Params]:
-        velocity = {
-            name: self.momentum * velocity[name] + (gradient[name] + self.weight_decay * weights[name])
-            for name in weights
-        }
-        return {name: weights[name] - self.lr * velocity[name] for name in weights}, velocity
+    def step(self, weights: Tensor, velocity: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        velocity = self.momentum * velocity + (gradient + self.weight_decay * weights)
+        return weights - self.lr * velocity, velocity
 
     def run(
         self,
@@ -90,11 +83,36 @@ class SGD:
         velocity: Params | None = None,
         clipped: Collection[str] | None = None,
     ) -> tuple[Params, Params]:
-        """One step per batch; names missing from `velocity` start at rest. Only the `clipped` names (all) are clipped."""
-        names = None if clipped is None else frozenset(clipped)
+        """One step per batch; names missing from `velocity` start at rest. Only `clipped` names (all) are clipped."""
+        names = [name for name in weights if clipped is None or name in clipped]
+        weights = pick(weights, names) | weights  # what is clipped comes first in the vector
+        vector, unpack = pack(weights)
+        pace, _ = pack({name: (velocity or {}).get(name, torch.zeros_like(value)) for name, value in weights.items()})
+        num_clipped = sum(weights[name].numel() for name in names)
+        gradient_of = gradient(loss, unpack)
 
-        def step(carry: tuple[Params, Params], batch: Batches, lr: Rate) -> tuple[Params, Params]:
-            gradient = clip(torch.func.grad(loss)(carry[0], batch), self.clip, names)
-            return SGD(lr, self.momentum, self.weight_decay).step(*carry, gradient)
+        def step(carry: tuple[Tensor, Tensor], batch: Batches, lr: Rate) -> tuple[Tensor, Tensor]:
+            slope = clip_vector(gradient_of(carry[0], batch), self.clip, num_clipped)
+            return SGD(lr, self.momentum, self.weight_decay).step(*carry, slope)
 
-        return scan(step, (weights, zeros_like(weights) | (velocity or {})), batches, self.lr)
+        vector, pace = scan(step, (vector, pace), batches, self.lr)
+        return unpack(vector), unpack(pace)
+
+
+def gradient(loss: Loss, unpack: Callable[[Tensor], Params]) -> Callable[[Tensor, Batches], Tensor]:
+    """The gradient of a loss by all weights at once, as a vector: local steps are bound by the number of operations."""
+
+    def of_vector(vector: Tensor, batch: Batches) -> Tensor:
+        return loss(unpack(vector), batch)
+
+    slope: Callable[[Tensor, Batches], Tensor] = torch.func.grad(of_vector)
+    return slope
+
+
+def clip_vector(vector: Tensor, limit: float | None, length: int) -> Tensor:
+    """Scale the first `length` numbers down to a norm of `limit`, as `torch.nn.utils.clip_grad_norm_` does."""
+    if limit is None or length == 0:
+        return vector
+    head = vector[:length]
+    head = head * (limit / (torch.linalg.vector_norm(head) + 1e-6)).clamp(max=1.0)
+    return head if length == len(vector) else torch.cat([head, vector[length:]])

@@ -5,6 +5,7 @@ Axes: [N] clients, [C]lients of a cohort that share one architecture.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,14 @@ from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm, Group, Model
-from pfedhn.evaluate import PoolResult, evaluate
+from pfedhn.evaluate import Chunk, PoolResult, evaluate, plan, to_pools
 from pfedhn.executors import EXECUTORS, Executor
 from pfedhn.federation import Federation, cohort
 from pfedhn.keys import Key
 from pfedhn.params import Params, copy, num_bytes, put, stack, take
 from pfedhn.sgd import Batches
+
+EVALUATED_POOLS = ("validation", "test")
 
 
 class Diverged(ArithmeticError):
@@ -132,6 +135,7 @@ class Simulation:
     seed: int = 0
     executor: str = "auto"
     starts: Mapping[str, Params] | None = None  # from a run before this one; fresh where None
+    _executors: dict[str, Executor] = field(default_factory=dict, init=False, repr=False)  # they keep their graphs
 
     def __post_init__(self) -> None:
         size, num_clients = self.schedule.cohort_size, self.federation.num_clients
@@ -215,7 +219,7 @@ class Simulation:
         members = self.cohort(number)
         groups: list[Group] = []
         trained: list[tuple[list[int], Any]] = []
-        for name, model in self.models.items():
+        for model in self.models.values():
             clients = [client for client in members if self.model_of(client) is model]
             if not clients:
                 continue
@@ -239,28 +243,36 @@ class Simulation:
     ) -> tuple[Params, Params, Any]:
         key = keys.fold(self.seed, "batches", number)
         batches = self.federation.batches(index, key, self.algorithm.num_batches, self.schedule.batch_size)
-        noise = keys.fold(keys.fold(self.seed, "noise", number), index)
+        noise = keys.fold(self.seed, "noise", number, index)
+        executor = self.executor_for(model)
 
         def one_client(
             member: Tensor, row: Any, private: Any, batches: Batches, noise: Tensor
         ) -> tuple[Params, Params, Any]:
             received = self.algorithm.send(model, memories.shared, row)
-            with model.seeded(noise):
+            with model.seeded(noise), executor.running(model.name, "train"):
                 update, private = self.algorithm.train(model, received, private, batches)
             return received, update, private
 
-        mapped = self.executor_for(model)(one_client)
-        result: tuple[Params, Params, Any] = mapped(
+        result: tuple[Params, Params, Any] = executor.map(one_client)(
             index, rows, memories.private[model.name].take(clients), batches, noise
         )
         return result
 
     def executor_for(self, model: Model) -> Executor:
         """`auto`: together where every layer is linear (a batched product), one by one where batching is no gain."""
-        if self.executor != "auto":
-            return EXECUTORS[self.executor]
-        batched = self.clients_per_round > 1 and model.is_plain and not model.is_random
-        return EXECUTORS["vectorised" if batched else "loop"]
+        name = self.executor
+        if name == "auto":
+            batched = self.clients_per_round > 1 and model.is_plain and not model.is_random
+            name = "vectorised" if batched else "loop" if model.is_random else "traced"
+        if name == "vectorised" and model.is_random:
+            raise ValueError(
+                f"the network {model.name!r} has dropout, whose draws the executor 'vectorised' cannot key by client; "
+                "use executor 'loop', or set dropout to 0."
+            )
+        if name not in self._executors:
+            self._executors[name] = EXECUTORS[name]()
+        return self._executors[name]
 
     def _check_finite(self, clients: list[int], updates: Params, private: Any, number: int) -> None:
         leaves = [leaf for leaf in pytree.tree_leaves((updates, private)) if leaf.is_floating_point()]
@@ -290,20 +302,30 @@ class Simulation:
             state.best = Best(evaluation, kept)
         return evaluation
 
-    def evaluate(self, state: State, pools: Sequence[str] = ("validation", "test")) -> dict[str, PoolResult]:
+    def evaluate(self, state: State) -> dict[str, PoolResult]:
+        """Every client's personal model on its validation and test rows."""
         memories = state.memories
-        return evaluate(
+        results = evaluate(
             self.algorithm,
-            self.model_of,
+            self.chunks,
             self.federation,
             memories.shared,
             memories.rows,
-            lambda clients: memories.private[self.model_of(clients[0]).name].take(clients),
-            self.executor_for(self.model_of(0)),
+            lambda chunk: memories.private[chunk.model.name].take(chunk.clients),
+            self.executor_for,
             self.personalise_key(state.round),
             self.schedule.batch_size,
-            pools,
         )
+        return to_pools(results, self.federation, EVALUATED_POOLS, self.has_metric)
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        one_by_one = any(self.executor_for(model).name != "vectorised" for model in self.models.values())
+        return plan(self.federation, self.model_of, EVALUATED_POOLS, one_by_one)
+
+    @property
+    def has_metric(self) -> bool:
+        return all(model.per_example_metric is not None for model in self.models.values())
 
     def personalise_key(self, number: int) -> Key:
         return keys.fold(self.seed, "personalise", number)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pfedhn.algorithm import Group, Model
 from pfedhn.keys import Key
-from pfedhn.params import Params
-from pfedhn.sgd import SGD, Batches, Rate, zeros_like
+from pfedhn.params import Params, zeros_like
+from pfedhn.sgd import SGD, Batches, Rate
 
 
 class Private(NamedTuple):

@@ -16,15 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pfedhn.algorithm import Group, Model, Rule, client_weights, only_group
 from pfedhn.algorithms.fedavg import shared_model
 from pfedhn.keys import Key
-from pfedhn.params import Params, subtract, weighted_sum
-from pfedhn.sgd import SGD, Batches, Rate, scan
+from pfedhn.params import Params, pack, subtract, take, weighted_sum
+from pfedhn.sgd import SGD, Batches, Rate, gradient, scan
 
 
 @dataclass(frozen=True)
@@ -73,23 +72,25 @@ class PerFedAvg:
         return shared
 
     def train(self, model: Model, received: Params, private: tuple[()], batches: Batches) -> tuple[Params, tuple[()]]:
-        gradient = torch.func.grad(model.loss)
+        start, unpack = pack(received)
+        gradient_of = gradient(model.loss, unpack)
 
-        def step(weights: Params, batch: Batches, rates: tuple[Rate, Rate]) -> Params:
+        def step(w: Tensor, batch: Batches, rates: tuple[Rate, Rate]) -> Tensor:
             alpha, beta = rates
-            first, second = (Batches(*(leaf[i] for leaf in batch)) for i in range(2))
-            adapted = _move(weights, gradient(weights, first), -alpha)
-            outer = gradient(adapted, second)
+            first, second, *third = (take(batch, i) for i in range(self.batches_per_step))
+            u = w - alpha * gradient_of(w, first)
+            g = gradient_of(u, second)
             if self.form == "hessian-free":
-                third = Batches(*(leaf[2] for leaf in batch))
-                up = gradient(_move(weights, outer, self.difference), third)
-                down = gradient(_move(weights, outer, -self.difference), third)
-                outer = _move(outer, subtract(up, down), -alpha / (2 * self.difference))
-            return _move(weights, outer, -beta)
+                d = self.difference
+                change = gradient_of(w + d * g, third[0]) - gradient_of(w - d * g, third[0])
+                g = g - alpha * change / (2 * d)
+            return w - beta * g
 
-        pairs: Any = pytree.tree_map(lambda leaf: leaf.unflatten(0, (self.local_steps, self.batches_per_step)), batches)
-        weights = scan(step, received, pairs, (self.personal_lr, self.local_lr))
-        return subtract(received, weights), private
+        groups: Any = pytree.tree_map(
+            lambda leaf: leaf.unflatten(0, (self.local_steps, self.batches_per_step)), batches
+        )
+        trained = scan(step, start, groups, (self.personal_lr, self.local_lr))
+        return unpack(start - trained), private
 
     def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
         group = only_group(groups, "Per-FedAvg")
@@ -97,7 +98,3 @@ class PerFedAvg:
 
     def personalise(self, model: Model, received: Params, private: tuple[()], batches: Batches) -> Params:
         return SGD(self.personal_lr).run(model.loss, received, batches)[0]
-
-
-def _move(weights: Params, direction: Params, distance: Rate) -> Params:
-    return {name: weights[name] + distance * direction[name] for name in weights}

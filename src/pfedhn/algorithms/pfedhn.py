@@ -19,8 +19,8 @@ from pfedhn import keys
 from pfedhn.algorithm import Group, Model, Rule, client_weights, layer_names
 from pfedhn.hypernetwork import Hypernetwork, default_embedding_dim
 from pfedhn.keys import Key
-from pfedhn.params import Params, clip, pick, pull_back, subtract
-from pfedhn.sgd import SGD, Batches, Rate, zeros_like
+from pfedhn.params import Params, clip, pick, pull_back, subtract, zeros_like
+from pfedhn.sgd import SGD, Batches, Rate
 
 NUM_POWERS = 32  # a row may be caught up over fewer than 2^32 missed steps
 
@@ -29,6 +29,7 @@ class Shared(NamedTuple):
     phi: Params
     velocity: Params
     spectral: Params  # left singular vectors, only with spectral_norm
+    powers: Tensor  # A, A^2, A^4, ... of the matrix A that moves an unchosen row by one step
     step: Tensor  # server steps so far
 
 
@@ -85,7 +86,8 @@ class PFedHN:
         like = next(iter(next(iter(starts.values())).values()))
         phi = {name: value.to(like) for name, value in self.hypernetwork.init(shapes, key).items()}
         spectral = self.hypernetwork.init_spectral(phi, shapes, keys.fold(key, "spectral"))
-        return Shared(phi, zeros_like(phi), spectral, torch.zeros((), dtype=torch.int64, device=like.device))
+        powers = self.powers().to(like.device)
+        return Shared(phi, zeros_like(phi), spectral, powers, torch.zeros((), dtype=torch.int64, device=like.device))
 
     def init_row(self, key: Key, descriptor: Tensor | None) -> Row:
         if self.embedding == "fixed":
@@ -98,7 +100,7 @@ class PFedHN:
 
     def join_row(self, shared: Shared, rows: Row, descriptor: Tensor | None) -> Row:
         # A commented-out sentence in the paper's source starts a new embedding at the mean of the trained ones.
-        value = self.up_to_date(rows, shared.step).embedding.mean(0) if descriptor is None else descriptor
+        value = self.up_to_date(rows, shared).embedding.mean(0) if descriptor is None else descriptor
         return Row(value, torch.zeros_like(value), shared.step)
 
     def init_private(self, model: Model, start: Params, key: Key) -> Private:
@@ -106,7 +108,7 @@ class PFedHN:
         return Private(head, zeros_like(head))
 
     def send(self, model: Model, shared: Shared, row: Row) -> Params:
-        embedding = self.up_to_date(row, shared.step).embedding
+        embedding = self.up_to_date(row, shared).embedding
         return self.hypernetwork.generate(shared.phi, shared.spectral, model.name, self.generated(model), embedding)
 
     def train(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Private]:
@@ -118,7 +120,7 @@ class PFedHN:
         return subtract(received, weights), Private(pick(weights, private.head), pick(velocity, private.head))
 
     def receive(self, shared: Shared, groups: Sequence[Group]) -> tuple[Shared, list[Row]]:
-        rows = [self.up_to_date(group.rows, shared.step) for group in groups]
+        rows = [self.up_to_date(group.rows, shared) for group in groups]
         weights = client_weights(self.rule, torch.cat([group.sizes for group in groups])).split(
             [len(group.sizes) for group in groups]
         )
@@ -137,45 +139,51 @@ class PFedHN:
         if self.embedding == "fixed":
             to_rows = []
         gradient = clip(to_phi | {f"row.{i}": value for i, value in enumerate(to_rows)}, self.clip)
-        sgd = SGD(self.lr, self.momentum, self.weight_decay)
-        phi, velocity = sgd.step(shared.phi, shared.velocity, pick(gradient, shared.phi))
         step = shared.step + 1
+        sgd = SGD(self.lr, self.momentum, self.weight_decay)
+        moved = {name: sgd.step(value, shared.velocity[name], gradient[name]) for name, value in shared.phi.items()}
+        phi, velocity = ({name: pair[i] for name, pair in moved.items()} for i in range(2))
         if self.embedding == "trained":
             embedding_sgd = SGD(self.row_lr, self.momentum, self.weight_decay)
             for i, row in enumerate(rows):
-                value, pace = embedding_sgd.step({"v": row.embedding}, {"v": row.velocity}, {"v": gradient[f"row.{i}"]})
-                rows[i] = Row(value["v"], pace["v"], step.expand_as(row.last_step))
+                value, pace = embedding_sgd.step(row.embedding, row.velocity, gradient[f"row.{i}"])
+                rows[i] = Row(value, pace, step.expand_as(row.last_step))
         shapes = {group.model.name: self.generated(group.model) for group in groups}
         spectral = shared.spectral | self.hypernetwork.power_step(phi, shared.spectral, shapes)
-        return Shared(phi, velocity, spectral, step), rows
+        return Shared(phi, velocity, spectral, shared.powers, step), rows
 
     def personalise(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         return received | private.head
 
-    def up_to_date(self, rows: Row, step: Tensor) -> Row:
-        """Rows [C] as the server's decay and left-over momentum have moved them since they were last chosen.
+    def up_to_date(self, rows: Row, shared: Shared) -> Row:
+        """Rows as the server's decay and left-over momentum have moved them since they were last chosen.
 
-        The published program moves EVERY embedding at every server step. An embedding that gets no gradient follows
-        (velocity, value) -> A (velocity, value), so n missed steps are A^n: here by repeated squaring in float64, as
-        the eigenvalues of A turn complex for large lr * decay.
+        The published program moves EVERY embedding at every server step. One that gets no gradient follows
+        (velocity, value) -> A (velocity, value), so n missed steps are A^n, the product of the powers that n's bits name.
         """
         if self.embedding == "fixed":
             return rows
-        missed = (step - rows.last_step).clamp(min=0)  # a new client's row runs ahead of a frozen server
-        lr = torch.as_tensor(self.row_lr, dtype=torch.float64, device=missed.device)
-        momentum, decay = torch.full_like(lr, self.momentum), torch.full_like(lr, self.weight_decay)
-        powers = [torch.stack([momentum, decay, -lr * momentum, 1 - lr * decay]).reshape(2, 2)]
+        missed = (shared.step - rows.last_step).clamp(min=0)  # a new client's row runs ahead of a frozen server
+        bits = torch.arange(len(shared.powers), device=missed.device)
+        chosen = ((missed[..., None] >> bits) & 1).bool()[..., None, None]
+        total = torch.where(chosen, shared.powers, torch.eye(2, dtype=torch.float64, device=missed.device))
+        while total.shape[-3] > 1:  # powers of one matrix commute: multiply them in pairs
+            left, right = total[..., ::2, :, :], total[..., 1::2, :, :]
+            total = (left[..., None] * right[..., None, :, :]).sum(-2)
+        state = torch.stack([rows.velocity, rows.embedding], dim=-2).double()
+        velocity, embedding = (
+            (total.squeeze(-3)[..., None] * state[..., None, :, :]).sum(-2).to(rows.velocity).unbind(-2)
+        )
+        return Row(embedding, velocity, shared.step.expand_as(missed))
+
+    def powers(self) -> Tensor:
+        """By repeated squaring in float64: the eigenvalues of A turn complex for large lr * decay."""
+        lr, momentum, decay = float(self.row_lr), self.momentum, self.weight_decay
+        power = torch.tensor([[momentum, decay], [-lr * momentum, 1 - lr * decay]], dtype=torch.float64)
+        powers = [power]
         for _ in range(NUM_POWERS - 1):
             powers.append(powers[-1] @ powers[-1])
-        bits = torch.arange(NUM_POWERS, device=missed.device)
-        chosen = ((missed[..., None] >> bits) & 1).bool()[..., None, None]
-        total = torch.where(chosen, torch.stack(powers), torch.eye(2, dtype=torch.float64, device=missed.device))
-        while total.shape[-3] > 1:  # powers of one matrix commute: multiply them in pairs
-            total = total[..., ::2, :, :] @ total[..., 1::2, :, :]
-        total = total.squeeze(-3)
-        state = torch.stack([rows.velocity, rows.embedding], dim=-2)
-        velocity, embedding = (total @ state.double()).to(state.dtype).unbind(-2)
-        return Row(embedding, velocity, step.expand_as(missed))
+        return torch.stack(powers)
 
     @property
     def row_lr(self) -> Rate:

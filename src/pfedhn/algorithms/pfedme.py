@@ -22,8 +22,8 @@ from torch import Tensor
 from pfedhn.algorithm import Group, Model, Rule, client_weights, only_group
 from pfedhn.algorithms.fedavg import shared_model
 from pfedhn.keys import Key
-from pfedhn.params import Params, subtract, weighted_sum
-from pfedhn.sgd import Batches, Rate, scan
+from pfedhn.params import Params, pack, subtract, weighted_sum
+from pfedhn.sgd import Batches, Rate, gradient, scan
 
 
 class Private(NamedTuple):
@@ -73,20 +73,19 @@ class PFedMe:
         return shared
 
     def train(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Private]:
-        def step(carry: tuple[Params, Params], batch: Batches, rates: tuple[Rate, Rate]) -> tuple[Params, Params]:
+        w, unpack = pack(received)
+        gradient_of = gradient(model.loss, unpack)
+
+        def step(carry: tuple[Tensor, Tensor], batch: Batches, rates: tuple[Rate, Rate]) -> tuple[Tensor, Tensor]:
             (x, theta), (lr, personal_lr) = carry, rates
             for _ in range(self.inner_steps):
-                gradient = torch.func.grad(model.loss)(theta, batch)
-                theta = {
-                    name: value
-                    - personal_lr * (gradient[name] + self.strength * (value - x[name]) + self.decay * value)
-                    for name, value in theta.items()
-                }
-            return {name: value - lr * self.strength * (value - theta[name]) for name, value in x.items()}, theta
+                slope = gradient_of(theta, batch) + self.strength * (theta - x) + self.decay * theta
+                theta = theta - personal_lr * slope
+            return x - lr * self.strength * (x - theta), theta
 
-        x, theta = scan(step, (received, received), batches, (self.lr, self.personal_lr))
-        personal = theta if self.tested == "theta" else x
-        return subtract(received, x), Private(personal, torch.ones_like(private.has_trained))
+        x, theta = scan(step, (w, w), batches, (self.lr, self.personal_lr))
+        personal = unpack(theta if self.tested == "theta" else x)
+        return unpack(w - x), Private(personal, torch.ones_like(private.has_trained))
 
     def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
         group = only_group(groups, "pFedMe")
