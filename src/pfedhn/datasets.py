@@ -167,6 +167,8 @@ def get(name: str, data_dir: str | Path | None = None, progress: Progress | None
         _verify(name, path, data_dir)
         return path
     folder = _folder(name, data_dir)
+    with _writing(path):  # before a minute's decoding, not after
+        path.parent.mkdir(parents=True, exist_ok=True)
     if name == "omniglot":
         arrays, group_names = _read_omniglot(source, folder, progress)
         num_classes = int(arrays["y"].max()) + 1
@@ -418,12 +420,10 @@ def _hub_tables(name: str, source: Source, folder: Path | None) -> Iterator[Any]
     if not files:
         raise DataError(f"the parquet files in {folder} are named neither train nor test; name them as on the Hub.")
     # The library converts to Arrow files first; these are of no use afterwards. Its progress bars would hide ours.
-    cache = cache_path(name).parent
-    cache.mkdir(parents=True, exist_ok=True)
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as scratch:
+        with tempfile.TemporaryDirectory(dir=cache_path(name).parent, ignore_cleanup_errors=True) as scratch:
             try:
                 tables = datasets.load_dataset("parquet", data_files=files, cache_dir=scratch)
             except Exception as error:
@@ -585,22 +585,30 @@ def _canonical_order(pixels: Pixels, labels: Array) -> NDArray[numpy.int64]:
 
 def _write(path: Path, arrays: dict[str, Array], record: dict[str, Any]) -> None:
     """The record goes last: without it there is no cache. Readers never see half a file."""
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _writing(path):
+        try:
+            # Not save_file: its files can be read by their owner alone, and a cache may be shared.
+            content = save({key: numpy.ascontiguousarray(value) for key, value in arrays.items()})
+            scratch.write_bytes(content)
+            os.replace(scratch, path)
+            record = {**record, "sha256": hashlib.sha256(content).hexdigest()}
+            scratch.write_text(json.dumps(record, indent=1) + "\n")
+            os.replace(scratch, path.with_suffix(".json"))
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({key: numpy.ascontiguousarray(value) for key, value in arrays.items()}, scratch)
-        record = {**record, "sha256": _sha256(scratch)}
-        os.replace(scratch, path)
-        scratch.write_text(json.dumps(record, indent=1) + "\n")
-        os.replace(scratch, path.with_suffix(".json"))
+        yield
     except OSError as error:
         raise DataError(
             f"the cache {path.parent} cannot be written ({_first_line(error)}); set PFEDHN_CACHE to another folder."
         ) from error
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def _verify(name: str, path: Path, data_dir: str | Path | None) -> None:
@@ -712,7 +720,7 @@ def _as_numbers(column: Array) -> Array:
 
 
 def _as_identifiers(column: Array) -> Array:
-    """Clients 2 and 10 sort as numbers do; but 007 and 7 are two clients, so only plain whole numbers become numbers."""
+    """Clients 2 and 10 sort as numbers; but 007 and 7 are two clients, so only plain whole numbers become numbers."""
     if column.dtype.kind in "iu":
         return column
     text = column.astype(str)

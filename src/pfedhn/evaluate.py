@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pfedhn import keys
 from pfedhn.algorithm import Algorithm, Model
 from pfedhn.executors import Executor
 from pfedhn.federation import Federation
@@ -119,11 +120,11 @@ def score(
     key: Key,
     batch_size: int,
 ) -> Tensor:
-    """[C, pools, 2]: summed loss and summed metric of each client's personal model; `rows` and `private` are [C, ...]."""
+    """[C, pools, 2]: summed loss and metric of each client's personal model; `rows` and `private` are [C, ...]."""
     model = chunk.model
 
-    def one_client(member: Tensor, row: Any, private: Any, batches: Batches, index: Tensor, masks: Tensor) -> Tensor:
-        with executor.running(model.name, "personalise"):
+    def one_client(noise: Tensor, row: Any, private: Any, batches: Batches, index: Tensor, masks: Tensor) -> Tensor:
+        with model.seeded(noise), executor.running(model.name, "personalise"):
             weights = personal_weights(algorithm, model, shared, row, private, batches)
         x, y = federation.rows(index)
         outputs = model.outputs(weights, x)
@@ -133,7 +134,8 @@ def score(
         return torch.where(masks[:, None], both, 0.0).sum(-1)
 
     batches = federation.batches(chunk.members, key, algorithm.num_personalise_batches, batch_size)
-    result: Tensor = executor.map(one_client)(chunk.members, rows, private, batches, chunk.index, chunk.masks)
+    noise = keys.fold(key, "noise", chunk.members)
+    result: Tensor = executor.map(one_client)(noise, rows, private, batches, chunk.index, chunk.masks)
     return result
 
 
@@ -149,7 +151,8 @@ def evaluate(
     batch_size: int,
 ) -> Tensor:
     """[N, pools, 2]: summed loss and metric of every client's personal model on its rows of each pool."""
-    results = torch.zeros(federation.num_clients, chunks[0].masks.shape[1], 2, device=federation.x.device)
+    num_pools, device = chunks[0].masks.shape[1], federation.x.device
+    results = torch.zeros(federation.num_clients, num_pools, 2, dtype=torch.float64, device=device)
     for chunk in chunks:
         results[chunk.members] = score(
             algorithm,

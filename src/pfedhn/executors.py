@@ -4,7 +4,7 @@ Axes: [C]lients of a cohort, [K] steps.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -47,7 +47,7 @@ class TracedScan:
     One instance serves one function of one architecture, whose scans it tells apart by their order.
     """
 
-    compile: Callable[[GraphModule], Function] = lambda graph: graph.forward
+    compile: Callable[[GraphModule, Sequence[Tensor]], Function] = lambda graph, arguments: graph.forward
     graphs: dict[Any, Function | None] = field(default_factory=dict)
     position: int = 0
 
@@ -59,6 +59,8 @@ class TracedScan:
         # Rates become tensors, so that every point of a grid runs from one graph.
         fixed = [leaf if isinstance(leaf, Tensor) else like.new_tensor(leaf) for leaf in fixed]
         slices = list(zip(*(leaf.unbind(0) for leaf in data), strict=True))
+        if not slices:
+            return carry
         key = (self.position, *((leaf.shape, leaf.dtype) for leaf in (*moving, *slices[0])))
         self.position += 1
         if key not in self.graphs:
@@ -82,10 +84,12 @@ class TracedScan:
 
     def _trace(self, function: Function, arguments: tuple[Tensor, ...]) -> Function | None:
         try:
-            graph = make_fx(function)(*arguments)
+            # Copies: the tracer takes arguments that are one tensor for one input, and pFedMe starts with x = theta.
+            with torch.random.fork_rng(devices=[]):  # tracing draws what dropout draws: it must not count
+                graph = make_fx(function)(*(argument.clone() for argument in arguments))
             graph.graph.eliminate_dead_code()
             graph.recompile()
-            return self.compile(graph)
+            return self.compile(graph, arguments)
         except Exception as error:
             reason = str(error).strip().splitlines()[0]
             logger.warning("this network cannot be traced and runs step by step, slower: %s", reason)

@@ -58,7 +58,8 @@ class Federation:
     descriptors: Tensor | None = None  # [N, D], for `embedding="fixed"`; the clients' class shares where not given
     architectures: tuple[str, ...] | None = None  # [N], which of several target networks each client runs
 
-    def __post_init__(self) -> None:
+    def checked(self) -> "Federation":
+        """Itself, unless its data could not be trained on."""
         empty = (self.pools["train"].size == 0).nonzero().flatten().tolist()
         if empty:
             raise ValueError(
@@ -73,6 +74,7 @@ class Federation:
         if not self.y.is_floating_point() and self.y.numel() and int(self.y.min()) < 0:
             row = int((self.y < 0).nonzero()[0][0])
             raise ValueError(f"row {row} has the label {int(self.y.min())}; class labels start at 0.")
+        return self
 
     @staticmethod
     def from_arrays(
@@ -131,7 +133,7 @@ class Federation:
                 for name, part in zip(POOLS, parts, strict=True)
             },
             {name: len(numbers) for name, numbers in assignment.unused.items()},
-        )
+        ).checked()
 
     @staticmethod
     def from_clients(
@@ -180,7 +182,7 @@ class Federation:
         shapes = {tuple(x.shape[1:]) for x in xs if len(x)}
         if len(shapes) > 1:
             raise ValueError(f"clients bring rows of different shapes {sorted(shapes)}; one network needs one shape.")
-        return Federation(torch.cat(xs), torch.cat(ys), {name: _rows(lists) for name, lists in owned.items()})
+        return Federation(torch.cat(xs), torch.cat(ys), {name: _rows(lists) for name, lists in owned.items()}).checked()
 
     @property
     def num_clients(self) -> int:
@@ -238,27 +240,35 @@ class Federation:
 
     def batches(self, clients: Tensor, key: Key, num_batches: int, batch_size: int) -> Batches:
         """Minibatches [C, K, B, ...] of training rows, each drawn without replacement, independent between steps."""
-        train = self.pools["train"]
-        size, offset = train.size[clients], train.offset[clients]
-        steps = torch.arange(num_batches, device=clients.device)
-        step_keys = keys.fold(keys.fold(key, clients)[..., None], steps)  # type: ignore[index]
         width = min(batch_size, self.largest_train_size)
-        places = keys.permutation_head(step_keys, size[:, None], width)
-        numbers = train.index[offset[:, None, None] + places]
-        mask = torch.arange(width, device=clients.device) < size[:, None, None]
-        x, y = self.rows(numbers)
-        return Batches(x, y, mask.expand(numbers.shape))
+        return draw_batches(self.x, self.y, self.pools["train"], clients, key, num_batches, width)
 
     def rows(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """x and y at these row numbers; images that are stored with their channels last stay so."""
-        if self.x.ndim == 4 and self.x.is_contiguous(memory_format=torch.channels_last):
-            return self.x.permute(0, 2, 3, 1)[numbers].movedim(-1, -3), self.y[numbers]
-        return self.x[numbers], self.y[numbers]
+        """x and y at these row numbers."""
+        return gather(self.x, numbers), self.y[numbers]
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{int(self.pools[name].size.sum())} {name}" for name in POOLS)
         unused = sum(self.unused.values())
         return f"Federation({self.num_clients} clients; rows: {counts}, {unused} unused)"
+
+
+def draw_batches(x: Tensor, y: Tensor, rows: Rows, clients: Tensor, key: Key, num_batches: int, width: int) -> Batches:
+    """`Federation.batches` on bare tensors, which an engine can trace."""
+    size, offset = rows.size[clients], rows.offset[clients]
+    steps = torch.arange(num_batches, device=clients.device)
+    step_keys = keys.fold(torch.as_tensor(keys.fold(key, clients)).unsqueeze(-1), steps)
+    places = keys.permutation_head(step_keys, size[:, None], width)
+    numbers = rows.index[offset[:, None, None] + places]
+    mask = torch.arange(width, device=clients.device) < size[:, None, None]
+    return Batches(gather(x, numbers), y[numbers], mask.expand(numbers.shape))
+
+
+def gather(x: Tensor, numbers: Tensor) -> Tensor:
+    """Rows by number; images that are stored with their channels last stay so."""
+    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return x.permute(0, 2, 3, 1)[numbers].movedim(-1, -3)
+    return x[numbers]
 
 
 def cohort(key: Key, round_number: int | Tensor, num_clients: int, size: int) -> Tensor:

@@ -1,22 +1,23 @@
 """Convolution, bias, 2x2 max-pool and ReLU in one pass: Triton on a GPU, plain PyTorch elsewhere, same numbers.
 
 Axes: [R]uns or clients, [B]atch, [H]eight, [W]idth, [C]hannels in, [O] channels out, [K] side of the square kernel.
-Outside, `ConvBlock` looks like `nn.Conv2d`: images [B, C, H, W], weight [O, C, K, K]. Inside, images are [R, B, H, W, C] and
-weights [R, K, K, C, O], both contiguous, so a row of a patch is one stretch of memory and so is a row of the weights. The
-weights are brought there by a permuted copy: it is a few tens of kilobytes, the compiler fuses it with what is around it, and
-strided reads would be repeated by every program of three kernels. `torch.vmap` only ever makes [R] longer, and R = 1 stands
-for "the same for all runs".
+Outside, `ConvBlock` looks like `nn.Conv2d`: images [B, C, H, W], weight [O, C, K, K]. Inside, images are
+[R, B, H, W, C] and weights [R, K, K, C, O], both contiguous, so that what one step of a kernel needs lies together. The
+weights get there by a permuted copy: a few tens of kilobytes that the compiler copies along with whatever made them,
+while strided reads would be repeated by every program. `torch.vmap` makes [R] longer, nothing else; where something is
+the same for all runs, its R is 1.
 
-The three kernels are matrix products [rows, depth] x [depth, columns] whose left or both sides are gathered on the fly:
+The three kernels are matrix products [rows, depth] x [depth, columns] whose operands are gathered on the way in:
 
-    forward          rows: output pixels, the four corners of a pooling window next to each other; depth: K K C
-    weight_gradient  rows: K K C, and a row of ones that gives the bias; depth: output pixels, split into groups
-    input_gradient   rows: 2x2 squares of input pixels; columns: the four pixels' channels; depth: O, for each tap
+    forward          rows: output pixels, the four corners of a pooling window side by side; depth: K K C; columns: O
+    weight_gradient  rows: K K C, then a row of ones, which gives the bias; depth: output pixels; columns: O
+    input_gradient   rows: 2x2 squares of input pixels; depth: O, window by window; columns: the square's 4 C numbers
 
-What `forward` keeps for the backward pass is one byte per output: the corner (0 to 3) the maximum came from, or 4 where the
-ReLU cut it off. Both gradients read it next to the pooled gradient, so no unpooled map is ever written. Nothing is added atomically: same
-inputs, same bits. Sizes are compile-time constants, since integer division by a run-time size costs a factor of three;
-only the batch size is not, or every client's last batch would compile anew.
+`forward` leaves one byte per output for the backward pass: the corner (0 to 3) its maximum came from, or 4 where the
+ReLU cut it off. Both gradients read it beside the pooled gradient, so no unpooled map is ever written. Nothing is added
+atomically: a weight gradient comes as partial sums over groups of pixels, and the same inputs give the same bits.
+Sizes are compile-time constants, because integer division by a run-time size costs a factor of three; the batch size
+is not, or each new one would compile anew.
 """
 
 from __future__ import annotations
@@ -26,18 +27,22 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pfedhn.keys import NUM_FEISTEL_ROUNDS, permutation_head_operator
+
 if TYPE_CHECKING:
     import triton.language as tl
 
 CHANNELS_IN = (1, 3, 8, 16, 32, 64)
-MAX_PADDING = {3: 1, 5: 2}  # kernel side -> padding
-MANY_RUNS = 8  # from here on the card is full whatever the blocks, and small programs win
+PADDED_CHANNELS = {3: 4}  # a pixel of four numbers is one 16-byte load, one of three is three loads
+MAX_PADDING = {3: 1, 5: 2}  # by kernel side
+MANY_RUNS = 8  # from here on the card is full whatever the blocks
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run on a CPU, slowly
 
 
 class Blocks(NamedTuple):
@@ -55,7 +60,7 @@ ConfigKey = tuple[str, int, int, int, int, str]
 
 
 def config_key(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kernel: int) -> ConfigKey:
-    """(kind, C, O, K, image side rounded up to a power of two, "one" or "many" runs); shapes as [R, B, H, W, channels]."""
+    """(kind, C, O, K, image side rounded up to a power of two, "one" or "many" runs); shapes [R, B, H, W, channels]."""
     side = power_of_two(max(x_shape[2:4]))
     return kind, x_shape[4], out_shape[4], kernel, side, "many" if out_shape[0] >= MANY_RUNS else "one"
 
@@ -76,16 +81,17 @@ def write_configs(path: Path, configs: dict[ConfigKey, Blocks]) -> None:
 
 CONFIGS_FILE = Path(__file__).with_name("kernel_configs.json")
 
-# The first rows are what an H200 liked for LeNet in an earlier form of these kernels; the file holds what it likes now.
 CONFIGS: dict[ConfigKey, Blocks] = {
-    ("forward", 3, 16, 5, 32, "one"): Blocks(512, 16, 16, warps=4, stages=2),
-    ("forward", 16, 32, 5, 16, "one"): Blocks(64, 32, 16, warps=4, stages=2),
-    ("forward", 3, 16, 5, 32, "many"): Blocks(64, 16, 16, warps=1, stages=2),
-    ("forward", 16, 32, 5, 16, "many"): Blocks(128, 32, 16, warps=1, stages=2),
-    ("weight_gradient", 3, 16, 5, 32, "one"): Blocks(32, 16, 32, warps=2, stages=2, groups=128),
-    ("weight_gradient", 16, 32, 5, 16, "one"): Blocks(64, 32, 32, warps=2, stages=2, groups=32),
-    ("weight_gradient", 3, 16, 5, 32, "many"): Blocks(128, 16, 16, warps=1, stages=2, groups=64),
-    ("weight_gradient", 16, 32, 5, 16, "many"): Blocks(64, 32, 16, warps=1, stages=2, groups=16),
+    ("forward", 4, 16, 5, 32, "one"): Blocks(128, 16, 16, warps=4, stages=2),
+    ("forward", 4, 16, 5, 32, "many"): Blocks(64, 16, 16, warps=1, stages=2),
+    ("forward", 16, 32, 5, 16, "one"): Blocks(64, 32, 16, warps=4, stages=3),
+    ("forward", 16, 32, 5, 16, "many"): Blocks(64, 32, 16, warps=1, stages=2),
+    ("weight_gradient", 4, 16, 5, 32, "one"): Blocks(32, 16, 32, warps=2, stages=2, groups=128),
+    ("weight_gradient", 4, 16, 5, 32, "many"): Blocks(64, 16, 16, warps=1, stages=2, groups=16),
+    ("weight_gradient", 16, 32, 5, 16, "one"): Blocks(32, 32, 32, warps=2, stages=2, groups=32),
+    ("weight_gradient", 16, 32, 5, 16, "many"): Blocks(32, 32, 16, warps=1, stages=2, groups=8),
+    ("input_gradient", 16, 32, 5, 16, "one"): Blocks(32, 32, 32, warps=4, stages=2),
+    ("input_gradient", 16, 32, 5, 16, "many"): Blocks(64, 64, 32, warps=4, stages=2),
 } | read_configs(CONFIGS_FILE)
 
 
@@ -95,17 +101,18 @@ def blocks_for(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kern
 
 
 def default_blocks(key: ConfigKey) -> Blocks:
-    """A guess for shapes nobody tuned: tiles as small as the tensor cores allow while one run has to fill the card."""
+    """A guess for shapes nobody tuned: small tiles while one run alone has to fill the card."""
     kind, channels, out_channels, kernel, _, runs = key
     many = runs == "many"
     if kind == "forward":
         depth = 32 if channels >= 32 else 16
         return Blocks(64, min(tile(out_channels), 64 if many else 32), depth, warps=2 if many else 4, stages=2)
     if kind == "weight_gradient":
-        rows = min(tile(kernel * kernel * channels + 1), 64)
-        columns = min(tile(out_channels), 64)
-        return Blocks(rows, columns, 16, warps=2 if many else 4, stages=2, groups=16 if many else 64)
-    return Blocks(64 if many else 32, min(tile(4 * channels), 64), min(tile(out_channels), 32), warps=4, stages=2)
+        length = kernel * kernel * channels + 1
+        groups = max(4, min(16 if many else 64, 2**18 // (length * out_channels)))  # a megabyte of partial sums
+        return Blocks(min(tile(length), 32), min(tile(out_channels), 64), 16, warps=2, stages=2, groups=groups)
+    columns, depth = min(tile(4 * channels), 64 if many else 32), min(tile(out_channels), 32)
+    return Blocks(64 if many else 32, columns, depth, warps=4, stages=2)
 
 
 def power_of_two(size: int) -> int:
@@ -141,10 +148,17 @@ def conv_block(x: Tensor, weight: Tensor, bias: Tensor, padding: int = 0, pool: 
     """x [B, C, H, W], weight [O, C, K, K], bias [O] -> [B, O, H', W']; on a GPU a view of an NHWC result."""
     if not is_supported(x, weight, bias, padding, pool):
         return reference_conv_block(x, weight, bias, padding, pool)
-    images = x.permute(0, 2, 3, 1).unsqueeze(0).contiguous()
-    weights = weight.permute(2, 3, 1, 0).unsqueeze(0).contiguous()
-    out, _ = cast(
-        tuple[Tensor, Tensor], Forward.apply(images, weights, bias.unsqueeze(0), padding, pool, dot_precision())
+    images, weights = x.permute(0, 2, 3, 1), weight.permute(2, 3, 1, 0)
+    spare = PADDED_CHANNELS.get(x.shape[1], x.shape[1]) - x.shape[1]
+    if spare:
+        images, weights = functional.pad(images, (0, spare)), functional.pad(weights, (0, 0, 0, spare))
+    out, _ = apply_forward(
+        images.unsqueeze(0).contiguous(),
+        weights.unsqueeze(0).contiguous(),
+        bias.unsqueeze(0),
+        padding,
+        pool,
+        dot_precision(),
     )
     return out.squeeze(0).permute(0, 3, 1, 2)
 
@@ -156,23 +170,22 @@ def reference_conv_block(x: Tensor, weight: Tensor, bias: Tensor, padding: int =
 
 
 def is_supported(x: Tensor, weight: Tensor, bias: Tensor, padding: int, pool: bool) -> bool:
-    """Whether the Triton kernels can compute this block here; they are also run by Triton's interpreter, on a CPU."""
-    if not (x.is_cuda and has_tensor_cores(x.device) or is_interpreted()) or x.ndim != 4 or not x.numel():
+    if not (x.is_cuda or INTERPRETED) or x.ndim != 4 or x.numel() == 0:
         return False
     batch, channels, height, width = x.shape
     out_channels, _, kernel, kernel_width = weight.shape
-    out_height, out_width = output_size(height, kernel, padding, pool), output_size(width, kernel, padding, pool)
+    sides = (output_size(height, kernel, padding, pool), output_size(width, kernel, padding, pool))
     return (
         x.dtype == weight.dtype == bias.dtype == torch.float32
-        and weight.device == bias.device == x.device
+        and x.device == weight.device == bias.device
         and channels in CHANNELS_IN
         and out_channels % 8 == 0
         and 8 <= out_channels <= 128
         and kernel == kernel_width
         and 0 <= padding <= MAX_PADDING.get(kernel, -1)
-        and min(out_height, out_width) > 0
+        and min(sides) > 0
         and batch * height * width * max(channels, out_channels) < 2**31  # offsets inside one run are 32 bits
-        and is_triton_installed()
+        and is_usable(x.device)
     )
 
 
@@ -187,42 +200,38 @@ def dot_precision() -> str:
 
 
 @functools.cache
-def is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@functools.cache
-def has_tensor_cores(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def is_usable(device: torch.device) -> bool:
+    has_tensor_cores = INTERPRETED or torch.cuda.get_device_capability(device) >= (8, 0)
+    return has_tensor_cores and is_triton_installed()
 
 
 @functools.cache
 def is_triton_installed() -> bool:
-    """Imports Triton when a kernel is first asked for: it takes 0.4 s, and not every machine has it."""
+    """Imports it when a kernel is first asked for: it takes 0.4 s, and not every machine has it."""
     try:
         import triton.language
     except ImportError:
         return False
-    globals()["tl"] = triton.language  # where the kernels below look it up when they are compiled
+    globals()["tl"] = triton.language  # where the kernels look it up when they are compiled
     return True
 
 
 @functools.cache
 def compiled(kernel: Callable[..., None]) -> Any:
     if not is_triton_installed():
-        raise RuntimeError(f"{kernel.__name__} needs Triton, which is not installed: pip install triton")
+        raise RuntimeError(f"{kernel.__name__} needs Triton: pip install triton")
     import triton
 
-    return triton.jit(kernel, do_not_specialize=["batch", "steps", "count"])
+    return triton.jit(kernel, do_not_specialize=["batch", "steps", "groups", "count"])
 
 
 def forward_kernel(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    out: Any,
-    argmax: Any,
-    batch: Any,
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    argmax: tl.tensor,
+    batch: tl.tensor,
     height: tl.constexpr,
     width: tl.constexpr,
     channels: tl.constexpr,
@@ -297,12 +306,13 @@ def forward_kernel(
 
 
 def weight_gradient_kernel(
-    x: Any,
-    gradient: Any,
-    argmax: Any,
-    sums: Any,
-    batch: Any,
-    steps: Any,
+    x: tl.tensor,
+    gradient: tl.tensor,
+    argmax: tl.tensor,
+    sums: tl.tensor,
+    batch: tl.tensor,
+    steps: tl.tensor,
+    groups: tl.tensor,
     height: tl.constexpr,
     width: tl.constexpr,
     channels: tl.constexpr,
@@ -312,7 +322,6 @@ def weight_gradient_kernel(
     kernel: tl.constexpr,
     padding: tl.constexpr,
     pool: tl.constexpr,
-    groups: tl.constexpr,
     x_is_shared: tl.constexpr,
     precision: tl.constexpr,
     rows: tl.constexpr,
@@ -363,11 +372,11 @@ def weight_gradient_kernel(
 
 
 def input_gradient_kernel(
-    gradient: Any,
-    argmax: Any,
-    weight: Any,
-    out: Any,
-    batch: Any,
+    gradient: tl.tensor,
+    argmax: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    batch: tl.tensor,
     height: tl.constexpr,
     width: tl.constexpr,
     channels: tl.constexpr,
@@ -383,8 +392,8 @@ def input_gradient_kernel(
     columns: tl.constexpr,
     depth: tl.constexpr,
 ) -> None:
-    # Squares are counted in padded coordinates, in which a square touches (K + 1) / 2 pooling windows each way, whatever
-    # the padding: the first one that holds a real pixel is number padding // stride.
+    # Squares are counted in padded coordinates: there each one touches (K + 1) / 2 pooling windows each way, whatever
+    # the padding, and the first one with a real pixel in it is number padding // stride.
     corners: tl.constexpr = 4 if pool else 1
     stride: tl.constexpr = 2 if pool else 1
     reach: tl.constexpr = (kernel - 1) // stride + 1
@@ -482,7 +491,10 @@ def launch(
 def conv_block_op(
     x: Tensor, weight: Tensor, bias: Tensor, padding: int, pool: bool, precision: str
 ) -> tuple[Tensor, Tensor]:
-    """x [R, B, H, W, C], weight [R, K, K, C, O], bias [R, O] -> output [R, B, H', W', O] and its corners, a byte each."""
+    """x [R, B, H, W, C], weight [R, K, K, C, O], bias [R, O] -> output [R, B, H', W', O] and its corners, a byte each.
+
+    Any R may be 1 where others are not.
+    """
     out, argmax = _conv_block_fake(x, weight, bias, padding, pool, precision)
     runs, batch, out_height, out_width, out_channels = out.shape
     kernel = weight.shape[1]
@@ -518,7 +530,7 @@ def weight_gradient_op(
     x: Tensor, gradient: Tensor, argmax: Tensor, kernel: int, padding: int, pool: bool, groups: int, precision: str
 ) -> Tensor:
     """Partial sums [R, groups, K K C + 1, O] of the weight's gradient; the last row is the bias's."""
-    sums = _weight_gradient_fake(x, gradient, argmax, kernel, padding, pool, groups, precision)
+    sums: Tensor = _weight_gradient_fake(x, gradient, argmax, kernel, padding, pool, groups, precision)
     runs, batch, out_height, out_width, out_channels = gradient.shape
     blocks = blocks_for("weight_gradient", x.shape, gradient.shape, kernel)
     launch(
@@ -545,7 +557,7 @@ def _weight_gradient_fake(
 def input_gradient_op(
     gradient: Tensor, argmax: Tensor, weight: Tensor, height: int, width: int, padding: int, pool: bool, precision: str
 ) -> Tensor:
-    out = _input_gradient_fake(gradient, argmax, weight, height, width, padding, pool, precision)
+    out: Tensor = _input_gradient_fake(gradient, argmax, weight, height, width, padding, pool, precision)
     runs, batch, _, _, channels = out.shape
     kernel = weight.shape[1]
     blocks = blocks_for("input_gradient", out.shape, gradient.shape, kernel)
@@ -553,7 +565,10 @@ def input_gradient_op(
     down, right = ((side + padding - 1) // stride - padding // stride + 1 for side in (height, width))
     launch(
         input_gradient_kernel,
-        (runs * ceil_divide(batch * down * right, blocks.rows), ceil_divide(stride * stride * channels, blocks.columns)),
+        (
+            runs * ceil_divide(batch * down * right, blocks.rows),
+            ceil_divide(stride * stride * channels, blocks.columns),
+        ),
         (gradient.contiguous(), argmax.contiguous(), weight.contiguous(), out),
         blocks,
         weight_is_shared=weight.shape[0] < runs,
@@ -576,7 +591,8 @@ class Forward(torch.autograd.Function):
     def forward(
         x: Tensor, weight: Tensor, bias: Tensor, padding: int, pool: bool, precision: str
     ) -> tuple[Tensor, Tensor]:
-        return conv_block_op(x, weight, bias, padding, pool, precision)
+        out, argmax = conv_block_op(x, weight, bias, padding, pool, precision)
+        return out, argmax
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -588,7 +604,7 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-        out, argmax = Forward.apply(*fold_runs(info.batch_size, dims[:3], inputs[:3]), *inputs[3:])
+        out, argmax = apply_forward(*fold_runs(info.batch_size, dims[:3], inputs[:3]), *inputs[3:])
         return unfold_runs(info.batch_size, out, argmax), (0, 0)
 
     @staticmethod
@@ -599,10 +615,10 @@ class Forward(torch.autograd.Function):
         if gradient is not None:
             gradient = gradient.contiguous()
             if ctx.needs_input_grad[0]:
-                of_x = InputGradient.apply(gradient, argmax, weight, x.shape[2], x.shape[3], *how)
+                of_x = apply_input_gradient(gradient, argmax, weight, x.shape[2], x.shape[3], *how)
                 of_x = sum_to_runs(of_x, x.shape[0])
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-                of_weight, of_bias = WeightGradient.apply(x, gradient, argmax, weight.shape[1], *how)
+                of_weight, of_bias = apply_weight_gradient(x, gradient, argmax, weight.shape[1], *how)
                 of_weight, of_bias = sum_to_runs(of_weight, weight.shape[0]), sum_to_runs(of_bias, ctx.bias_runs)
         return of_x, of_weight, of_bias, None, None, None
 
@@ -631,22 +647,36 @@ class WeightGradient(Gradient):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
-        of_weight, of_bias = WeightGradient.apply(*fold_runs(info.batch_size, dims[:3], inputs[:3]), *inputs[3:])
+        of_weight, of_bias = apply_weight_gradient(*fold_runs(info.batch_size, dims[:3], inputs[:3]), *inputs[3:])
         return unfold_runs(info.batch_size, of_weight, of_bias), (0, 0)
 
 
 class InputGradient(Gradient):
     @staticmethod
     def forward(
-        gradient: Tensor, argmax: Tensor, weight: Tensor, height: int, width: int, padding: int, pool: bool, precision: str
+        gradient: Tensor,
+        argmax: Tensor,
+        weight: Tensor,
+        height: int,
+        width: int,
+        padding: int,
+        pool: bool,
+        precision: str,
     ) -> Tensor:
         gradient, argmax = on_all_runs(gradient, argmax, weight)
-        return input_gradient_op(gradient, argmax, weight, height, width, padding, pool, precision)
+        of_x: Tensor = input_gradient_op(gradient, argmax, weight, height, width, padding, pool, precision)
+        return of_x
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        of_x = InputGradient.apply(*fold_runs(info.batch_size, dims[:3], inputs[:3]), *inputs[3:])
+        of_x = apply_input_gradient(*fold_runs(info.batch_size, dims[:3], inputs[:3]), *inputs[3:])
         return unfold_runs(info.batch_size, of_x)[0], 0
+
+
+# mypy knows nothing of `apply`.
+apply_forward: Callable[..., tuple[Tensor, Tensor]] = Forward.apply
+apply_weight_gradient: Callable[..., tuple[Tensor, Tensor]] = WeightGradient.apply
+apply_input_gradient: Callable[..., Tensor] = InputGradient.apply
 
 
 def fold_runs(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -677,10 +707,10 @@ def num_groups(blocks: Blocks, out_shape: Sequence[int]) -> int:
 
 
 def permutation_head_kernel(
-    keys: Any,
-    sizes: Any,
-    out: Any,
-    count: Any,
+    keys: tl.tensor,
+    sizes: tl.tensor,
+    out: tl.tensor,
+    count: tl.tensor,
     turns: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
@@ -716,35 +746,24 @@ def permutation_head_kernel(
     tl.store(out + tl.program_id(0).to(tl.int64) * count + place, value, mask=place < count)
 
 
-NUM_FEISTEL_ROUNDS = 12  # keys.NUM_FEISTEL_ROUNDS, which this module may not import
 
 
-@torch.library.custom_op("pfedhn::permutation_head", mutates_args=())
-def permutation_head_op(key: Tensor, size: Tensor, count: int) -> Tensor:
+@permutation_head_operator.register_kernel("cuda")
+def launch_permutation_head(key: Tensor, size: Tensor, count: int) -> Tensor:
     """`keys.permutation_head` without waiting for the host: a while loop on the device. key, size: int64."""
     keys, sizes = (t.contiguous() for t in torch.broadcast_tensors(key, size))
-    out = keys.new_empty((*keys.shape, count))
+    out: Tensor = keys.new_empty((*keys.shape, count))
     if out.numel():
         columns = min(power_of_two(count), 128)
         grid = (keys.numel(), ceil_divide(count, columns))
         with torch.cuda.device_of(out):
             compiled(permutation_head_kernel)[grid](
-                keys, sizes, out, count=count, turns=NUM_FEISTEL_ROUNDS, columns=columns, num_warps=max(1, columns // 32)
+                keys,
+                sizes,
+                out,
+                count=count,
+                turns=NUM_FEISTEL_ROUNDS,
+                columns=columns,
+                num_warps=max(1, columns // 32),
             )
     return out
-
-
-@permutation_head_op.register_fake
-def _permutation_head_fake(key: Tensor, size: Tensor, count: int) -> Tensor:
-    return key.new_empty((*torch.broadcast_shapes(key.shape, size.shape), count))
-
-
-@permutation_head_op.register_vmap
-def _permutation_head_vmap(info: Any, dims: tuple[int | None, ...], key: Tensor, size: Tensor, count: int) -> Any:
-    rank = max(t.ndim - (dim is not None) for t, dim in zip((key, size), dims, strict=False))
-
-    def lead(t: Tensor, dim: int | None) -> Tensor:
-        t = t.unsqueeze(0) if dim is None else t.movedim(dim, 0)
-        return t.reshape(t.shape[0], *(1,) * (rank + 1 - t.ndim), *t.shape[1:])
-
-    return permutation_head_op(lead(key, dims[0]), lead(size, dims[1]), count), 0

@@ -6,7 +6,7 @@ All of it is wrapping integer arithmetic: a CPU, a GPU and another party's machi
 
 import hashlib
 import math
-from typing import TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar
 
 import numpy
 import torch
@@ -55,13 +55,21 @@ def permutation_head(key: Key, size: int | Tensor, count: int) -> Tensor:
     device = key.device if isinstance(key, Tensor) else size.device if isinstance(size, Tensor) else None
     keys = torch.as_tensor(key, dtype=torch.int64, device=device)
     sizes = torch.as_tensor(size, dtype=torch.int64, device=device)
-    keys, sizes = torch.broadcast_tensors(keys, sizes)
-    if keys.is_cuda:
-        import pfedhn.kernels  # noqa: F401  (registers the operator; the loop below would wait for the host)
+    return permutation_head_operator(*torch.broadcast_tensors(keys, sizes), count)
 
-        return cast(Tensor, torch.ops.pfedhn.permutation_head(keys, sizes, count))
-    # NumPy rather than torch: a few hundred operations on a few hundred numbers, where the cost is the call.
+
+@torch.library.custom_op("pfedhn::permutation_head", mutates_args=(), device_types="cpu")
+def permutation_head_operator(keys: Tensor, sizes: Tensor, count: int) -> Tensor:
+    """The permutation as one opaque operator, so that a traced graph draws anew instead of keeping what it drew.
+
+    On a CPU in NumPy: a few hundred operations on a few hundred numbers, where the cost is the call. `kernels` adds a GPU's.
+    """
     return torch.from_numpy(_permutation_head(keys.unsqueeze(-1).numpy(), sizes.unsqueeze(-1).numpy(), count))
+
+
+@permutation_head_operator.register_fake
+def _(keys: Tensor, sizes: Tensor, count: int) -> Tensor:
+    return keys.new_empty((*keys.shape, count))
 
 
 def _permutation_head(keys: Array, sizes: Array, count: int) -> Array:

@@ -335,7 +335,7 @@ def execute(
     started = time.monotonic() - run.seconds
     saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
     with _stop_on_signal() as stop:
-        for progress in simulation.rounds(run.state):
+        for progress in rounds(simulation, run.state):
             run.seconds = time.monotonic() - started
             if progress.evaluation is not None:
                 run.history.append(metrics_record(progress.evaluation, run.state, run.seconds))
@@ -359,6 +359,16 @@ def execute(
     if directory is not None:
         save_state(directory, run.state, simulation)
     return run
+
+
+def rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
+    """A run's progress, by the executor that was asked for; on a GPU `auto` means the captured round."""
+    is_cuda = simulation.federation.x.is_cuda
+    if simulation.executor == "captured" or (simulation.executor == "auto" and is_cuda):
+        from pfedhn.capture import CapturedRun
+
+        return CapturedRun(simulation, state).rounds()
+    return simulation.rounds(state)
 
 
 @dataclass

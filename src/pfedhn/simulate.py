@@ -27,6 +27,13 @@ EVALUATED_POOLS = ("validation", "test")
 class Diverged(ArithmeticError):
     """A client's local training left the finite numbers. The state is that of the round before."""
 
+    @staticmethod
+    def at(number: int, client: int) -> "Diverged":
+        return Diverged(
+            f"training diverged in round {number} at client {client}: its weights are no longer finite; "
+            "lower the learning rates. The run stands as it was before that round."
+        )
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -80,7 +87,7 @@ class PrivateTable:
         put(self.tree, places, values)
 
     def copy(self) -> "PrivateTable":
-        return PrivateTable(self.make, dict(self.slots), copy(self.tree))
+        return PrivateTable(self.make, dict(self.slots), None if self.tree is None else copy(self.tree))
 
     def _places(self, clients: Sequence[int]) -> Tensor:
         for client in clients:
@@ -143,8 +150,11 @@ class Simulation:
             raise ValueError(f"a cohort of {size} cannot be drawn from {num_clients} clients.")
         if self.schedule.steps < 1 or self.schedule.evaluate_every < 1 or self.schedule.batch_size < 1:
             raise ValueError("steps, evaluate_every and batch_size must be at least 1.")
-        if self.executor not in EXECUTORS and self.executor != "auto":
-            raise ValueError(f"there is no executor {self.executor!r}; there are auto, {', '.join(EXECUTORS)}.")
+        known = ("auto", *EXECUTORS, "captured")
+        if self.executor not in known:
+            raise ValueError(f"there is no executor {self.executor!r}; there are {', '.join(known)}.")
+        for model in self.models.values():
+            _ = model.testing_module  # made now: a module cannot be made inside a vmap or a trace
 
     @property
     def clients_per_round(self) -> int:
@@ -203,12 +213,13 @@ class Simulation:
     def rounds(self, state: State) -> Iterator[Progress]:
         """Run to the end from `state`, moving it along; evaluations come as they happen."""
         if state.round == 0 and state.best is None:
-            yield Progress(0, self._evaluate(state))
+            yield Progress(0, self.choose(state, self.evaluate(state)))
         for number in range(state.round, self.num_rounds):
             self._round(state, number)
             before, after = number * self.clients_per_round, (number + 1) * self.clients_per_round
             state.round = number + 1
-            yield Progress(after, self._evaluate(state) if self.schedule.is_evaluated(before, after) else None)
+            is_evaluated = self.schedule.is_evaluated(before, after)
+            yield Progress(after, self.choose(state, self.evaluate(state)) if is_evaluated else None)
 
     def cohort(self, number: int) -> list[int]:
         key = keys.fold(self.seed, "rounds")
@@ -219,6 +230,7 @@ class Simulation:
         members = self.cohort(number)
         groups: list[Group] = []
         trained: list[tuple[list[int], Any]] = []
+        bytes_down, bytes_up = 0, 0
         for model in self.models.values():
             clients = [client for client in members if self.model_of(client) is model]
             if not clients:
@@ -230,10 +242,12 @@ class Simulation:
             sizes = self.federation.pools["train"].size[index]
             groups.append(Group(model, rows, updates, sizes))
             trained.append((clients, private))
-            state.bytes_down += num_bytes(received)
-            state.bytes_up += num_bytes(updates)
+            bytes_down += num_bytes(received)
+            bytes_up += num_bytes(updates)
         shared, new_rows = self.algorithm.receive(memories.shared, groups)
         state.memories = memories._replace(shared=shared)
+        state.bytes_down += bytes_down
+        state.bytes_up += bytes_up
         for group, (clients, private), rows in zip(groups, trained, new_rows, strict=True):
             put(memories.rows, torch.tensor(clients, device=self.federation.x.device), rows)
             memories.private[group.model.name].put(clients, private)
@@ -262,7 +276,7 @@ class Simulation:
     def executor_for(self, model: Model) -> Executor:
         """`auto`: together where every layer is linear (a batched product), one by one where batching is no gain."""
         name = self.executor
-        if name == "auto":
+        if name in ("auto", "captured"):
             batched = self.clients_per_round > 1 and model.is_plain and not model.is_random
             name = "vectorised" if batched else "loop" if model.is_random else "traced"
         if name == "vectorised" and model.is_random:
@@ -283,13 +297,10 @@ class Simulation:
             for i, client in enumerate(clients)
             if not all(bool(torch.isfinite(leaf[i]).all()) for leaf in leaves)
         )
-        raise Diverged(
-            f"training diverged in round {number} at client {bad}: its weights are no longer finite; "
-            "lower the learning rates. The run stands as it was before that round."
-        )
+        raise Diverged.at(number, bad)
 
-    def _evaluate(self, state: State) -> Evaluation:
-        pools = self.evaluate(state)
+    def choose(self, state: State, pools: dict[str, PoolResult]) -> Evaluation:
+        """Note an evaluation of `state`; the memories of the first strictly best one are kept."""
         evaluation = Evaluation(state.round * self.clients_per_round, state.round, pools)
         score = pools["validation"].score
         if state.best is None or score > state.best.evaluation.pools["validation"].score:

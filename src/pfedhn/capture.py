@@ -1,0 +1,363 @@
+"""The whole round as one CUDA graph, so that the host only replays it; many runs share a card on streams of their own.
+
+What a round does is written in the algorithm and in `simulate`; here it is cut into three functions of plain tensors
+(before, the local steps, after), each traced, compiled and captured. Axes: [C]lients of a cohort, [K] steps.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from pfedhn import keys
+from pfedhn.algorithm import Group, Model
+from pfedhn.evaluate import evaluate, plan, to_pools
+from pfedhn.executors import EXECUTORS, Function, TracedScan
+from pfedhn.federation import Rows, cohort, draw_batches
+from pfedhn.params import Params, copy, num_bytes, stack, take
+from pfedhn.sgd import Batches, scanning
+from pfedhn.simulate import EVALUATED_POOLS, Diverged, Progress, Simulation, State
+
+Signature: TypeAlias = tuple[tuple[str, int], ...]
+"""The make-up of a cohort: how many clients of each architecture."""
+
+MAX_STREAMS = 32  # clients of a cohort that work at the same time
+
+_compiled: dict[Any, Function] = {}
+
+
+def compile_graph(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
+    """Compile a traced graph; runs with the same graph and shapes share the result, whatever their seeds and rates."""
+    if not arguments[0].is_cuda:
+        return graph.forward  # a CPU gains nothing that would pay for the compiler
+    constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    shapes = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments)
+    key = (graph.code, shapes, id(graph) if constants else None)
+    if key not in _compiled:
+        import torch._inductor.config as inductor
+
+        inductor.max_autotune_gemm_backends = "TRITON"  # cuBLAS chooses slow kernels for products this small
+        mode = "max-autotune-no-cudagraphs"
+        _compiled[key] = torch.compile(graph, dynamic=False, fullgraph=True, mode=mode)
+    return _compiled[key]
+
+
+def traced(function: Function) -> Function:
+    """`function` over trees, traced at its first call and compiled."""
+    ready: dict[Any, tuple[Function, Any]] = {}
+
+    def call(*arguments: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(arguments)
+        key = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in ready:
+            results: list[Any] = []
+
+            def flat(*values: Tensor) -> list[Tensor]:
+                outputs, output_spec = pytree.tree_flatten(function(*pytree.tree_unflatten(values, spec)))
+                results.append(output_spec)
+                return outputs
+
+            graph = make_fx(flat)(*copy(leaves))  # tracing runs the function: let it write to copies
+            graph.graph.eliminate_dead_code()
+            graph.recompile()
+            ready[key] = (compile_graph(graph, leaves), results[-1])
+        compiled, output_spec = ready[key]
+        return pytree.tree_unflatten(compiled(*leaves), output_spec)
+
+    return call
+
+
+def send_to_all(simulation: Simulation, model: Model, shared: Any, rows: Any, count: int) -> Params:
+    """What [C] clients receive, stacked; a method without rows sends one thing to all of them."""
+    algorithm = simulation.algorithm
+    if pytree.tree_leaves(rows):
+        return torch.vmap(lambda row: algorithm.send(model, shared, row))(rows)
+    return {name: value.expand(count, *value.shape) for name, value in algorithm.send(model, shared, rows).items()}
+
+
+@dataclass
+class Repeated:
+    """Stands in for a CUDA graph on a CPU, where the tests check what a GPU would replay."""
+
+    replay: Callable[[], None]
+
+
+@dataclass(eq=False)
+class CapturedRun:
+    """One simulation's buffers and graphs on a GPU. The state's own tensors are the buffers, written in place."""
+
+    simulation: Simulation
+    state: State
+    graphs: dict[Signature, torch.cuda.CUDAGraph | Repeated] = field(default_factory=dict)
+    scans: dict[str, TracedScan] = field(default_factory=dict)
+    evaluation_graph: torch.cuda.CUDAGraph | Repeated | None = None
+
+    def __post_init__(self) -> None:
+        simulation, state = self.simulation, self.state
+        device = simulation.federation.x.device
+        self.is_cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream() if self.is_cuda else None
+        self.counter = torch.tensor(state.round, device=device)
+        self.bad = torch.full((2,), -1, device=device)  # first round and client whose numbers were not finite
+        self.batch_key = torch.tensor(keys.fold(simulation.seed, "batches"), device=device)
+        self.personalise_key = torch.tensor(keys.fold(simulation.seed, "personalise"), device=device)
+        rounds = torch.arange(simulation.num_rounds)
+        members = cohort(
+            keys.fold(simulation.seed, "rounds"),
+            rounds if simulation.clients_per_round < simulation.federation.num_clients else 0,
+            simulation.federation.num_clients,
+            simulation.clients_per_round,
+        ).expand(simulation.num_rounds, -1)
+        order = {name: number for number, name in enumerate(simulation.models)}
+        self.signatures: list[Signature] = []
+        if len(order) > 1:  # one graph per make-up of the cohort: clients of one architecture side by side
+            names = [[simulation.model_of(client).name for client in row] for row in members.tolist()]
+            ranks = torch.tensor([[order[name] for name in row] for row in names])
+            members = members.gather(1, ranks.argsort(dim=1, stable=True))
+            counts = [Counter(row) for row in names]
+            self.signatures = [tuple((name, count[name]) for name in order if count[name]) for count in counts]
+        else:
+            self.signatures = [((next(iter(order)), simulation.clients_per_round),)] * simulation.num_rounds
+        self.schedule = members.to(device)
+        self.slots = {}
+        for name, table in state.memories.private.items():
+            clients = [i for i in range(simulation.federation.num_clients) if simulation.model_of(i).name == name]
+            table.take(clients)  # everybody's private memory is made now: a graph cannot make it later
+            slots = torch.zeros(simulation.federation.num_clients, dtype=torch.int64)
+            slots[clients] = torch.tensor([table.slots[client] for client in clients])
+            self.slots[name] = slots.to(device)
+        self.scores = torch.zeros(simulation.federation.num_clients, len(EVALUATED_POOLS), 2, device=device)
+        self.before = {s: traced(self._before(s)) for s in set(self.signatures)}
+        self.after = {s: traced(self._after(s)) for s in set(self.signatures)}
+        self.evaluator = EXECUTORS["vectorised"]()
+        self.chunks = plan(simulation.federation, simulation.model_of, EVALUATED_POOLS, one_by_one=False)
+
+    def _before(self, signature: Signature) -> Function:
+        """Who takes part, what they receive and which rows they train on."""
+        simulation = self.simulation
+        algorithm, federation = simulation.algorithm, simulation.federation
+
+        width = min(simulation.schedule.batch_size, federation.largest_train_size)
+
+        def before(counter: Tensor, batch_key: Tensor, schedule: Tensor, memories: Any, slots: Any, data: Any) -> Any:
+            shared, rows_table, private_tables = memories
+            x, y, index, offset, size = data
+            everybody = schedule.index_select(0, counter.reshape(1)).squeeze(0)  # schedule[counter] would ask the host
+            key = keys.fold(batch_key, counter)
+            results = []
+            start = 0
+            for name, count in signature:
+                model = simulation.models[name]
+                members = everybody[start : start + count]
+                start += count
+                rows = take(rows_table, members)
+                train_rows = Rows(index, offset, size)
+                batches = draw_batches(x, y, train_rows, members, key, algorithm.num_batches, width)
+                private = take(private_tables[name], slots[name][members])
+                received = send_to_all(simulation, model, shared, rows, count)
+                results.append((members, rows, received, private, batches))
+            return results
+
+        return before
+
+    def _after(self, signature: Signature) -> Function:
+        """The server step, and everything that is remembered written back, unless a number is not finite."""
+        simulation = self.simulation
+
+        def after(counter: Tensor, bad: Tensor, memories: Any, slots: Any, sizes: Tensor, returned: Any) -> None:
+            shared, rows_table, private_tables = memories
+            groups = [
+                Group(simulation.models[name], rows, updates, sizes[members])
+                for (name, _), (members, rows, updates, _) in zip(signature, returned, strict=True)
+            ]
+            finite = torch.cat([_finite(updates, private, len(members)) for members, _, updates, private in returned])
+            everybody = torch.cat([members for members, *_ in returned])
+            is_good = finite.all() & (bad[0] < 0)
+            new_shared, new_rows = simulation.algorithm.receive(shared, groups)
+            for old, new in zip(pytree.tree_leaves(shared), pytree.tree_leaves(new_shared), strict=True):
+                old.copy_(torch.where(is_good, new, old))
+            for (name, _), (members, rows, _, private), rows_after in zip(signature, returned, new_rows, strict=True):
+                _write(rows_table, members, rows, rows_after, is_good)
+                places = slots[name][members]
+                _write(private_tables[name], places, take(private_tables[name], places), private, is_good)
+            first_bad = torch.stack(
+                [counter, everybody.index_select(0, (~finite).to(torch.int8).argmax().reshape(1)).squeeze(0)]
+            )
+            bad.copy_(torch.where(is_good | (bad[0] >= 0), bad, first_bad))
+            counter.add_(1)
+
+        return after
+
+    def _memories(self) -> Any:
+        memories = self.state.memories
+        return memories.shared, memories.rows, {name: table.tree for name, table in memories.private.items()}
+
+    def _round(self, signature: Signature) -> None:
+        memories, simulation, train = self._memories(), self.simulation, self.simulation.federation.pools["train"]
+        data = (simulation.federation.x, simulation.federation.y, train.index, train.offset, train.size)
+        prepared = self.before[signature](self.counter, self.batch_key, self.schedule, memories, self.slots, data)
+        work = [
+            (simulation.models[name], *take((received, private, batches), client))
+            for (name, count), (_, _, received, private, batches) in zip(signature, prepared, strict=True)
+            for client in range(count)
+        ]
+        results = iter(self._train_side_by_side(work))
+        stacked = [
+            (members, rows, *stack([next(results) for _ in range(count)]))
+            for (_, count), (members, rows, *_) in zip(signature, prepared, strict=True)
+        ]
+        self.after[signature](self.counter, self.bad, memories, self.slots, train.size, stacked)
+
+    def _train_side_by_side(self, work: Sequence[tuple[Model, Params, Any, Batches]]) -> list[tuple[Params, Any]]:
+        """Every client's local steps, on branches of the graph that do not wait for one another."""
+        if not self.is_cuda or len(work) == 1:
+            return [self._train(*client) for client in work]
+        main = torch.cuda.current_stream()
+        branches = [torch.cuda.Stream() for _ in range(min(len(work), MAX_STREAMS))]
+        for branch in branches:
+            branch.wait_stream(main)
+        results = []
+        for number, client in enumerate(work):
+            with torch.cuda.stream(branches[number % len(branches)]):
+                results.append(self._train(*client))
+        for branch in branches:
+            main.wait_stream(branch)
+        return results
+
+    def _train(self, model: Model, received: Params, private: Any, batches: Batches) -> tuple[Params, Any]:
+        if model.name not in self.scans:
+            self.scans[model.name] = TracedScan(compile_graph)
+        scan = self.scans[model.name]
+        scan.position = 0
+        with scanning(scan):
+            return self.simulation.algorithm.train(model, received, private, batches)
+
+    def _evaluate(self) -> None:
+        shared, rows, private = self._memories()
+        simulation = self.simulation
+        results = evaluate(
+            simulation.algorithm,
+            self.chunks,
+            simulation.federation,
+            shared,
+            rows,
+            lambda chunk: take(private[chunk.model.name], self.slots[chunk.model.name][chunk.members]),
+            lambda model: self.evaluator,
+            keys.fold(self.personalise_key, self.counter),
+            simulation.schedule.batch_size,
+        )
+        self.scores.copy_(results)
+
+    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | Repeated:
+        """Warm up on the capturing stream, put everything back as it was, capture."""
+        if self.stream is None:
+            return Repeated(work)
+        written = (self._memories(), self.counter, self.bad)
+        kept = copy(written)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(2):
+                work()
+            _restore(written, kept)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            work()
+        return graph
+
+    def prepare(self) -> None:
+        """Compile and capture what the first rounds need."""
+        self.graph_of(self.signatures[min(self.state.round, len(self.signatures) - 1)])
+        if self.evaluation_graph is None:
+            self.evaluation_graph = self._capture(self._evaluate)
+
+    def graph_of(self, signature: Signature) -> torch.cuda.CUDAGraph | Repeated:
+        if signature not in self.graphs:
+            self.graphs[signature] = self._capture(lambda: self._round(signature))
+        return self.graphs[signature]
+
+    def rounds(self) -> Iterator[Progress]:
+        """As `Simulation.rounds`; yields between launches so that several runs can take turns on the card."""
+        simulation, state = self.simulation, self.state
+        self.prepare()
+        size = simulation.clients_per_round
+        one_way = self._bytes_one_way()
+        if state.round == 0 and state.best is None:
+            yield from self._evaluated()
+        for number in range(state.round, simulation.num_rounds):
+            signature = self.signatures[number]
+            graph = self.graph_of(signature)
+            with self._on_stream():
+                graph.replay()
+            state.round = number + 1
+            state.bytes_down += one_way[signature]
+            state.bytes_up += one_way[signature]
+            if simulation.schedule.is_evaluated(number * size, (number + 1) * size):
+                yield from self._evaluated()
+            else:
+                yield Progress((number + 1) * size, None)
+
+    def _evaluated(self) -> Iterator[Progress]:
+        simulation, state = self.simulation, self.state
+        assert self.evaluation_graph is not None
+        with self._on_stream():
+            self.evaluation_graph.replay()
+            scores, bad = _to_host(self.scores), _to_host(self.bad)
+            done = torch.cuda.Event() if self.is_cuda else None
+            if done is not None:
+                done.record()
+        yield Progress(state.round * simulation.clients_per_round, None)  # let the other runs queue their work
+        if done is not None:
+            done.synchronize()
+        if int(bad[0]) >= 0:
+            state.round = int(bad[0])
+            raise Diverged.at(int(bad[0]), int(bad[1]))
+        pools = to_pools(scores, simulation.federation, EVALUATED_POOLS, simulation.has_metric)
+        with self._on_stream():
+            evaluation = simulation.choose(state, pools)
+        yield Progress(evaluation.step, evaluation)
+
+    def _on_stream(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def _bytes_one_way(self) -> dict[Any, int]:
+        """What one round of each make-up sends down; as much comes back, since update names are sent names."""
+        shared, rows, _ = self._memories()
+        each = {
+            name: num_bytes(self.simulation.algorithm.send(model, shared, take(rows, 0)))
+            for name, model in self.simulation.models.items()
+        }
+        return {s: sum(count * each[name] for name, count in s) for s in set(self.signatures)}
+
+
+def _finite(updates: Params, private: Any, count: int) -> Tensor:
+    """[C]: whether everything a client produced is finite."""
+    leaves = [leaf for leaf in pytree.tree_leaves((updates, private)) if leaf.is_floating_point()]
+    checks = [torch.isfinite(leaf.reshape(count, -1)).all(1) for leaf in leaves]
+    return torch.stack(checks).all(0)
+
+
+def _write(table: Any, index: Tensor, old: Any, new: Any, is_good: Tensor) -> None:
+    for leaf, before, after in zip(
+        pytree.tree_leaves(table), pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True
+    ):
+        leaf.index_copy_(0, index, torch.where(is_good, after, before))
+
+
+def _to_host(value: Tensor) -> Tensor:
+    """A copy that the host may read after the stream has got there."""
+    if not value.is_cuda:
+        return value.clone()
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+
+
+def _restore(tree: Any, kept: Any) -> None:
+    for leaf, value in zip(pytree.tree_leaves(tree), pytree.tree_leaves(kept), strict=True):
+        leaf.copy_(value)
