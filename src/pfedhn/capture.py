@@ -107,6 +107,8 @@ class CapturedRun:
         self.counter = torch.tensor(state.round, device=device)
         self.bad = torch.full((2,), -1, device=device)  # first round and client whose numbers were not finite
         self.batch_key = torch.tensor(keys.fold(simulation.seed, "batches"), device=device)
+        # Made here: the compiler takes an arange inside a graph for 32-bit indices, and keys need 64 bits.
+        self.steps = torch.arange(simulation.algorithm.num_batches, device=device)
         self.personalise_key = torch.tensor(keys.fold(simulation.seed, "personalise"), device=device)
         rounds = torch.arange(simulation.num_rounds)
         members = cohort(
@@ -133,7 +135,8 @@ class CapturedRun:
             slots = torch.zeros(simulation.federation.num_clients, dtype=torch.int64)
             slots[clients] = torch.tensor([table.slots[client] for client in clients])
             self.slots[name] = slots.to(device)
-        self.scores = torch.zeros(simulation.federation.num_clients, len(EVALUATED_POOLS), 2, device=device)
+        shape = (simulation.federation.num_clients, len(EVALUATED_POOLS), 2)
+        self.scores = torch.zeros(shape, dtype=torch.float64, device=device)
         self.before = {s: traced(self._before(s)) for s in set(self.signatures)}
         self.after = {s: traced(self._after(s)) for s in set(self.signatures)}
         self.evaluator = EXECUTORS["vectorised"]()
@@ -148,7 +151,7 @@ class CapturedRun:
 
         def before(counter: Tensor, batch_key: Tensor, schedule: Tensor, memories: Any, slots: Any, data: Any) -> Any:
             shared, rows_table, private_tables = memories
-            x, y, index, offset, size = data
+            x, y, index, offset, size, steps = data
             everybody = schedule.index_select(0, counter.reshape(1)).squeeze(0)  # schedule[counter] would ask the host
             key = keys.fold(batch_key, counter)
             results = []
@@ -159,7 +162,7 @@ class CapturedRun:
                 start += count
                 rows = take(rows_table, members)
                 train_rows = Rows(index, offset, size)
-                batches = draw_batches(x, y, train_rows, members, key, algorithm.num_batches, width)
+                batches = draw_batches(x, y, train_rows, members, key, steps, width)
                 private = take(private_tables[name], slots[name][members])
                 received = send_to_all(simulation, model, shared, rows, count)
                 results.append((members, rows, received, private, batches))
@@ -201,7 +204,7 @@ class CapturedRun:
 
     def _round(self, signature: Signature) -> None:
         memories, simulation, train = self._memories(), self.simulation, self.simulation.federation.pools["train"]
-        data = (simulation.federation.x, simulation.federation.y, train.index, train.offset, train.size)
+        data = (simulation.federation.x, simulation.federation.y, train.index, train.offset, train.size, self.steps)
         prepared = self.before[signature](self.counter, self.batch_key, self.schedule, memories, self.slots, data)
         work = [
             (simulation.models[name], *take((received, private, batches), client))
@@ -361,3 +364,15 @@ def _to_host(value: Tensor) -> Tensor:
 def _restore(tree: Any, kept: Any) -> None:
     for leaf, value in zip(pytree.tree_leaves(tree), pytree.tree_leaves(kept), strict=True):
         leaf.copy_(value)
+
+
+def side_by_side(runs: Sequence[Iterator[Progress]]) -> Iterator[tuple[int, Progress]]:
+    """Let runs take turns, a round each: streams overlap only if their work is queued in turns."""
+    going = dict(enumerate(runs))
+    while going:
+        for number in list(going):
+            progress = next(going[number], None)
+            if progress is None:
+                del going[number]
+            else:
+                yield number, progress

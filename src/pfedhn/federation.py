@@ -241,7 +241,8 @@ class Federation:
     def batches(self, clients: Tensor, key: Key, num_batches: int, batch_size: int) -> Batches:
         """Minibatches [C, K, B, ...] of training rows, each drawn without replacement, independent between steps."""
         width = min(batch_size, self.largest_train_size)
-        return draw_batches(self.x, self.y, self.pools["train"], clients, key, num_batches, width)
+        steps = torch.arange(num_batches, device=clients.device)
+        return draw_batches(self.x, self.y, self.pools["train"], clients, key, steps, width)
 
     def rows(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """x and y at these row numbers."""
@@ -253,10 +254,9 @@ class Federation:
         return f"Federation({self.num_clients} clients; rows: {counts}, {unused} unused)"
 
 
-def draw_batches(x: Tensor, y: Tensor, rows: Rows, clients: Tensor, key: Key, num_batches: int, width: int) -> Batches:
-    """`Federation.batches` on bare tensors, which an engine can trace."""
+def draw_batches(x: Tensor, y: Tensor, rows: Rows, clients: Tensor, key: Key, steps: Tensor, width: int) -> Batches:
+    """`Federation.batches` on bare tensors, which an engine can trace; `steps` counts the batches from 0."""
     size, offset = rows.size[clients], rows.offset[clients]
-    steps = torch.arange(num_batches, device=clients.device)
     step_keys = keys.fold(torch.as_tensor(keys.fold(key, clients)).unsqueeze(-1), steps)
     places = keys.permutation_head(step_keys, size[:, None], width)
     numbers = rows.index[offset[:, None, None] + places]
