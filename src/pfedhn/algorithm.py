@@ -44,6 +44,9 @@ class Model:
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
 
+    def __post_init__(self) -> None:
+        _ = self.testing_module  # made now: a module cannot be made inside a vmap, a gradient or a trace
+
     @cached_property
     def training_module(self) -> nn.Module:
         return self._build(0).train()
@@ -176,7 +179,7 @@ class Algorithm(Protocol[Shared, Row, Private]):
 
 
 def client_weights(rule: Rule, sizes: Tensor) -> Tensor:
-    """How much each of [C] updates counts in one server step, in float64: the weights' own precision is applied last."""
+    """How much each of [C] updates counts in one server step, in float64: the weights' own precision comes last."""
     counts = sizes.double() if rule == "size" else torch.ones_like(sizes, dtype=torch.float64)
     return counts if rule == "sum" else counts / counts.sum()
 

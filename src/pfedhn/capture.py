@@ -4,6 +4,7 @@ What a round does is written in the algorithm and in `simulate`; here it is cut 
 (before, the local steps, after), each traced, compiled and captured. Axes: [C]lients of a cohort, [K] steps.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -44,9 +45,14 @@ def compile_graph(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
         import torch._inductor.config as inductor
 
         inductor.max_autotune_gemm_backends = "TRITON"  # cuBLAS chooses slow kernels for products this small
-        mode = "max-autotune-no-cudagraphs"
+        mode = "max-autotune-no-cudagraphs" if is_autotuned() else None
         _compiled[key] = torch.compile(graph, dynamic=False, fullgraph=True, mode=mode)
     return _compiled[key]
+
+
+def is_autotuned() -> bool:
+    """PFEDHN_AUTOTUNE=0 saves the minute that choosing kernels by timing takes, for rounds a tenth slower."""
+    return os.environ.get("PFEDHN_AUTOTUNE", "1") != "0"
 
 
 def traced(function: Function) -> Function:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pfedhn.evaluate import PoolResult
+from pfedhn.params import take
 from pfedhn.simulate import Best, Evaluation, Memories, PrivateTable, Simulation, State
 
 FORMAT = 1
@@ -118,8 +119,7 @@ def _memories_to_tensors(prefix: str, memories: Memories) -> tuple[dict[str, Ten
     slots = {}
     for name, table in memories.private.items():
         slots[name] = sorted(table.slots, key=table.slots.__getitem__)
-        used = pytree.tree_map(lambda leaf, count=len(table.slots): leaf[:count], table.tree)
-        trees[f"private/{name}"] = () if table.tree is None else used
+        trees[f"private/{name}"] = () if table.tree is None else take(table.tree, slice(len(table.slots)))
     return {name: leaf for part, tree in trees.items() for name, leaf in _named(f"{prefix}/{part}", tree)}, slots
 
 

@@ -49,6 +49,7 @@ class TracedScan:
 
     compile: Callable[[GraphModule, Sequence[Tensor]], Function] = lambda graph, arguments: graph.forward
     graphs: dict[Any, Function | None] = field(default_factory=dict)
+    constants: dict[float, Tensor] = field(default_factory=dict)
     position: int = 0
 
     def __call__(self, step: Step, carry: Any, batches: Any, constants: Any) -> Any:
@@ -57,7 +58,7 @@ class TracedScan:
         fixed, fixed_spec = pytree.tree_flatten(constants)
         like = moving[0]
         # Rates become tensors, so that every point of a grid runs from one graph.
-        fixed = [leaf if isinstance(leaf, Tensor) else like.new_tensor(leaf) for leaf in fixed]
+        fixed = [leaf if isinstance(leaf, Tensor) else self._constant(leaf, like) for leaf in fixed]
         slices = list(zip(*(leaf.unbind(0) for leaf in data), strict=True))
         if not slices:
             return carry
@@ -81,6 +82,12 @@ class TracedScan:
         for piece in slices:
             moving = graph(*moving, *piece, *fixed)
         return pytree.tree_unflatten(moving, spec)
+
+    def _constant(self, value: float, like: Tensor) -> Tensor:
+        """Made once: a captured graph cannot fetch a number from the host."""
+        if value not in self.constants:
+            self.constants[value] = torch.full((), value, dtype=like.dtype, device=like.device)
+        return self.constants[value]
 
     def _trace(self, function: Function, arguments: tuple[Tensor, ...]) -> Function | None:
         try:

@@ -1,37 +1,50 @@
 """Experiments: named sets of cells; each cell and seed is a run with a directory of its own.
 
-A directory holds one experiment: `experiment.toml`, and a sub-folder per run with `spec.toml`, `metrics.jsonl`, checkpoints
-and `result.json`. The same command on the same directory goes on where it stopped.
+A directory holds one experiment: `experiment.toml`, and a sub-folder per run with `spec.toml`, `metrics.jsonl`,
+checkpoints and `result.json`. The same command on the same directory goes on where it stopped.
 """
 
+import errno
 import hashlib
 import inspect
 import json
+import multiprocessing
 import os
 import platform
+import re
 import shlex
+import signal
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
+from multiprocessing import connection as pipes
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from types import FrameType
+from typing import Any, Literal, NamedTuple, TypeAlias, get_type_hints
 
 import numpy
 import torch
 
 import pfedhn.models as models
-from pfedhn import datasets, keys, partition
+from pfedhn import datasets, partition
 from pfedhn.algorithm import Factory
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.checkpoint import write_atomically
+from pfedhn.checkpoint import CheckpointError, load_state, write_atomically
+from pfedhn.executors import EXECUTORS
 from pfedhn.federation import Federation
 from pfedhn.params import Params
-from pfedhn.run import Run, RunError, build_algorithm, build_model, execute
-from pfedhn.settings import SettingError, build, closest, fits, to_toml
-from pfedhn.simulate import Progress, Schedule, Simulation
+from pfedhn.progress import Event, Failed, Finished, Said, Update, Watch, watch_run
+from pfedhn.run import AnyAlgorithm, Run, RunError, build_algorithm, build_model, execute
+from pfedhn.settings import SettingError, build, checked, closest, describe, fits, parse_value, to_toml
+from pfedhn.simulate import Diverged, Schedule, Simulation
 
 PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
     "by_classes": partition.by_classes,
@@ -40,7 +53,9 @@ PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
     "by_coarse_class": partition.by_coarse_class,
 }
 LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
-Watch = Callable[[Progress, Run], None]
+TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
+FEDERATION_FIELDS = ("dataset", "clients", "partition", "split", "stratify", "data_seed", "labels", "columns")
+SECONDS_FOR_A_LOCK = 5.0  # a worker whose parent was killed needs a round to notice
 
 
 @dataclass(frozen=True)
@@ -48,13 +63,14 @@ class Cell:
     """One method on one federation; with a seed it is a run. The fields of an experiment file are these."""
 
     method: str = "pfedhn"
-    dataset: str = "digits"
+    dataset: str = "digits"  # or a path: a folder with a folder per client, or a table (.csv, .tsv, .parquet)
     clients: int = 50
     partition: Mapping[str, Any] = field(default_factory=lambda: {"rule": "by_classes", "classes_per_client": 5})
     split: tuple[float, float, float] = (0.7, 0.15, 0.15)
     stratify: bool = False
     data_seed: int | None = None  # of the split; the run's seed by default
     labels: Literal["global", "within-group"] = "global"
+    columns: Mapping[str, str] = field(default_factory=dict)  # of a table: which one names the client, which the label
     model: str = "mlp-32"
     steps: int = 5_000
     cohort_size: int | None = None
@@ -76,15 +92,68 @@ class Experiment:
 
     def runs(self) -> dict[str, tuple[Cell, int]]:
         """Every run by the name of its folder."""
-        short = [(cell.method, cell.dataset, cell.clients) for cell in self.cells]
-        named = {}
-        for cell in self.cells:
-            name = f"{cell.method}-{cell.dataset}-{cell.clients}"
-            if short.count((cell.method, cell.dataset, cell.clients)) > 1:
-                name += "-" + cell_digest(cell)[:6]
-            for seed in self.seeds:
-                named[f"{name}-seed{seed}"] = (cell, seed)
-        return named
+        names = cell_names(self.cells)
+        return {
+            f"{name}-seed{seed}": (cell, seed)
+            for name, cell in zip(names, self.cells, strict=True)
+            for seed in self.seeds
+        }
+
+
+def dataset_name(cell: Cell) -> str:
+    """The data set's name; of one given by its path, the last part."""
+    return Path(cell.dataset).stem if is_own_data(cell.dataset) else cell.dataset
+
+
+def is_own_data(dataset: str) -> bool:
+    return dataset not in datasets.DATASETS and (
+        os.sep in dataset or dataset.lower().endswith(TABLE_ENDINGS) or Path(dataset).is_dir()
+    )
+
+
+def flat_fields(cell: Cell) -> dict[str, Any]:
+    """Every value of a cell by the name that --set and --only take: `steps`, `partition.alpha`, the method's `lr`."""
+    values: dict[str, Any] = {}
+    for name, value in asdict(cell).items():
+        if name == "settings":
+            values |= value
+        elif isinstance(value, Mapping):
+            values |= {f"{name}.{key}": part for key, part in value.items()}
+        else:
+            values[name] = value
+    return values
+
+
+def distinctions(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """What tells each cell from the others of its method, data set and number of clients."""
+
+    def group(cell: Cell) -> tuple[str, str, int]:
+        return cell.method, cell.dataset, cell.clients
+
+    told_apart = []
+    for cell in cells:
+        alike = [flat_fields(other) for other in cells if group(other) == group(cell)]
+        told_apart.append(
+            {
+                name: value
+                for name, value in flat_fields(cell).items()
+                if any(other.get(name) != value for other in alike) and value is not None
+            }
+        )
+    return told_apart
+
+
+def cell_names(cells: Sequence[Cell]) -> list[str]:
+    """A folder's name for each cell: what a person would call it, and a digest only where that is not enough."""
+    names = []
+    for cell, different in zip(cells, distinctions(cells), strict=True):
+        words = [cell.method, dataset_name(cell), str(cell.clients)]
+        words += [f"{key.removeprefix('partition.')}={value}" for key, value in different.items()]
+        names.append(re.sub(r"[^A-Za-z0-9._=-]+", "_", "-".join(words)))
+    return [
+        f"{name[:80]}-{cell_digest(cell)[:8]}" if len(name) > 100 or names.count(name) > 1 else name
+        for name, cell in zip(names, cells, strict=True)
+    ]
 
 
 def cell_digest(cell: Cell) -> str:
@@ -95,56 +164,125 @@ def check(experiment: Experiment) -> None:
     """Refuse what could not run before anything is written."""
     if not experiment.cells:
         raise SettingError(f"the experiment {experiment.name!r} has no cells.")
+    if not re.fullmatch(r"[\w.=+-]+", experiment.name) or set(experiment.name) == {"."}:
+        raise SettingError(
+            f"name = {experiment.name!r} does not fit; it names a folder, so use letters, digits, - and _."
+        )
     for cell in experiment.cells:
-        build_algorithm(cell.method, cell.settings)
-        if cell.dataset not in datasets.DATASETS:
+        cell_algorithm(cell)
+        if cell.dataset not in datasets.DATASETS and not is_own_data(cell.dataset):
             raise SettingError(f"there is no data set {cell.dataset!r}; {closest(cell.dataset, datasets.DATASETS)}")
+        for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size"):
+            if (value := getattr(cell, name)) is not None and value < 1:
+                raise SettingError(f"{name} = {value} does not fit; it must be at least 1.")
         build_partition(cell)
-        if cell.pretrain is not None and cell.pretrain not in ALGORITHMS:
-            raise SettingError(f"pretrain names no method: {cell.pretrain!r}; {closest(cell.pretrain, ALGORITHMS)}")
+        check_model_name(cell.model)
+        if cell.pretrain is not None:
+            if cell.pretrain not in ALGORITHMS:
+                raise SettingError(f"pretrain names no method: {cell.pretrain!r}; {closest(cell.pretrain, ALGORITHMS)}")
+            pretraining_cell(experiment, cell)
+
+
+def cell_algorithm(cell: Cell) -> AnyAlgorithm:
+    kind = type(build_algorithm(cell.method))
+    return build_algorithm(cell.method, checked(kind, cell.settings, cell.method))
 
 
 def from_toml(path: Path) -> Experiment:
     """A user's own experiment; lists in scalar fields make a grid, `[methods.NAME]` holds what differs by method."""
     try:
         table = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError(f"{path} is not valid TOML: {error}.") from None
-    return from_table(table, path.stem)
+    experiment = from_table(table, path.stem)
+    cells = [replace(cell, dataset=_absolute(cell.dataset, path.parent)) for cell in experiment.cells]
+    return replace(experiment, cells=tuple(cells))
+
+
+def _absolute(dataset: str, base: Path) -> str:
+    """A path is meant from where its file lies, or from here; made absolute, a run can be resumed from anywhere."""
+    is_path = is_own_data(dataset) or (dataset not in datasets.DATASETS and (base / dataset).is_dir())
+    return str((base / dataset).resolve()) if is_path else dataset
 
 
 def from_table(table: Mapping[str, Any], name: str) -> Experiment:
-    table = dict(table)
+    """An experiment from the content of a TOML file: a grid, or the list of cells that a run directory keeps."""
+    table = {key: value for key, value in table.items() if key not in ("planned", "options")}  # a directory's own
+    heading = {key: table.pop(key, default) for key, default in (("name", name), ("title", ""))}
+    for key, value in heading.items():
+        if not isinstance(value, str):
+            raise SettingError(f"{key} = {value!r} does not fit; it must be a text.")
     seeds = table.pop("seeds", [0, 1, 2])
     if not isinstance(seeds, list) or not seeds or not all(fits(seed, int) for seed in seeds):
         raise SettingError(f"seeds = {seeds!r} does not fit; it must be a list of whole numbers.")
-    heading = {key: table.pop(key, default) for key, default in (("name", name), ("title", ""))}
-    by_method = table.pop("methods", {})
+    published = _published(table.pop("published", {}))
     if "cells" in table:
-        cells = [build(Cell, cell, f"cell {number}") for number, cell in enumerate(table.pop("cells"))]
+        listed = table.pop("cells")
+        if not isinstance(listed, list) or not all(isinstance(cell, Mapping) for cell in listed):
+            raise SettingError("cells does not fit; write each cell under a heading [[cells]].")
+        cells = [build(Cell, cell, f"cell {number}") for number, cell in enumerate(listed)]
         if table:
             raise SettingError(f"beside `cells` stands {next(iter(table))!r}; a file has either cells or a grid.")
-        return Experiment(heading["name"], tuple(cells), tuple(seeds), heading["title"])
+    else:
+        cells = list(_cells_of_grid(table, heading["name"]))
+    return Experiment(heading["name"], _distinct(cells), tuple(dict.fromkeys(seeds)), heading["title"], published)
+
+
+def _published(table: Any) -> dict[str, tuple[float, float]]:
+    pairs: dict[str, tuple[Any, ...]] = {}
+    if isinstance(table, Mapping):
+        pairs = {name: tuple(value) for name, value in table.items() if isinstance(value, list)}
+    if not isinstance(table, Mapping) or len(pairs) != len(table) or not all(map(_is_pair, pairs.values())):
+        raise SettingError('published does not fit; write lines such as "pfedhn/50" = [88.38, 0.29].')
+    return {name: (mean, deviation) for name, (mean, deviation) in pairs.items()}
+
+
+def _is_pair(value: Any) -> bool:
+    return fits(value, tuple[float, float])
+
+
+def _cells_of_grid(table: dict[str, Any], name: str) -> Iterator[Cell]:
+    by_method = table.pop("methods", {})
+    if not isinstance(by_method, Mapping) or not all(isinstance(part, Mapping) for part in by_method.values()):
+        raise SettingError(
+            "methods does not fit; write what differs by method under headings such as [methods.pfedhn]."
+        )
     methods = table.pop("method", list(by_method) or ["pfedhn"])
+    methods = methods if isinstance(methods, list) else [methods]
     for method in by_method:
         if method not in ALGORITHMS:
             raise SettingError(f"[methods.{method}] names no method; {closest(method, ALGORITHMS)}")
-    cells = []
-    for method in methods if isinstance(methods, list) else [methods]:
-        for point in _grid({"method": method} | table):
-            cells.append(_with_values(build(Cell, point, name), by_method.get(method, {})))
-    return Experiment(heading["name"], tuple(cells), tuple(seeds), heading["title"])
+        if method not in methods:
+            raise SettingError(f"[methods.{method}] has no cell to change; add it to method = {methods!r}.")
+    for method in methods:
+        for point in _grid({"method": method} | table, {item.name: None for item in fields(Cell)}):
+            cell = build(Cell, point, name)
+            hints = get_type_hints(type(build_algorithm(method)))
+            for values in _grid(by_method.get(method, {}), hints):
+                for settings in _grid(cell.settings, hints):
+                    yield _with_values(replace(cell, settings=settings), values)
 
 
-def _grid(table: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """Every combination of the lists that stand where one value is meant."""
-    single = {item.name for item in fields(Cell)} - {"split", "partition", "settings"}
-    listed = next((key for key, value in table.items() if key in single and isinstance(value, list)), None)
-    if listed is None:
-        yield dict(table)
-        return
-    for value in table[listed]:
-        yield from _grid({**table, listed: value})
+def _grid(table: Mapping[str, Any], hints: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every combination of the values of the lists that stand where one value is meant."""
+    cell_hints = get_type_hints(Cell)
+    for key, value in table.items():
+        hint = hints.get(key) or cell_hints.get(key)
+        if isinstance(value, list) and hint is not None and not _takes_list(hint):
+            if not value:
+                raise SettingError(f"{key} = [] does not fit; a list here stands for several runs, so name some.")
+            for entry in value:
+                yield from _grid({**table, key: entry}, hints)
+            return
+    yield dict(table)
+
+
+def _takes_list(hint: Any) -> bool:
+    return fits((), hint) or fits((0.0, 0.0, 0.0), hint)  # names of layers; the split
+
+
+def _distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
+    return tuple({cell_digest(cell): cell for cell in cells}.values())
 
 
 def _with_values(cell: Cell, values: Mapping[str, Any]) -> Cell:
@@ -154,74 +292,97 @@ def _with_values(cell: Cell, values: Mapping[str, Any]) -> Cell:
     for name, value in values.items():
         head, _, rest = name.partition(".")
         if name in names:
-            table[name] = {**table[name], **value} if isinstance(value, Mapping) else value
-        elif rest and head in ("partition", "settings"):
-            table[head] = {**table[head], rest: value}
+            table[name] = _joined(name, table[name], value) if isinstance(value, Mapping) else value
+        elif rest and head in ("partition", "settings", "columns"):
+            table[head] = _joined(head, table[head], {rest: value})
         else:
             table["settings"] = {**table["settings"], name: value}
     return build(Cell, table, f"the {cell.method} cell")
+
+
+def _joined(name: str, before: Any, change: Mapping[str, Any]) -> dict[str, Any]:
+    """A table with some entries changed; the settings of one partition rule mean nothing to another."""
+    other_rule = name == "partition" and change.get("rule", before.get("rule")) != before.get("rule")
+    return dict(change) if other_rule else {**before, **change}
 
 
 def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Experiment:
     """`--set`: a field of every cell, a setting of every method that has it, or "method.setting" for one method."""
     cells = list(experiment.cells)
     names = {item.name for item in fields(Cell)}
-    for name, value in values.items():
+    # A new partition rule first: it clears the settings of the old one, not those given beside it.
+    for name, value in sorted(values.items(), key=lambda item: not item[0].endswith("partition.rule")):
         head, _, rest = name.partition(".")
+        target = rest if head in ALGORITHMS and rest else name
         reached = False
         for number, cell in enumerate(cells):
-            target = rest if head in ALGORITHMS and rest else name
-            if head in ALGORITHMS and rest and head != cell.method:
+            if target != name and head != cell.method:
                 continue
-            is_field = target in names or target.partition(".")[0] in ("partition", "settings")
-            if is_field or target in {item.name for item in fields(type(build_algorithm(cell.method)))}:  # type: ignore[arg-type]
+            is_field = target in names or target.partition(".")[0] in ("partition", "settings", "columns")
+            if target == "dataset" and isinstance(value, str):
+                value = _absolute(value, Path.cwd())
+            if is_field or target in _setting_names(cell.method):
                 cells[number] = _with_values(cell, {target: value})
                 reached = True
         if not reached:
-            known = sorted(names | {f.name for cell in cells for f in fields(type(build_algorithm(cell.method)))})  # type: ignore[arg-type]
+            known = sorted(names.union(*(_setting_names(cell.method) for cell in cells)))
             raise SettingError(f"--set: no cell has a field {name!r}; {closest(name, known)}")
-    return replace(experiment, cells=tuple(cells))
+    return replace(experiment, cells=_distinct(cells))
+
+
+def _setting_names(method: str) -> set[str]:
+    return {item.name for item in fields(type(build_algorithm(method)))}  # type: ignore[arg-type]
 
 
 def select(experiment: Experiment, only: Sequence[str], seeds: Sequence[int] | None) -> list[str]:
-    """`--only`: the names of the runs that match every field; a field given several times takes any of its values."""
+    """`--only`: the names of the runs that match every field; a field given several times takes any of its values.
+
+    `name` is the run's folder without its seed.
+    """
     wanted: dict[str, list[str]] = {}
+    known = list(dict.fromkeys(["name", *(key for cell in experiment.cells for key in flat_fields(cell))]))
     for text in (part for entry in only for part in entry.split(",")):
-        name, separator, value = text.partition("=")
+        name, separator, value = text.strip().partition("=")
         if not separator:
             raise SettingError(f"--only takes field=value, not {text!r}.")
-        known = [item.name for item in fields(Cell)]
         if name not in known:
             raise SettingError(f"--only: there is no field {name!r}; {closest(name, known)}")
         wanted.setdefault(name, []).append(value)
-    chosen = [
-        name
-        for name, (cell, seed) in replace(experiment, seeds=tuple(seeds or experiment.seeds)).runs().items()
-        if all(str(getattr(cell, field)) in values for field, values in wanted.items())
-    ]
+
+    def matches(run: str, cell: Cell) -> bool:
+        values = {"name": run.rpartition("-seed")[0], **flat_fields(cell)}
+        return all(
+            any(str(values.get(name)) == text or values.get(name) == parse_value(text) for text in texts)
+            for name, texts in wanted.items()
+        )
+
+    all_runs = replace(experiment, seeds=tuple(seeds or experiment.seeds)).runs()
+    chosen = [run for run, (cell, _) in all_runs.items() if matches(run, cell)]
     if not chosen:
         raise SettingError(f"--only {' '.join(only)} leaves no run of {experiment.name!r}.")
     return chosen
 
 
 def build_partition(cell: Cell) -> partition.Partition:
-    settings = dict(cell.partition)
+    settings = {name: None if value == "none" else value for name, value in cell.partition.items()}
     rule = settings.pop("rule", None)
     if rule not in PARTITIONS:
         raise SettingError(f"partition: there is no rule {rule!r}; {closest(str(rule), PARTITIONS)}")
     known = inspect.signature(PARTITIONS[rule]).parameters
     if "num_clients" in known:
         settings.setdefault("num_clients", cell.clients)
-    for name in settings:
+    hints = get_type_hints(PARTITIONS[rule])
+    for name, value in settings.items():
         if name not in known:
             raise SettingError(f"partition {rule} has no setting {name!r}; {closest(name, known)}")
+        if not fits(value, hints[name]):
+            raise SettingError(
+                f"partition {rule}: {name} = {value!r} does not fit; it must be {describe(hints[name])}."
+            )
     missing = [n for n, p in known.items() if p.default is p.empty and n not in settings]
     if missing:
         raise SettingError(f"partition {rule} needs {', '.join(missing)}.")
-    try:
-        return PARTITIONS[rule](**settings)
-    except TypeError as error:
-        raise SettingError(f"partition {rule}: {error}.") from None
+    return PARTITIONS[rule](**settings)
 
 
 @lru_cache(maxsize=2)
@@ -230,6 +391,39 @@ def _dataset(name: str, data_dir: Path | None) -> datasets.Dataset:
 
 
 def build_federation(cell: Cell, seed: int, data_dir: Path | None = None) -> Federation:
+    seed = seed if cell.data_seed is None else cell.data_seed
+    own = is_own_data(cell.dataset)
+    federation = _own_federation(cell, seed) if own else _known_federation(cell, seed, data_dir)
+    fixed = own or cell.partition["rule"] in ("by_group", "by_coarse_class")
+    if fixed and federation.num_clients != cell.clients:
+        number = federation.num_clients
+        raise SettingError(
+            f"clients = {cell.clients}, but {cell.dataset} has {number} clients; set clients = {number}."
+        )
+    return federation
+
+
+def _own_federation(cell: Cell, seed: int) -> Federation:
+    if not cell.dataset.lower().endswith(TABLE_ENDINGS):
+        _, clients = datasets.from_folders(cell.dataset)
+        return Federation.from_clients(clients, split=cell.split, seed=seed)
+    if missing := [name for name in ("client", "label") if name not in cell.columns]:
+        raise SettingError(
+            f'{cell.dataset} is a table; say which column is the {missing[0]}: columns.{missing[0]} = "...".'
+        )
+    table = datasets.from_table(cell.dataset, cell.columns["client"], cell.columns["label"])
+    return Federation.from_arrays(
+        table.x,
+        table.y,
+        partition.by_group(),
+        split=cell.split,
+        seed=seed,
+        groups=table.groups,
+        stratify=cell.stratify,
+    )
+
+
+def _known_federation(cell: Cell, seed: int, data_dir: Path | None) -> Federation:
     data = _dataset(cell.dataset, data_dir)
     labels = data.y
     if cell.labels == "within-group":
@@ -241,7 +435,7 @@ def build_federation(cell: Cell, seed: int, data_dir: Path | None = None) -> Fed
         data.y,
         build_partition(cell),
         split=cell.split,
-        seed=seed if cell.data_seed is None else cell.data_seed,
+        seed=seed,
         test=None if data.test_x is None or data.test_y is None else (data.test_x, data.test_y),
         groups=data.groups,
         coarse=data.coarse,
@@ -251,19 +445,23 @@ def build_federation(cell: Cell, seed: int, data_dir: Path | None = None) -> Fed
     return federation if labels is data.y else replace(federation, y=labels)
 
 
-def build_factory(cell: Cell, federation: Federation) -> Factory:
+def check_model_name(name: str) -> None:
     """A target network by name: lenet-s, lenet (m), lenet-l, omniglot, or mlp-32-16 for hidden layers of 32 and 16."""
+    if name not in LENET_SIZES and name != "omniglot" and not re.fullmatch(r"mlp(-[1-9]\d*)*", name):
+        raise SettingError(
+            f"there is no target network {name!r}; {closest(name, [*LENET_SIZES, 'omniglot', 'mlp-32'])}"
+        )
+
+
+def build_factory(cell: Cell, federation: Federation) -> Factory:
+    check_model_name(cell.model)
     num_classes, shape = federation.num_classes or 1, federation.x.shape[1:]
     if cell.model in LENET_SIZES:
         return lambda: models.LeNet(num_classes, LENET_SIZES[cell.model], shape[0])
     if cell.model == "omniglot":
         return lambda: models.OmniglotNet(num_classes)
-    kind, *hidden = cell.model.split("-")
-    if kind == "mlp" and all(part.isdigit() for part in hidden):
-        return lambda: models.MLP(int(numpy.prod(shape)), *map(int, hidden), num_classes)
-    raise SettingError(
-        f"there is no target network {cell.model!r}; {closest(cell.model, [*LENET_SIZES, 'omniglot', 'mlp-32'])}"
-    )
+    hidden = [int(width) for width in cell.model.split("-")[1:]]
+    return lambda: models.MLP(int(numpy.prod(shape)), *hidden, num_classes)
 
 
 def build_simulation(
@@ -277,10 +475,35 @@ def build_simulation(
 ) -> Simulation:
     federation = build_federation(cell, seed, data_dir).to(device)
     model = build_model(cell.model, build_factory(cell, federation), federation)
-    algorithm = build_algorithm(cell.method, cell.settings).for_clients(federation.num_clients)
+    algorithm = cell_algorithm(cell).for_clients(federation.num_clients)
     size = min(algorithm.usual_cohort_size, federation.num_clients) if cell.cohort_size is None else cell.cohort_size
     schedule = Schedule(cell.steps, size, cell.batch_size, cell.evaluate_every)
     return Simulation(algorithm, {model.name: model}, federation, schedule, seed, executor, starts)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run, where that is no part of the experiment itself; a directory keeps them for `--resume`."""
+
+    source: str = ""  # the experiment's name, or its file
+    assignments: tuple[str, ...] = ()  # as given to --set
+    data_dir: Path | None = None
+    device: str = "cpu"
+    executor: str = "auto"
+    checkpoint_every: int | None = None
+    threads: int | None = None  # of each run; those of a run that has begun stay as they were
+
+    def check(self) -> None:
+        if self.executor not in ("auto", *EXECUTORS):
+            raise SettingError(
+                f"there is no executor {self.executor!r}; {closest(self.executor, ['auto', *EXECUTORS])}"
+            )
+        for name in ("checkpoint_every", "threads"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise SettingError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+
+    def engine(self) -> dict[str, Any]:
+        return {"data_dir": self.data_dir, "device": self.device, "executor": self.executor}
 
 
 @dataclass(frozen=True)
@@ -289,47 +512,90 @@ class Directory:
 
     path: Path
 
-    def open(self, experiment: Experiment, planned: Sequence[str]) -> None:
-        """Claim the directory for an experiment, or refuse one that holds another."""
-        check(experiment)
-        content = asdict(experiment)
-        file = self.path / "experiment.toml"
-        before: list[str] = []
-        if file.exists():
-            stored, before = self.read()
-            if asdict(stored) != content:
+    def refuse_other(self, experiment: Experiment) -> None:
+        """Only an empty directory or one that holds this very experiment will do."""
+        if (self.path / "experiment.toml").exists():
+            stored, _ = self.read()
+            if _plain(asdict(stored)) != _plain(asdict(experiment)):
                 raise RunError(
-                    f"{self.path} holds another experiment ({stored.name!r}); "
+                    f"{self.path} holds another experiment ({stored.name!r}, or other settings of it); "
                     "give another --out, or the command it was made with."
                 )
         elif self.path.exists() and any(self.path.iterdir()):
             raise RunError(f"{self.path} is not empty and holds no experiment; give another --out.")
+
+    def open(self, experiment: Experiment, planned: Sequence[str], options: Options | None = None) -> None:
+        """Claim the directory for an experiment, or refuse one that holds another."""
+        check(experiment)
+        self.refuse_other(experiment)
+        before = self.read()[1] if (self.path / "experiment.toml").exists() else []
         self.path.mkdir(parents=True, exist_ok=True)
-        table = {**content, "planned": list(dict.fromkeys([*before, *planned]))}
-        write_atomically(file, to_toml(table).encode())
+        table = {**_plain(asdict(experiment)), "planned": list(dict.fromkeys([*before, *planned]))}
+        if options is not None:
+            table["options"] = {name: value for name, value in asdict(options).items() if value is not None}
+            table["options"] |= {"data_dir": str(options.data_dir.resolve())} if options.data_dir else {}
+        write_atomically(self.path / "experiment.toml", to_toml(table).encode())
 
     def read(self) -> tuple[Experiment, list[str]]:
         """The stored experiment and the runs that were asked for so far."""
+        table = self._table()
+        try:
+            experiment = from_table(table, self.path.name)
+            planned = [str(name) for name in table["planned"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{self.path / 'experiment.toml'} is damaged ({error}); give another --out.") from None
+        return experiment, planned
+
+    def options(self) -> Options:
+        """How the runs were last started."""
+        stored = dict(self._table().get("options", {}))
+        if "data_dir" in stored:
+            stored["data_dir"] = Path(stored["data_dir"])
+        return build(Options, stored, "options")
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """What finished runs reported, by run name."""
+        return {
+            file.parent.name: result
+            for file in sorted(self.path.glob("*/result.json"))
+            if (result := read_result(file.parent)) is not None
+        }
+
+    def _table(self) -> dict[str, Any]:
         file = self.path / "experiment.toml"
         if not file.exists():
             raise RunError(
                 f"{self.path} holds no experiment to go on with; `pfedhn run NAME --out {self.path}` starts one."
             )
         try:
-            table = tomllib.loads(file.read_text())
-            cells = tuple(build(Cell, cell, "stored cell") for cell in table["cells"])
-            published = {name: tuple(value) for name, value in table.get("published", {}).items()}
-            experiment = Experiment(table["name"], cells, tuple(table["seeds"]), table["title"], published)
-        except (tomllib.TOMLDecodeError, KeyError, ValueError) as error:
+            return tomllib.loads(file.read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise RunError(f"{file} is damaged ({error}); give another --out.") from None
-        return experiment, table["planned"]
 
-    def results(self) -> dict[str, dict[str, Any]]:
-        """What finished runs reported, by run name."""
-        found = {}
-        for file in sorted(self.path.glob("*/result.json")):
-            found[file.parent.name] = json.loads(file.read_text())
-        return found
+
+def _plain(value: Any) -> Any:
+    """Values as TOML gives them back: lists for tuples, "none" inside tables of settings."""
+    if isinstance(value, Mapping):
+        return {
+            key: {k: "none" if v is None else _plain(v) for k, v in part.items()}
+            if isinstance(part, Mapping)
+            else _plain(part)
+            for key, part in value.items()
+            if part is not None
+        }
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """What a finished run reported; None while it is not finished."""
+    file = folder / "result.json"
+    if not file.exists():
+        return None
+    try:
+        result: dict[str, Any] = json.loads(file.read_text())
+    except ValueError:
+        raise RunError(f"{file} is damaged; remove it and run again: the run's checkpoint is still there.") from None
+    return result
 
 
 def run_one(
@@ -343,45 +609,132 @@ def run_one(
     watch: Callable[[str, Simulation], Watch] | None = None,
     say: Callable[[str], None] = print,
     checkpoint_every: int | None = None,
+    threads: int | None = None,
     command: str = "",
 ) -> dict[str, Any]:
     """One run to its end in its folder, and what it found; a finished run is only read."""
-    all_runs = _runs_of_every_seed(experiment, name)
-    cell, seed = all_runs[name]
+    cell, seed = find_run(experiment, name)
     folder = directory / name
-    result_file = folder / "result.json"
-    if result_file.exists():
-        stored: dict[str, Any] = json.loads(result_file.read_text())
+    if stored := read_result(folder):
         return stored
     folder.mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"data_dir": data_dir, "device": device, "executor": executor}
-    before: dict[str, Any] = {}
-    starts = None
-    if cell.pretrain is not None:
-        before, starts = _pretrained(directory, experiment, cell, seed, options, watch, say, checkpoint_every)
-    simulation = build_simulation(cell, seed, **options, starts=starts)
-    write_atomically(folder / "spec.toml", to_toml({"name": name, "seed": seed, **asdict(cell)}).encode())
-    run = execute(simulation, folder, watch(name, simulation) if watch else None, say, checkpoint_every)
-    result = {
-        "name": name,
-        "experiment": experiment.name,
-        "cell": asdict(cell),
-        "seed": seed,
-        **run.summary(),
-        **({"pretrain": before} if before else {}),
-        "unused_rows": dict(simulation.federation.unused),
-        "partition_sha256": partition_digest(simulation.federation),
-        "command": command,
-        "environment": environment(device),
-    }
-    write_atomically(result_file, json.dumps(result, indent=1).encode())
+    engine: dict[str, Any] = {"data_dir": data_dir, "device": device, "executor": executor}
+    with _claimed(folder), _computing_with(_stored_threads(folder) or threads):
+        before: dict[str, Any] = {}
+        starts = None
+        if cell.pretrain is not None:
+            before, starts = _pretrained(
+                directory, experiment, cell, seed, engine, watch, say, checkpoint_every, threads
+            )
+        simulation = build_simulation(cell, seed, **engine, starts=starts)
+        spec = {"name": name, "seed": seed, "threads": torch.get_num_threads(), **asdict(cell)}
+        write_atomically(folder / "spec.toml", to_toml(_plain(spec)).encode())
+        run = execute(simulation, folder, watch(name, simulation) if watch else None, say, checkpoint_every)
+        result = {
+            "name": name,
+            "experiment": experiment.name,
+            "cell": asdict(cell),
+            "seed": seed,
+            **run.summary(),
+            **({"pretrain": before} if before else {}),
+            "unused_rows": dict(simulation.federation.unused),
+            "partition_sha256": partition_digest(simulation.federation),
+            "command": command,
+            "environment": environment(device),
+        }
+        write_atomically(folder / "result.json", json.dumps(result, indent=1).encode())
     return result
 
 
-def _runs_of_every_seed(experiment: Experiment, name: str) -> dict[str, tuple[Cell, int]]:
-    """The experiment's runs, and the one named even if its seed was given on the command line."""
-    seed = int(name.rpartition("-seed")[2])
-    return replace(experiment, seeds=tuple(dict.fromkeys([*experiment.seeds, seed]))).runs()
+def find_run(experiment: Experiment, name: str) -> tuple[Cell, int]:
+    """The cell and the seed of a run, also of a seed that was given on the command line."""
+    _, separator, seed = name.rpartition("-seed")
+    runs = replace(experiment, seeds=(int(seed),)).runs() if separator and re.fullmatch(r"-?\d+", seed) else {}
+    if name not in runs:
+        raise RunError(f"{experiment.name!r} has no run {name!r}.")
+    return runs[name]
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Keep a second process out of a run's folder; the system lets go of the lock however this one ends."""
+    try:
+        import fcntl
+    except ImportError:  # not on this system
+        yield
+        return
+    deadline = time.monotonic() + SECONDS_FOR_A_LOCK
+    with (folder / ".lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    break  # a file system without locks
+                if time.monotonic() > deadline:
+                    raise RunError(f"{folder} is being run by another process; wait for it or stop it.") from None
+                time.sleep(0.1)
+        yield
+
+
+def _stored_threads(folder: Path) -> int | None:
+    """How many threads the run began with: with another number its sums would round otherwise."""
+    try:
+        threads = tomllib.loads((folder / "spec.toml").read_text())["threads"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return threads if fits(threads, int) else None
+
+
+@contextmanager
+def _computing_with(threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def pretraining_cell(experiment: Experiment, cell: Cell) -> Cell:
+    """The cell whose last model `cell` starts from: its `pretrain` method on the same federation and network."""
+    fitting = [
+        other
+        for other in experiment.cells
+        if other.method == cell.pretrain
+        and all(getattr(other, name) == getattr(cell, name) for name in (*FEDERATION_FIELDS, "model"))
+    ]
+    if not fitting:
+        raise RunError(
+            f"{cell.method} starts from a {cell.pretrain} run, which {experiment.name!r} does not have on the same "
+            "data and network; add that cell."
+        )
+    mine = flat_fields(cell)
+    return max(fitting, key=lambda other: sum(mine.get(key) == value for key, value in flat_fields(other).items()))
+
+
+def pretraining_run(experiment: Experiment, name: str) -> str | None:
+    """The run that has to be finished before the one named can start."""
+    cell, seed = find_run(experiment, name)
+    if cell.pretrain is None:
+        return None
+    earlier = pretraining_cell(experiment, cell)
+    return next(n for n, value in replace(experiment, seeds=(seed,)).runs().items() if value == (earlier, seed))
+
+
+def with_pretraining(experiment: Experiment, names: Iterable[str]) -> list[str]:
+    """The runs and those they start from, these first."""
+    ordered: dict[str, None] = {}
+    for name in names:
+        chain = [name]
+        while (earlier := pretraining_run(experiment, chain[0])) is not None:
+            if earlier in chain:
+                raise SettingError(f"{name} would start from itself; mend its pretrain.")
+            chain.insert(0, earlier)
+        ordered |= dict.fromkeys(chain)
+    return list(ordered)
 
 
 def _pretrained(
@@ -389,32 +742,350 @@ def _pretrained(
     experiment: Experiment,
     cell: Cell,
     seed: int,
-    options: Mapping[str, Any],
+    engine: Mapping[str, Any],
     watch: Callable[[str, Simulation], Watch] | None,
     say: Callable[[str], None],
     checkpoint_every: int | None,
+    threads: int | None,
 ) -> tuple[dict[str, Any], dict[str, Params]]:
     """The earlier stage of a method such as LG-FedAvg: its cost, and the model of its last round."""
-    earlier = next(
-        (
-            other
-            for other in experiment.cells
-            if other.method == cell.pretrain
-            and (other.dataset, other.clients, other.model) == (cell.dataset, cell.clients, cell.model)
-        ),
-        None,
-    )
-    if earlier is None:
-        raise RunError(
-            f"{cell.method} starts from a {cell.pretrain} run, which {experiment.name!r} does not have; add that cell."
-        )
+    earlier = pretraining_cell(experiment, cell)
     name = next(n for n, value in replace(experiment, seeds=(seed,)).runs().items() if value == (earlier, seed))
-    result = run_one(directory, experiment, name, **options, watch=watch, say=say, checkpoint_every=checkpoint_every)
-    simulation = build_simulation(earlier, seed, **options)
-    run = execute(simulation, directory / name)  # finished: reads its last checkpoint
-    weights = run.personal_weights(0, last=True)
+    result = run_one(
+        directory,
+        experiment,
+        name,
+        **engine,
+        watch=watch,
+        say=say,
+        checkpoint_every=checkpoint_every,
+        threads=threads,
+    )
+    simulation = build_simulation(earlier, seed, **engine)
+    state, _ = load_state(directory / name, simulation)
+    if state is None:
+        raise CheckpointError(f"{directory / name} has lost its checkpoint; remove the folder and run again.")
+    weights = Run(simulation, state).personal_weights(0, last=True)
     cost = {key: result[key] for key in ("name", "steps", "bytes_down", "bytes_up", "seconds")}
     return cost, {cell.model: weights}
+
+
+def prepare(directory: Path, experiment: Experiment, names: Sequence[str], options: Options) -> None:
+    """Build each cell once, so that data or settings that cannot work are refused before anything is written."""
+    seen: list[Cell] = []
+    for name in names:
+        cell, seed = find_run(experiment, name)
+        if cell not in seen and not (directory / name / "result.json").exists():
+            seen.append(cell)
+            build_simulation(cell, seed, data_dir=options.data_dir, executor=options.executor)
+    if options.device == "cpu":
+        _dataset.cache_clear()  # worker processes read their own
+
+
+class Failure(NamedTuple):
+    """Why a run did not finish."""
+
+    sentence: str
+    is_bad_input: bool  # else something happened on the way: divergence, a full disk
+
+
+@dataclass
+class Outcome:
+    """What came of several runs."""
+
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
+
+
+Listener: TypeAlias = Callable[[Event], None]
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_many(
+    directory: Path,
+    experiment: Experiment,
+    names: Sequence[str],
+    *,
+    jobs: int | None = None,
+    options: Options | None = None,
+    listen: Listener = lambda event: None,
+) -> Outcome:
+    """Runs side by side, each in a process of its own; with one job, one after the other in this process.
+
+    A run that fails does not stop the others. Ctrl-C lets every run write a checkpoint, then raises KeyboardInterrupt.
+
+    jobs: by default as many as there are runs or cores, whichever is less; on a GPU one.
+    """
+    options = options or Options()
+    outcome = Outcome()
+    waiting = []
+    for name in with_pretraining(experiment, names):
+        if (result := read_result(directory / name)) is not None:
+            outcome.results[name] = result
+        else:
+            waiting.append(name)
+    cores = num_cores()
+    jobs = max(1, min(len(waiting), jobs or cores)) if options.device == "cpu" else 1
+    options = replace(options, threads=options.threads or max(1, cores // jobs))
+    queue = _Queue(experiment, waiting, outcome, listen)
+    if jobs == 1:
+        while (next_run := queue.take()) is not None:
+            queue.end(next_run, _attempt(directory, experiment, next_run, options, listen))
+    else:
+        # Those of most rounds take longest; started last, they would leave the other cores idle at the end.
+        queue.waiting.sort(key=lambda name: -_num_rounds(experiment, name))
+        _run_side_by_side(queue, directory, jobs, options)
+    return outcome
+
+
+def _num_rounds(experiment: Experiment, name: str) -> float:
+    cell, _ = find_run(experiment, name)
+    algorithm = cell_algorithm(cell)
+    size = cell.cohort_size or algorithm.usual_cohort_size
+    return cell.steps / (size if algorithm.communicates else cell.clients)
+
+
+@dataclass
+class _Queue:
+    """Runs that wait for a turn, or for the run they start from."""
+
+    experiment: Experiment
+    waiting: list[str]
+    outcome: Outcome
+    listen: Listener
+
+    def take(self) -> str | None:
+        """A run that can start now; None if there is none."""
+        for name in list(self.waiting):
+            earlier = pretraining_run(self.experiment, name)
+            if earlier in self.outcome.failures:
+                self.waiting.remove(name)
+                self.end(name, Failure(f"the run it starts from, {earlier}, failed.", False))
+            elif earlier is None or earlier in self.outcome.results:
+                self.waiting.remove(name)
+                return name
+        return None
+
+    def end(self, name: str, ending: dict[str, Any] | Failure) -> None:
+        if isinstance(ending, Failure):
+            self.outcome.failures[name] = ending
+            self.listen(Failed(name, ending.sentence))
+        else:
+            self.outcome.results[name] = ending
+            self.listen(Finished(name, ending))
+
+
+def _attempt(
+    directory: Path, experiment: Experiment, name: str, options: Options, listen: Listener
+) -> dict[str, Any] | Failure:
+    cell, seed = find_run(experiment, name)
+    try:
+        return run_one(
+            directory,
+            experiment,
+            name,
+            **options.engine(),
+            watch=lambda run, simulation: watch_run(run, simulation, listen),
+            say=lambda sentence: listen(Said(name, sentence)),
+            checkpoint_every=options.checkpoint_every,
+            threads=options.threads,
+            command=rerun_command(experiment, cell, seed, options),
+        )
+    except Exception as error:
+        failure = failure_from(error)
+        if failure is None:
+            log = directory / name / "error.txt"
+            failure = Failure(f"{first_line(error)} (an error inside pfedhn; the details are in {log}).", False)
+            try:
+                log.write_text(traceback.format_exc())
+            except OSError:  # the disk may be what failed
+                failure = Failure(f"{first_line(error)} (an error inside pfedhn).", False)
+        return failure
+
+
+def failure_from(error: BaseException) -> Failure | None:
+    """An error that a person can do something about, in one sentence; None for one that only we can."""
+    if isinstance(error, Diverged | CheckpointError):
+        return Failure(str(error), False)
+    if isinstance(error, OSError) and error.strerror is not None:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return Failure(f"{where}{error.strerror[:1].lower()}{error.strerror[1:]}{_way_out(error.errno)}.", False)
+    if isinstance(error, RunError | ValueError) and not isinstance(error, UnicodeError):
+        return Failure(str(error), True)
+    return None
+
+
+def _way_out(number: int | None) -> str:
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "; make room, and the same command goes on from the last checkpoint"
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+        return "; give a folder that can be written as --out"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(".: ")[:200]
+
+
+class _Stopped(NamedTuple):
+    """A worker's answer to a request to stop: the run stands in its checkpoint."""
+
+    run: str
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+    run: str | None = None
+
+
+def _run_side_by_side(queue: _Queue, directory: Path, jobs: int, options: Options) -> None:
+    """Hand runs to worker processes over a pipe each; no lock is shared, so a killed worker cannot block the others."""
+    workers: list[_Worker] = []
+    told_to_stop = False
+    with _stop_requests() as requests:
+        try:
+            while True:
+                if requests and not told_to_stop:
+                    told_to_stop = True
+                    for worker in workers:
+                        with suppress(OSError):  # it may just have ended; `_hear` will find out
+                            worker.pipe.send(None)
+                if len(requests) > 1:
+                    raise KeyboardInterrupt
+                if not requests:
+                    _hand_out(queue, workers, directory, jobs, options)
+                busy = [worker for worker in workers if worker.run is not None]
+                if not busy:
+                    break
+                pipes.wait([worker.pipe for worker in busy], timeout=0.1)
+                for worker in busy:
+                    if not _hear(queue, worker):
+                        workers.remove(worker)
+        finally:
+            for worker in workers:
+                worker.pipe.close()  # an idle worker ends by itself
+                if worker.run is not None:
+                    worker.process.kill()
+            for worker in workers:
+                worker.process.join()
+    if requests:
+        raise KeyboardInterrupt
+
+
+def _hand_out(queue: _Queue, workers: list[_Worker], directory: Path, jobs: int, options: Options) -> None:
+    while any(worker.run is None for worker in workers) or len(workers) < jobs:
+        name = queue.take()
+        if name is None:
+            return
+        idle = next((worker for worker in workers if worker.run is None), None)
+        if idle is None:
+            idle = _start_worker(directory, queue.experiment, options)
+            workers.append(idle)
+        idle.run = name
+        idle.pipe.send(name)
+
+
+def _start_worker(directory: Path, experiment: Experiment, options: Options) -> _Worker:
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs, directory, experiment, options), daemon=True)
+    # A terminal sends Ctrl-C to every process of a group, and a second one means "at once". A worker therefore never
+    # hears a signal, only its parent. Blocked before it starts, since libraries start threads while they are imported.
+    if hasattr(signal, "pthread_sigmask"):
+        resource_tracker.ensure_running()  # starting it later would lift the block
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    else:
+        process.start()
+    theirs.close()
+    return _Worker(process, mine)
+
+
+def _hear(queue: _Queue, worker: _Worker) -> bool:
+    """Take in what a worker said; False once it is gone."""
+    name = worker.run
+    assert name is not None
+    try:
+        while worker.run is not None and worker.pipe.poll():
+            match worker.pipe.recv():
+                case Update() | Said() as event:
+                    queue.listen(event)
+                case _Stopped():
+                    worker.run = None
+                case ending:
+                    worker.run = None
+                    queue.end(name, ending)
+    except (EOFError, OSError):
+        worker.run = None
+        worker.pipe.close()
+        worker.process.join()
+        queue.end(name, _failure_from_exit(worker.process.exitcode or 0))
+        return False
+    return True
+
+
+def _failure_from_exit(code: int) -> Failure:
+    cause = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+    hint = ", perhaps for want of memory (fewer --jobs need less)" if code == -signal.SIGKILL else ""
+    return Failure(f"its process {cause}{hint}; the same command goes on from the last checkpoint.", False)
+
+
+@contextmanager
+def _stop_requests() -> Iterator[list[int]]:
+    """Collect Ctrl-C and SIGTERM instead of being stopped by them."""
+    requests: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        requests.append(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield requests
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _work(pipe: Connection, directory: Path, experiment: Experiment, options: Options) -> None:
+    """A worker process: runs what its parent names, one after the other, and reports how they go."""
+    is_stopping = has_pressed = False
+
+    def listen(event: Event) -> None:
+        nonlocal is_stopping, has_pressed
+        try:
+            pipe.send(event)
+            is_stopping = is_stopping or (pipe.poll() and pipe.recv() is None)
+        except (EOFError, OSError):  # the parent is gone
+            is_stopping = True
+        if is_stopping and not has_pressed and isinstance(event, Update):
+            has_pressed = True
+            _press_ctrl_c()
+
+    try:
+        while (name := pipe.recv()) is not None:
+            try:
+                pipe.send(_attempt(directory, experiment, name, options, listen))
+            except KeyboardInterrupt:
+                pipe.send(_Stopped(name))
+                return
+    except (EOFError, OSError):
+        return
+
+
+def _press_ctrl_c() -> None:
+    """Ask `execute`, which this is called from, to write a checkpoint and stop, as its signal handler would."""
+    handler = signal.getsignal(signal.SIGINT)
+    assert callable(handler)
+    handler(signal.SIGINT, None)
 
 
 def partition_digest(federation: Federation) -> str:
@@ -431,9 +1102,7 @@ def environment(device: str) -> dict[str, Any]:
 
     on_gpu = device.startswith("cuda")
     return {
-        "device": f"cuda: {torch.cuda.get_device_name(device)}"
-        if on_gpu
-        else f"cpu: {platform.processor() or platform.machine()}",
+        "device": f"cuda: {torch.cuda.get_device_name(device)}" if on_gpu else f"cpu: {processor_name()}",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -444,6 +1113,17 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
+@lru_cache
+def processor_name() -> str:
+    """The processor as its maker calls it, where the system says."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return " ".join(found[1].split()) if found else platform.processor() or platform.machine()
+
+
+@lru_cache
 def commit() -> str | None:
     """The commit of the source, if it is known; PFEDHN_COMMIT says it where there is no repository."""
     if known := os.environ.get("PFEDHN_COMMIT"):
@@ -458,6 +1138,38 @@ def commit() -> str | None:
     return found.stdout.strip()
 
 
-def rerun_command(experiment: str, cell: Cell, seed: int, assignments: Sequence[str]) -> str:
-    sets = "".join(f" --set {shlex.quote(text)}" for text in assignments)
-    return f"pfedhn run {experiment} --only method={cell.method},clients={cell.clients} --seeds {seed}{sets}"
+def rerun_command(experiment: Experiment, cell: Cell, seed: int, options: Options) -> str:
+    """The command that repeats just this run."""
+    words = [
+        "pfedhn",
+        "run",
+        options.source or experiment.name,
+        "--only",
+        only_this(experiment, cell),
+        "--seeds",
+        str(seed),
+    ]
+    for text in options.assignments:
+        words += ["--set", text]
+    words += ["--device", options.device]
+    if options.executor != "auto":
+        words += ["--executor", options.executor]
+    if options.threads is not None:
+        words += ["--threads", str(options.threads)]
+    if options.data_dir is not None:
+        words += ["--data-dir", str(options.data_dir)]
+    return shlex.join(words)
+
+
+def only_this(experiment: Experiment, cell: Cell) -> str:
+    """What `--only` takes to leave one cell: the fewest of method, data set and clients, or else its name."""
+    alike: Collection[Cell] = [other for other in experiment.cells if other.method == cell.method]
+    chosen = [f"method={cell.method}"]
+    for name in ("dataset", "clients"):
+        if len({getattr(other, name) for other in alike}) > 1:
+            chosen.append(f"{name}={getattr(cell, name)}")
+    fitting = [other for other in alike if (other.dataset, other.clients) == (cell.dataset, cell.clients)]
+    if len(fitting) == 1 and "," not in cell.dataset:
+        return ",".join(chosen)
+    place = next(number for number, other in enumerate(experiment.cells) if other == cell)
+    return f"name={cell_names(experiment.cells)[place]}"

@@ -69,7 +69,7 @@ class Hypernetwork:
             flat = flat + phi[f"head.{architecture}.bias"]
         parts = flat.split([math.prod(shape) for shape in shapes.values()], dim=-1)
         return {
-            name: part.unflatten(-1, shape or (1,)).reshape(*part.shape[:-1], *shape)
+            name: part.reshape((*part.shape[:-1], *shape))
             for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
 

@@ -26,6 +26,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +43,7 @@ CHANNELS_IN = (1, 3, 8, 16, 32, 64)
 PADDED_CHANNELS = {3: 4}  # a pixel of four numbers is one 16-byte load, one of three is three loads
 MAX_PADDING = {3: 1, 5: 2}  # by kernel side
 MANY_RUNS = 8  # from here on the card is full whatever the blocks
+HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run on a CPU, slowly
 
 
@@ -81,6 +83,7 @@ def write_configs(path: Path, configs: dict[ConfigKey, Blocks]) -> None:
 
 CONFIGS_FILE = Path(__file__).with_name("kernel_configs.json")
 
+# Guesses for LeNet, from what an H200 liked in an earlier form of these kernels; the file has what was measured.
 CONFIGS: dict[ConfigKey, Blocks] = {
     ("forward", 4, 16, 5, 32, "one"): Blocks(128, 16, 16, warps=4, stages=2),
     ("forward", 4, 16, 5, 32, "many"): Blocks(64, 16, 16, warps=1, stages=2),
@@ -199,29 +202,19 @@ def dot_precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-@functools.cache
 def is_usable(device: torch.device) -> bool:
-    has_tensor_cores = INTERPRETED or torch.cuda.get_device_capability(device) >= (8, 0)
-    return has_tensor_cores and is_triton_installed()
-
-
-@functools.cache
-def is_triton_installed() -> bool:
-    """Imports it when a kernel is first asked for: it takes 0.4 s, and not every machine has it."""
-    try:
-        import triton.language
-    except ImportError:
-        return False
-    globals()["tl"] = triton.language  # where the kernels look it up when they are compiled
-    return True
+    return INTERPRETED or (HAS_TRITON and torch.cuda.get_device_properties(device).major >= 8)
 
 
 @functools.cache
 def compiled(kernel: Callable[..., None]) -> Any:
-    if not is_triton_installed():
+    """Imports Triton when a kernel is first asked for, which takes 0.4 s."""
+    if not HAS_TRITON:
         raise RuntimeError(f"{kernel.__name__} needs Triton: pip install triton")
     import triton
+    import triton.language
 
+    globals()["tl"] = triton.language  # where the kernels look it up when they are compiled
     return triton.jit(kernel, do_not_specialize=["batch", "steps", "groups", "count"])
 
 
@@ -265,29 +258,29 @@ def forward_kernel(
     out += run * batch * (size * out_channels)
     argmax += run * batch * (size * out_channels)
 
-    m = first + tl.arange(0, rows)
-    pixel = m // corners
-    corner = m % corners
+    row = first + tl.arange(0, rows)
+    pixel = row // corners
+    corner = row % corners
     is_pixel = (pixel < batch * size)[:, None]
     top = (pixel % size // out_width * stride + corner // 2 - padding)[:, None]
     left = (pixel % out_width * stride + corner % 2 - padding)[:, None]
     patch = pixel[:, None] // size * (height * width * channels) + (top * width + left) * channels
-    o = tl.program_id(1) * columns + tl.arange(0, columns)[None, :]
-    is_channel = o < out_channels
+    channel = tl.program_id(1) * columns + tl.arange(0, columns)[None, :]
+    is_channel = channel < out_channels
 
     total = tl.zeros((rows, columns), tl.float32)
     for start in range(0, length, depth):
-        k = start + tl.arange(0, depth)[None, :]
+        term = start + tl.arange(0, depth)[None, :]
         # Where the channels fill a step, it lies within one tap, and the arithmetic on taps is scalar.
-        tap = start // channels if channels % depth == 0 else k // channels
+        tap = start // channels if channels % depth == 0 else term // channels
         down = tap // kernel
         right = tap % kernel
-        mask = is_pixel & (k < length)
+        mask = is_pixel & (term < length)
         if padding > 0:
             mask &= (top + down >= 0) & (top + down < height) & (left + right >= 0) & (left + right < width)
-        pixels = tl.load(x + patch + ((down * width + right) * channels + k % channels), mask=mask, other=0.0)
-        k = start + tl.arange(0, depth)[:, None]
-        weights = tl.load(weight + k * out_channels + o, mask=(k < length) & is_channel, other=0.0)
+        pixels = tl.load(x + patch + ((down * width + right) * channels + term % channels), mask=mask, other=0.0)
+        term = start + tl.arange(0, depth)[:, None]
+        weights = tl.load(weight + term * out_channels + channel, mask=(term < length) & is_channel, other=0.0)
         total = tl.dot(pixels, weights, total, input_precision=precision)
 
     outputs: tl.constexpr = rows // corners
@@ -296,11 +289,11 @@ def forward_kernel(
     else:
         best = total
         where = tl.zeros((rows, columns), tl.int32)
-    best += tl.load(bias + o, mask=is_channel, other=0.0)
+    best += tl.load(bias + channel, mask=is_channel, other=0.0)
     is_cut = best <= 0  # false for NaN, which must come through
     pixel = (first // corners + tl.arange(0, outputs))[:, None]
     mask = (pixel < batch * size) & is_channel
-    place = pixel * out_channels + o
+    place = pixel * out_channels + channel
     tl.store(out + place, tl.where(is_cut, 0.0, best), mask=mask)
     tl.store(argmax + place, tl.where(is_cut, 4, where).to(tl.int8), mask=mask)
 
@@ -340,19 +333,19 @@ def weight_gradient_kernel(
     argmax += run * batch * (size * out_channels)
     sums += tl.program_id(0).to(tl.int64) * ((length + 1) * out_channels)
 
-    m = tl.program_id(1) * rows + tl.arange(0, rows)[:, None]
-    down = m // channels // kernel
-    right = m // channels % kernel
-    tap = (down * width + right) * channels + m % channels
-    ones = tl.where(m == length, 1.0, 0.0)
-    o = tl.program_id(2) * columns + tl.arange(0, columns)[None, :]
-    is_channel = o < out_channels
+    row = tl.program_id(1) * rows + tl.arange(0, rows)[:, None]
+    down = row // channels // kernel
+    right = row // channels % kernel
+    tap = (down * width + right) * channels + row % channels
+    ones = tl.where(row == length, 1.0, 0.0)
+    channel = tl.program_id(2) * columns + tl.arange(0, columns)[None, :]
+    is_channel = channel < out_channels
 
     total = tl.zeros((rows, columns), tl.float32)
     for step in range(steps):
         pixel = (group * steps + step) * depth + tl.arange(0, depth)
         is_pixel = pixel < batch * size
-        place = pixel[:, None] * out_channels + o
+        place = pixel[:, None] * out_channels + channel
         mask = is_pixel[:, None] & is_channel
         value = tl.load(gradient + place, mask=mask, other=0.0)
         where = tl.load(argmax + place, mask=mask, other=4)
@@ -361,14 +354,14 @@ def weight_gradient_kernel(
             top = pixel % size // out_width * stride + (corner // 2 - padding)
             left = pixel % out_width * stride + (corner % 2 - padding)
             patch = (image + (top * width + left) * channels)[None, :]
-            mask = is_pixel[None, :] & (m < length)
+            mask = is_pixel[None, :] & (row < length)
             if padding > 0:
-                y = top[None, :] + down
-                z = left[None, :] + right
-                mask &= (y >= 0) & (y < height) & (z >= 0) & (z < width)
+                vertical = top[None, :] + down
+                horizontal = left[None, :] + right
+                mask &= (vertical >= 0) & (vertical < height) & (horizontal >= 0) & (horizontal < width)
             pixels = tl.load(x + patch + tap, mask=mask, other=ones)
             total = tl.dot(pixels, tl.where(where == corner, value, 0.0), total, input_precision=precision)
-    tl.store(sums + m * out_channels + o, total, mask=(m <= length) & is_channel)
+    tl.store(sums + row * out_channels + channel, total, mask=(row <= length) & is_channel)
 
 
 def input_gradient_kernel(
@@ -414,37 +407,38 @@ def input_gradient_kernel(
     is_square = image < batch
     down = square % squares // squares_right + padding // stride
     right = square % squares_right + padding // stride
-    n = tl.program_id(1) * columns + tl.arange(0, columns)[None, :]
-    pixel_down = n // channels // 2
-    pixel_right = n // channels % 2
-    is_column = n < corners * channels
+    column = tl.program_id(1) * columns + tl.arange(0, columns)[None, :]
+    pixel_down = column // channels // 2
+    pixel_right = column // channels % 2
+    is_column = column < corners * channels
 
     total = tl.zeros((rows, columns), tl.float32)
-    for window in range(reach * reach):
-        back = window // reach
-        aside = window % reach
-        y = down - back
-        z = right - aside
-        is_window = is_square & (y >= 0) & (y < out_height) & (z >= 0) & (z < out_width)
-        place = (image * size + y * out_width + z) * out_channels
-        for start in range(0, out_channels, depth):
-            o = start + tl.arange(0, depth)[None, :]
-            mask = is_window & (o < out_channels)
-            value = tl.load(gradient + place + o, mask=mask, other=0.0)
-            where = tl.load(argmax + place + o, mask=mask, other=4)
-            o = start + tl.arange(0, depth)[:, None]
-            for corner in tl.static_range(corners):
-                tap_down = pixel_down + (back * stride - corner // 2)
-                tap_right = pixel_right + (aside * stride - corner % 2)
-                mask = is_column & (tap_down >= 0) & (tap_down < kernel) & (tap_right >= 0) & (tap_right < kernel)
-                tap = ((tap_down * kernel + tap_right) * channels + n % channels) * out_channels
-                weights = tl.load(weight + tap + o, mask=mask & (o < out_channels), other=0.0)
-                total = tl.dot(tl.where(where == corner, value, 0.0), weights, total, input_precision=precision)
+    slices: tl.constexpr = (out_channels + depth - 1) // depth
+    for step in range(reach * reach * slices):  # one loop: of nested ones Triton overlaps the inner's steps only
+        back = step // slices // reach
+        aside = step // slices % reach
+        start = step % slices * depth
+        vertical = down - back
+        horizontal = right - aside
+        is_window = is_square & (vertical >= 0) & (vertical < out_height) & (horizontal >= 0) & (horizontal < out_width)
+        place = (image * size + vertical * out_width + horizontal) * out_channels
+        channel = start + tl.arange(0, depth)[None, :]
+        mask = is_window & (channel < out_channels)
+        value = tl.load(gradient + place + channel, mask=mask, other=0.0)
+        where = tl.load(argmax + place + channel, mask=mask, other=4)
+        channel = start + tl.arange(0, depth)[:, None]
+        for corner in tl.static_range(corners):
+            tap_down = pixel_down + (back * stride - corner // 2)
+            tap_right = pixel_right + (aside * stride - corner % 2)
+            mask = is_column & (tap_down >= 0) & (tap_down < kernel) & (tap_right >= 0) & (tap_right < kernel)
+            tap = ((tap_down * kernel + tap_right) * channels + column % channels) * out_channels
+            weights = tl.load(weight + tap + channel, mask=mask & (channel < out_channels), other=0.0)
+            total = tl.dot(tl.where(where == corner, value, 0.0), weights, total, input_precision=precision)
 
-    y = down * stride + pixel_down - padding
-    z = right * stride + pixel_right - padding
-    mask = is_square & is_column & (y >= 0) & (y < height) & (z >= 0) & (z < width)
-    tl.store(out + ((image * height + y) * width + z) * channels + n % channels, total, mask=mask)
+    vertical = down * stride + pixel_down - padding
+    horizontal = right * stride + pixel_right - padding
+    mask = is_square & is_column & (vertical >= 0) & (vertical < height) & (horizontal >= 0) & (horizontal < width)
+    tl.store(out + ((image * height + vertical) * width + horizontal) * channels + column % channels, total, mask=mask)
 
 
 def ceil_divide(a: int, b: int) -> int:
@@ -744,8 +738,6 @@ def permutation_head_kernel(
         is_outside = value >= size
     value = tl.where(place < size, value, 0)
     tl.store(out + tl.program_id(0).to(tl.int64) * count + place, value, mask=place < count)
-
-
 
 
 @permutation_head_operator.register_kernel("cuda")

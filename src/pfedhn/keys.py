@@ -55,7 +55,8 @@ def permutation_head(key: Key, size: int | Tensor, count: int) -> Tensor:
     device = key.device if isinstance(key, Tensor) else size.device if isinstance(size, Tensor) else None
     keys = torch.as_tensor(key, dtype=torch.int64, device=device)
     sizes = torch.as_tensor(size, dtype=torch.int64, device=device)
-    return permutation_head_operator(*torch.broadcast_tensors(keys, sizes), count)
+    heads: Tensor = permutation_head_operator(*torch.broadcast_tensors(keys, sizes), count)
+    return heads
 
 
 @torch.library.custom_op("pfedhn::permutation_head", mutates_args=(), device_types="cpu")

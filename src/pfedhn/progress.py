@@ -1,48 +1,156 @@
-"""What a person sees while a run goes on: one line per run, with the accuracy so far."""
+"""What a person sees while runs go on: a moving line for each, with its accuracy so far; a lasting one when it ends."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from pfedhn.simulate import Progress as RunProgress
 from pfedhn.simulate import Simulation
 
-Watch = Callable[[RunProgress, Any], None]
+SECONDS_BETWEEN_UPDATES = 0.1  # a round may take a millisecond, and drawing one line takes about as long
+
+Watch: TypeAlias = Callable[[RunProgress, Any], None]
+"""Called after every round with the progress and the run."""
+
+
+class Update(NamedTuple):
+    """A run moved on."""
+
+    run: str
+    step: int
+    total: int
+    score: str  # the latest evaluation in words
+
+
+class Said(NamedTuple):
+    """A run has something to tell, say that a damaged checkpoint was passed over."""
+
+    run: str
+    sentence: str
+
+
+class Finished(NamedTuple):
+    run: str
+    result: Mapping[str, Any]
+
+
+class Failed(NamedTuple):
+    run: str
+    sentence: str
+
+
+Event: TypeAlias = Update | Said | Finished | Failed
+"""What runs report, also from one process to another."""
+
+
+def watch_run(run: str, simulation: Simulation, tell: Callable[[Update], None]) -> Watch:
+    """Tell of every evaluation, and in between often enough for the eye."""
+    total = simulation.num_rounds * simulation.clients_per_round
+    score, told = "starting", 0.0
+
+    def watch(progress: RunProgress, state: Any) -> None:
+        nonlocal score, told
+        if progress.evaluation is not None:
+            score = score_text(state)
+        elif time.monotonic() - told < SECONDS_BETWEEN_UPDATES and progress.step < total:
+            return
+        told = time.monotonic()
+        tell(Update(run, progress.step, total, score))
+
+    return watch
+
+
+def score_text(run: Any) -> str:
+    validation = run.history[-1]["validation"]
+    if "sample_mean" not in validation:
+        return f"validation loss {validation['loss']:.4f}"
+    return f"validation {100 * validation['sample_mean']:.1f} %"
+
+
+def result_text(result: Mapping[str, Any]) -> str:
+    """One finished run in a line."""
+    test = result["test"]
+    if "client_mean" in test:
+        scores = f"test {100 * test['client_mean']:.2f} % over clients, {100 * test['sample_mean']:.2f} % over samples"
+    else:
+        scores = f"test loss {test['loss']:.4f}"
+    return f"{scores}, {result['seconds']:.1f} s"
+
+
+class Display:
+    """Draws events: live lines on a terminal; elsewhere only what ends or goes wrong, a line each."""
+
+    def __init__(self, num_runs: int, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self.num_runs = num_runs
+        self.lines: dict[str, TaskID] = {}
+        self.progress = _progress(self.console)
+        self.all_runs: TaskID | None = None
+
+    def __enter__(self) -> "Display":
+        if self.console.is_terminal:
+            self.progress.start()
+            if self.num_runs > 1:
+                self.all_runs = self.progress.add_task("all runs", total=self.num_runs, score="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for line in [*self.lines.values(), *([] if self.all_runs is None else [self.all_runs])]:
+            self.progress.remove_task(line)
+        self.progress.stop()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Update(run, step, total, score):
+                if run not in self.lines:
+                    self.lines[run] = self.progress.add_task(escape(run), total=total, score=score, completed=step)
+                self.progress.update(self.lines[run], completed=step, score=score)
+            case Said(run, sentence):
+                self.console.print(f"{escape(run)}: {escape(sentence)}", highlight=False, soft_wrap=True)
+            case Finished(run, result):
+                self._end(run, f"[green]done[/]    {escape(run)}: {escape(result_text(result))}")
+            case Failed(run, _):  # why is said at the end, where it can be seen
+                self._end(run, f"[red]failed[/]  {escape(run)}")
+
+    def _end(self, run: str, line: str) -> None:
+        if run in self.lines:
+            self.progress.remove_task(self.lines.pop(run))
+        if self.all_runs is not None:
+            self.progress.advance(self.all_runs)
+        self.console.print(line, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def bar(console: Console | None = None) -> Iterator[Callable[[str, Simulation], Watch]]:
     """A live bar; the yielded function adds a line for one run and returns what to call as it moves."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[score]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(*columns, console=console or Console(stderr=True)) as display:
+    with _progress(console or Console(stderr=True)) as display:
 
         def add(name: str, simulation: Simulation) -> Watch:
-            total = simulation.num_rounds * simulation.clients_per_round
-            task = display.add_task(name, total=total, score="starting")
-
-            def watch(progress: RunProgress, run: Any) -> None:
-                if progress.evaluation is not None:
-                    display.update(task, score=_score(run))
-                display.update(task, completed=progress.step)
-
-            return watch
+            task = display.add_task(escape(name), total=None, score="starting")
+            return watch_run(
+                name,
+                simulation,
+                lambda update: display.update(task, completed=update.step, total=update.total, score=update.score),
+            )
 
         yield add
 
 
-def _score(run: Any) -> str:
-    validation = run.history[-1]["validation"]
-    if "sample_mean" not in validation:
-        return f"validation loss {validation['loss']:.4f}"
-    best = run.chosen.pools["validation"].sample_mean
-    return f"validation {100 * validation['sample_mean']:5.2f} % (best {100 * best:5.2f})"
+def _progress(console: Console) -> Progress:
+    """Narrow enough for a terminal of 80 columns."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[score]}"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+    )

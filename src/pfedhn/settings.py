@@ -1,7 +1,9 @@
 """Settings from outside (a TOML file, a command line, a keyword) checked against the fields of a frozen dataclass."""
 
 import difflib
+import json
 import math
+import re
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
@@ -25,17 +27,29 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 def build(spec: type[Spec], values: Mapping[str, Any], what: str) -> Spec:
-    """`spec(**values)` after checking every name and type; lists become tuples."""
+    """`spec(**values)` after checking every name and type."""
+    return spec(**checked(spec, values, what))
+
+
+def checked(spec: type[Any], values: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The values as `spec` takes them: lists become tuples, and "none" becomes None, for which TOML has no word."""
     hints = get_type_hints(spec)
-    names = [item.name for item in fields(spec)]  # type: ignore[arg-type]
-    ready = {}
+    names = [item.name for item in fields(spec)]
+    ready: dict[str, Any] = {}
     for name, value in values.items():
         if name not in names:
             raise SettingError(f"{what} has no field {name!r}; {closest(name, names)}")
         ready[name] = tuple(value) if isinstance(value, list) else value
+        if value == "none" and fits(None, hints[name]):
+            ready[name] = None
         if not fits(ready[name], hints[name]):
-            raise SettingError(f"{what}: {name} = {value!r} does not fit; it must be {describe(hints[name])}.")
-    return spec(**ready)
+            raise SettingError(f"{what}: {name} = {_shown(value)} does not fit; it must be {describe(hints[name])}.")
+    return ready
+
+
+def _shown(value: Any) -> str:
+    """A value as the person wrote it, or nearly: `true`, not `True`."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -64,11 +78,12 @@ def fits(value: Any, hint: Any) -> bool:
 def describe(hint: Any) -> str:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(describe(option) for option in arguments if option not in (type(None), Tensor))
+        options = [describe(option) for option in arguments if option not in (type(None), Tensor)]
+        return " or ".join(options + ['"none"'] * (type(None) in arguments))
     if origin is Literal:
         return "one of " + ", ".join(map(str, arguments))
     if origin is tuple:
-        return f"a list, each {describe(arguments[0])}"
+        return f"a list{'' if arguments[-1] is Ellipsis else f' of {len(arguments)}'}, each {describe(arguments[0])}"
     if get_origin(hint) in (dict, Mapping):
         return "a table"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -96,7 +111,7 @@ def parse_value(text: str) -> Any:
 
 def to_toml(table: Mapping[str, Any]) -> str:
     """A nested table as TOML; None is left out, since TOML has no such value."""
-    return "\n".join(_toml_lines(table, "")) + "\n"
+    return "\n".join(_toml_lines(table, "")).lstrip("\n") + "\n"
 
 
 def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
@@ -117,14 +132,23 @@ def _is_table_list(value: Any) -> bool:
 
 
 def _key(name: str) -> str:
-    return name if name.replace("-", "").replace("_", "").isalnum() else '"' + name + '"'
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else _toml_text(name)
 
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
+    if isinstance(value, int):
+        return repr(int(value))
+    if isinstance(value, float):
+        return repr(float(value))  # a NumPy number is a float with a repr of its own
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
-    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    if isinstance(value, str):
+        return _toml_text(value)
+    raise TypeError(f"{value!r} cannot be written as TOML")
+
+
+def _toml_text(text: str) -> str:
+    """JSON's escapes are TOML's, but that TOML wants DEL escaped too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

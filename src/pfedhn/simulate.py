@@ -153,8 +153,6 @@ class Simulation:
         known = ("auto", *EXECUTORS, "captured")
         if self.executor not in known:
             raise ValueError(f"there is no executor {self.executor!r}; there are {', '.join(known)}.")
-        for model in self.models.values():
-            _ = model.testing_module  # made now: a module cannot be made inside a vmap or a trace
 
     @property
     def clients_per_round(self) -> int:
@@ -300,10 +298,11 @@ class Simulation:
         raise Diverged.at(number, bad)
 
     def choose(self, state: State, pools: dict[str, PoolResult]) -> Evaluation:
-        """Note an evaluation of `state`; the memories of the first strictly best one are kept."""
+        """Note an evaluation and keep the first strictly best one; where there are no validation rows, the last."""
         evaluation = Evaluation(state.round * self.clients_per_round, state.round, pools)
-        score = pools["validation"].score
-        if state.best is None or score > state.best.evaluation.pools["validation"].score:
+        validation = pools["validation"]
+        is_blind = int(validation.count.sum()) == 0
+        if state.best is None or is_blind or validation.score > state.best.evaluation.pools["validation"].score:
             memories = state.memories
             kept = Memories(
                 copy(memories.shared),

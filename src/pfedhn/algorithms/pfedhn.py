@@ -17,26 +17,19 @@ from torch import Tensor
 
 from pfedhn import keys
 from pfedhn.algorithm import Group, Model, Rule, client_weights, layer_names
+from pfedhn.embeddings import Row, caught_up, step_powers
 from pfedhn.hypernetwork import Hypernetwork, default_embedding_dim
 from pfedhn.keys import Key
 from pfedhn.params import Params, clip, pick, pull_back, subtract, zeros_like
 from pfedhn.sgd import SGD, Batches, Rate
-
-NUM_POWERS = 32  # a row may be caught up over fewer than 2^32 missed steps
 
 
 class Shared(NamedTuple):
     phi: Params
     velocity: Params
     spectral: Params  # left singular vectors, only with spectral_norm
-    powers: Tensor  # A, A^2, A^4, ... of the matrix A that moves an unchosen row by one step
+    powers: Tensor  # of the matrix that moves an unchosen row by one step
     step: Tensor  # server steps so far
-
-
-class Row(NamedTuple):
-    embedding: Tensor
-    velocity: Tensor
-    last_step: Tensor  # the server step that embedding and velocity stand for
 
 
 class Private(NamedTuple):
@@ -86,7 +79,7 @@ class PFedHN:
         like = next(iter(next(iter(starts.values())).values()))
         phi = {name: value.to(like) for name, value in self.hypernetwork.init(shapes, key).items()}
         spectral = self.hypernetwork.init_spectral(phi, shapes, keys.fold(key, "spectral"))
-        powers = self.powers().to(like.device)
+        powers = step_powers(float(self.row_lr), self.momentum, self.weight_decay).to(like.device)
         return Shared(phi, zeros_like(phi), spectral, powers, torch.zeros((), dtype=torch.int64, device=like.device))
 
     def init_row(self, key: Key, descriptor: Tensor | None) -> Row:
@@ -156,34 +149,7 @@ class PFedHN:
         return received | private.head
 
     def up_to_date(self, rows: Row, shared: Shared) -> Row:
-        """Rows as the server's decay and left-over momentum have moved them since they were last chosen.
-
-        The published program moves EVERY embedding at every server step. One that gets no gradient follows
-        (velocity, value) -> A (velocity, value), so n missed steps are A^n, the product of the powers that n's bits name.
-        """
-        if self.embedding == "fixed":
-            return rows
-        missed = (shared.step - rows.last_step).clamp(min=0)  # a new client's row runs ahead of a frozen server
-        bits = torch.arange(len(shared.powers), device=missed.device)
-        chosen = ((missed[..., None] >> bits) & 1).bool()[..., None, None]
-        total = torch.where(chosen, shared.powers, torch.eye(2, dtype=torch.float64, device=missed.device))
-        while total.shape[-3] > 1:  # powers of one matrix commute: multiply them in pairs
-            left, right = total[..., ::2, :, :], total[..., 1::2, :, :]
-            total = (left[..., None] * right[..., None, :, :]).sum(-2)
-        state = torch.stack([rows.velocity, rows.embedding], dim=-2).double()
-        velocity, embedding = (
-            (total.squeeze(-3)[..., None] * state[..., None, :, :]).sum(-2).to(rows.velocity).unbind(-2)
-        )
-        return Row(embedding, velocity, shared.step.expand_as(missed))
-
-    def powers(self) -> Tensor:
-        """By repeated squaring in float64: the eigenvalues of A turn complex for large lr * decay."""
-        lr, momentum, decay = float(self.row_lr), self.momentum, self.weight_decay
-        power = torch.tensor([[momentum, decay], [-lr * momentum, 1 - lr * decay]], dtype=torch.float64)
-        powers = [power]
-        for _ in range(NUM_POWERS - 1):
-            powers.append(powers[-1] @ powers[-1])
-        return torch.stack(powers)
+        return rows if self.embedding == "fixed" else caught_up(rows, shared.powers, shared.step)
 
     @property
     def row_lr(self) -> Rate:

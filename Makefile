@@ -1,0 +1,39 @@
+# `make demo` and `make test` each do all they need: environment, install, run.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.installed
+
+.PHONY: help venv demo test check docs clean
+
+help:
+	@echo "make demo    train on the embedded digits and draw what came out (about two minutes after the install)"
+	@echo "make test    run the tests"
+	@echo "make check   ruff, mypy --strict, import-linter"
+	@echo "make docs    build the documentation into site/"
+	@echo "make clean   remove the environment and what was built"
+
+venv: $(SETUP)
+
+$(SETUP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,docs]"
+	touch $@
+
+demo: $(SETUP)
+	$(BIN)/pfedhn demo
+
+test: $(SETUP)
+	$(BIN)/pytest -n 2
+
+check: $(SETUP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+docs: $(SETUP)
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site build dist

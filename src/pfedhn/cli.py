@@ -1,0 +1,630 @@
+"""The command line: demo, list, run, report, data, doctor."""
+
+import importlib.util
+import inspect
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import click
+import numpy
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import pfedhn
+from pfedhn import datasets, partition
+from pfedhn import experiment as experiments
+from pfedhn import report as reports
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.checkpoint import write_atomically
+from pfedhn.executors import EXECUTORS
+from pfedhn.experiment import Cell, Directory, Experiment, Failure, Options, Outcome, failure_from, first_line
+from pfedhn.federation import POOLS, Federation
+from pfedhn.paper import DEMO, EXPERIMENTS
+from pfedhn.progress import Display
+from pfedhn.settings import SettingError, closest, parse_assignments
+
+BAD_INPUT, FAILED, STOPPED = 2, 1, 130  # exit codes
+
+EXTRAS = {
+    "data": (("datasets", "PIL"), "reads MNIST, CIFAR and Omniglot"),
+    "report": (("matplotlib",), "draws pictures"),
+    "tune": (("optuna",), "searches settings"),
+}
+"""Optional parts: the modules they need and what they are for."""
+
+
+class Stopped(Exception):
+    """Ctrl-C came, and the runs in a directory stand in their checkpoints."""
+
+
+class Commands(typer.core.TyperGroup):
+    """Ends every error a person can mend with one sentence and an exit code, and no traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            if isinstance(error, click.exceptions.NoArgsIsHelpError):
+                raise
+            command = (error.ctx or ctx).command_path
+            _complain(f"{error.format_message()} (`{command} --help` says more.)")
+            raise typer.Exit(BAD_INPUT) from None
+        except (click.exceptions.Exit, click.ClickException, click.Abort):
+            raise
+        except BrokenPipeError:  # the reader of `pfedhn list | head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except (Exception, KeyboardInterrupt) as error:
+            if ctx.params.get("debug"):
+                raise
+            sentence, code = _ending(error)
+            _complain(sentence)
+            raise typer.Exit(code) from None
+
+
+def _ending(error: BaseException) -> tuple[str, int]:
+    if isinstance(error, KeyboardInterrupt | Stopped):
+        return str(error) or "stopped.", STOPPED
+    failure = failure_from(error)
+    if isinstance(error, ImportError) and error.name is None:  # an extra is missing; the sentence says which
+        failure = Failure(str(error), True)
+    if failure is not None:
+        return failure.sentence, BAD_INPUT if failure.is_bad_input else FAILED
+    return f"{first_line(error)} (an error inside pfedhn; `pfedhn --debug ...` shows where).", FAILED
+
+
+def _complain(sentence: str) -> None:
+    Console(stderr=True).print(f"[red]error:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
+
+
+app = typer.Typer(
+    cls=Commands,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(
+    no_args_is_help=True, help="Data sets: which there are, decode one into the cache, look at how clients share it."
+)
+app.add_typer(data_app, name="data")
+
+
+def main() -> None:
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pfedhn {pfedhn.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="PFEDHN_DEBUG", help="Show the traceback of an error.")
+    ] = False,
+) -> None:
+    """Personalized federated learning with hypernetworks: a model of its own for every client.
+
+    [bold]pfedhn demo[/] shows it within two minutes; [bold]pfedhn list[/] what there is to run.
+    """
+
+
+OutOption = Annotated[Path | None, typer.Option("--out", help="Where the runs are kept.", show_default="runs/NAME")]
+JobsOption = Annotated[
+    int | None, typer.Option("--jobs", metavar="N", help="Runs side by side on a CPU.", show_default="one per core")
+]
+DataDirOption = Annotated[
+    Path | None,
+    typer.Option("--data-dir", help="Folder with the files of data sets; without it, the Hugging Face Hub."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Change a field of every cell (steps=100, partition.classes_per_client=2), a setting of every method "
+        "that has it (local_lr=0.01) or of one method (pfedhn.lr=0.05). Can be given several times.",
+    ),
+]
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Where the runs and the picture are kept.")] = Path("runs/demo"),
+    jobs: JobsOption = None,
+) -> None:
+    """Watch pFedHN learn on handwritten digits, beside other methods: a table, a picture, no downloads.
+
+    The same command again shows what is there; after Ctrl-C it goes on.
+
+    \b
+    [bold]Examples[/]
+      pfedhn demo
+      pfedhn demo --out /tmp/demo
+    """
+    screen = Console(stderr=True)
+    names = experiments.select(DEMO, [], None)
+    screen.print(f"[bold]{escape(DEMO.title)}.[/]", highlight=False)
+    methods = ", ".join(dict.fromkeys(cell.method for cell in DEMO.cells))
+    screen.print(f"{methods}; {len(DEMO.seeds)} seeds each: {len(names)} runs.", highlight=False)
+    _end(_run(DEMO, names, out, Options(source="demo"), jobs))
+    (found,) = reports.collect([out])
+    Console().print(reports.to_terminal(found))
+    typer.echo()
+    typer.echo(reports.sentence(found))
+    if importlib.util.find_spec("matplotlib") is None:
+        typer.echo("The picture needs matplotlib: pip install 'pfedhn[report]', then the same command again.")
+    else:
+        picture = out / "demo.png"
+        write_atomically(picture, reports.draw_demo(found))
+        typer.echo(f"The picture: {picture}")
+    typer.echo("Next: `pfedhn run demo --set partition.classes_per_client=2 --out runs/two-classes` (who wins now?),")
+    typer.echo(f"      `pfedhn report {out}` (tables and pictures as files), `pfedhn list` (what else there is).")
+
+
+@app.command("list")
+def list_all() -> None:
+    """List the methods, the data sets and the experiments.
+
+    \b
+    [bold]Example[/]
+      pfedhn list
+    """
+    console = Console()
+    console.print(_listing("methods", [(name, _method_line(name)) for name in ALGORITHMS]))
+    console.print(_listing("data sets", [(name, source.description) for name, source in datasets.DATASETS.items()]))
+    rows = [
+        (name, f"{item.title} ({len(item.cells)} cells, {len(item.seeds)} seeds each)")
+        for name, item in EXPERIMENTS.items()
+    ]
+    console.print(_listing("experiments", rows))
+    console.print("`pfedhn run NAME` runs an experiment; `pfedhn run FILE.toml` one of your own (see its --help).")
+
+
+def _listing(title: str, rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True, style="cyan")
+    for cells in rows:
+        table.add_row(*map(escape, cells))
+    table.add_row("")
+    return table
+
+
+def _method_line(name: str) -> str:
+    """The first line of the file that a paper has; of a variant, of its own function."""
+    made_by = ALGORITHMS[name]
+    described = inspect.getmodule(made_by) if inspect.isclass(made_by) else made_by
+    return (inspect.getdoc(described) or "").splitlines()[0]
+
+
+@app.command()
+def run(
+    experiment: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME-OR-FILE", help="An experiment that `pfedhn list` shows, or a TOML file.", show_default=False
+        ),
+    ] = None,
+    assignments: SetOption = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="FIELD=VALUE,...",
+            help="Only the runs that match: method=pfedhn,clients=50. A field given twice takes either value.",
+        ),
+    ] = None,
+    seeds: Annotated[
+        list[str] | None,
+        typer.Option("--seeds", metavar="N,...", help="Other seeds than the experiment's, e.g. 0,1."),
+    ] = None,
+    out: OutOption = None,
+    jobs: JobsOption = None,
+    data_dir: DataDirOption = None,
+    device: Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.", show_default="auto")] = None,
+    executor: Annotated[
+        str | None,
+        typer.Option(
+            "--executor", help=f"How a cohort is computed: auto, {', '.join(EXECUTORS)}.", show_default="auto"
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option("--checkpoint-every", metavar="STEPS", help="Steps between checkpoints.", show_default="a minute"),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", help="Threads of each run.", show_default="cores / jobs")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with the runs of a directory.")
+    ] = None,
+) -> None:
+    """Run an experiment, side by side on the cores there are, and print its table.
+
+    DIR holds one experiment, with a folder per run: its spec, its metrics as
+    they come, checkpoints and the result. The same command on the same DIR goes
+    on where it stopped, also after Ctrl-C or a power cut, and ends with the same
+    numbers as if it had never stopped.
+
+    \b
+    [bold]Examples[/]
+      pfedhn run demo
+      pfedhn run demo --set steps=1000 --set pfedhn.lr=0.05 --out runs/longer
+      pfedhn run table1-cifar10 --only method=pfedhn,method=fedavg,clients=50
+      pfedhn run table1-mnist --seeds 0,1 --data-dir ~/data
+      pfedhn run mine.toml --jobs 1
+      pfedhn run --resume runs/mine
+
+    \b
+    [bold]mine.toml[/] (the fields of every cell; a list makes a run of each value)
+      method = ["pfedhn", "local"]
+      dataset = "digits"
+      clients = [20, 50]
+      partition = {rule = "by_classes", classes_per_client = 5}
+      split = [0.5, 0.25, 0.25]
+      model = "mlp-32"
+      steps = 600
+      seeds = [0, 1, 2]
+      \\[methods.pfedhn]
+      lr = [0.01, 0.05]
+
+    \b
+    [bold]Your own data[/] in such a file
+      dataset = "clinics"       a folder with a folder per client: x.npy, y.npy
+      dataset = "visits.csv"    a table (.csv, .tsv, .parquet), and with it
+      columns = {client = "clinic", label = "outcome"}
+    """
+    if resume is not None:
+        given = {"NAME-OR-FILE": experiment, "--set": assignments, "--only": only, "--seeds": seeds, "--out": out}
+        if clash := [name for name, value in given.items() if value]:
+            raise SettingError(f"--resume goes on with what {resume} holds, so {clash[0]} cannot be given with it.")
+        directory = Directory(resume)
+        chosen, names = directory.read()
+        options = directory.options()
+    elif experiment is None:
+        raise SettingError(
+            "give the name or the file of an experiment, or --resume DIR; `pfedhn list` shows the names."
+        )
+    else:
+        chosen, source = _find(experiment)
+        chosen = experiments.with_assignments(chosen, parse_assignments(assignments or []))
+        experiments.check(chosen)
+        names = experiments.select(chosen, only or [], _numbers(seeds))
+        options = Options(source=source, assignments=tuple(assignments or []))
+    if data_dir is not None:
+        options = replace(options, data_dir=data_dir)
+    options = replace(
+        options,
+        device=options.device if device is None and resume is not None else _device(device or "auto"),
+        executor=executor or options.executor,
+        checkpoint_every=options.checkpoint_every if checkpoint_every is None else checkpoint_every,
+        threads=options.threads if threads is None else threads,
+    )
+    path = resume or out or Path("runs") / chosen.name
+    outcome = _run(chosen, names, path, options, jobs)
+    if outcome.results:
+        for found in reports.collect([path]):
+            Console().print(reports.to_terminal(found))
+    _end(outcome)
+
+
+def _find(name: str) -> tuple[Experiment, str]:
+    """An experiment by name or file, and how a later command should name it."""
+    if name in EXPERIMENTS:
+        return EXPERIMENTS[name], name
+    file = Path(name).expanduser()
+    if file.is_file():
+        return experiments.from_toml(file), str(file.resolve())
+    if file.suffix == ".toml" or os.sep in name:
+        raise SettingError(f"there is no file {name}.")
+    raise SettingError(f"there is no experiment {name!r}; {closest(name, EXPERIMENTS)}")
+
+
+def _numbers(texts: Sequence[str] | None) -> list[int] | None:
+    """`["0,1", "2"]` -> [0, 1, 2]."""
+    if not texts:
+        return None
+    try:
+        return list(dict.fromkeys(int(part) for text in texts for part in text.split(",")))
+    except ValueError:
+        raise SettingError(f"--seeds {' '.join(texts)} does not fit; it takes whole numbers, e.g. 0,1,2.") from None
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cpu" and not name.startswith("cuda"):
+        raise SettingError(f"there is no device {name!r}; {closest(name, ['auto', 'cpu', 'cuda'])}")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise SettingError("this PyTorch finds no CUDA device; `pfedhn doctor` says more, --device cpu works anywhere.")
+    return name
+
+
+def _run(chosen: Experiment, names: Sequence[str], path: Path, options: Options, jobs: int | None) -> Outcome:
+    """Everything between a checked command and its outcome."""
+    options.check()
+    if jobs is not None and jobs < 1:
+        raise SettingError(f"--jobs is {jobs}; it must be at least 1.")
+    directory = Directory(path)
+    experiments.check(chosen)
+    directory.refuse_other(chosen)
+    names = experiments.with_pretraining(chosen, names)
+    left = [name for name in names if not (path / name / "result.json").exists()]
+    screen = Console(stderr=True)
+    for name in dict.fromkeys(experiments.find_run(chosen, run)[0].dataset for run in left):
+        if name in datasets.DATASETS:
+            _get(name, options.data_dir, again=False)
+    experiments.prepare(path, chosen, left, options)
+    directory.open(chosen, names, options)
+    if len(left) < len(names):
+        screen.print(f"{len(names) - len(left)} of {len(names)} runs are finished already.", highlight=False)
+    try:
+        with Display(len(left), screen) as display:
+            return experiments.run_many(path, chosen, names, jobs=jobs, options=options, listen=display)
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped; `pfedhn run --resume {path}` goes on.") from None
+
+
+def _end(outcome: Outcome) -> None:
+    """Failed runs once more, where they can be seen: a line for each reason."""
+    if not outcome.failures:
+        return
+    reasons: dict[str, list[str]] = {}
+    for name, failure in outcome.failures.items():
+        reasons.setdefault(failure.sentence, []).append(name)
+    for sentence, names in reasons.items():
+        who = names[0] if len(names) == 1 else f"{len(names)} runs ({names[0]}, ...)"
+        _complain(f"{who}: {sentence}")
+    raise typer.Exit(BAD_INPUT if all(failure.is_bad_input for failure in outcome.failures.values()) else FAILED)
+
+
+@app.command()
+def report(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Directories that `pfedhn run` made.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where the files are written.", show_default="DIR/report")
+    ] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--format", metavar="md,csv,...", help=f"Of {', '.join(reports.FORMATS)}.", show_default="all"),
+    ] = None,
+    average: Annotated[
+        str, typer.Option("--average", help="Which accuracy is compared and drawn: over clients or over samples.")
+    ] = "clients",
+) -> None:
+    """Make tables and pictures of finished and unfinished runs, from their files alone.
+
+    Several directories of one experiment are put together seed by seed; those
+    of different experiments stand side by side. Accuracy is that of each client's
+    own model on its own test rows, at the round chosen on validation: the mean
+    over clients, then mean ± sample deviation over seeds.
+
+    \b
+    [bold]Examples[/]
+      pfedhn report runs/demo
+      pfedhn report runs/table1-cifar10 runs/table1-cifar100 --out results
+      pfedhn report runs/demo --format md,png
+    """
+    if average not in get_args(reports.Average):
+        raise SettingError(f"--average {average} does not fit; it takes clients or samples.")
+    over: reports.Average = "samples" if average == "samples" else "clients"
+    wanted = [part.strip() for text in formats or [] for part in text.split(",")]
+    found = reports.collect(directories)
+    console = Console()
+    for item in found:
+        console.print(reports.to_terminal(item, over))
+    if not wanted:
+        wanted = list(reports.FORMATS)
+        if importlib.util.find_spec("matplotlib") is None:
+            wanted = [name for name in wanted if name not in ("png", "html")]
+            Console(stderr=True).print("no pictures: they need matplotlib (pip install 'pfedhn[report]').")
+    place = out or (directories[0] / "report" if len(directories) == 1 else Path("report"))
+    files = reports.write(found, place, wanted, over)
+    typer.echo(f"Written to {place}: {', '.join(file.name for file in files)}")
+
+
+@app.command()
+def doctor() -> None:
+    """Check what this machine has: Python, PyTorch, device, optional parts, cache, data sets.
+
+    Ends with code 1 if something that every run needs is missing.
+
+    \b
+    [bold]Example[/]
+      pfedhn doctor
+    """
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column()
+    table.add_row("pfedhn", f"{pfedhn.__version__}, {Path(pfedhn.__file__).parent}")
+    table.add_row("python", f"{platform.python_version()}, {sys.executable}")
+    table.add_row("torch", f"{torch.__version__}, NumPy {numpy.__version__}")
+    table.add_row("device", escape(_device_line()))
+    table.add_row("cores", f"{experiments.num_cores()} ({experiments.processor_name()})")
+    table.add_row("threads", f"{torch.get_num_threads()} unless --jobs or --threads say otherwise")
+    for name, (modules, purpose) in EXTRAS.items():
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        state = f"present ({purpose})" if not missing else f"missing ({purpose}): pip install 'pfedhn[{name}]'"
+        table.add_row(f"extra {name}", escape(state))
+    cache = datasets.cache_path("digits").parent
+    trouble = _write_trouble(cache)
+    state = (
+        "can be written" if trouble is None else f"cannot be written ({trouble}); set PFEDHN_CACHE to another folder"
+    )
+    table.add_row("cache", escape(f"{cache}: {state}"))
+    for name in datasets.DATASETS:
+        hint = f": pfedhn data get {name}" if _data_state(name) == "not cached" else ""
+        table.add_row(f"data {name}", _data_state(name) + hint)
+    Console().print(table)
+    try:
+        datasets.load("digits")
+    except Exception as error:  # whatever it is, the person should see it here
+        _complain(f"the embedded data set cannot be read ({first_line(error)}); install scikit-learn anew.")
+        raise typer.Exit(FAILED) from None
+    typer.echo("Ready: `pfedhn demo`.")
+
+
+def _device_line() -> str:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        return f"cuda ({', '.join(names)}; CUDA {torch.version.cuda}), which --device auto takes"
+    built = f"PyTorch is built for CUDA {torch.version.cuda}, but finds no GPU" if torch.version.cuda else "no CUDA"
+    return f"cpu ({built})"
+
+
+def _write_trouble(folder: Path) -> str | None:
+    """Why nothing can be written there; None if it can."""
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _data_state(name: str) -> str:
+    if name == "digits":
+        return "always there"
+    if datasets.cache_path(name).with_suffix(".json").exists():
+        return "cached"
+    return "not cached"
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """List the data sets, and which are in the cache.
+
+    \b
+    [bold]Example[/]
+      pfedhn data list
+    """
+    rows = [(name, source.description, _data_state(name)) for name, source in datasets.DATASETS.items()]
+    Console().print(_listing("data sets", rows))
+
+
+@data_app.command("get")
+def data_get(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="mnist, cifar10, cifar100, omniglot.")],
+    data_dir: DataDirOption = None,
+    again: Annotated[bool, typer.Option("--again", help="Decode even if there is a cached copy.")] = False,
+) -> None:
+    """Decode a data set into the cache, from files or from the Hugging Face Hub.
+
+    The cache is the folder in the environment variable PFEDHN_CACHE, or
+    ~/.cache/pfedhn; it can be copied to a machine without network.
+
+    \b
+    [bold]Examples[/]
+      pfedhn data get cifar10
+      pfedhn data get omniglot --data-dir ~/data
+    """
+    typer.echo(f"{name}: {_get(name, data_dir, again)}")
+
+
+def _get(name: str, data_dir: Path | None, again: bool) -> Path:
+    """Decode into the cache; the bar appears with the first image."""
+    display = Progress(
+        TextColumn("decoding {task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+    def move(done: int, total: int) -> None:
+        if not display.tasks:
+            display.add_task(name, total=total)
+            display.start()
+        display.update(display.tasks[0].id, completed=done)
+
+    try:
+        return datasets.get(name, data_dir, move, again)
+    finally:
+        if display.tasks:
+            display.stop()
+
+
+@data_app.command("show")
+def data_show(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="A data set, or an experiment or TOML file, whose first cell is shown."),
+    ],
+    assignments: SetOption = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the split.")] = 0,
+    data_dir: DataDirOption = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw it as well (.png, .pdf or .svg).")
+    ] = None,
+) -> None:
+    """Show how clients share a data set: their rows, their classes, what is left unused.
+
+    \b
+    [bold]Examples[/]
+      pfedhn data show demo --plot split.png
+      pfedhn data show digits --set clients=20
+      pfedhn data show mnist --set partition.rule=dirichlet \\
+                             --set partition.alpha=0.1
+    """
+    chosen = Experiment(name, (_cell_for(name),)) if name in datasets.DATASETS else _find(name)[0]
+    chosen = experiments.with_assignments(chosen, parse_assignments(assignments or []))
+    experiments.check(chosen)
+    cell = chosen.cells[0]
+    if cell.dataset in datasets.DATASETS:
+        _get(cell.dataset, data_dir, again=False)
+    assignment, pools = _shared_out(experiments.build_federation(cell, seed, data_dir))
+    typer.echo(partition.describe(assignment, pools))
+    if picture is not None:
+        partition.plot(assignment, pools, picture)
+        typer.echo(f"The picture: {picture}")
+
+
+def _cell_for(name: str) -> Cell:
+    """A data set as the paper splits it."""
+    if name == "digits":
+        return DEMO.cells[0]
+    if name == "omniglot":
+        return Cell(dataset=name, clients=50, partition={"rule": "by_group"}, split=(0.7, 0.15, 0.15), model="omniglot")
+    return next(cell for item in EXPERIMENTS.values() for cell in item.cells if cell.dataset == name)
+
+
+def _shared_out(federation: Federation) -> tuple[partition.Assignment, dict[str, partition.Labels]]:
+    """A federation as `partition.describe` takes it; rows that nobody owns are counted in the pools they come from."""
+    owned = {name: federation.pools[name] for name in POOLS}
+    taken = torch.zeros(len(federation.y), dtype=torch.bool)
+    for rows in owned.values():
+        taken[rows.index] = True
+    left = federation.y[~taken].numpy()
+    pools, clients, unused = {}, {}, {}
+    for name, rows in owned.items():
+        number = federation.unused.get(name, 0)
+        start = len(rows.index)
+        pools[name] = partition.Labels(numpy.concatenate([federation.y[rows.index].numpy(), left[:number]]))
+        left = left[number:]
+        offsets, sizes = rows.offset.tolist(), rows.size.tolist()
+        clients[name] = [numpy.arange(a, a + b) for a, b in zip(offsets, sizes, strict=True)]
+        unused[name] = numpy.arange(start, start + number)
+    shares = numpy.zeros((federation.num_clients, int(federation.y.max()) + 1))
+    for name, lists in clients.items():
+        for client, numbers in enumerate(lists):
+            shares[client, pools[name].y[numbers]] = 1.0
+    return partition.Assignment(clients, unused, shares), pools

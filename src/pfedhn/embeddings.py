@@ -1,0 +1,47 @@
+"""Rows that a server's SGD moves at every step, chosen or not, brought up to date only when somebody looks.
+
+The published program decays EVERY embedding at every server step and lets its left-over momentum move it. A row that
+gets no gradient follows (velocity, value) -> A (velocity, value) with a fixed 2x2 matrix A, so n missed steps are A^n.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NUM_POWERS = 32  # a row may be caught up over fewer than 2^32 missed steps
+
+
+class Row(NamedTuple):
+    """The server's memory of one client; a leading axis makes a table of them."""
+
+    embedding: Tensor
+    velocity: Tensor
+    last_step: Tensor  # the server step that embedding and velocity stand for
+
+
+def step_powers(lr: float, momentum: float, weight_decay: float) -> Tensor:
+    """A, A^2, A^4, ...: by repeated squaring in float64, since A's eigenvalues turn complex for large lr * decay."""
+    matrix = [[momentum, weight_decay], [-lr * momentum, 1 - lr * weight_decay]]
+    powers = [torch.tensor(matrix, dtype=torch.float64)]
+    for _ in range(NUM_POWERS - 1):
+        powers.append(powers[-1] @ powers[-1])
+    return torch.stack(powers)
+
+
+def caught_up(rows: Row, powers: Tensor, step: Tensor) -> Row:
+    """Rows as they stand at `step`: A^n is the product of the powers that the bits of n name."""
+    missed = (step - rows.last_step).clamp(min=0)  # a new client's row runs ahead of a frozen server
+    bits = torch.arange(len(powers), device=missed.device)
+    chosen = ((missed[..., None] >> bits) & 1).bool()[..., None, None]
+    total = torch.where(chosen, powers, torch.eye(2, dtype=torch.float64, device=missed.device))
+    while total.shape[-3] > 1:  # powers of one matrix commute: multiply them in pairs
+        total = _product(total[..., ::2, :, :], total[..., 1::2, :, :])
+    state = torch.stack([rows.velocity, rows.embedding], dim=-2)
+    velocity, embedding = _product(total.squeeze(-3), state.double()).to(state.dtype).unbind(-2)
+    return Row(embedding, velocity, step.expand_as(missed))
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """A matrix product as sums of products, which a compiler fuses where it would call a library for each."""
+    return (left[..., None] * right[..., None, :, :]).sum(-2)
