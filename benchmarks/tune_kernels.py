@@ -108,6 +108,11 @@ class Problem(NamedTuple):
     def key(self) -> Any:
         return kernels.config_key(self.kind, self.shapes["x"], self.shapes["out"], self.layer.kernel)
 
+    @property
+    def blocks(self) -> Any:
+        """Those in use now."""
+        return kernels.blocks_for(self.kind, self.shapes["x"], self.shapes["out"], self.layer.kernel)
+
     def product(self) -> tuple[int, int, int]:
         """Rows, columns and depth of the whole matrix product."""
         layer = self.layer
@@ -150,10 +155,7 @@ class Problem(NamedTuple):
         )
 
     def first_candidates(self, count: int) -> list[Any]:
-        known = [
-            kernels.default_blocks(self.key),
-            *([kernels.CONFIGS[self.key]] if self.key in kernels.CONFIGS else []),
-        ]
+        known = [self.blocks, kernels.default_blocks(self.key)]
         choices = itertools.product(
             (16, 32, 64, 128, 256, 512),
             (16, 32, 64, 128),
@@ -211,6 +213,7 @@ class Case:
     @torch.backends.cudnn.flags(enabled=False)  # its transforms (FFT, Winograd) would round
     def __init__(self, layer: Layer, runs: int) -> None:
         torch.manual_seed(0)
+        self.place = (layer, runs)
         shapes = Problem("forward", layer, runs).shapes
         self.tensors = {name: integers(*shapes[name]) for name in ("x", "weight", "bias")}
         self.tensors["gradient"] = integers(*shapes["out"])
@@ -278,14 +281,19 @@ def only_compile() -> None:
     kernels.compiled = lambda kernel: Warming(compiled(kernel))
 
 
-def compile_candidate(problem: Problem, blocks: Any) -> str:
+def compiling_processes(count: int) -> ProcessPoolExecutor | None:
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(count, mp_context=spawn, initializer=only_compile) if count else None
+
+
+def compile_candidate(problem: Problem, blocks: Any, precision: str = "tf32") -> str:
     """In another process. Says what went wrong, if anything did."""
     shapes = problem.shapes
     tensors = {name: torch.empty(shapes[name]) for name in ("x", "weight", "bias")}
     tensors["gradient"] = torch.empty(shapes["out"])
     tensors["argmax"] = torch.empty(shapes["out"], dtype=torch.int8)
     try:
-        problem.call(blocks, tensors)
+        problem.call(blocks, tensors, precision)
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:200]
     return ""
@@ -387,13 +395,9 @@ def tune(arguments: argparse.Namespace) -> int:
     layers = LAYERS + (OTHER_WIDTH if arguments.compare else [])
     chosen = problems([layer for layer in layers if arguments.only in layer.name])
     tuning = Tuning(arguments.output, time.monotonic() + arguments.seconds)
-    workers = arguments.workers
-    pool = None
-    if workers:
-        spawn = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=only_compile)
+    pool = compiling_processes(arguments.workers)
     gc.freeze()  # a capture collects garbage, and PyTorch itself is most of what there is to look through
-    print(f"{len(chosen)} kernels, {workers} processes compile, {torch.cuda.get_device_name()}", flush=True)
+    print(f"{len(chosen)} kernels, {arguments.workers} processes compile, {torch.cuda.get_device_name()}", flush=True)
     try:
         candidates = {problem: problem.first_candidates(arguments.first) for problem in chosen}
         while any(candidates.values()) and tuning.time_left() > 0:
@@ -448,12 +452,11 @@ def forward_and_backward(forward: Callable[[], Tensor], leaves: list[Tensor]) ->
     return torch.autograd.grad(forward().sum(), leaves)
 
 
-def check() -> int:
+def check(arguments: argparse.Namespace) -> int:
     """Every kernel, the transforms over them, and the permutation; 0 if all is right."""
     warnings.simplefilter("ignore")
-    torch.use_deterministic_algorithms(
-        True, warn_only=True
-    )  # fills new tensors with NaN: whatever stays unwritten shows
+    # Deterministic mode fills new tensors with NaN: what a kernel leaves unwritten shows.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     odd = [
         Layer(f"odd {number}", *shape)
         for number, shape in enumerate(
@@ -470,22 +473,31 @@ def check() -> int:
             ]
         )
     ]
+    layers = [*LAYERS, *OTHER_WIDTH, *odd]
+    kinds = ("forward", "weight_gradient", "input_gradient")
+    every = [
+        (Problem(kind, layer, runs), precision)
+        for layer, runs, kind, precision in itertools.product(layers, (1, 3, 16), kinds, ("tf32", "ieee"))
+    ]
+    pool = compiling_processes(arguments.workers)
+    if pool:
+        with pool:
+            for problem, precision in every:
+                pool.submit(compile_candidate, problem, problem.blocks, precision)
+        print("compiled", flush=True)
     wrong = 0
-    for layer in [*LAYERS, *OTHER_WIDTH, *odd]:
-        for runs in (1, 3, 16):
-            case = Case(layer, runs)
-            for kind, precision in itertools.product(case.expected, ("tf32", "ieee")):
-                problem = Problem(kind, layer, runs)
-                shapes = problem.shapes
-                blocks = kernels.blocks_for(kind, shapes["x"], shapes["out"], layer.kernel)
-                try:
-                    result = "right" if case.is_right(problem, blocks, precision) else "WRONG"
-                except Exception as error:
-                    result = f"{type(error).__name__}: {error}"[:300]
-                if result != "right":
-                    wrong += 1
-                    print(f"{problem} {precision} {tuple(blocks)}: {result}", flush=True)
-        print(f"{layer.name}: checked", flush=True)
+    case = None
+    for problem, precision in every:
+        if case is None or case.place != (problem.layer, problem.runs):
+            case = Case(problem.layer, problem.runs)
+        try:
+            result = "right" if case.is_right(problem, problem.blocks, precision) else "WRONG"
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"[:300]
+        if result != "right":
+            wrong += 1
+            print(f"{problem} {precision} {tuple(problem.blocks)}: {result}", flush=True)
+    print(f"{len(every)} kernels checked", flush=True)
     torch.use_deterministic_algorithms(False)
     for name, test in (("transforms", check_transforms), ("permutation", check_permutation)):
         try:
@@ -589,7 +601,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs a GPU")
-    return check() if arguments.check else tune(arguments)
+    return check(arguments) if arguments.check else tune(arguments)
 
 
 if __name__ == "__main__":

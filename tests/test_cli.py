@@ -1,6 +1,7 @@
 """The command line as a person meets it: what it prints, what it refuses, its exit codes, and killing it."""
 
 import errno
+import importlib.util
 import json
 import os
 import random
@@ -129,8 +130,8 @@ def test_list_names_everything() -> None:
 
 
 def test_doctor_says_what_is_there_and_how_to_get_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = cli.importlib.util.find_spec
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     result = invoke("doctor")
     assert result.exit_code == 0
     words = " ".join(result.output.split())
@@ -215,6 +216,26 @@ def test_seeds_can_be_given_both_ways_and_only_and_set_choose() -> None:
     ]
     specs = Path("runs/mine/fedavg-digits-6-seed4/spec.toml").read_text()
     assert "steps = 5" in specs
+
+
+def test_runs_that_are_left_keep_the_threads_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs on two cores have one each; one that is left over must not get both, or its bits would differ."""
+    monkeypatch.setattr(experiment, "num_cores", lambda: 2)
+    short = ["run", "mine.toml", "--set", "steps=5", "--out", "some"]
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "_run_side_by_side", interrupt)
+        result = invoke(*short)
+        assert result.exit_code == 130
+        assert result.stderr.strip() == "stopped; `pfedhn run --resume some` goes on."
+    assert invoke(*short, "--only", "method=fedavg").exit_code == 0
+    assert invoke("run", "--resume", "some").exit_code == 0
+    for method in METHODS:
+        result_file = Path("some", f"{method}-digits-6-seed0", "result.json")
+        assert json.loads(result_file.read_text())["environment"]["threads"] == 1
+
+
+def interrupt(*arguments: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_report_writes_beside_the_runs(finished: Path) -> None:

@@ -1,6 +1,7 @@
 """Experiments: cells from files and command lines, directories, and runs side by side."""
 
 import json
+import multiprocessing
 import os
 import shlex
 import signal
@@ -456,7 +457,7 @@ def test_a_killed_worker_costs_its_run_alone(tmp_path: Path) -> None:
     def listen(event: Event) -> None:
         if isinstance(event, Update) and event.run == "pfedhn-digits-6-seed0" and not killed:
             killed.append(event.run)
-            for process in module.multiprocessing.active_children():
+            for process in multiprocessing.active_children():
                 os.kill(process.pid or 0, signal.SIGKILL)
 
     long = with_assignments(SMALL, {"pfedhn.steps": 100_000})
@@ -509,7 +510,7 @@ def test_stopping_the_runs_side_by_side_leaves_checkpoints_to_go_on_from(tmp_pat
         run_many(tmp_path, SMALL, names, jobs=2, listen=listen)
     assert stopped.is_set()
     assert any((tmp_path / name).glob("checkpoint-*.json") for name in names)
-    assert not module.multiprocessing.active_children()
+    assert not multiprocessing.active_children()
     outcome = run_many(tmp_path, SMALL, names, jobs=1, options=Options(threads=1))
     assert not outcome.failures
     for name in names:

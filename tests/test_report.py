@@ -306,7 +306,7 @@ def test_a_task_without_accuracy_is_reported_by_its_loss(tmp_path: Path) -> None
     (report,) = collect([path])
     assert report.measure == "test loss"
     assert details(report)[1][1] == f"0.6000 ± {statistics.stdev([0.5, 0.7]):.4f}"
-    assert module.draw_clients(report, report.columns[0]) is None
+    assert list(pictures_of([report])) == ["curves-digits-4.png"]
     assert sentence(report) == ""
 
 
@@ -340,6 +340,13 @@ def test_without_matplotlib_a_sentence_says_what_to_install(
     with pytest.raises(ImportError, match=r"drawing needs matplotlib: pip install 'pfedhn\[report\]'"):
         pictures_of([found])
     write([found], tmp_path, ["md", "csv", "tex"])
+
+
+def test_runs_that_have_not_begun_make_tables_but_no_pictures(tmp_path: Path) -> None:
+    Directory(tmp_path / "new").open(EXPERIMENT, list(EXPERIMENT.runs()))
+    reports = collect([tmp_path / "new"])
+    assert pictures_of(reports) == {}
+    assert "No run is finished yet." in to_markdown(reports)
 
 
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:

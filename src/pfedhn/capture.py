@@ -8,8 +8,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, get_type_hints
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from pfedhn.evaluate import evaluate, plan, to_pools
 from pfedhn.executors import EXECUTORS, Function, TracedScan
 from pfedhn.federation import Rows, cohort, draw_batches
 from pfedhn.params import Params, copy, num_bytes, stack, take
-from pfedhn.sgd import Batches, scanning
+from pfedhn.sgd import Batches, Rate, scanning
 from pfedhn.simulate import EVALUATED_POOLS, Diverged, Progress, Simulation, State
 
 Signature: TypeAlias = tuple[tuple[str, int], ...]
@@ -34,8 +34,11 @@ MAX_STREAMS = 32  # clients of a cohort that work at the same time
 _compiled: dict[Any, Function] = {}
 
 
-def compile_graph(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
-    """Compile a traced graph; runs with the same graph and shapes share the result, whatever their seeds and rates."""
+def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool = True) -> Function:
+    """Compile a traced graph; runs with the same graph and shapes share the result, whatever their seeds and rates.
+
+    Only a local step, which a round repeats K times, is worth choosing kernels for by timing them.
+    """
     if not arguments[0].is_cuda:
         return graph.forward  # a CPU gains nothing that would pay for the compiler
     constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
@@ -45,7 +48,8 @@ def compile_graph(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
         import torch._inductor.config as inductor
 
         inductor.max_autotune_gemm_backends = "TRITON"  # cuBLAS chooses slow kernels for products this small
-        mode = "max-autotune-no-cudagraphs" if is_autotuned() else None
+        inductor.autotune_num_choices_displayed = 0
+        mode = "max-autotune-no-cudagraphs" if is_step and is_autotuned() else None
         _compiled[key] = torch.compile(graph, dynamic=False, fullgraph=True, mode=mode)
     return _compiled[key]
 
@@ -73,11 +77,21 @@ def traced(function: Function) -> Function:
             graph = make_fx(flat)(*copy(leaves))  # tracing runs the function: let it write to copies
             graph.graph.eliminate_dead_code()
             graph.recompile()
-            ready[key] = (compile_graph(graph, leaves), results[-1])
+            ready[key] = (compile_graph(graph, leaves, is_step=False), results[-1])
         compiled, output_spec = ready[key]
         return pytree.tree_unflatten(compiled(*leaves), output_spec)
 
     return call
+
+
+def rates(algorithm: Any, dtype: torch.dtype, device: torch.device) -> Params:
+    """The settings that a grid varies, as tensors: graphs take them as data, so that a grid compiles once."""
+    hints = get_type_hints(type(algorithm))
+    names = [name for name, hint in hints.items() if hint in (Rate, Rate | None)]
+    given = {name: getattr(algorithm, name) for name in names}
+    return {
+        name: torch.as_tensor(value, dtype=dtype, device=device) for name, value in given.items() if value is not None
+    }
 
 
 def send_to_all(simulation: Simulation, model: Model, shared: Any, rows: Any, count: int) -> Params:
@@ -115,6 +129,7 @@ class CapturedRun:
         self.batch_key = torch.tensor(keys.fold(simulation.seed, "batches"), device=device)
         # Made here: the compiler takes an arange inside a graph for 32-bit indices, and keys need 64 bits.
         self.steps = torch.arange(simulation.algorithm.num_batches, device=device)
+        self.rates = rates(simulation.algorithm, next(iter(simulation.models.values())).dtype, device)
         self.personalise_key = torch.tensor(keys.fold(simulation.seed, "personalise"), device=device)
         rounds = torch.arange(simulation.num_rounds)
         members = cohort(
@@ -180,7 +195,10 @@ class CapturedRun:
         """The server step, and everything that is remembered written back, unless a number is not finite."""
         simulation = self.simulation
 
-        def after(counter: Tensor, bad: Tensor, memories: Any, slots: Any, sizes: Tensor, returned: Any) -> None:
+        def after(
+            counter: Tensor, bad: Tensor, memories: Any, slots: Any, sizes: Tensor, rates: Params, returned: Any
+        ) -> None:
+            algorithm = replace(simulation.algorithm, **rates)  # type: ignore[type-var]
             shared, rows_table, private_tables = memories
             groups = [
                 Group(simulation.models[name], rows, updates, sizes[members])
@@ -189,7 +207,7 @@ class CapturedRun:
             finite = torch.cat([_finite(updates, private, len(members)) for members, _, updates, private in returned])
             everybody = torch.cat([members for members, *_ in returned])
             is_good = finite.all() & (bad[0] < 0)
-            new_shared, new_rows = simulation.algorithm.receive(shared, groups)
+            new_shared, new_rows = algorithm.receive(shared, groups)
             for old, new in zip(pytree.tree_leaves(shared), pytree.tree_leaves(new_shared), strict=True):
                 old.copy_(torch.where(is_good, new, old))
             for (name, _), (members, rows, _, private), rows_after in zip(signature, returned, new_rows, strict=True):
@@ -222,7 +240,7 @@ class CapturedRun:
             (members, rows, *stack([next(results) for _ in range(count)]))
             for (_, count), (members, rows, *_) in zip(signature, prepared, strict=True)
         ]
-        self.after[signature](self.counter, self.bad, memories, self.slots, train.size, stacked)
+        self.after[signature](self.counter, self.bad, memories, self.slots, train.size, self.rates, stacked)
 
     def _train_side_by_side(self, work: Sequence[tuple[Model, Params, Any, Batches]]) -> list[tuple[Params, Any]]:
         """Every client's local steps, on branches of the graph that do not wait for one another."""

@@ -68,7 +68,10 @@ class Commands(typer.core.TyperGroup):
             if ctx.params.get("debug"):
                 raise
             sentence, code = _ending(error)
-            _complain(sentence)
+            if code == STOPPED:
+                typer.echo(sentence, err=True)
+            else:
+                _complain(sentence)
             raise typer.Exit(code) from None
 
 
@@ -371,6 +374,9 @@ def _run(chosen: Experiment, names: Sequence[str], path: Path, options: Options,
         if name in datasets.DATASETS:
             _get(name, options.data_dir, again=False)
     experiments.prepare(path, chosen, left, options)
+    if options.threads is None and (path / "experiment.toml").exists():
+        options = replace(options, threads=directory.options().threads)  # however few runs are left by now
+    options = options.with_threads(len(names), jobs)
     directory.open(chosen, names, options)
     if len(left) < len(names):
         screen.print(f"{len(names) - len(left)} of {len(names)} runs are finished already.", highlight=False)

@@ -15,6 +15,7 @@ import re
 import shlex
 import signal
 import subprocess
+import threading
 import time
 import tomllib
 import traceback
@@ -491,7 +492,7 @@ class Options:
     device: str = "cpu"
     executor: str = "auto"
     checkpoint_every: int | None = None
-    threads: int | None = None  # of each run; those of a run that has begun stay as they were
+    threads: int | None = None  # of each run: with another number its sums round otherwise, and the bits differ
 
     def check(self) -> None:
         if self.executor not in ("auto", *EXECUTORS):
@@ -501,6 +502,12 @@ class Options:
         for name in ("checkpoint_every", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise SettingError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+
+    def with_threads(self, num_runs: int, jobs: int | None) -> "Options":
+        """Share the cores among the runs side by side, unless it was said how many threads each has."""
+        if self.threads is not None or self.device != "cpu":
+            return self
+        return replace(self, threads=max(1, num_cores() // num_jobs(num_runs, jobs)))
 
     def engine(self) -> dict[str, Any]:
         return {"data_dir": self.data_dir, "device": self.device, "executor": self.executor}
@@ -805,6 +812,10 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def num_jobs(num_runs: int, wanted: int | None) -> int:
+    return max(1, min(num_runs, wanted or num_cores()))
+
+
 def run_many(
     directory: Path,
     experiment: Experiment,
@@ -820,17 +831,18 @@ def run_many(
 
     jobs: by default as many as there are runs or cores, whichever is less; on a GPU one.
     """
-    options = options or Options()
+    names = with_pretraining(experiment, names)
+    options = (options or Options()).with_threads(
+        len(names), jobs
+    )  # as if none were finished: the bits must not change
     outcome = Outcome()
     waiting = []
-    for name in with_pretraining(experiment, names):
+    for name in names:
         if (result := read_result(directory / name)) is not None:
             outcome.results[name] = result
         else:
             waiting.append(name)
-    cores = num_cores()
-    jobs = max(1, min(len(waiting), jobs or cores)) if options.device == "cpu" else 1
-    options = replace(options, threads=options.threads or max(1, cores // jobs))
+    jobs = num_jobs(len(waiting), jobs) if options.device == "cpu" else 1
     queue = _Queue(experiment, waiting, outcome, listen)
     if jobs == 1:
         while (next_run := queue.take()) is not None:
@@ -968,10 +980,9 @@ def _run_side_by_side(queue: _Queue, directory: Path, jobs: int, options: Option
                     if not _hear(queue, worker):
                         workers.remove(worker)
         finally:
-            for worker in workers:
-                worker.pipe.close()  # an idle worker ends by itself
-                if worker.run is not None:
-                    worker.process.kill()
+            for worker in workers:  # what they had to write is written
+                worker.pipe.close()
+                worker.process.kill()
             for worker in workers:
                 worker.process.join()
     if requests:
@@ -1043,6 +1054,9 @@ def _failure_from_exit(code: int) -> Failure:
 def _stop_requests() -> Iterator[list[int]]:
     """Collect Ctrl-C and SIGTERM instead of being stopped by them."""
     requests: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread alone
+        yield requests
+        return
 
     def handle(number: int, frame: FrameType | None) -> None:
         requests.append(number)

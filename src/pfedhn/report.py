@@ -338,7 +338,7 @@ def details(report: Report, average: Average = "clients") -> list[list[str]]:
     ]
     if loss:
         numbers = [("test loss", lambda entry: number_text(entry.test(), 4))]
-    if report.has_published:
+    if report.has_published and len(report.columns) == 1:  # else the grid has them
         numbers += [
             ("paper", lambda entry: "" if entry.published is None else "{:.2f} ± {:.2f}".format(*entry.published)),
             ("difference", lambda entry: _signed(entry.difference(average))),
@@ -629,7 +629,7 @@ def _label_ends(axes: Any, drawn: Sequence[tuple[Entry, str, float, float]]) -> 
             fontweight="bold",
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0},
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "shrinkA": 2, "shrinkB": 0},
         )
 
 
@@ -691,7 +691,10 @@ def _tidy(axes: Any) -> None:
     axes.tick_params(length=0, labelsize=9)
 
 
-def draw_curves(report: Report, column: Column, average: Average = "clients") -> bytes:
+def draw_curves(report: Report, column: Column, average: Average = "clients") -> bytes | None:
+    """None where no run has begun."""
+    if not any(entry.metrics for entry in report.in_column(column)):
+        return None
     figure = _figure(8.0, 4.8)
     axes = figure.subplots()
     plot_curves(axes, report.in_column(column), average)
@@ -795,8 +798,9 @@ def pictures_of(reports: Sequence[Report], average: Average = "clients") -> dict
     for number, report in enumerate(reports):
         for column in report.columns:
             ending = "-".join([column[0], str(column[1]), *([str(number + 1)] if len(reports) > 1 else [])])
-            drawn[f"curves-{ending}.png"] = draw_curves(report, column, average)
-            clients = draw_clients(report, column)
+            curves, clients = draw_curves(report, column, average), draw_clients(report, column)
+            if curves is not None:
+                drawn[f"curves-{ending}.png"] = curves
             if clients is not None:
                 drawn[f"clients-{ending}.png"] = clients
     return drawn

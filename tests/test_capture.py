@@ -1,0 +1,109 @@
+"""What a GPU would replay, run on a CPU: the captured round is the loop's, for every method."""
+
+import pytest
+import torch
+from conftest import assert_close, finish, memories_of, model, simulate
+from torch import nn
+
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.capture import CapturedRun, rates, side_by_side
+from pfedhn.federation import Federation
+from pfedhn.simulate import Diverged, Simulation, State
+
+
+def algorithm(method: str):  # type: ignore[no-untyped-def]
+    return ALGORITHMS[method](**({"outer_steps": 3} if method == "pfedme" else {"local_steps": 3}))
+
+
+def captured(simulation: Simulation) -> tuple[State, list[float]]:
+    state = simulation.initial_state()
+    run = CapturedRun(simulation, state)
+    losses = [p.evaluation.pools["test"].mean_loss for p in run.rounds() if p.evaluation]
+    return state, losses
+
+
+@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("cohort", [1, 3])
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_captured_is_the_loop(method: str, cohort: int, target: str, federation: Federation) -> None:
+    loop = simulate(algorithm(method), federation, target, rounds=5, cohort=cohort, evaluate_every=2, executor="loop")
+    expected = loop.initial_state()
+    losses = [p.evaluation.pools["test"].mean_loss for p in loop.rounds(expected) if p.evaluation]
+    fast = simulate(algorithm(method), federation, target, rounds=5, cohort=cohort, evaluate_every=2)
+    state, fast_losses = captured(fast)
+    assert_close(memories_of(state), memories_of(expected))
+    assert fast_losses == pytest.approx(losses, rel=1e-6)  # scores are summed in float32
+    assert (state.round, state.bytes_down, state.bytes_up) == (expected.round, expected.bytes_down, expected.bytes_up)
+    assert state.best is not None
+    assert expected.best is not None
+    assert state.best.evaluation.step == expected.best.evaluation.step
+
+
+@pytest.mark.parametrize("cohort", [1, 4])
+def test_several_architectures(cohort: int, federation: Federation) -> None:
+    models = {name: model(name) for name in ("mlp", "wide")}
+    mixed = federation.with_architectures(["mlp", "wide"] * 3)
+    runs = [simulate(PFedHN(local_steps=2), mixed, models, rounds=6, cohort=cohort, executor="loop") for _ in range(2)]
+    expected = finish(runs[0])
+    state, _ = captured(runs[1])
+    assert_close(memories_of(state), memories_of(expected))
+
+
+def test_divergence_keeps_the_round_before(federation: Federation) -> None:
+    """The flag on the device names the first bad round and client, and nothing is written after it."""
+    wild = PFedHN(local_steps=40, local_lr=1e30, local_clip=None)
+    loop = simulate(wild, federation, rounds=6, evaluate_every=4, executor="loop")
+    expected = loop.initial_state()
+    with pytest.raises(Diverged) as by_loop:
+        list(loop.rounds(expected))
+    fast = simulate(wild, federation, rounds=6, evaluate_every=4)
+    state = fast.initial_state()
+    with pytest.raises(Diverged) as by_capture:
+        list(CapturedRun(fast, state).rounds())
+    assert str(by_capture.value) == str(by_loop.value)
+    assert state.round == expected.round
+    assert_close(memories_of(state)[:2], memories_of(expected)[:2])
+
+
+def test_runs_side_by_side_are_the_runs_alone(federation: Federation) -> None:
+    def some() -> list[Simulation]:
+        return [
+            simulate(PFedHN(local_steps=2, lr=lr), federation, rounds=4, seed=seed) for lr, seed in ((0.1, 1), (0.3, 2))
+        ]
+
+    alone = [captured(simulation)[0] for simulation in some()]
+    states = [simulation.initial_state() for simulation in some()]
+    together = [CapturedRun(simulation, state).rounds() for simulation, state in zip(some(), states, strict=True)]
+    steps = [number for number, _ in side_by_side(together)]
+    assert set(steps[:2]) == {0, 1}  # they take turns
+    for state, expected in zip(states, alone, strict=True):
+        assert_close(memories_of(state), memories_of(expected))
+
+
+def test_rates_are_data() -> None:
+    """A grid over learning rates runs from one graph: no rate is written into it."""
+    assert set(rates(PFedHN(), torch.float32, torch.device("cpu"))) == {"lr", "local_lr"}
+    assert set(rates(PFedHN(embedding_lr=1.0), torch.float32, torch.device("cpu"))) == {
+        "lr",
+        "local_lr",
+        "embedding_lr",
+    }
+
+
+def test_a_network_that_cannot_be_traced_runs_step_by_step(
+    federation: Federation, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Choosy(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = super().forward(x)
+            return y if float(y.detach().sum()) > 0 else 2 * y  # a branch on a value
+
+    from dataclasses import replace
+
+    plain = model()
+    choosy = replace(plain, factory=lambda: Choosy(*plain.factory().children()))
+    runs = [simulate(PFedHN(local_steps=3), federation, {"mlp": choosy}, executor=name) for name in ("loop", "traced")]
+    expected, state = (finish(run) for run in runs)
+    assert_close(memories_of(state), memories_of(expected))
+    assert caplog.text.count("cannot be traced") == 1
