@@ -176,7 +176,7 @@ class Problem(NamedTuple):
                     yield candidate
 
     def call(self, blocks: Any, tensors: dict[str, Tensor], precision: str = "tf32") -> list[Tensor]:
-        """Launches the kernel, cut up as `blocks` say; partial sums are summed, since many of them cost more."""
+        """Launches the kernel, cut up as `blocks` say."""
         layer = self.layer
         kernels.CONFIGS[self.key] = blocks
         how = (layer.padding, layer.pool)
@@ -187,7 +187,7 @@ class Problem(NamedTuple):
         if self.kind == "weight_gradient":
             groups = kernels.num_groups(blocks, gradient.shape)
             how_many = (layer.kernel, *how, groups, precision)
-            return [kernels.weight_gradient_op(tensors["x"], gradient, argmax, *how_many).sum(1)]
+            return [kernels.weight_gradient_op(tensors["x"], gradient, argmax, *how_many)]
         sides = (layer.side, layer.side)
         return [kernels.input_gradient_op(gradient, argmax, tensors["weight"], *sides, *how, precision)]
 

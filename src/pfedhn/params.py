@@ -80,7 +80,11 @@ def put(tree: Tree, index: Any, values: Tree) -> None:
 
 
 def stack(trees: Sequence[Tree]) -> Tree:
-    result: Tree = pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
+    """Trees of one form as one tree with a leading axis; of a single tree, a view."""
+    if len(trees) == 1:
+        result: Tree = pytree.tree_map(lambda leaf: leaf.unsqueeze(0), trees[0])
+        return result
+    result = pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
     return result
 
 
