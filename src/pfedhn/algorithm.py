@@ -150,7 +150,7 @@ class Algorithm(Protocol[Shared, Row, Private]):
     def usual_cohort_size(self) -> int:
         """Clients per round in the paper's comparison."""
 
-    def for_clients(self, num_clients: int) -> "Algorithm[Shared, Row, Private]":
+    def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "Algorithm[Shared, Row, Private]":
         """The same method with settings that depend on the size of the federation filled in."""
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Shared:

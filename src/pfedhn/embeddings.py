@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-NUM_POWERS = 32  # a row may be caught up over fewer than 2^32 missed steps
+NUM_POWERS = 32  # as many bits as a count of missed steps has
 
 
 class Row(NamedTuple):
@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
     embedding: Tensor
     velocity: Tensor
-    last_step: Tensor  # the server step that embedding and velocity stand for
+    last_step: Tensor  # int32, the server step that embedding and velocity stand for
 
 
 def step_powers(lr: float, momentum: float, weight_decay: float) -> Tensor:

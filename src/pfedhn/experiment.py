@@ -476,7 +476,7 @@ def build_simulation(
 ) -> Simulation:
     federation = build_federation(cell, seed, data_dir).to(device)
     model = build_model(cell.model, build_factory(cell, federation), federation)
-    algorithm = cell_algorithm(cell).for_clients(federation.num_clients)
+    algorithm = cell_algorithm(cell).for_clients(federation.num_clients, federation.descriptor_dim)
     size = min(algorithm.usual_cohort_size, federation.num_clients) if cell.cohort_size is None else cell.cohort_size
     schedule = Schedule(cell.steps, size, cell.batch_size, cell.evaluate_every)
     return Simulation(algorithm, {model.name: model}, federation, schedule, seed, executor, starts)

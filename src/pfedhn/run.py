@@ -464,7 +464,7 @@ def train(
     if unknown:
         raise RunError(f"there is no target network {sorted(unknown)[0]!r}; {closest(sorted(unknown)[0], factories)}")
     models = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
-    algorithm = build_algorithm(method).for_clients(federation.num_clients)
+    algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)
     if cohort_size is None:
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)

@@ -37,7 +37,7 @@ class FedAvg:
     def num_batches(self) -> int:
         return self.local_steps
 
-    def for_clients(self, num_clients: int) -> "FedAvg":
+    def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "FedAvg":
         return self
 
     def kept(self, model: Model) -> frozenset[str]:

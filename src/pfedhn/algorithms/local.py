@@ -38,7 +38,7 @@ class Local:
     def num_batches(self) -> int:
         return self.local_steps
 
-    def for_clients(self, num_clients: int) -> "Local":
+    def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "Local":
         return self
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> tuple[()]:

@@ -53,7 +53,7 @@ class PerFedAvg:
     def num_personalise_batches(self) -> int:
         return self.adaptation_steps
 
-    def for_clients(self, num_clients: int) -> "PerFedAvg":
+    def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "PerFedAvg":
         return self
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:

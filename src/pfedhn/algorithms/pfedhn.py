@@ -71,8 +71,9 @@ class PFedHN:
     def num_batches(self) -> int:
         return self.local_steps
 
-    def for_clients(self, num_clients: int) -> "PFedHN":
-        return self if self.embedding_dim else replace(self, embedding_dim=default_embedding_dim(num_clients))
+    def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "PFedHN":
+        usual = descriptor_dim if self.embedding == "fixed" else default_embedding_dim(num_clients)
+        return self if self.embedding_dim else replace(self, embedding_dim=usual)
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Shared:
         shapes = {name: self.generated(model) for name, model in models.items()}
@@ -80,7 +81,7 @@ class PFedHN:
         phi = {name: value.to(like) for name, value in self.hypernetwork.init(shapes, key).items()}
         spectral = self.hypernetwork.init_spectral(phi, shapes, keys.fold(key, "spectral"))
         powers = step_powers(float(self.row_lr), self.momentum, self.weight_decay).to(like.device)
-        return Shared(phi, zeros_like(phi), spectral, powers, torch.zeros((), dtype=torch.int64, device=like.device))
+        return Shared(phi, zeros_like(phi), spectral, powers, torch.zeros((), dtype=torch.int32, device=like.device))
 
     def init_row(self, key: Key, descriptor: Tensor | None) -> Row:
         if self.embedding == "fixed":
@@ -89,7 +90,7 @@ class PFedHN:
         else:
             assert self.embedding_dim is not None
             value = keys.normal(key, self.embedding_dim)
-        return Row(value, torch.zeros_like(value), torch.zeros((), dtype=torch.int64, device=value.device))
+        return Row(value, torch.zeros_like(value), torch.zeros((), dtype=torch.int32, device=value.device))
 
     def join_row(self, shared: Shared, rows: Row, descriptor: Tensor | None) -> Row:
         # A commented-out sentence in the paper's source starts a new embedding at the mean of the trained ones.

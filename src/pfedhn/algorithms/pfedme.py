@@ -53,7 +53,7 @@ class PFedMe:
     def num_batches(self) -> int:
         return self.outer_steps
 
-    def for_clients(self, num_clients: int) -> "PFedMe":
+    def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "PFedMe":
         return self
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
