@@ -69,7 +69,7 @@ def check_equal(write: Any, methods: list[str]) -> None:
         "lenet": (images(6, 100, (3, 32, 32), 4), lambda: LeNet(4)),
     }
     for target, (federation, factory) in targets.items():
-        federation = channels_last(federation.to(DEVICE))
+        federation = federation.to(DEVICE)
         for method in methods:
             settings: dict[str, Any] = {"outer_steps": 3} if method == "pfedme" else {"local_steps": 3}
             cohort = 1 if method == "pfedhn" else 3
@@ -94,14 +94,6 @@ def check_equal(write: Any, methods: list[str]) -> None:
             )
 
 
-def channels_last(federation: Federation) -> Federation:
-    from dataclasses import replace
-
-    if federation.x.ndim != 4:
-        return federation
-    return replace(federation, x=federation.x.to(memory_format=torch.channels_last))
-
-
 def measure(write: Any, runs: list[int], rounds: int, target: str, method: str, clients: int, every: int = 30) -> None:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
@@ -109,7 +101,7 @@ def measure(write: Any, runs: list[int], rounds: int, target: str, method: str, 
         "lenet": ((3, 32, 32), lambda: LeNet(10)),
         "omniglot": ((1, 28, 28), lambda: OmniglotNet(1623)),
     }[target]
-    federation = channels_last(images(clients, 40_000 // clients, shape, 10).to(DEVICE))
+    federation = images(clients, 40_000 // clients, shape, 10).to(DEVICE)
     cohort = ALGORITHMS[method]().usual_cohort_size
     for count in runs:
         torch.cuda.reset_peak_memory_stats()

@@ -101,7 +101,7 @@ def simulate(
     **settings: Any,
 ) -> Simulation:
     models = {models: model(models)} if isinstance(models, str) else models
-    algorithm = algorithm.for_clients(federation.num_clients)
+    algorithm = algorithm.for_clients(federation.num_clients, federation.descriptor_dim)
     size = cohort if algorithm.communicates else federation.num_clients
     schedule = Schedule(rounds * size, cohort, batch_size, evaluate_every)
     return Simulation(algorithm, models, federation, schedule, seed, **settings)

@@ -24,18 +24,17 @@ def moved(lr: float, momentum: float, decay: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("settings", "is_complex"),
+    ("settings", "is_complex", "cohort"),
     [
-        ({"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}, False),
-        ({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.2}, True),
-        ({"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "embedding_lr": 2.0}, False),
-        ({"lr": 0.05, "momentum": 0.5, "weight_decay": 0.3, "embedding_lr": 3.0}, True),
-        ({"lr": 0.05, "momentum": 0.0, "weight_decay": 0.1}, False),
-        ({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}, False),
+        ({"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}, False, 1),
+        ({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.2}, True, 1),
+        ({"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "embedding_lr": 2.0}, False, 2),
+        ({"lr": 0.05, "momentum": 0.5, "weight_decay": 0.3, "embedding_lr": 3.0}, True, 2),
+        ({"lr": 0.05, "momentum": 0.0, "weight_decay": 0.1}, False, 1),
+        ({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}, False, 2),
     ],
     ids=["usual", "complex", "embedding-lr", "complex-embedding-lr", "no-momentum", "no-decay"],
 )
-@pytest.mark.parametrize("cohort", [1, 2])
 def test_dense_is_lazy(settings: dict[str, Any], is_complex: bool, cohort: int) -> None:
     """1,000 server steps with random clients and random updates; torch.optim moves every row of the table each time."""
     spec = PFedHN(**settings, embedding_dim=DIM, linear=True, clip=1.0, rule="sum")

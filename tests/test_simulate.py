@@ -315,14 +315,6 @@ def test_scores_of_clients_without_rows(federation: Federation) -> None:
 # Refusals
 
 
-@pytest.mark.parametrize("method", [name for name in ALGORITHMS if not name.startswith(("pfedhn", "local"))])
-def test_averaging_methods_refuse_several_architectures(federation: Federation, method: str) -> None:
-    models = {"mlp": model("mlp"), "conv": model("conv")}
-    simulation = simulate(ALGORITHMS[method](), federation.with_architectures(["mlp", "conv"] * 3), models)
-    with pytest.raises(ValueError, match=r"mlp, conv.*pfedhn"):
-        simulation.initial_state()
-
-
 def test_settings_that_cannot_work_are_refused(federation: Federation) -> None:
     with pytest.raises(ValueError, match="cohort of 7 cannot be drawn from 6"):
         simulate(FedAvg(), federation, cohort=7)

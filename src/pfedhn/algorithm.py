@@ -41,7 +41,7 @@ class Model:
     factory: Factory
     per_example_loss: PerExample
     per_example_metric: PerExample | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
@@ -70,10 +70,10 @@ class Model:
     def is_random(self) -> bool:
         """Whether the forward pass draws random numbers while training (dropout)."""
         return any(
-            isinstance(module, nn.modules.dropout._DropoutNd)
-            and module.p > 0
-            or isinstance(rate := getattr(module, "dropout", None), float)
-            and rate > 0
+            (isinstance(module, nn.modules.dropout._DropoutNd)
+            and module.p > 0)
+            or (isinstance(rate := getattr(module, "dropout", None), float)
+            and rate > 0)
             for module in self.training_module.modules()
         )
 

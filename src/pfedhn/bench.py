@@ -201,7 +201,8 @@ def measure_processes(workload: Workload, repeats: int, say: Callable[[str], Non
     return [
         {
             "device": "cpu, 2 threads", "workload": workload.name, "program": "textbook",
-            "ms_per_round": round(slow, 3), "ratio_to_textbook": 1.0, "peak_memory_mb": round(peaks[0], 1), "equal": True,
+            "ms_per_round": round(slow, 3), "ratio_to_textbook": 1.0,
+            "peak_memory_mb": round(peaks[0], 1), "equal": True,
         },
         {
             "device": "cpu, 2 processes of 1 thread", "workload": workload.name, "program": "captured, side by side",

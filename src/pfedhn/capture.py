@@ -166,9 +166,7 @@ class CapturedRun:
     def _before(self, signature: Signature) -> Function:
         """Who takes part, what they receive and which rows they train on."""
         simulation = self.simulation
-        algorithm, federation = simulation.algorithm, simulation.federation
-
-        width = min(simulation.schedule.batch_size, federation.largest_train_size)
+        width = min(simulation.schedule.batch_size, simulation.federation.largest_train_size)
 
         def before(counter: Tensor, batch_key: Tensor, schedule: Tensor, memories: Any, slots: Any, data: Any) -> Any:
             shared, rows_table, private_tables = memories

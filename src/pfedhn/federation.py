@@ -13,7 +13,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from pfedhn import keys, partition as partitions
+from pfedhn import keys
+from pfedhn import partition as partitions
 from pfedhn.keys import Key
 from pfedhn.sgd import Batches
 
@@ -144,7 +145,8 @@ class Federation:
     ) -> "Federation":
         """A federation of clients that bring their own data.
 
-        clients: for each, either (x, y), which is split at random, or {"train": (x, y), "validation": ..., "test": ...}.
+        clients: for each, either (x, y), which is split at random, or the pools themselves, as
+            {"train": (x, y), "validation": (x, y), "test": (x, y)}.
         """
         if not clients:
             raise ValueError("a federation needs at least one client.")

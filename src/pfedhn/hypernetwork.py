@@ -50,7 +50,7 @@ class Hypernetwork:
         features = embeddings
         if not self.linear:
             for layer in range(1 + self.num_hidden):
-                # No ReLU after the last trunk layer: it and the head are two linear maps in a row, as the authors have it.
+                # No ReLU after the last trunk layer: it and the head are two linear maps in a row, as published.
                 features = features if layer == 0 else features.relu()
                 weight = phi[f"trunk.{layer}.weight"]
                 if self.spectral_norm:

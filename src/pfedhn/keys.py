@@ -42,7 +42,7 @@ def fold(key: Key, *parts: str | Key) -> Key:
         if isinstance(part, str):
             part = int.from_bytes(hashlib.blake2b(part.encode(), digest_size=8).digest(), "little", signed=True)
         mixed = key ^ (mix(part + STEP) if isinstance(part, Tensor) else mix(_wrap(part + STEP)))
-        key = mix(mixed) if isinstance(mixed, Tensor) else mix(mixed)
+        key = mix(mixed)  # type: ignore[type-var]
     return key
 
 
@@ -63,7 +63,7 @@ def permutation_head(key: Key, size: int | Tensor, count: int) -> Tensor:
 def permutation_head_operator(keys: Tensor, sizes: Tensor, count: int) -> Tensor:
     """The permutation as one opaque operator, so that a traced graph draws anew instead of keeping what it drew.
 
-    On a CPU in NumPy: a few hundred operations on a few hundred numbers, where the cost is the call. `kernels` adds a GPU's.
+    On a CPU in NumPy: a few hundred operations on a few hundred numbers, where the cost is the call.
     """
     return torch.from_numpy(_permutation_head(keys.unsqueeze(-1).numpy(), sizes.unsqueeze(-1).numpy(), count))
 

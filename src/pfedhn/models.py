@@ -1,5 +1,7 @@
 """The paper's target networks, losses and metrics."""
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -49,7 +51,7 @@ class MLP(nn.Module):
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)

@@ -65,7 +65,7 @@ MNIST = {
 
 
 def table1(name: str, title: str, numbers: Mapping[str, Mapping[int, tuple[float, float]]], common: Cell) -> Experiment:
-    """The cells of one data set: 5,000 communication steps; LG-FedAvg 1,000 more after FedAvg; Local 2,000 SGD steps."""
+    """The cells of one data set: 5,000 communication steps; LG-FedAvg 1,000 after FedAvg; Local 2,000 SGD steps."""
     cells = []
     for method, columns in numbers.items():
         for clients in columns:
