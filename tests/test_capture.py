@@ -33,7 +33,7 @@ def test_captured_is_the_loop(method: str, cohort: int, target: str, federation:
     fast = simulate(algorithm(method), federation, target, rounds=5, cohort=cohort, evaluate_every=2)
     state, fast_losses = captured(fast)
     assert_close(memories_of(state), memories_of(expected))
-    assert fast_losses == pytest.approx(losses, rel=1e-6)  # scores are summed in float32
+    assert fast_losses == pytest.approx(losses, rel=1e-6)
     assert (state.round, state.bytes_down, state.bytes_up) == (expected.round, expected.bytes_down, expected.bytes_up)
     assert state.best is not None
     assert expected.best is not None

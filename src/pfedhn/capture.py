@@ -6,7 +6,7 @@ What a round does is written in the algorithm and in `simulate`; here it is cut 
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, get_type_hints
@@ -315,7 +315,7 @@ class CapturedRun:
         size = simulation.clients_per_round
         one_way = self._bytes_one_way()
         if state.round == 0 and state.best is None:
-            yield from self._evaluated()
+            yield from self._evaluated(one_way)
         for number in range(state.round, simulation.num_rounds):
             signature = self.signatures[number]
             graph = self.graph_of(signature)
@@ -325,11 +325,11 @@ class CapturedRun:
             state.bytes_down += one_way[signature]
             state.bytes_up += one_way[signature]
             if simulation.schedule.is_evaluated(number * size, (number + 1) * size):
-                yield from self._evaluated()
+                yield from self._evaluated(one_way)
             else:
                 yield Progress((number + 1) * size, None)
 
-    def _evaluated(self) -> Iterator[Progress]:
+    def _evaluated(self, one_way: Mapping[Signature, int]) -> Iterator[Progress]:
         simulation, state = self.simulation, self.state
         assert self.evaluation_graph is not None
         with self._on_stream():
@@ -342,6 +342,9 @@ class CapturedRun:
         if done is not None:
             done.synchronize()
         if int(bad[0]) >= 0:
+            for number in range(int(bad[0]), state.round):
+                state.bytes_down -= one_way[self.signatures[number]]
+                state.bytes_up -= one_way[self.signatures[number]]
             state.round = int(bad[0])
             raise Diverged.at(int(bad[0]), int(bad[1]))
         pools = to_pools(scores, simulation.federation, EVALUATED_POOLS, simulation.has_metric)

@@ -102,38 +102,23 @@ class Federation:
         """
         rows, labels = _tensor(x), _tensor(y)
         _check_lengths(rows, labels)
-        if labels.is_floating_point():
-            raise ValueError(
-                "y holds fractions, and a partition goes by class; use Federation.from_clients for regression."
-            )
-        if len(split) != 3 or min(split) < 0 or abs(sum(split) - 1) > 1e-6:
-            raise ValueError(f"split {split} must be three fractions (train, validation, test) that sum to 1.")
-        if test is not None and split[2] != 0:
-            raise ValueError("with a test set of its own, give split=(train, validation, 0).")
-        key = keys.fold(seed, "partition")
-        parts = _split(labels.numpy(), split, stratify, keys.fold(key, "split"))
-        extra = {"groups": _optional(groups), "coarse": _optional(coarse)}
-        pools = {
-            name: partitions.Labels(
-                labels.numpy()[part], **{k: None if v is None else v[part] for k, v in extra.items()}
-            )
-            for name, part in zip(POOLS, parts, strict=True)
-        }
-        if test is not None:
-            test_rows, test_labels = _tensor(test[0]), _tensor(test[1])
+        test_rows, test_labels = (None, None) if test is None else (_tensor(test[0]), _tensor(test[1]))
+        if test_rows is not None and test_labels is not None:
             _check_lengths(test_rows, test_labels)
-            parts[2] = len(rows) + numpy.arange(len(test_rows))
-            pools["test"] = partitions.Labels(test_labels.numpy(), coarse=_optional(test_coarse))
-            rows, labels = torch.cat([rows, test_rows]), torch.cat([labels, test_labels])
-        assignment = partition.assign(pools, keys.fold(key, "clients"))
-        return Federation(
-            rows,
+            rows = torch.cat([rows, test_rows])
+        pools, unused = share_out(
             labels,
-            {
-                name: _rows([part[numbers] for numbers in assignment.clients[name]])
-                for name, part in zip(POOLS, parts, strict=True)
-            },
-            {name: len(numbers) for name, numbers in assignment.unused.items()},
+            partition,
+            split=split,
+            seed=seed,
+            test_labels=test_labels,
+            groups=_optional(groups),
+            coarse=_optional(coarse),
+            test_coarse=_optional(test_coarse),
+            stratify=stratify,
+        )
+        return Federation(
+            rows, labels if test_labels is None else torch.cat([labels, test_labels]), pools, unused
         ).checked()
 
     @staticmethod
@@ -265,6 +250,49 @@ class Federation:
         counts = ", ".join(f"{int(self.pools[name].size.sum())} {name}" for name in POOLS)
         unused = sum(self.unused.values())
         return f"Federation({self.num_clients} clients; rows: {counts}, {unused} unused)"
+
+
+def share_out(
+    labels: Tensor,
+    partition: "partitions.Partition",
+    *,
+    split: tuple[float, float, float],
+    seed: int,
+    test_labels: Tensor | None = None,
+    groups: NDArray[numpy.int64] | None = None,
+    coarse: NDArray[numpy.int64] | None = None,
+    test_coarse: NDArray[numpy.int64] | None = None,
+    stratify: bool = False,
+) -> tuple[dict[str, Rows], dict[str, int]]:
+    """Which row goes to which client and pool, and how many go to nobody; test rows are numbered after the others."""
+    if labels.is_floating_point():
+        raise ValueError(
+            "y holds fractions, and a partition goes by class; use Federation.from_clients for regression."
+        )
+    if len(split) != 3 or min(split) < 0 or abs(sum(split) - 1) > 1e-6:
+        raise ValueError(f"split {split} must be three fractions (train, validation, test) that sum to 1.")
+    if test_labels is not None and split[2] != 0:
+        raise ValueError("with a test set of its own, give split=(train, validation, 0).")
+    key = keys.fold(seed, "partition")
+    numbers = labels.numpy()
+    parts = _split(numbers, split, stratify, keys.fold(key, "split"))
+    pools = {
+        name: partitions.Labels(
+            numbers[part],
+            groups=None if groups is None else groups[part],
+            coarse=None if coarse is None else coarse[part],
+        )
+        for name, part in zip(POOLS, parts, strict=True)
+    }
+    if test_labels is not None:
+        parts[2] = len(labels) + numpy.arange(len(test_labels))
+        pools["test"] = partitions.Labels(test_labels.numpy(), coarse=test_coarse)
+    assignment = partition.assign(pools, keys.fold(key, "clients"))
+    rows = {
+        name: _rows([part[owned] for owned in assignment.clients[name]])
+        for name, part in zip(POOLS, parts, strict=True)
+    }
+    return rows, {name: len(left) for name, left in assignment.unused.items()}
 
 
 def draw_batches(x: Tensor, y: Tensor, rows: Rows, clients: Tensor, key: Key, steps: Tensor, width: int) -> Batches:

@@ -1,20 +1,22 @@
 """A run: train, watch, stop and go on, take out a client's model, let a new client join."""
 
 import json
+import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm, Factory, Group, Model, PerExample
@@ -27,10 +29,13 @@ from pfedhn.params import Params, stack, take
 from pfedhn.settings import build, closest
 from pfedhn.simulate import EVALUATED_POOLS, Evaluation, Memories, Progress, Schedule, Simulation, State
 
+logger = logging.getLogger("pfedhn")
+
 CHECKPOINT_SECONDS = 60.0
 NUM_CLIENTS_IN_METRICS = 1_000  # larger federations keep per-client scores of the chosen round only
 
 AnyAlgorithm = Algorithm[Any, Any, Any]
+Result = TypeVar("Result")
 
 
 class RunError(RuntimeError):
@@ -100,6 +105,15 @@ def _check_model(model: Model, federation: Federation) -> None:
                     f"row {row} has the label {top}, but the network {model.name!r} has {num_outputs} outputs "
                     f"(labels 0 to {num_outputs - 1}); give the network more outputs or mend the labels."
                 )
+        torch.manual_seed(1)
+        again = module(x)
+        if not model.is_random and any(
+            not torch.equal(a, b) for a, b in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(again), strict=True)
+        ):
+            raise RunError(
+                f"the forward pass of {model.name!r} draws random numbers outside of a dropout layer, which cannot be "
+                "keyed by client and round; use nn.Dropout instead of functional dropout, or take the noise out."
+            )
         values = model.per_example_loss(outputs, y)
     if values.shape != y.shape[:1]:
         raise RunError(
@@ -318,6 +332,29 @@ def execute(
 
     checkpoint_every: communication steps between checkpoints; by default one a minute. Ctrl-C writes one and stops.
     """
+    with stop_on_signal() as stop:
+        return drain(executing(simulation, directory, stop, watch, say, checkpoint_every))
+
+
+def drain(work: Generator[None, None, Result]) -> Result:
+    """Run a generator to its end and take what it returns."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+def executing(
+    simulation: Simulation,
+    directory: Path | None,
+    stop: threading.Event,
+    watch: Callable[[Progress, "Run"], None] | None = None,
+    say: Callable[[str], None] = print,
+    checkpoint_every: int | None = None,
+) -> Generator[None, None, Run]:
+    """`execute`, pausing after every round so that several runs can take turns; `stop` ends it at a checkpoint."""
     run = Run(simulation, simulation.initial_state())
     metrics = _Metrics(None)
     if directory is not None:
@@ -334,28 +371,24 @@ def execute(
         run.seconds = run.history[-1]["seconds"] if run.history else 0.0
     started = time.monotonic() - run.seconds
     saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
-    with _stop_on_signal() as stop:
-        for progress in rounds(simulation, run.state):
-            run.seconds = time.monotonic() - started
-            if progress.evaluation is not None:
-                run.history.append(metrics_record(progress.evaluation, run.state, run.seconds))
-                metrics.append(run.history[-1])
-            if watch is not None:
-                watch(progress, run)
-            if directory is None:
-                if stop.is_set():
-                    raise KeyboardInterrupt
-                continue
-            is_due = (
-                time.monotonic() - saved_at >= CHECKPOINT_SECONDS
-                if checkpoint_every is None
-                else progress.step - saved_step >= checkpoint_every
-            )
-            if is_due or stop.is_set():
-                save_state(directory, run.state, simulation)
-                saved_at, saved_step = time.monotonic(), progress.step
-            if stop.is_set():
-                raise KeyboardInterrupt
+    for progress in rounds(simulation, run.state):
+        run.seconds = time.monotonic() - started
+        if progress.evaluation is not None:
+            run.history.append(metrics_record(progress.evaluation, run.state, run.seconds))
+            metrics.append(run.history[-1])
+        if watch is not None:
+            watch(progress, run)
+        is_due = directory is not None and (
+            time.monotonic() - saved_at >= CHECKPOINT_SECONDS
+            if checkpoint_every is None
+            else progress.step - saved_step >= checkpoint_every
+        )
+        if directory is not None and (is_due or stop.is_set()):
+            save_state(directory, run.state, simulation)
+            saved_at, saved_step = time.monotonic(), progress.step
+        if stop.is_set():
+            raise KeyboardInterrupt
+        yield
     if directory is not None:
         save_state(directory, run.state, simulation)
     return run
@@ -364,7 +397,10 @@ def execute(
 def rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
     """A run's progress, by the executor that was asked for; on a GPU `auto` means the captured round."""
     is_cuda = simulation.federation.x.is_cuda
-    if simulation.executor == "captured" or (simulation.executor == "auto" and is_cuda):
+    if any(model.is_random for model in simulation.models.values()):
+        if is_cuda or simulation.executor == "captured":
+            logger.warning("a network with dropout runs step by step, slower: a captured round cannot key its draws.")
+    elif simulation.executor == "captured" or (simulation.executor == "auto" and is_cuda):
         from pfedhn.capture import CapturedRun
 
         return CapturedRun(simulation, state).rounds()
@@ -398,7 +434,7 @@ class _Metrics:
 
 
 @contextmanager
-def _stop_on_signal() -> Iterator[threading.Event]:
+def stop_on_signal() -> Iterator[threading.Event]:
     """Let Ctrl-C and SIGTERM wait for the end of a round, so that a checkpoint can be written."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -150,6 +150,10 @@ class Simulation:
             raise ValueError(f"a cohort of {size} cannot be drawn from {num_clients} clients.")
         if self.schedule.steps < 1 or self.schedule.evaluate_every < 1 or self.schedule.batch_size < 1:
             raise ValueError("steps, evaluate_every and batch_size must be at least 1.")
+        if not sum(int(self.federation.pools[pool].size.sum()) for pool in EVALUATED_POOLS):
+            raise ValueError(
+                "no client has validation or test rows; leave some out of training to judge the models by."
+            )
         known = ("auto", *EXECUTORS, "captured")
         if self.executor not in known:
             raise ValueError(f"there is no executor {self.executor!r}; there are {', '.join(known)}.")

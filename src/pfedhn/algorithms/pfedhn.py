@@ -77,6 +77,8 @@ class PFedHN:
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Shared:
         shapes = {name: self.generated(model) for name, model in models.items()}
+        if not all(shapes.values()):
+            raise ValueError("personal names every layer, so nothing is left to generate; use local instead.")
         like = next(iter(next(iter(starts.values())).values()))
         phi = {name: value.to(like) for name, value in self.hypernetwork.init(shapes, key).items()}
         spectral = self.hypernetwork.init_spectral(phi, shapes, keys.fold(key, "spectral"))
