@@ -476,7 +476,7 @@ def test_an_error_of_ours_leaves_its_traceback_beside_the_run(tmp_path: Path, mo
     def fail(*arguments: Any, **options: Any) -> None:
         raise TypeError("unsupported operand")
 
-    monkeypatch.setattr(module, "execute", fail)
+    monkeypatch.setattr(module, "executing", fail)
     outcome = run_many(tmp_path, SMALL, ["fedavg-digits-6-seed0"], jobs=1)
     log = tmp_path / "fedavg-digits-6-seed0" / "error.txt"
     (failure,) = outcome.failures.values()
@@ -515,3 +515,15 @@ def test_stopping_the_runs_side_by_side_leaves_checkpoints_to_go_on_from(tmp_pat
     assert not outcome.failures
     for name in names:
         assert scores(tmp_path, name) == scores(in_turn, name)
+
+
+def test_runs_that_take_turns_on_a_device_are_the_runs_alone(tmp_path: Path, in_turn: Path) -> None:
+    """As on a GPU, where runs share one process and queue their rounds in turns."""
+    names = list(SMALL.runs())
+    queue = module._Queue(SMALL, list(names), module.Outcome(), lambda event: None)
+    module._take_turns(queue, tmp_path, None, Options(threads=1))
+    assert queue.outcome.failures == {}
+    for name in names:
+        alone = json.loads((in_turn / name / "result.json").read_text())
+        assert queue.outcome.results[name]["test"] == alone["test"]
+        assert queue.outcome.results[name]["chosen_step"] == alone["chosen_step"]

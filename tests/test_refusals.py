@@ -102,7 +102,7 @@ def test_nothing_left_to_generate() -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(RunError, match="did you mean 'pfedhn'"):
-        pfedhn.train("pfedhm", made_federation(), lambda: pfedhn.MLP(8, 4), progress=False)
+        pfedhn.train("pfedhnn", made_federation(), lambda: pfedhn.MLP(8, 4), progress=False)
     with pytest.raises(ValueError, match=r"does not have; it has layers\.0"):
         pfedhn.train(
             pfedhn.PFedHN(personal=("fc3",)), made_federation(), lambda: pfedhn.MLP(8, 4), steps=1, progress=False

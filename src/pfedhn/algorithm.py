@@ -70,10 +70,8 @@ class Model:
     def is_random(self) -> bool:
         """Whether the forward pass draws random numbers while training (dropout)."""
         return any(
-            (isinstance(module, nn.modules.dropout._DropoutNd)
-            and module.p > 0)
-            or (isinstance(rate := getattr(module, "dropout", None), float)
-            and rate > 0)
+            (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0)
+            or (isinstance(rate := getattr(module, "dropout", None), float) and rate > 0)
             for module in self.training_module.modules()
         )
 

@@ -150,7 +150,8 @@ def _to_memories(
     prefix: str, tensors: Mapping[str, Tensor], slots: Mapping[str, Sequence[int]], template: Memories
 ) -> Memories:
     def fill(part: str, tree: Any) -> Any:
-        leaves = [tensors[name].to(leaf.device) for name, leaf in _named(f"{prefix}/{part}", tree)]
+        # Cloned into memory of their own: libraries choose kernels by alignment, and a file's tensors lie anywhere.
+        leaves = [tensors[name].clone().to(leaf.device) for name, leaf in _named(f"{prefix}/{part}", tree)]
         return pytree.tree_unflatten(leaves, pytree.tree_structure(tree))
 
     private = {}

@@ -19,7 +19,7 @@ import threading
 import time
 import tomllib
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
@@ -40,10 +40,19 @@ from pfedhn.algorithm import Factory
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.checkpoint import CheckpointError, load_state, write_atomically
 from pfedhn.executors import EXECUTORS
-from pfedhn.federation import Federation
+from pfedhn.federation import Federation, share_out
 from pfedhn.params import Params
 from pfedhn.progress import Event, Failed, Finished, Said, Update, Watch, watch_run
-from pfedhn.run import AnyAlgorithm, Run, RunError, build_algorithm, build_model, execute
+from pfedhn.run import (
+    AnyAlgorithm,
+    Run,
+    RunError,
+    build_algorithm,
+    build_model,
+    drain,
+    executing,
+    stop_on_signal,
+)
 from pfedhn.settings import SettingError, build, checked, closest, describe, fits, parse_value, to_toml
 from pfedhn.simulate import Diverged, Schedule, Simulation
 
@@ -391,10 +400,19 @@ def _dataset(name: str, data_dir: Path | None) -> datasets.Dataset:
     return datasets.load(name, data_dir)
 
 
-def build_federation(cell: Cell, seed: int, data_dir: Path | None = None) -> Federation:
+@lru_cache(maxsize=2)
+def _rows_on(name: str, data_dir: Path | None, device: str) -> torch.Tensor:
+    """All rows of a data set, test rows last, on a device: runs side by side share them."""
+    data = _dataset(name, data_dir)
+    x = data.x if data.test_x is None else torch.cat([data.x, data.test_x])
+    x = x.to(device)
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+
+
+def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device: str = "cpu") -> Federation:
     seed = seed if cell.data_seed is None else cell.data_seed
     own = is_own_data(cell.dataset)
-    federation = _own_federation(cell, seed) if own else _known_federation(cell, seed, data_dir)
+    federation = _own_federation(cell, seed) if own else _known_federation(cell, seed, data_dir, device)
     fixed = own or cell.partition["rule"] in ("by_group", "by_coarse_class")
     if fixed and federation.num_clients != cell.clients:
         number = federation.num_clients
@@ -424,26 +442,27 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
     )
 
 
-def _known_federation(cell: Cell, seed: int, data_dir: Path | None) -> Federation:
+def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:
     data = _dataset(cell.dataset, data_dir)
     labels = data.y
     if cell.labels == "within-group":
         if data.within is None:
             raise SettingError(f"{cell.dataset} has no groups to number labels within; use labels = 'global'.")
         labels = data.within
-    federation = Federation.from_arrays(
-        data.x,
+    pools, unused = share_out(
         data.y,
         build_partition(cell),
         split=cell.split,
         seed=seed,
-        test=None if data.test_x is None or data.test_y is None else (data.test_x, data.test_y),
-        groups=data.groups,
-        coarse=data.coarse,
-        test_coarse=data.test_coarse,
+        test_labels=data.test_y,
+        groups=None if data.groups is None else data.groups.numpy(),
+        coarse=None if data.coarse is None else data.coarse.numpy(),
+        test_coarse=None if data.test_coarse is None else data.test_coarse.numpy(),
         stratify=cell.stratify,
     )
-    return federation if labels is data.y else replace(federation, y=labels)
+    y = labels if data.test_y is None else torch.cat([labels, data.test_y])
+    rows = Federation(_rows_on(cell.dataset, data_dir, device), y, pools, unused)
+    return rows.with_training_rows()
 
 
 def check_model_name(name: str) -> None:
@@ -474,7 +493,7 @@ def build_simulation(
     executor: str = "auto",
     starts: Mapping[str, Params] | None = None,
 ) -> Simulation:
-    federation = build_federation(cell, seed, data_dir).to(device)
+    federation = build_federation(cell, seed, data_dir, device).to(device)
     model = build_model(cell.model, build_factory(cell, federation), federation)
     algorithm = cell_algorithm(cell).for_clients(federation.num_clients, federation.descriptor_dim)
     size = min(algorithm.usual_cohort_size, federation.num_clients) if cell.cohort_size is None else cell.cohort_size
@@ -620,6 +639,28 @@ def run_one(
     command: str = "",
 ) -> dict[str, Any]:
     """One run to its end in its folder, and what it found; a finished run is only read."""
+    engine: dict[str, Any] = {"data_dir": data_dir, "device": device, "executor": executor}
+    rest: dict[str, Any] = {"checkpoint_every": checkpoint_every, "threads": threads, "command": command}
+    with stop_on_signal() as stop:
+        return drain(running_one(directory, experiment, name, stop, watch=watch, say=say, **engine, **rest))
+
+
+def running_one(
+    directory: Path,
+    experiment: Experiment,
+    name: str,
+    stop: threading.Event,
+    *,
+    data_dir: Path | None = None,
+    device: str = "cpu",
+    executor: str = "auto",
+    watch: Callable[[str, Simulation], Watch] | None = None,
+    say: Callable[[str], None] = print,
+    checkpoint_every: int | None = None,
+    threads: int | None = None,
+    command: str = "",
+) -> Generator[None, None, dict[str, Any]]:
+    """`run_one`, pausing after every round so that several runs can take turns on one device."""
     cell, seed = find_run(experiment, name)
     folder = directory / name
     if stored := read_result(folder):
@@ -636,7 +677,8 @@ def run_one(
         simulation = build_simulation(cell, seed, **engine, starts=starts)
         spec = {"name": name, "seed": seed, "threads": torch.get_num_threads(), **asdict(cell)}
         write_atomically(folder / "spec.toml", to_toml(_plain(spec)).encode())
-        run = execute(simulation, folder, watch(name, simulation) if watch else None, say, checkpoint_every)
+        watcher = watch(name, simulation) if watch else None
+        run = yield from executing(simulation, folder, stop, watcher, say, checkpoint_every)
         result = {
             "name": name,
             "experiment": experiment.name,
@@ -806,6 +848,8 @@ class Outcome:
 
 Listener: TypeAlias = Callable[[Event], None]
 
+MAX_RUNS_ON_DEVICE = 24  # a card is busy long before; more only wait longer for their first result
+
 
 def num_cores() -> int:
     """Cores this process may use."""
@@ -842,8 +886,11 @@ def run_many(
             outcome.results[name] = result
         else:
             waiting.append(name)
-    jobs = num_jobs(len(waiting), jobs) if options.device == "cpu" else 1
     queue = _Queue(experiment, waiting, outcome, listen)
+    if options.device != "cpu":
+        _take_turns(queue, directory, jobs, options)
+        return outcome
+    jobs = num_jobs(len(waiting), jobs)
     if jobs == 1:
         while (next_run := queue.take()) is not None:
             queue.end(next_run, _attempt(directory, experiment, next_run, options, listen))
@@ -894,29 +941,78 @@ class _Queue:
 def _attempt(
     directory: Path, experiment: Experiment, name: str, options: Options, listen: Listener
 ) -> dict[str, Any] | Failure:
-    cell, seed = find_run(experiment, name)
     try:
-        return run_one(
-            directory,
-            experiment,
-            name,
-            **options.engine(),
-            watch=lambda run, simulation: watch_run(run, simulation, listen),
-            say=lambda sentence: listen(Said(name, sentence)),
-            checkpoint_every=options.checkpoint_every,
-            threads=options.threads,
-            command=rerun_command(experiment, cell, seed, options),
-        )
+        with stop_on_signal() as stop:
+            return drain(_running(directory, experiment, name, options, listen, stop))
     except Exception as error:
-        failure = failure_from(error)
-        if failure is None:
-            log = directory / name / "error.txt"
-            failure = Failure(f"{first_line(error)} (an error inside pfedhn; the details are in {log}).", False)
-            try:
-                log.write_text(traceback.format_exc())
-            except OSError:  # the disk may be what failed
-                failure = Failure(f"{first_line(error)} (an error inside pfedhn).", False)
-        return failure
+        return _failure(error, directory / name)
+
+
+def _running(
+    directory: Path, experiment: Experiment, name: str, options: Options, listen: Listener, stop: threading.Event
+) -> Generator[None, None, dict[str, Any]]:
+    cell, seed = find_run(experiment, name)
+    return running_one(
+        directory,
+        experiment,
+        name,
+        stop,
+        **options.engine(),
+        watch=lambda run, simulation: watch_run(run, simulation, listen),
+        say=lambda sentence: listen(Said(name, sentence)),
+        checkpoint_every=options.checkpoint_every,
+        threads=options.threads,
+        command=rerun_command(experiment, cell, seed, options),
+    )
+
+
+def _failure(error: Exception, folder: Path) -> Failure:
+    failure = failure_from(error)
+    if failure is None:
+        log = folder / "error.txt"
+        failure = Failure(f"{first_line(error)} (an error inside pfedhn; the details are in {log}).", False)
+        try:
+            log.write_text("".join(traceback.format_exception(error)))
+        except OSError:  # the disk may be what failed
+            failure = Failure(f"{first_line(error)} (an error inside pfedhn).", False)
+    return failure
+
+
+def _take_turns(queue: _Queue, directory: Path, jobs: int | None, options: Options) -> None:
+    """Runs side by side on one device, in this process: each queues a round on a stream of its own, then the next."""
+    going: dict[str, Generator[None, None, dict[str, Any]]] = {}
+    with stop_on_signal() as stop:
+        while True:
+            while len(going) < (jobs or MAX_RUNS_ON_DEVICE) and (jobs or not going or _has_room(options.device)):
+                if (name := queue.take()) is None:
+                    break
+                going[name] = _running(directory, queue.experiment, name, options, queue.listen, stop)
+                _advance(queue, going, name, directory)  # its first round shows how much room it takes
+            if not going:
+                return
+            for name in list(going):
+                _advance(queue, going, name, directory)
+
+
+def _advance(
+    queue: _Queue, going: dict[str, Generator[None, None, dict[str, Any]]], name: str, directory: Path
+) -> None:
+    try:
+        next(going[name])
+        return
+    except StopIteration as end:
+        queue.end(name, end.value)
+    except Exception as error:
+        queue.end(name, _failure(error, directory / name))
+    del going[name]
+
+
+def _has_room(device: str) -> bool:
+    """Whether one more run fits on the device."""
+    if not device.startswith("cuda"):
+        return True
+    free, total = torch.cuda.mem_get_info(device)
+    return free > total / 8
 
 
 def failure_from(error: BaseException) -> Failure | None:

@@ -59,14 +59,19 @@ class Federation:
     descriptors: Tensor | None = None  # [N, D], for `embedding="fixed"`; the clients' class shares where not given
     architectures: tuple[str, ...] | None = None  # [N], which of several target networks each client runs
 
-    def checked(self) -> "Federation":
-        """Itself, unless its data could not be trained on."""
+    def with_training_rows(self) -> "Federation":
+        """Itself, unless a client has nothing to train on."""
         empty = (self.pools["train"].size == 0).nonzero().flatten().tolist()
         if empty:
             raise ValueError(
                 f"client{'s' if len(empty) > 1 else ''} {_some(empty)} would have no training rows; "
                 "use fewer clients, more data or a milder split."
             )
+        return self
+
+    def checked(self) -> "Federation":
+        """Itself, unless its data could not be trained on."""
+        self.with_training_rows()
         if self.x.is_floating_point() and not torch.isfinite(self.x).all():
             row = int((~torch.isfinite(self.x.flatten(1))).any(1).nonzero()[0])
             raise ValueError(f"row {row} of x holds NaN or infinity; clean the data before federating it.")

@@ -1,0 +1,257 @@
+"""What README and docs say is what the code does: their code runs, their links resolve, their tables are complete.
+
+Code blocks run as they stand, but for the number of steps: what they show does not depend on it, and time does.
+"""
+
+import doctest
+import importlib
+import json
+import pkgutil
+import re
+import shlex
+import tomllib
+import xml.etree.ElementTree
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy
+import pytest
+import typer
+
+import pfedhn
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.cli import app
+from pfedhn.experiment import Cell, Experiment, check, from_table, run_one
+from pfedhn.paper import EXPERIMENTS
+from pfedhn.partition import Labels, by_classes
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for name, body in FENCE.findall(page.read_text()) if name == language]
+
+
+def rows_after(text: str, mark: str) -> list[list[str]]:
+    """The cells of the table that follows a mark, less its heading."""
+    lines = text[text.index(mark) :].splitlines()[1:]
+    start = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    table = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        table.append([cell.strip() for cell in line.strip("|").split(" | ")])
+    return table
+
+
+def code(cell: str) -> str:
+    assert re.fullmatch(r"`[^`]+`", cell), cell
+    return cell[1:-1]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = "\n".join(blocks(page, "python"))
+    program = re.sub(r"\b(steps|rounds)=[\d_]+", r"\1=4", program)
+    exec(compile(program, page.name, "exec"), {"__name__": "__main__"})
+
+
+def test_readme_code_is_short() -> None:
+    (program,) = blocks(ROOT / "README.md", "python")
+    assert len([line for line in program.splitlines() if line.strip()]) <= 12
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@each_page
+def test_relative_links_resolve(page: Path) -> None:
+    text = FENCE.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        assert file.exists(), target
+        assert ROOT in file.resolve().parents
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", FENCE.sub("", file.read_text()), re.MULTILINE)
+            assert anchor in map(slug, headings), target
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    named = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_pictures_are_whole() -> None:
+    for picture in (ROOT / "docs" / "pictures").glob("*.svg"):
+        assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
+def toml_value(text: str) -> Any:
+    value = tomllib.loads(f"value = {text}")["value"]
+    return None if value == "none" else tuple(value) if isinstance(value, list) else value
+
+
+def documented(text: str, mark: str) -> dict[str, Any]:
+    return {code(name): toml_value(code(default)) for name, default, _ in rows_after(text, mark)}
+
+
+def defaults(spec: type[Any]) -> dict[str, Any]:
+    return {
+        item.name: item.default if item.default_factory is MISSING else item.default_factory() for item in fields(spec)
+    }
+
+
+def test_settings_tables_are_the_dataclasses() -> None:
+    text = (ROOT / "docs" / "methods.md").read_text()
+    specs = {type(make()).__name__: type(make()) for make in ALGORITHMS.values()}
+    for name, spec in specs.items():
+        table = documented(text, f"<!-- settings: {name} -->")
+        assert list(table.items()) == list(defaults(spec).items()), name
+    usual = defaults(PFedHN)
+    differing = {
+        name: value
+        for item in fields(PFedHN)
+        if (value := getattr(ALGORITHMS["pfedhn-pc"](), name := item.name)) != usual[name]
+    }
+    assert documented(text, "<!-- settings: pfedhn-pc -->") == differing
+    assert set(re.findall(r"<!-- settings: (.+?) -->", text)) == {*specs, "pfedhn-pc"}
+    assert {code(row[0]) for row in rows_after(text, "## What each sends")} == set(ALGORITHMS)
+
+
+def test_fields_table_is_the_cell() -> None:
+    text = (ROOT / "docs" / "experiments.md").read_text()
+    assert list(documented(text, "<!-- fields: Cell -->").items()) == list(defaults(Cell).items())
+
+
+def test_toml_examples_are_experiments() -> None:
+    grid, *own_data = [tomllib.loads(text) for text in blocks(ROOT / "docs" / "experiments.md", "toml")]
+    experiment = from_table(grid, "mine")
+    check(experiment)
+    methods = [cell.method for cell in experiment.cells]
+    assert {name: methods.count(name) for name in methods} == {"local": 2, "fedavg": 2, "lg-fedavg": 2, "pfedhn": 4}
+    assert len(own_data) == 2
+    for table in own_data:
+        from_table(table, "mine")
+
+
+def test_result_tables_are_the_files(tmp_path: Path) -> None:
+    cell = Cell(clients=5, model="mlp", steps=2, settings={"local_steps": 1})
+    experiment = Experiment("tiny", (cell,), seeds=(0,))
+    (name,) = experiment.runs()
+    run_one(tmp_path, experiment, name)
+    result = json.loads((tmp_path / name / "result.json").read_text())
+    text = (ROOT / "docs" / "experiments.md").read_text()
+    assert [code(row[0]) for row in rows_after(text, "<!-- keys: result.json -->")] == list(result)
+    assert [code(row[0]) for row in rows_after(text, "<!-- keys: test -->")] == list(result["test"])
+    line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
+    (sentence,) = re.findall(r"Each line of `metrics.jsonl` has (.+?)\. ", text.replace("\n", " "))
+    assert re.findall(r"`(\w+)`", sentence.replace("(without `client_rows`)", "")) == list(line)
+    (tree,) = (block for block in blocks(ROOT / "docs" / "experiments.md", "text") if "result.json" in block)
+    written = {re.sub(r"\d{9}", "N", file.name) for file in (tmp_path / name).iterdir() if file.name[0] != "."}
+    assert written == {re.sub(r"\d{9}", "N", file) for file in re.findall(r"^    (\S+)", tree, re.MULTILINE)}
+
+
+def commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command that does something, by its words."""
+    if isinstance(command, click.Group):
+        for name, part in command.commands.items():
+            yield from commands(part, (*path, name))
+    else:
+        yield path, command
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+def options(command: click.Command) -> set[str]:
+    names = {name for parameter in command.params if isinstance(parameter, click.Option) for name in parameter.opts}
+    return {name for name in names if name.startswith("--")}
+
+
+def find(words: list[str]) -> tuple[str, ...]:
+    """The command that a command line names."""
+    found = [path for path in COMMANDS if tuple(words[: len(path)]) == path]
+    assert found, f"there is no command `pfedhn {' '.join(words)}`"
+    return found[0]
+
+
+@each_page
+def test_commands_exist(page: Path) -> None:
+    text = page.read_text()
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    lines += re.findall(r"`((?:pfedhn|make) [^`\n]+)`", FENCE.sub("", text))
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in lines:
+        first, *words = shlex.split(line, comments=True) or [""]
+        if first == "make":
+            assert words[0] in targets, line
+        if first != "pfedhn" or words[0] in ("COMMAND", "--help"):
+            continue
+        if len(words) == 1 and any(path[0] == words[0] for path in COMMANDS):
+            continue  # `pfedhn data`, a group
+        path = find(words)
+        given = {word for word in words if word.startswith("--")}
+        assert given <= options(COMMANDS[path]) | {"--help"}, line
+        rest = words[len(path) :]
+        if path == ("run",) and rest and not rest[0].startswith("--") and rest[0].islower():
+            assert rest[0] in EXPERIMENTS or rest[0].endswith(".toml"), line
+
+
+def test_every_command_and_option_is_documented() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text()
+    sections = dict(re.findall(r"^## pfedhn ([a-z ]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    assert set(sections) == {" ".join(path) for path in COMMANDS}
+    for path, command in COMMANDS.items():
+        section = FENCE.sub("", sections[" ".join(path)])
+        assert set(re.findall(r"^\| `(--[a-z-]+)", section, re.MULTILINE)) == options(command), path
+
+
+def test_environment_variables_are_those_of_the_code() -> None:
+    used = {name for file in (ROOT / "src").rglob("*.py") for name in re.findall(r"\bPFEDHN_[A-Z_]+", file.read_text())}
+    table = rows_after((ROOT / "docs" / "cli.md").read_text(), "## Environment variables")
+    assert {code(row[0]) for row in table} == used
+
+
+def test_api_page_has_every_export() -> None:
+    named = set(re.findall(r"^::: pfedhn\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    assert named == set(pfedhn.__all__) - {"ALGORITHMS"}
+
+
+def test_the_tree_is_the_source() -> None:
+    (tree,) = (block for block in blocks(ROOT / "docs" / "architecture.md", "text") if "keys.py" in block)
+    source = ROOT / "src" / "pfedhn"
+    modules = {file.name for file in source.glob("*.py") if not file.name.startswith("__")} | {"algorithms/"}
+    assert set(re.findall(r"^  (\S+)", tree, re.MULTILINE)) == modules
+    for target in re.findall(r"\]\((src/[^)]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists()
+
+
+def test_used_rows_of_the_two_shares() -> None:
+    for clients, *cells in rows_after((ROOT / "docs" / "splits.md").read_text(), "How much of 40,000 training rows"):
+        cases = [(10, 2, "paper"), (10, 2, "reference"), (100, 10, "paper"), (100, 10, "reference")]
+        for cell, (num_classes, per_client, shares) in zip(cells, cases, strict=True):
+            pools = {"train": Labels(numpy.arange(40_000) % num_classes)}
+            rule = by_classes(per_client, num_clients=int(clients), shares=shares)  # type: ignore[arg-type]
+            used = 1 - len(rule.assign(pools, key=0).unused["train"]) / 40_000
+            assert float(cell.removesuffix(" %")) == pytest.approx(100 * used, abs=1), (clients, shares)
+
+
+@pytest.mark.parametrize("name", [found.name for found in pkgutil.walk_packages(pfedhn.__path__, "pfedhn.")])
+def test_examples_of_docstrings(name: str) -> None:
+    if name == "pfedhn.__main__":
+        return
+    failures, _ = doctest.testmod(importlib.import_module(name))
+    assert failures == 0
