@@ -172,8 +172,17 @@ def main() -> None:
     parser.add_argument("--target", default="lenet")
     parser.add_argument("--method", default="pfedhn")
     parser.add_argument("--clients", type=int, default=50)
+    parser.add_argument("--inductor", default="", help="settings to try, e.g. combo_kernels=True")
     options = parser.parse_args()
+    for setting in filter(None, options.inductor.split(",")):
+        import ast
+
+        import torch._inductor.config as inductor
+
+        name, _, value = setting.partition("=")
+        setattr(inductor, name, ast.literal_eval(value))
     about = {
+        "inductor": options.inductor,
         "device": f"cuda: {torch.cuda.get_device_name()}",
         "torch": torch.__version__,
         "python": platform.python_version(),

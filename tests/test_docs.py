@@ -25,8 +25,8 @@ import pfedhn
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.cli import app
-from pfedhn.experiment import Cell, Experiment, check, from_table, run_one
-from pfedhn.paper import EXPERIMENTS
+from pfedhn.experiment import Cell, Experiment, build_federation, check, from_table, run_one
+from pfedhn.paper import DEMO, EXPERIMENTS
 from pfedhn.partition import Labels, by_classes
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +68,18 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 def test_readme_code_is_short() -> None:
     (program,) = blocks(ROOT / "README.md", "python")
     assert len([line for line in program.splitlines() if line.strip()]) <= 12
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "quickstart.md"], ids=lambda page: page.name)
+def test_the_demo_is_told_as_it_is(page: Path) -> None:
+    text = " ".join(page.read_text().split())
+    (cell, *_) = DEMO.cells
+    mean = build_federation(cell, DEMO.seeds[0]).pools["train"].size.double().mean()
+    held = f"each has {cell.partition['classes_per_client']} of the 10 digits and about {mean:.0f} training rows"
+    assert held in text
+    assert f"{cell.clients} clients" in text
+    assert f"{cell.steps} communication steps" in text
+    assert {other.steps for other in DEMO.cells} == {cell.steps}
 
 
 def slug(heading: str) -> str:
@@ -234,7 +246,11 @@ def test_the_tree_is_the_source() -> None:
     (tree,) = (block for block in blocks(ROOT / "docs" / "architecture.md", "text") if "keys.py" in block)
     source = ROOT / "src" / "pfedhn"
     modules = {file.name for file in source.glob("*.py") if not file.name.startswith("__")} | {"algorithms/"}
-    assert set(re.findall(r"^  (\S+)", tree, re.MULTILINE)) == modules
+    listed = re.findall(r"^  (\S+)", tree, re.MULTILINE)
+    assert set(listed) == modules
+    (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [name.removeprefix("pfedhn.") for name in reversed(contract["layers"])]
+    assert [name for name in (re.sub(r"\.py$|/$", "", name) for name in listed) if name in layers] == layers
     for target in re.findall(r"\]\((src/[^)]+)\)", (ROOT / "README.md").read_text()):
         assert (ROOT / target).exists()
 

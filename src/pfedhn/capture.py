@@ -48,10 +48,22 @@ def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool
         import torch._inductor.config as inductor
 
         inductor.max_autotune_gemm_backends = "TRITON"  # cuBLAS chooses slow kernels for products this small
+        inductor.max_pointwise_cat_inputs = 64  # a gradient is put together from its parts where it is used
+        inductor.combo_kernels = True  # small independent kernels become one
         inductor.autotune_num_choices_displayed = 0
         mode = "max-autotune-no-cudagraphs" if is_step and is_autotuned() else None
         _compiled[key] = torch.compile(graph, dynamic=False, fullgraph=True, mode=mode)
     return _compiled[key]
+
+
+def set_up_gpu(precision: str, is_deterministic: bool) -> None:
+    """How all runs of this process compute on a GPU. tf32 rounds the factors of products to 10 bits, and is faster."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    if is_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["PFEDHN_AUTOTUNE"] = "0"  # kernels chosen by timing are not always the same ones
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def is_autotuned() -> bool:

@@ -1,7 +1,8 @@
-"""The command line: demo, list, run, report, data, doctor."""
+"""The command line: demo, list, run, report, bench, data, doctor."""
 
 import importlib.util
 import inspect
+import json
 import os
 import platform
 import sys
@@ -130,7 +131,8 @@ def all_commands(
 
 OutOption = Annotated[Path | None, typer.Option("--out", help="Where the runs are kept.", show_default="runs/NAME")]
 JobsOption = Annotated[
-    int | None, typer.Option("--jobs", metavar="N", help="Runs side by side on a CPU.", show_default="one per core")
+    int | None,
+    typer.Option("--jobs", metavar="N", help="Runs side by side.", show_default="one per core, or what a GPU holds"),
 ]
 DataDirOption = Annotated[
     Path | None,
@@ -244,7 +246,7 @@ def run(
     executor: Annotated[
         str | None,
         typer.Option(
-            "--executor", help=f"How a cohort is computed: auto, {', '.join(EXECUTORS)}.", show_default="auto"
+            "--executor", help=f"How a cohort is computed: auto, {', '.join(EXECUTORS)}, captured.", show_default="auto"
         ),
     ] = None,
     checkpoint_every: Annotated[
@@ -254,6 +256,12 @@ def run(
     threads: Annotated[
         int | None, typer.Option("--threads", metavar="N", help="Threads of each run.", show_default="cores / jobs")
     ] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="On a GPU: tf32, or fp32 (slower).", show_default="tf32")
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="On a GPU: the same bits from the same card and versions.")
+    ] = False,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="DIR", help="Go on with the runs of a directory.")
     ] = None,
@@ -311,13 +319,15 @@ def run(
         names = experiments.select(chosen, only or [], _numbers(seeds))
         options = Options(source=source, assignments=tuple(assignments or []))
     if data_dir is not None:
-        options = replace(options, data_dir=data_dir)
+        options = replace(options, data_dir=data_dir.expanduser().resolve())
     options = replace(
         options,
         device=options.device if device is None and resume is not None else _device(device or "auto"),
         executor=executor or options.executor,
         checkpoint_every=options.checkpoint_every if checkpoint_every is None else checkpoint_every,
         threads=options.threads if threads is None else threads,
+        precision=options.precision if precision is None else precision,
+        deterministic=options.deterministic or deterministic,
     )
     path = resume or out or Path("runs") / chosen.name
     outcome = _run(chosen, names, path, options, jobs)
@@ -445,6 +455,41 @@ def report(
     place = out or (directories[0] / "report" if len(directories) == 1 else Path("report"))
     files = reports.write(found, place, wanted, over)
     typer.echo(f"Written to {place}: {', '.join(file.name for file in files)}")
+
+
+@app.command()
+def bench(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead of a table.")] = False,
+    device: Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.", show_default="auto")] = None,
+    repeats: Annotated[int, typer.Option("--repeats", metavar="N", help="Turns that every program takes.")] = 7,
+) -> None:
+    """Measure the engine against pFedHN as a textbook writes it, side by side.
+
+    Same data, same batches; every program runs one round in turn, in a process of
+    its own, and all are checked to compute the same weights. About five minutes on
+    two cores.
+
+    \b
+    [bold]Examples[/]
+      pfedhn bench
+      pfedhn bench --json > bench.jsonl
+    """
+    from pfedhn.bench import bench as measure
+
+    if repeats < 1:
+        raise SettingError(f"--repeats is {repeats}; it must be at least 1.")
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        records = measure(_device(device or "auto"), repeats, status.update)
+    if as_json:
+        for record in records:
+            typer.echo(json.dumps(record | {"versions": experiments.environment("cpu")}))
+        return
+    columns = ("device", "workload", "program", "ms_per_round", "ratio_to_textbook", "peak_memory_mb", "equal")
+    table = Table(*(name.replace("_", " ") for name in columns), box=None, title="Milliseconds a round, median")
+    for record in records:
+        table.add_row(*("" if record.get(name) is None else str(record[name]) for name in columns))
+    Console().print(table)
 
 
 @app.command()

@@ -38,6 +38,7 @@ import pfedhn.models as models
 from pfedhn import datasets, partition
 from pfedhn.algorithm import Factory
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.capture import set_up_gpu
 from pfedhn.checkpoint import CheckpointError, load_state, write_atomically
 from pfedhn.executors import EXECUTORS
 from pfedhn.federation import Federation, share_out
@@ -51,6 +52,7 @@ from pfedhn.run import (
     build_model,
     drain,
     executing,
+    partition_digest,
     stop_on_signal,
 )
 from pfedhn.settings import SettingError, build, checked, closest, describe, fits, parse_value, to_toml
@@ -512,12 +514,14 @@ class Options:
     executor: str = "auto"
     checkpoint_every: int | None = None
     threads: int | None = None  # of each run: with another number its sums round otherwise, and the bits differ
+    precision: str = "tf32"  # of products on a GPU, or fp32
+    deterministic: bool = False  # the same bits from the same GPU and versions
 
     def check(self) -> None:
-        if self.executor not in ("auto", *EXECUTORS):
-            raise SettingError(
-                f"there is no executor {self.executor!r}; {closest(self.executor, ['auto', *EXECUTORS])}"
-            )
+        if self.executor not in (known := ["auto", *EXECUTORS, "captured"]):
+            raise SettingError(f"there is no executor {self.executor!r}; {closest(self.executor, known)}")
+        if self.precision not in ("tf32", "fp32"):
+            raise SettingError(f"--precision is {self.precision!r}; it must be tf32 or fp32.")
         for name in ("checkpoint_every", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise SettingError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
@@ -826,9 +830,10 @@ def prepare(directory: Path, experiment: Experiment, names: Sequence[str], optio
         cell, seed = find_run(experiment, name)
         if cell not in seen and not (directory / name / "result.json").exists():
             seen.append(cell)
-            build_simulation(cell, seed, data_dir=options.data_dir, executor=options.executor)
-    if options.device == "cpu":
-        _dataset.cache_clear()  # worker processes read their own
+            build_simulation(cell, seed, **options.engine())
+    if options.device == "cpu":  # worker processes read their own
+        _dataset.cache_clear()
+        _rows_on.cache_clear()
 
 
 class Failure(NamedTuple):
@@ -888,6 +893,7 @@ def run_many(
             waiting.append(name)
     queue = _Queue(experiment, waiting, outcome, listen)
     if options.device != "cpu":
+        set_up_gpu(options.precision, options.deterministic)
         _take_turns(queue, directory, jobs, options)
         return outcome
     jobs = num_jobs(len(waiting), jobs)
@@ -990,8 +996,14 @@ def _take_turns(queue: _Queue, directory: Path, jobs: int | None, options: Optio
                 _advance(queue, going, name, directory)  # its first round shows how much room it takes
             if not going:
                 return
+            is_stopped = False
             for name in list(going):
-                _advance(queue, going, name, directory)
+                try:
+                    _advance(queue, going, name, directory)
+                except KeyboardInterrupt:  # it wrote its checkpoint; the others write theirs
+                    is_stopped = True
+            if is_stopped:
+                raise KeyboardInterrupt
 
 
 def _advance(
@@ -1167,43 +1179,26 @@ def _stop_requests() -> Iterator[list[int]]:
 
 def _work(pipe: Connection, directory: Path, experiment: Experiment, options: Options) -> None:
     """A worker process: runs what its parent names, one after the other, and reports how they go."""
-    is_stopping = has_pressed = False
+    stop = threading.Event()
 
     def listen(event: Event) -> None:
-        nonlocal is_stopping, has_pressed
         try:
             pipe.send(event)
-            is_stopping = is_stopping or (pipe.poll() and pipe.recv() is None)
+            if not stop.is_set() and pipe.poll() and pipe.recv() is None:
+                stop.set()
         except (EOFError, OSError):  # the parent is gone
-            is_stopping = True
-        if is_stopping and not has_pressed and isinstance(event, Update):
-            has_pressed = True
-            _press_ctrl_c()
+            stop.set()
 
-    try:
+    with suppress(EOFError, OSError):
         while (name := pipe.recv()) is not None:
             try:
-                pipe.send(_attempt(directory, experiment, name, options, listen))
+                ending: dict[str, Any] | Failure = drain(_running(directory, experiment, name, options, listen, stop))
             except KeyboardInterrupt:
                 pipe.send(_Stopped(name))
                 return
-    except (EOFError, OSError):
-        return
-
-
-def _press_ctrl_c() -> None:
-    """Ask `execute`, which this is called from, to write a checkpoint and stop, as its signal handler would."""
-    handler = signal.getsignal(signal.SIGINT)
-    assert callable(handler)
-    handler(signal.SIGINT, None)
-
-
-def partition_digest(federation: Federation) -> str:
-    digest = hashlib.sha256()
-    for rows in federation.pools.values():
-        for part in (rows.index, rows.offset, rows.size):
-            digest.update(part.cpu().numpy().tobytes())
-    return digest.hexdigest()
+            except Exception as error:
+                ending = _failure(error, directory / name)
+            pipe.send(ending)
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -1214,6 +1209,8 @@ def environment(device: str) -> dict[str, Any]:
     return {
         "device": f"cuda: {torch.cuda.get_device_name(device)}" if on_gpu else f"cpu: {processor_name()}",
         "threads": torch.get_num_threads(),
+        "precision": torch.get_float32_matmul_precision() if on_gpu else "fp32",
+        "deterministic": torch.are_deterministic_algorithms_enabled() if on_gpu else True,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,

@@ -519,13 +519,35 @@ def _conv_block_fake(
     return out, torch.empty_like(out, dtype=torch.int8)
 
 
+SUM_ROWS, SUM_COLUMNS = 32, 64
+
+
+def sum_groups_kernel(
+    parts: tl.tensor,
+    out: tl.tensor,
+    groups: tl.constexpr,
+    size: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+) -> None:
+    """[R, groups, size] -> [R, size]."""
+    run = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    row = tl.arange(0, rows)
+    total = tl.zeros((rows, columns), dtype=tl.float32)
+    for start in range(0, groups, rows):
+        inside = ((start + row) < groups)[:, None] & (column < size)[None, :]
+        total += tl.load(parts + (run * groups + start + row)[:, None] * size + column[None, :], mask=inside, other=0.0)
+    tl.store(out + run * size + column, tl.sum(total, axis=0), mask=column < size)
+
+
 @torch.library.custom_op("pfedhn::conv_block_weight_gradient", mutates_args=())
 def weight_gradient_op(
     x: Tensor, gradient: Tensor, argmax: Tensor, kernel: int, padding: int, pool: bool, groups: int, precision: str
 ) -> Tensor:
     """The weight's gradient [R, K K C + 1, O]; the last row is the bias's.
 
-    The partial sums are summed in here: the compiler's own kernel for that took 8.7 us, this one takes 3.
+    The partial sums are summed in here: the compiler's own kernel for that took 8.7 us on an H200, PyTorch's 4.
     """
     runs, batch, out_height, out_width, out_channels = gradient.shape
     sums = x.new_empty(runs, groups, kernel * kernel * x.shape[4] + 1, out_channels)
@@ -540,7 +562,15 @@ def weight_gradient_op(
         x_is_shared=x.shape[0] < runs,
         **constants(x.shape, gradient.shape, kernel, padding, pool, precision),
     )
-    return sums.sum(1)
+    if groups == 1:
+        return sums.squeeze(1)
+    total = torch.empty_like(sums[:, 0])
+    size = total.shape[1] * total.shape[2]
+    with torch.cuda.device_of(total):
+        compiled(sum_groups_kernel)[(runs, ceil_divide(size, SUM_COLUMNS))](
+            sums, total, groups=groups, size=size, rows=SUM_ROWS, columns=SUM_COLUMNS, num_warps=4
+        )
+    return total
 
 
 @weight_gradient_op.register_fake

@@ -7,21 +7,30 @@ from pfedhn.experiment import Cell, Experiment
 
 METHODS = ("local", "fedavg", "per-fedavg", "fedper", "pfedme", "lg-fedavg", "pfedhn", "pfedhn-pc")
 
+# The rates are those of the paper's grids with the best validation accuracy, for every method alike, on the splits of
+# the seeds 10, 11 and 12; the demo's seeds are others. So is the number of digits: with 5, one shared model does as well
+# as pFedHN (97.1 and 97.2); with 2, training alone does.
+DEMO_RATES = {
+    "local": {"local_lr": 0.01},
+    "fedavg": {"local_lr": 0.05},
+    "fedper": {"local_lr": 0.05},
+    "pfedhn": {"lr": 0.01, "local_lr": 0.01},
+}
 DEMO = Experiment(
     name="demo",
-    title="Handwritten digits: 50 clients, each with 5 of the 10 digits and few examples",
+    title="Handwritten digits: 50 clients, each with 3 of the 10 digits and few examples",
     cells=tuple(
         Cell(
             method=method,
             clients=50,
-            partition={"rule": "by_classes", "classes_per_client": 5},
-            split=(0.5, 0.25, 0.25),
+            partition={"rule": "by_classes", "classes_per_client": 3},
+            split=(0.5, 0.2, 0.3),
             model="mlp-32",
             steps=600,
             batch_size=16,
-            settings={"local_steps": 20},
+            settings={"local_steps": 20, **rates},
         )
-        for method in ("local", "fedavg", "fedper", "pfedhn")
+        for method, rates in DEMO_RATES.items()
     ),
 )
 

@@ -353,7 +353,9 @@ def details(report: Report, average: Average = "clients") -> list[list[str]]:
         ("down", lambda entry: bytes_text(entry.total("bytes_down"))),
         ("time", lambda entry: seconds_text(entry.total("seconds"))),
     ]
-    return [[name for name, _ in fields], *([show(entry) for _, show in fields] for entry in report.entries)]
+    # Beside a grid, which has a place for every cell, only what was asked for.
+    entries = [entry for entry in report.entries if entry.num_planned or len(report.columns) == 1]
+    return [[name for name, _ in fields], *([show(entry) for _, show in fields] for entry in entries)]
 
 
 def _signed(value: float | None) -> str:

@@ -1,5 +1,6 @@
 """A run: train, watch, stop and go on, take out a client's model, let a new client join."""
 
+import hashlib
 import json
 import logging
 import signal
@@ -7,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -43,8 +44,10 @@ class RunError(RuntimeError):
 
 
 def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | None = None) -> AnyAlgorithm:
-    """An algorithm from its name and settings; one that is built already passes through."""
+    """An algorithm from its name and settings, or one that is built already, its settings checked."""
     if not isinstance(method, str):
+        values = {item.name: getattr(method, item.name) for item in fields(method)}  # type: ignore[arg-type]
+        build(type(method), values, type(method).__name__)
         return method
     if method not in ALGORITHMS:
         raise RunError(f"there is no method {method!r}; {closest(method, ALGORITHMS)}")
@@ -63,16 +66,16 @@ def build_model(
     metric: PerExample | None = None,
 ) -> Model:
     """An architecture that fits the federation's data, or a sentence that says why it does not."""
-    is_classes = not federation.y.is_floating_point()
-    if loss is None:
-        loss, metric = (cross_entropy, metric or is_correct) if is_classes else (squared_error, metric)
+    is_classes = not federation.y.is_floating_point() and federation.y.ndim == 1
+    loss = loss or (squared_error if federation.y.is_floating_point() else cross_entropy)
     dtype = federation.x.dtype if federation.x.is_floating_point() else torch.get_default_dtype()
     model = Model(name, factory, loss, metric, federation.x.device, dtype)
-    _check_model(model, federation)
-    return model
+    outputs = _check_model(model, federation)
+    is_classifier = is_classes and isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] > 1
+    return replace(model, per_example_metric=is_correct) if metric is None and is_classifier else model
 
 
-def _check_model(model: Model, federation: Federation) -> None:
+def _check_model(model: Model, federation: Federation) -> Any:
     """Run the network once on real rows: what would be silently wrong later is refused now."""
     if not model.shapes:
         raise RunError(f"the network {model.name!r} has no trainable parameters; there is nothing to learn.")
@@ -120,6 +123,7 @@ def _check_model(model: Model, federation: Federation) -> None:
             f"the loss returned the shape {tuple(values.shape)} for {len(y)} rows; it must return one value per row, "
             "e.g. with reduction='none'."
         )
+    return outputs
 
 
 @dataclass
@@ -209,9 +213,12 @@ class Run:
         """
         simulation, memories = self.simulation, self.memories(last)
         algorithm = simulation.algorithm
+        if architecture is not None and architecture not in simulation.models:
+            raise RunError(f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}")
         model = simulation.models[architecture] if architecture else simulation.model_of(0)
         data = Federation.from_clients([(x, y)], split=split, seed=seed)
         data = data.to(simulation.federation.x.device, model.dtype if data.x.is_floating_point() else None)
+        _check_model(model, data)
         key = keys.fold(simulation.seed, "new client", seed)
         row = algorithm.join_row(memories.shared, memories.rows, self._descriptor(data, descriptor))
         private = algorithm.init_private(model, simulation.initial_models()[model.name], key)
@@ -297,8 +304,8 @@ class NewClient:
 
     @property
     def accuracy(self) -> float:
-        """On the new client's test rows."""
-        return self.pools["test"].sample_mean
+        """On the new client's test rows; minus the loss for a task without accuracy."""
+        return self.pools["test"].score
 
 
 def pool_record(result: PoolResult, per_client: bool = True) -> dict[str, Any]:
@@ -407,6 +414,44 @@ def rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
     return simulation.rounds(state)
 
 
+def _claim(directory: Path, simulation: Simulation) -> None:
+    """Note what a directory holds, or refuse one that holds another run."""
+    shapes = {name: {n: list(s) for n, s in model.shapes.items()} for name, model in simulation.models.items()}
+    schedule = asdict(simulation.schedule)
+    identity = {
+        "algorithm": repr(simulation.algorithm),
+        "seed": simulation.seed,
+        "schedule": schedule,
+        "shapes": shapes,
+        "partition_sha256": partition_digest(simulation.federation),
+    }
+    file = directory / "run.json"
+    if file.exists():
+        try:
+            stored = json.loads(file.read_text())
+        except ValueError:
+            stored = {}
+        if different := [name for name in identity if stored.get(name) != identity[name]]:
+            raise RunError(
+                f"{directory} holds another run (its {', '.join(different)} differ); give another directory, or the "
+                "settings it was made with."
+            )
+        return
+    if directory.exists() and any(directory.glob("checkpoint-*")):
+        raise RunError(f"{directory} holds checkpoints of a run that is not known; give another directory.")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(identity, indent=1).encode())
+
+
+def partition_digest(federation: Federation) -> str:
+    """A name for who owns which rows."""
+    digest = hashlib.sha256()
+    for rows in federation.pools.values():
+        for part in (rows.index, rows.offset, rows.size):
+            digest.update(part.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 @dataclass
 class _Metrics:
     path: Path | None
@@ -490,8 +535,15 @@ def train(
     >>> run.accuracy.shape
     (12,)
     """
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise RunError("PyTorch finds no GPU here; use device='cpu'.")
     federation = federation.to(device)
     factories = dict(model) if isinstance(model, Mapping) else {"model": model}
+    if any(isinstance(factory, nn.Module) for factory in factories.values()):
+        raise RunError(
+            "model is a network; give a function that makes it (its class, or lambda: MyNetwork(10)), so that every "
+            "seed starts from weights of its own."
+        )
     if federation.architectures is None and len(factories) > 1:
         raise RunError(
             "several target networks need federation.with_architectures(...) to say which client runs which."
@@ -506,6 +558,8 @@ def train(
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
     simulation = Simulation(algorithm, models, federation, schedule, seed, executor)
     path = None if directory is None else Path(directory)
+    if path is not None:
+        _claim(path, simulation)
     if not progress:
         return execute(simulation, path, checkpoint_every=checkpoint_every)
     from pfedhn.progress import bar

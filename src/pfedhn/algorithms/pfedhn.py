@@ -72,6 +72,11 @@ class PFedHN:
         return self.local_steps
 
     def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "PFedHN":
+        if self.embedding == "fixed" and self.embedding_dim and descriptor_dim not in (None, self.embedding_dim):
+            raise ValueError(
+                f"embedding_dim is {self.embedding_dim}, but the federation describes a client by {descriptor_dim} "
+                "numbers; leave embedding_dim out."
+            )
         usual = descriptor_dim if self.embedding == "fixed" else default_embedding_dim(num_clients)
         return self if self.embedding_dim else replace(self, embedding_dim=usual)
 
