@@ -525,7 +525,7 @@ SUM_ROWS, SUM_COLUMNS = 32, 64
 def sum_groups_kernel(
     parts: tl.tensor,
     out: tl.tensor,
-    groups: tl.constexpr,
+    groups: tl.tensor,
     size: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,

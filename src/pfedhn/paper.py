@@ -8,8 +8,8 @@ from pfedhn.experiment import Cell, Experiment
 METHODS = ("local", "fedavg", "per-fedavg", "fedper", "pfedme", "lg-fedavg", "pfedhn", "pfedhn-pc")
 
 # The rates are those of the paper's grids with the best validation accuracy, for every method alike, on the splits of
-# the seeds 10, 11 and 12; the demo's seeds are others. So is the number of digits: with 5, one shared model does as well
-# as pFedHN (97.1 and 97.2); with 2, training alone does.
+# the seeds 10, 11 and 12; the demo's seeds are others. So is the number of digits: with 5, one shared model does as
+# well as pFedHN (97.1 and 97.2); with 2, training alone does.
 DEMO_RATES = {
     "local": {"local_lr": 0.01},
     "fedavg": {"local_lr": 0.05},
