@@ -2,6 +2,6 @@
 # Every method, captured against the loop, each in a process of its own (the compiler is what takes the time).
 out=$1
 for method in pfedhn pfedhn-pc local fedavg per-fedavg pfedme lg-fedavg fedper; do
-  PFEDHN_AUTOTUNE=0 python3 benchmarks/gpu.py --out "$out" --only equal --method "$method" > "$out.$method.log" 2>&1 &
+  python3 benchmarks/gpu.py --out "$out" --only equal --method "$method" > "$out.$method.log" 2>&1 &
 done
 wait

@@ -14,13 +14,12 @@ from typing import Any, TypeAlias, get_type_hints
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.algorithm import Group, Model
 from pfedhn.evaluate import evaluate, plan, to_pools
-from pfedhn.executors import EXECUTORS, Function, TracedScan
+from pfedhn.executors import EXECUTORS, Function, TracedScan, traced
 from pfedhn.federation import Rows, cohort, draw_batches
 from pfedhn.params import Params, copy, num_bytes, stack, take
 from pfedhn.sgd import Batches, Rate, scanning
@@ -56,6 +55,11 @@ def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool
     return _compiled[key]
 
 
+def compile_once(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
+    """Compile what a round does once."""
+    return compile_graph(graph, arguments, is_step=False)
+
+
 def set_up_gpu(precision: str, is_deterministic: bool) -> None:
     """How all runs of this process compute on a GPU. tf32 rounds the factors of products to 10 bits, and is faster."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -67,33 +71,8 @@ def set_up_gpu(precision: str, is_deterministic: bool) -> None:
 
 
 def is_autotuned() -> bool:
-    """PFEDHN_AUTOTUNE=0 saves the minute that choosing kernels by timing takes, for rounds a tenth slower."""
-    return os.environ.get("PFEDHN_AUTOTUNE", "1") != "0"
-
-
-def traced(function: Function) -> Function:
-    """`function` over trees, traced at its first call and compiled."""
-    ready: dict[Any, tuple[Function, Any]] = {}
-
-    def call(*arguments: Any) -> Any:
-        leaves, spec = pytree.tree_flatten(arguments)
-        key = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        if key not in ready:
-            results: list[Any] = []
-
-            def flat(*values: Tensor) -> list[Tensor]:
-                outputs, output_spec = pytree.tree_flatten(function(*pytree.tree_unflatten(values, spec)))
-                results.append(output_spec)
-                return outputs
-
-            graph = make_fx(flat)(*copy(leaves))  # tracing runs the function: let it write to copies
-            graph.graph.eliminate_dead_code()
-            graph.recompile()
-            ready[key] = (compile_graph(graph, leaves, is_step=False), results[-1])
-        compiled, output_spec = ready[key]
-        return pytree.tree_unflatten(compiled(*leaves), output_spec)
-
-    return call
+    """PFEDHN_AUTOTUNE=1 spends a minute on choosing kernels by timing, for rounds of many runs 5 % faster."""
+    return os.environ.get("PFEDHN_AUTOTUNE", "0") == "1"
 
 
 def rates(algorithm: Any, dtype: torch.dtype, device: torch.device) -> Params:
@@ -170,8 +149,8 @@ class CapturedRun:
             self.slots[name] = slots.to(device)
         shape = (simulation.federation.num_clients, len(EVALUATED_POOLS), 2)
         self.scores = torch.zeros(shape, dtype=torch.float64, device=device)
-        self.before = {s: traced(self._before(s)) for s in set(self.signatures)}
-        self.after = {s: traced(self._after(s)) for s in set(self.signatures)}
+        self.before = {s: traced(self._before(s), compile_once) for s in set(self.signatures)}
+        self.after = {s: traced(self._after(s), compile_once) for s in set(self.signatures)}
         self.evaluator = EXECUTORS["vectorised"]()
         self.chunks = plan(simulation.federation, simulation.model_of, EVALUATED_POOLS, one_by_one=False)
 

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from pfedhn.params import stack, take
+from pfedhn.params import copy, stack, take
 from pfedhn.sgd import Step, python_loop, scanning
 
 logger = logging.getLogger("pfedhn")
@@ -23,6 +23,8 @@ logger = logging.getLogger("pfedhn")
 Function: TypeAlias = Callable[..., Any]
 Mapper: TypeAlias = Callable[[Function], Function]
 """Turns a function of one client into a function of stacks: every argument and result gains a leading [C] axis."""
+
+Compile: TypeAlias = Callable[[GraphModule, Sequence[Tensor]], Function]
 
 
 def one_by_one(function: Function) -> Function:
@@ -40,6 +42,35 @@ def together(function: Function) -> Function:
     return mapped
 
 
+def run_as_traced(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
+    return graph.forward
+
+
+def traced(function: Function, compile_graph: Compile = run_as_traced) -> Function:
+    """`function` over trees of tensors, traced into plain operators at its first call."""
+    ready: dict[Any, tuple[Function, Any]] = {}
+
+    def call(*arguments: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(arguments)
+        key = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        if key not in ready:
+            results: list[Any] = []
+
+            def flat(*values: Tensor) -> list[Tensor]:
+                outputs, output_spec = pytree.tree_flatten(function(*pytree.tree_unflatten(values, spec)))
+                results.append(output_spec)
+                return outputs
+
+            graph = make_fx(flat)(*copy(leaves))  # tracing runs the function: let it write to copies
+            graph.graph.eliminate_dead_code()
+            graph.recompile()
+            ready[key] = (compile_graph(graph, leaves), results[-1])
+        compiled, output_spec = ready[key]
+        return pytree.tree_unflatten(compiled(*leaves), output_spec)
+
+    return call
+
+
 @dataclass
 class TracedScan:
     """Runs the steps from a graph of plain operators, traced at the first call: no autograd, no Python of the module.
@@ -47,7 +78,7 @@ class TracedScan:
     One instance serves one function of one architecture, whose scans it tells apart by their order.
     """
 
-    compile: Callable[[GraphModule, Sequence[Tensor]], Function] = lambda graph, arguments: graph.forward
+    compile: Compile = run_as_traced
     graphs: dict[Any, Function | None] = field(default_factory=dict)
     constants: dict[float, Tensor] = field(default_factory=dict)
     position: int = 0
@@ -111,6 +142,13 @@ class Executor:
     map: Mapper
     is_traced: bool = False
     scans: dict[tuple[str, str], TracedScan] = field(default_factory=dict)
+    functions: dict[tuple[str, ...], Function] = field(default_factory=dict)
+
+    def traced(self, key: tuple[str, ...], function: Function) -> Function:
+        """`function`, from a graph where this executor traces; the key says which function it is."""
+        if not self.is_traced:
+            return function
+        return self.functions.setdefault(key, traced(function))
 
     @contextmanager
     def running(self, architecture: str, purpose: str) -> Iterator[None]:

@@ -246,13 +246,24 @@ class Simulation:
             trained.append((clients, private))
             bytes_down += num_bytes(received)
             bytes_up += num_bytes(updates)
-        shared, new_rows = self.algorithm.receive(memories.shared, groups)
+        shared, new_rows = self._receive(memories.shared, groups)
         state.memories = memories._replace(shared=shared)
         state.bytes_down += bytes_down
         state.bytes_up += bytes_up
         for group, (clients, private), rows in zip(groups, trained, new_rows, strict=True):
             put(memories.rows, torch.tensor(clients, device=self.federation.x.device), rows)
             memories.private[group.model.name].put(clients, private)
+
+    def _receive(self, shared: Any, groups: list[Group]) -> tuple[Any, list[Any]]:
+        models = [group.model for group in groups]
+
+        def receive(shared: Any, parts: list[Any]) -> tuple[Any, list[Any]]:
+            groups = [Group(model, *part) for model, part in zip(models, parts, strict=True)]
+            return self.algorithm.receive(shared, groups)
+
+        run = self.executor_for(models[0]).traced(("receive", *(model.name for model in models)), receive)
+        result: tuple[Any, list[Any]] = run(shared, [tuple(group[1:]) for group in groups])
+        return result
 
     def _train(
         self, model: Model, memories: Memories, rows: Any, clients: list[int], index: Tensor, number: int
@@ -261,11 +272,12 @@ class Simulation:
         batches = self.federation.batches(index, key, self.algorithm.num_batches, self.schedule.batch_size)
         noise = keys.fold(self.seed, "noise", number, index)
         executor = self.executor_for(model)
+        send = executor.traced(("send", model.name), lambda shared, row: self.algorithm.send(model, shared, row))
 
         def one_client(
             member: Tensor, row: Any, private: Any, batches: Batches, noise: Tensor
         ) -> tuple[Params, Params, Any]:
-            received = self.algorithm.send(model, memories.shared, row)
+            received = send(memories.shared, row)
             with model.seeded(noise), executor.running(model.name, "train"):
                 update, private = self.algorithm.train(model, received, private, batches)
             return received, update, private
