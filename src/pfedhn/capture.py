@@ -150,7 +150,7 @@ class CapturedRun:
         shape = (simulation.federation.num_clients, len(EVALUATED_POOLS), 2)
         self.scores = torch.zeros(shape, dtype=torch.float64, device=device)
         self.before = {s: traced(self._before(s), compile_once) for s in set(self.signatures)}
-        self.after = {s: traced(self._after(s), compile_once) for s in set(self.signatures)}
+        self.after = {s: traced(self._after(s), compile_once, writes=True) for s in set(self.signatures)}
         self.evaluator = EXECUTORS["vectorised"]()
         self.chunks = plan(simulation.federation, simulation.model_of, EVALUATED_POOLS, one_by_one=False)
 

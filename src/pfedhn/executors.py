@@ -42,12 +42,24 @@ def together(function: Function) -> Function:
     return mapped
 
 
+def distinct(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves, a tensor that stands twice copied: a trace would take it for one input."""
+    result: list[Tensor] = []
+    for leaf in leaves:
+        stands_before = any(leaf is other for other in result)
+        result.append(leaf.clone() if stands_before else leaf)
+    return result
+
+
 def run_as_traced(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
     return graph.forward
 
 
-def traced(function: Function, compile_graph: Compile = run_as_traced) -> Function:
-    """`function` over trees of tensors, traced into plain operators at its first call."""
+def traced(function: Function, compile_graph: Compile = run_as_traced, writes: bool = False) -> Function:
+    """`function` over trees of tensors, traced into plain operators at its first call.
+
+    writes: whether the function writes to its arguments; tracing runs it, so it is then traced on copies of them.
+    """
     ready: dict[Any, tuple[Function, Any]] = {}
 
     def call(*arguments: Any) -> Any:
@@ -61,7 +73,7 @@ def traced(function: Function, compile_graph: Compile = run_as_traced) -> Functi
                 results.append(output_spec)
                 return outputs
 
-            graph = make_fx(flat)(*copy(leaves))  # tracing runs the function: let it write to copies
+            graph = make_fx(flat)(*(copy(leaves) if writes else distinct(leaves)))
             graph.graph.eliminate_dead_code()
             graph.recompile()
             ready[key] = (compile_graph(graph, leaves), results[-1])
