@@ -262,7 +262,7 @@ def test_the_demo_ends_with_a_table_a_sentence_and_a_picture(monkeypatch: pytest
 
 
 def test_the_demo_compares_methods_at_one_number_of_steps() -> None:
-    assert {cell.steps for cell in DEMO.cells} == {600}
+    assert len({cell.steps for cell in DEMO.cells}) == 1
     assert len(DEMO.seeds) == 3
     assert {"pfedhn", "local", "fedavg"} <= {cell.method for cell in DEMO.cells}
 

@@ -78,7 +78,7 @@ def test_the_demo_is_told_as_it_is(page: Path) -> None:
     held = f"each has {cell.partition['classes_per_client']} of the 10 digits and about {mean:.0f} training rows"
     assert held in text
     assert f"{cell.clients} clients" in text
-    assert f"{cell.steps} communication steps" in text
+    assert f"{cell.steps:,} communication steps" in text
     assert {other.steps for other in DEMO.cells} == {cell.steps}
 
 
