@@ -7,7 +7,7 @@ SETUP := $(VENV)/.installed
 .PHONY: help venv demo test check docs clean
 
 help:
-	@echo "make demo    train on the embedded digits and draw what came out (about two minutes after the install)"
+	@echo "make demo    train on the embedded digits and draw what came out (one to two minutes after the install)"
 	@echo "make test    run the tests"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make docs    build the documentation into site/"
