@@ -39,7 +39,6 @@ BAD_INPUT, FAILED, STOPPED = 2, 1, 130  # exit codes
 EXTRAS = {
     "data": (("datasets", "PIL"), "reads MNIST, CIFAR and Omniglot"),
     "report": (("matplotlib",), "draws pictures"),
-    "tune": (("optuna",), "searches settings"),
 }
 """Optional parts: the modules they need and what they are for."""
 
