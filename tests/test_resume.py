@@ -13,7 +13,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.checkpoint import CheckpointError, checkpoints, load_state, save_state
 from pfedhn.federation import Federation
 from pfedhn.run import Run, execute
-from pfedhn.simulate import Progress, Simulation
+from pfedhn.simulate import Diverged, Progress, Simulation
 
 
 class Killed(BaseException):
@@ -138,3 +138,23 @@ def test_a_finished_run_is_read_not_run_again(federation: Federation, tmp_path: 
     assert steps == []
     assert_same_bits(memories_of(again.state), memories_of(first.state))
     assert again.accuracy.tolist() == first.accuracy.tolist()
+
+
+def test_a_run_that_diverges_leaves_its_last_good_state(federation: Federation, tmp_path: Path) -> None:
+    wild = ALGORITHMS["pfedhn"](local_steps=40, local_lr=1e30, local_clip=None)
+    one = simulate(wild, federation, rounds=6, evaluate_every=100)
+    with pytest.raises(Diverged):
+        execute(one, tmp_path)
+    state, refused = load_state(tmp_path, one)
+    assert refused == []
+    assert state is not None
+    assert all(bool(leaf.isfinite().all()) for leaf in state.memories.shared.phi.values())
+
+
+def test_a_state_that_is_not_finite_is_not_written(federation: Federation, tmp_path: Path) -> None:
+    one = simulation("fedavg", federation)
+    state = one.initial_state()
+    next(iter(state.memories.shared.values())).fill_(float("inf"))
+    with pytest.raises(Diverged, match="no longer finite"):
+        save_state(tmp_path, state, one)
+    assert checkpoints(tmp_path) == []

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from pfedhn.evaluate import PoolResult
 from pfedhn.params import take
-from pfedhn.simulate import Best, Evaluation, Memories, PrivateTable, Simulation, State
+from pfedhn.simulate import Best, Diverged, Evaluation, Memories, PrivateTable, Simulation, State
 
 FORMAT = 1
 NUM_KEPT = 2  # the newest, and the one before it in case the newest is damaged
@@ -39,7 +39,12 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def save_state(directory: Path, state: State, simulation: Simulation) -> None:
-    """Write `state`; older checkpoints than the last two are removed."""
+    """Write `state`; older checkpoints than the last two are removed. A state that is not finite is not written."""
+    if not all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(state.memories.shared)):
+        raise Diverged(
+            f"training diverged before round {state.round}: the server's numbers are no longer finite; lower the "
+            "learning rates. The last good checkpoint is kept."
+        )
     step = state.round * simulation.clients_per_round
     tensors, slots = _memories_to_tensors("now", state.memories)
     record: dict[str, Any] = {

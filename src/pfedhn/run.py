@@ -28,7 +28,7 @@ from pfedhn.federation import Federation
 from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.params import Params, stack, take
 from pfedhn.settings import build, closest
-from pfedhn.simulate import EVALUATED_POOLS, Evaluation, Memories, Progress, Schedule, Simulation, State
+from pfedhn.simulate import EVALUATED_POOLS, Diverged, Evaluation, Memories, Progress, Schedule, Simulation, State
 
 logger = logging.getLogger("pfedhn")
 
@@ -378,7 +378,7 @@ def executing(
         run.seconds = run.history[-1]["seconds"] if run.history else 0.0
     started = time.monotonic() - run.seconds
     saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
-    for progress in rounds(simulation, run.state):
+    for progress in _saved_if_diverged(rounds(simulation, run.state), run.state, simulation, directory):
         run.seconds = time.monotonic() - started
         if progress.evaluation is not None:
             run.history.append(metrics_record(progress.evaluation, run.state, run.seconds))
@@ -399,6 +399,18 @@ def executing(
     if directory is not None:
         save_state(directory, run.state, simulation)
     return run
+
+
+def _saved_if_diverged(
+    progress: Iterator[Progress], state: State, simulation: Simulation, directory: Path | None
+) -> Iterator[Progress]:
+    """Write the state before a round that diverged: it is the last good one."""
+    try:
+        yield from progress
+    except Diverged:
+        if directory is not None:
+            save_state(directory, state, simulation)
+        raise
 
 
 def rounds(simulation: Simulation, state: State) -> Iterator[Progress]:

@@ -1,4 +1,6 @@
-"""pFedHN (Shamsian, Navon, Fetaya, Chechik, ICML 2021, Algorithm 1); pFedHN-PC if some layers stay with the client.
+"""pFedHN (Shamsian et al., ICML 2021, Algorithm 1): a hypernetwork writes each client's weights from its embedding.
+
+pFedHN-PC if some layers stay with the client.
 
     server   theta_i  = h(v_i; phi)                                                    send
     client   theta~_i = K steps of SGD from theta_i (and from omega_i, which it keeps)  train
