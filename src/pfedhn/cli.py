@@ -160,7 +160,7 @@ def demo(
     \b
     [bold]Examples[/]
       pfedhn demo
-      pfedhn demo --out /tmp/demo
+      pfedhn demo --out my-demo
     """
     screen = Console(stderr=True)
     names = experiments.select(DEMO, [], None)
