@@ -628,25 +628,10 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     return result
 
 
-def run_one(
-    directory: Path,
-    experiment: Experiment,
-    name: str,
-    *,
-    data_dir: Path | None = None,
-    device: str = "cpu",
-    executor: str = "auto",
-    watch: Callable[[str, Simulation], Watch] | None = None,
-    say: Callable[[str], None] = print,
-    checkpoint_every: int | None = None,
-    threads: int | None = None,
-    command: str = "",
-) -> dict[str, Any]:
-    """One run to its end in its folder, and what it found; a finished run is only read."""
-    engine: dict[str, Any] = {"data_dir": data_dir, "device": device, "executor": executor}
-    rest: dict[str, Any] = {"checkpoint_every": checkpoint_every, "threads": threads, "command": command}
+def run_one(directory: Path, experiment: Experiment, name: str, **options: Any) -> dict[str, Any]:
+    """One run to its end in its folder, and what it found; a finished run is only read. Options as `running_one`."""
     with stop_on_signal() as stop:
-        return drain(running_one(directory, experiment, name, stop, watch=watch, say=say, **engine, **rest))
+        return drain(running_one(directory, experiment, name, stop, **options))
 
 
 def running_one(

@@ -38,12 +38,8 @@ def pack(params: Mapping[str, Tensor]) -> tuple[Tensor, Callable[[Tensor], Param
     return torch.cat([value.reshape(-1) for value in params.values()]), unpack
 
 
-def weighted_mean(stacked: Mapping[str, Tensor], weights: Tensor) -> Params:
-    """Mean over the [C] axis, each client counted with its weight."""
-    return weighted_sum(stacked, weights / weights.sum())
-
-
 def weighted_sum(stacked: Mapping[str, Tensor], weights: Tensor) -> Params:
+    """Sum over the [C] axis, each client counted with its weight."""
     return {name: torch.tensordot(weights.to(value.dtype), value, dims=1) for name, value in stacked.items()}
 
 
