@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+import subprocess
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from pfedhn.experiment import (
     Options,
     build_federation,
     check,
+    commit,
     from_table,
     from_toml,
     prepare,
@@ -36,7 +38,7 @@ from pfedhn.experiment import (
     with_assignments,
     with_pretraining,
 )
-from pfedhn.paper import EXPERIMENTS
+from pfedhn.paper import DEMO, EXPERIMENTS
 from pfedhn.progress import Event, Failed, Finished, Said, Update
 from pfedhn.run import RunError
 from pfedhn.settings import SettingError, parse_assignments, to_toml
@@ -247,6 +249,24 @@ def test_the_command_in_a_result_carries_everything_that_matters() -> None:
         "pfedhn run 'my file.toml' --only method=pfedhn --seeds 1 --set steps=3 --set model=mlp-4 "
         "--device cpu --executor loop --threads 3 --data-dir /data"
     )
+    exact = Options("demo", device="cuda", precision="fp32", deterministic=True)
+    assert rerun_command(DEMO, DEMO.cells[0], 0, exact).endswith("--device cuda --precision fp32 --deterministic")
+
+
+def test_a_result_of_changed_source_does_not_pass_for_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"rev-parse": "abc\n", "status": " M src/pfedhn/run.py\n"}
+    monkeypatch.delenv("PFEDHN_COMMIT", raising=False)
+    monkeypatch.setattr(
+        subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0, stdout=answers[words[3]])
+    )
+    commit.cache_clear()
+    try:
+        assert commit() == "abc+changes"
+        answers["status"] = ""
+        commit.cache_clear()
+        assert commit() == "abc"
+    finally:
+        commit.cache_clear()
 
 
 # Own data

@@ -1194,11 +1194,12 @@ def environment(device: str) -> dict[str, Any]:
     return {
         "device": f"cuda: {torch.cuda.get_device_name(device)}" if on_gpu else f"cpu: {processor_name()}",
         "threads": torch.get_num_threads(),
-        "precision": torch.get_float32_matmul_precision() if on_gpu else "fp32",
+        "precision": "tf32" if on_gpu and torch.get_float32_matmul_precision() != "highest" else "fp32",
         "deterministic": torch.are_deterministic_algorithms_enabled() if on_gpu else True,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
+        "cuda": torch.version.cuda if on_gpu else None,
         "pfedhn": pfedhn.__version__,
         "commit": commit(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -1220,14 +1221,16 @@ def commit() -> str | None:
     """The commit of the source, if it is known; PFEDHN_COMMIT says it where there is no repository."""
     if known := os.environ.get("PFEDHN_COMMIT"):
         return known
-    where = Path(__file__).parent
+
+    def ask(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+
     try:
-        found = subprocess.run(
-            ["git", "-C", str(where), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        )
+        # A result of source that was changed since must not pass for the commit's own.
+        return ask("rev-parse", "HEAD") + ("+changes" if ask("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip()
 
 
 def rerun_command(experiment: Experiment, cell: Cell, seed: int, options: Options) -> str:
@@ -1248,6 +1251,10 @@ def rerun_command(experiment: Experiment, cell: Cell, seed: int, options: Option
         words += ["--executor", options.executor]
     if options.threads is not None:
         words += ["--threads", str(options.threads)]
+    if options.precision != Options.precision:
+        words += ["--precision", options.precision]
+    if options.deterministic:
+        words += ["--deterministic"]
     if options.data_dir is not None:
         words += ["--data-dir", str(options.data_dir)]
     return shlex.join(words)
