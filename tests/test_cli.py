@@ -97,7 +97,7 @@ def test_the_version() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *([], ["demo"], ["list"], ["run"], ["report"], ["doctor"]),
+        *([], ["demo"], ["list"], ["run"], ["tune"], ["report"], ["doctor"]),
         *(["data"], ["data", "list"], ["data", "get"], ["data", "show"]),
     ],
 )

@@ -1,10 +1,11 @@
-"""The command line: demo, list, run, report, bench, data, doctor."""
+"""The command line: demo, list, run, tune, report, bench, data, doctor."""
 
 import importlib.util
 import inspect
 import json
 import os
 import platform
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,12 +26,13 @@ import pfedhn
 from pfedhn import datasets, partition
 from pfedhn import experiment as experiments
 from pfedhn import report as reports
+from pfedhn import tune as tuning
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.checkpoint import write_atomically
 from pfedhn.executors import EXECUTORS
 from pfedhn.experiment import Cell, Directory, Experiment, Failure, Options, Outcome, failure_from, first_line
 from pfedhn.federation import POOLS, Federation
-from pfedhn.paper import DEMO, EXPERIMENTS
+from pfedhn.paper import DEMO, EXPERIMENTS, with_rates_of
 from pfedhn.progress import Display
 from pfedhn.settings import SettingError, closest, parse_assignments
 
@@ -146,6 +148,7 @@ SetOption = Annotated[
         "that has it (local_lr=0.01) or of one method (pfedhn.lr=0.05). Can be given several times.",
     ),
 ]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.", show_default="auto")]
 
 
 @app.command()
@@ -240,8 +243,12 @@ def run(
     ] = None,
     out: OutOption = None,
     jobs: JobsOption = None,
+    rates: Annotated[
+        Path | None,
+        typer.Option("--rates", metavar="FILE", help="Learning rates that `pfedhn tune` chose.", show_default=False),
+    ] = None,
     data_dir: DataDirOption = None,
-    device: Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.", show_default="auto")] = None,
+    device: DeviceOption = None,
     executor: Annotated[
         str | None,
         typer.Option(
@@ -302,6 +309,7 @@ def run(
     """
     if resume is not None:
         given = {"NAME-OR-FILE": experiment, "--set": assignments, "--only": only, "--seeds": seeds, "--out": out}
+        given["--rates"] = rates
         if clash := [name for name, value in given.items() if value]:
             raise SettingError(f"--resume goes on with what {resume} holds, so {clash[0]} cannot be given with it.")
         directory = Directory(resume)
@@ -313,10 +321,15 @@ def run(
         )
     else:
         chosen, source = _find(experiment)
+        if rates is not None:
+            rates = rates.expanduser().resolve()
+            if not rates.is_file():
+                raise SettingError(f"there is no file {rates}.")
+            chosen = with_rates_of(chosen, rates)
         chosen = experiments.with_assignments(chosen, parse_assignments(assignments or []))
         experiments.check(chosen)
         names = experiments.select(chosen, only or [], _numbers(seeds))
-        options = Options(source=source, assignments=tuple(assignments or []))
+        options = Options(source=source, assignments=tuple(assignments or []), rates=rates)
     if data_dir is not None:
         options = replace(options, data_dir=data_dir.expanduser().resolve())
     options = replace(
@@ -407,6 +420,113 @@ def _end(outcome: Outcome) -> None:
         who = names[0] if len(names) == 1 else f"{len(names)} runs ({names[0]}, ...)"
         _complain(f"{who}: {sentence}")
     raise typer.Exit(BAD_INPUT if all(failure.is_bad_input for failure in outcome.failures.values()) else FAILED)
+
+
+@app.command()
+def tune(
+    experiment: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME-OR-FILE", help="An experiment that `pfedhn list` shows, or a TOML file.", show_default=False
+        ),
+    ],
+    assignments: SetOption = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="FIELD=VALUE,...", help="Only these: method=fedavg. Tunes pFedHN if named."),
+    ] = None,
+    seeds: Annotated[
+        list[str] | None,
+        typer.Option("--seeds", metavar="N,...", help="Scores are means over these.", show_default="0"),
+    ] = None,
+    fraction: Annotated[
+        float, typer.Option("--fraction", metavar="F", help="Share of a cell's steps that every point gets first.")
+    ] = tuning.FRACTION,
+    finalists: Annotated[
+        int, typer.Option("--finalists", metavar="N", help="Points of each method that then get all steps.")
+    ] = tuning.FINALISTS,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save", metavar="FILE", help="Put the chosen rates into this file too.", show_default="FILE.rates.toml"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where the runs are kept.", show_default="runs/NAME-tuning")
+    ] = None,
+    jobs: JobsOption = None,
+    data_dir: DataDirOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Choose learning rates on validation rows, from the paper's grids.
+
+    Every point of a method's grid is run for a fifth of the steps, the best three
+    for all of them; the best validation score wins. 50 clients are used if the
+    experiment has such a cell, else the middle one of its numbers. After Ctrl-C or
+    a crash, the same command goes on.
+
+    The choice is kept in DIR/rates.toml. For FILE.toml it is also kept beside it,
+    where `pfedhn run` finds it.
+
+    \b
+    [bold]Examples[/]
+      pfedhn tune table1-cifar10 --device cuda
+      pfedhn run table1-cifar10 --rates runs/table1-cifar10-tuning/rates.toml
+      pfedhn tune mine.toml --only method=pfedhn,clients=20
+    """
+    chosen, source = _find(experiment)
+    values = parse_assignments(assignments or [])
+    chosen = experiments.with_assignments(chosen, values)
+    experiments.check(chosen)
+    numbers = _numbers(seeds)
+    study = tuning.plan(chosen, only or [], numbers, fraction=fraction, finalists=finalists, assigned=values)
+    if save is None and experiment not in EXPERIMENTS:
+        save = experiments.rates_file(Path(source))
+    path = out or Path("runs") / f"{chosen.name}-tuning"
+    tuning.refuse_other(path)
+    for file in (save, path / "rates.toml"):
+        if file is not None and file.exists():
+            experiments.read_rates(file)  # a damaged one is refused now, not after hours
+    tuning.read_record(path / "tuning.json")
+    options = Options(data_dir=None if data_dir is None else data_dir.expanduser().resolve())
+    options = replace(options, device=_device(device or "auto"))
+    points = [point for method in study.methods for point in study.points_of(method)]
+    found = tuning.Findings(study, _run_stage(study, "first", points, path, options, jobs))
+    points = [point for method in study.methods for point in found.finalists(method)]
+    found = replace(found, finals=_run_stage(study, "finals", points, path, options, jobs))
+    for table in found.tables():
+        Console().print(table)
+    words = ["pfedhn", "tune", source, *(word for text in assignments or [] for word in ("--set", text))]
+    words += [word for text in only or [] for word in ("--only", text)]
+    words += ["--seeds", ",".join(map(str, study.seeds)), "--fraction", f"{fraction:g}", "--finalists", str(finalists)]
+    tuning.write_record(path / "tuning.json", chosen, found.record(shlex.join(words)))
+    for file in (path / "rates.toml", save):
+        if file is not None and found.rates():
+            experiments.save_rates(file, chosen.name, found.rates())
+            typer.echo(f"The rates: {file}")
+    if lost := [method for method in study.methods if found.winner(method) is None]:
+        _complain(f"every point of {', '.join(lost)} diverged; no rate was chosen for it.")
+        raise typer.Exit(FAILED)
+
+
+def _run_stage(
+    study: tuning.Study,
+    stage: tuning.Stage,
+    points: Sequence[tuning.Point],
+    out: Path,
+    options: Options,
+    jobs: int | None,
+) -> Outcome:
+    """The runs of some points; one that diverges is a finding, any other failure ends the command."""
+    path = out / stage
+    options = replace(options, source=str((path / "experiment.toml").resolve()))
+    Console(stderr=True).print(f"[bold]{escape(study.stages[stage].title)}[/]", highlight=False)
+    try:
+        outcome = _run(study.stages[stage], study.runs(stage, points), path, options, jobs)
+    except Stopped:
+        raise Stopped("stopped; the same command goes on.") from None
+    _end(Outcome(failures={name: why for name, why in outcome.failures.items() if not why.has_diverged}))
+    return outcome
 
 
 @app.command()

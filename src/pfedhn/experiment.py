@@ -142,17 +142,18 @@ def distinctions(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     def group(cell: Cell) -> tuple[str, str, int]:
         return cell.method, cell.dataset, cell.clients
 
-    told_apart = []
-    for cell in cells:
-        alike = [flat_fields(other) for other in cells if group(other) == group(cell)]
-        told_apart.append(
-            {
-                name: value
-                for name, value in flat_fields(cell).items()
-                if any(other.get(name) != value for other in alike) and value is not None
-            }
-        )
-    return told_apart
+    values = [flat_fields(cell) for cell in cells]
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for cell, mine in zip(cells, values, strict=True):
+        groups.setdefault(group(cell), []).append(mine)
+    return [
+        {
+            name: value
+            for name, value in mine.items()
+            if any(other.get(name) != value for other in groups[group(cell)]) and value is not None
+        }
+        for cell, mine in zip(cells, values, strict=True)
+    ]
 
 
 def cell_names(cells: Sequence[Cell]) -> list[str]:
@@ -201,20 +202,82 @@ def cell_algorithm(cell: Cell) -> AnyAlgorithm:
 
 
 def from_toml(path: Path) -> Experiment:
-    """A user's own experiment; lists in scalar fields make a grid, `[methods.NAME]` holds what differs by method."""
+    """A user's own experiment; lists in scalar fields make a grid, `[methods.NAME]` holds what differs by method.
+
+    The rates that `pfedhn tune` chose for it are read from the file beside it: `mine.rates.toml` for `mine.toml`.
+    """
     try:
         table = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError(f"{path} is not valid TOML: {error}.") from None
     experiment = from_table(table, path.stem)
     cells = [replace(cell, dataset=_absolute(cell.dataset, path.parent)) for cell in experiment.cells]
-    return replace(experiment, cells=tuple(cells))
+    experiment = replace(experiment, cells=tuple(cells))
+    chosen = rates_file(path)
+    return with_rates(experiment, rates_for(experiment.name, chosen)) if chosen.exists() else experiment
 
 
 def _absolute(dataset: str, base: Path) -> str:
     """A path is meant from where its file lies, or from here; made absolute, a run can be resumed from anywhere."""
     is_path = is_own_data(dataset) or (dataset not in datasets.DATASETS and (base / dataset).is_dir())
     return str((base / dataset).resolve()) if is_path else dataset
+
+
+Rates: TypeAlias = dict[str, dict[str, Any]]
+"""Settings by method, as `pfedhn tune` chooses them."""
+
+RATES_HEADING = """\
+# Learning rates that `pfedhn tune` chose on validation rows: a heading for each experiment and method.
+# It writes this file anew and keeps the headings that it did not tune; comments are lost.
+"""
+
+
+def rates_file(experiment_file: Path) -> Path:
+    """Where the rates that were chosen for a user's experiment are kept."""
+    return experiment_file.with_suffix(".rates.toml")
+
+
+def read_rates(file: Path) -> dict[str, Rates]:
+    """The rates of a file by experiment, every method and setting checked."""
+    try:
+        table = tomllib.loads(file.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"{file} is damaged ({error}); mend or remove it.") from None
+    for experiment, by_method in table.items():
+        if not isinstance(by_method, Mapping) or not all(isinstance(part, Mapping) for part in by_method.values()):
+            raise SettingError(f"{file}: {experiment!r} does not fit; write rates under headings [EXPERIMENT.METHOD].")
+        for method, settings in by_method.items():
+            if method not in ALGORITHMS:
+                raise SettingError(f"{file}: [{experiment}.{method}] names no method; {closest(method, ALGORITHMS)}")
+            checked(type(build_algorithm(method)), settings, f"{file}: [{experiment}.{method}]")
+    return table
+
+
+def rates_for(experiment: str, file: Path, stand_in: str | None = None) -> Rates:
+    """The rates of one experiment, or of the one whose rates it takes if it has none of its own."""
+    table = read_rates(file)
+    for name in (experiment, stand_in):
+        if name in table:
+            return table[name]
+    held = f"it holds {', '.join(map(repr, table))}" if table else "it is empty"
+    raise SettingError(f"{file} has no rates for {experiment!r}; {held}.")
+
+
+def with_rates(experiment: Experiment, rates: Rates) -> Experiment:
+    """The cells of the methods named with these settings; a method that is not named keeps its own."""
+    cells = [
+        replace(cell, settings={**cell.settings, **rates[cell.method]}) if cell.method in rates else cell
+        for cell in experiment.cells
+    ]
+    return replace(experiment, cells=_distinct(cells))
+
+
+def save_rates(file: Path, experiment: str, rates: Rates) -> None:
+    """Put the rates of some methods of an experiment into a file, and keep what else it holds."""
+    table = read_rates(file) if file.exists() else {}
+    table[experiment] = {**table.get(experiment, {}), **rates}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, f"{RATES_HEADING}\n{to_toml(table)}".encode())
 
 
 def from_table(table: Mapping[str, Any], name: str) -> Experiment:
@@ -516,6 +579,7 @@ class Options:
     threads: int | None = None  # of each run: with another number its sums round otherwise, and the bits differ
     precision: str = "tf32"  # of products on a GPU, or fp32
     deterministic: bool = False  # the same bits from the same GPU and versions
+    rates: Path | None = None  # as given to --rates
 
     def check(self) -> None:
         if self.executor not in (known := ["auto", *EXECUTORS, "captured"]):
@@ -563,7 +627,9 @@ class Directory:
         table = {**_plain(asdict(experiment)), "planned": list(dict.fromkeys([*before, *planned]))}
         if options is not None:
             table["options"] = {name: value for name, value in asdict(options).items() if value is not None}
-            table["options"] |= {"data_dir": str(options.data_dir.resolve())} if options.data_dir else {}
+            for name in ("data_dir", "rates"):
+                if (place := getattr(options, name)) is not None:
+                    table["options"][name] = str(place.resolve())
         write_atomically(self.path / "experiment.toml", to_toml(table).encode())
 
     def read(self) -> tuple[Experiment, list[str]]:
@@ -579,8 +645,9 @@ class Directory:
     def options(self) -> Options:
         """How the runs were last started."""
         stored = dict(self._table().get("options", {}))
-        if "data_dir" in stored:
-            stored["data_dir"] = Path(stored["data_dir"])
+        for name in ("data_dir", "rates"):
+            if name in stored:
+                stored[name] = Path(stored[name])
         return build(Options, stored, "options")
 
     def results(self) -> dict[str, dict[str, Any]]:
@@ -826,6 +893,7 @@ class Failure(NamedTuple):
 
     sentence: str
     is_bad_input: bool  # else something happened on the way: divergence, a full disk
+    has_diverged: bool = False
 
 
 @dataclass
@@ -1015,7 +1083,7 @@ def _has_room(device: str) -> bool:
 def failure_from(error: BaseException) -> Failure | None:
     """An error that a person can do something about, in one sentence; None for one that only we can."""
     if isinstance(error, Diverged | CheckpointError):
-        return Failure(str(error), False)
+        return Failure(str(error), False, isinstance(error, Diverged))
     if isinstance(error, OSError) and error.strerror is not None:
         where = f"{error.filename}: " if error.filename is not None else ""
         return Failure(f"{where}{error.strerror[:1].lower()}{error.strerror[1:]}{_way_out(error.errno)}.", False)
@@ -1246,6 +1314,8 @@ def rerun_command(experiment: Experiment, cell: Cell, seed: int, options: Option
     ]
     for text in options.assignments:
         words += ["--set", text]
+    if options.rates is not None:
+        words += ["--rates", str(options.rates)]
     words += ["--device", options.device]
     if options.executor != "auto":
         words += ["--executor", options.executor]

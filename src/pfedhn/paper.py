@@ -2,8 +2,25 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from pfedhn.experiment import Cell, Experiment
+from pfedhn.experiment import Cell, Experiment, rates_for, read_rates, with_rates
+
+RATES_FILE = Path(__file__).with_name("rates.toml")  # what `pfedhn tune` chose for the experiments below
+RATES_TAKEN_FROM = {"table1-mnist": "table1-cifar10"}  # the paper says of no tuning on MNIST
+
+
+def with_rates_of(experiment: Experiment, file: Path) -> Experiment:
+    """An experiment with the rates that a file has for it; MNIST takes those of CIFAR-10 if it has none of its own."""
+    return with_rates(experiment, rates_for(experiment.name, file, RATES_TAKEN_FROM.get(experiment.name)))
+
+
+def _tuned(experiment: Experiment) -> Experiment:
+    """With the package's own rates; an experiment that was not tuned keeps the methods' defaults."""
+    known = read_rates(RATES_FILE)
+    has_rates = experiment.name in known or RATES_TAKEN_FROM.get(experiment.name) in known
+    return with_rates_of(experiment, RATES_FILE) if has_rates else experiment
+
 
 # Chosen on validation, on the splits of seeds that the demo does not use: every method's rates on the paper's grids at
 # 600 steps (seeds 10 to 12), pFedHN's and FedAvg's two best again at 2,000 (seeds 10 and 11), the digits per client
@@ -14,22 +31,24 @@ DEMO_RATES = {
     "fedper": {"local_lr": 0.05},
     "pfedhn": {"lr": 0.01, "local_lr": 0.005},
 }
-DEMO = Experiment(
-    name="demo",
-    title="Handwritten digits: 50 clients, each with 3 of the 10 digits and few examples",
-    cells=tuple(
-        Cell(
-            method=method,
-            clients=50,
-            partition={"rule": "by_classes", "classes_per_client": 3},
-            split=(0.5, 0.2, 0.3),
-            model="mlp-32",
-            steps=2_000,
-            batch_size=16,
-            settings={"local_steps": 20, **rates},
-        )
-        for method, rates in DEMO_RATES.items()
-    ),
+DEMO = _tuned(
+    Experiment(
+        name="demo",
+        title="Handwritten digits: 50 clients, each with 3 of the 10 digits and few examples",
+        cells=tuple(
+            Cell(
+                method=method,
+                clients=50,
+                partition={"rule": "by_classes", "classes_per_client": 3},
+                split=(0.5, 0.2, 0.3),
+                model="mlp-32",
+                steps=2_000,
+                batch_size=16,
+                settings={"local_steps": 20, **rates},
+            )
+            for method, rates in DEMO_RATES.items()
+        ),
+    )
 )
 
 # Table 1 of the paper: test accuracy, mean and deviation over three seeds; columns are numbers of clients.
@@ -105,7 +124,7 @@ def _cifar(dataset: str, classes_per_client: int) -> Cell:
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment
+    experiment.name: _tuned(experiment)
     for experiment in (
         DEMO,
         table1("table1-cifar10", "Table 1, CIFAR-10: 2 classes per client", CIFAR10, _cifar("cifar10", 2)),
