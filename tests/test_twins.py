@@ -37,6 +37,7 @@ from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedhn import PFedHN, pfedhn_pc
 from pfedhn.algorithms.pfedme import PFedMe
+from pfedhn.bench import Images
 from pfedhn.federation import Federation
 from pfedhn.params import Params, take
 from pfedhn.simulate import Simulation, State
@@ -308,11 +309,8 @@ def test_pfedhn_textbook(federation: Federation, target: str, settings: dict[str
     simulation = simulate(PFedHN(**(LOCAL | HYPER | settings)), federation, target, rounds=10)
     assert len(cohorts(simulation)) == 10
     start, state = simulation.initial_state(), finish(simulation)
-    if images:
-        data = textbook.Images(uint8_images(), federation.y, MEAN, STD)
-    else:
-        data = TensorDataset(federation.x, federation.y)
-    h = textbook.train(simulation, start, 10, data)
+    data = Images(uint8_images(), federation.y, MEAN, STD) if images else TensorDataset(federation.x, federation.y)
+    *_, h = textbook.rounds(simulation, start, data)
 
     memories = state.memories
     assert_close(memories.shared.phi, h.phi())

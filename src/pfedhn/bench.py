@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy
 import torch
-from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
 
 from pfedhn import keys, textbook
 from pfedhn.algorithm import Model
@@ -29,6 +31,51 @@ from pfedhn.simulate import Schedule, Simulation, State
 
 MEAN, STD = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
 TOLERANCE = 1e-3  # relative, of all weights after one round, tf32 off
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """uint8 images [N, H, W, C], each made when it is asked for, step by step as torchvision's CIFAR10 makes it.
+
+    open_image: `PIL.Image.fromarray`, which torchvision calls; without Pillow arrays stand for pictures.
+    """
+
+    def __init__(
+        self, images: Tensor, y: Tensor, mean: Tensor, std: Tensor, open_image: Callable[[Any], Any] = numpy.asarray
+    ) -> None:
+        self.images, self.y, self.open_image = images.numpy(), y.tolist(), open_image
+        self.mean, self.std, self.dtype = mean.tolist(), std.tolist(), mean.dtype
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        picture = self.open_image(self.images[row].squeeze())
+        return self.normalised(self.to_tensor(picture)), self.y[row]
+
+    def to_tensor(self, picture: Any) -> Tensor:
+        """transforms.ToTensor"""
+        x = torch.from_numpy(numpy.array(picture, copy=True)).view(self.images.shape[1:])
+        return x.permute(2, 0, 1).contiguous().to(self.dtype).div(255)
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """transforms.Normalize"""
+        x = x.clone()
+        mean, std = torch.as_tensor(self.mean, dtype=x.dtype), torch.as_tensor(self.std, dtype=x.dtype)
+        if (std == 0).any():
+            raise ValueError("a standard deviation is zero.")
+        return x.sub_(mean.view(-1, 1, 1)).div_(std.view(-1, 1, 1))
+
+
+class PlainLeNet(nn.Module):
+    """`models.LeNet` as its authors write it: the same weights, names and numbers from PyTorch's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 16, 5), nn.Conv2d(16, 32, 5)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(800, 120), nn.Linear(120, 84), nn.Linear(84, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.max_pool2d(functional.relu(self.conv1(x)), 2)
+        x = functional.max_pool2d(functional.relu(self.conv2(x)), 2).flatten(1)
+        output: Tensor = self.fc3(functional.relu(self.fc2(functional.relu(self.fc1(x)))))
+        return output
 
 
 @dataclass(frozen=True)
@@ -56,9 +103,8 @@ class Workload:
         rows = Rows(torch.arange(len(y)), start, torch.full_like(start, self.rows_per_client))
         federation = Federation(x, y, {"train": rows, "validation": rows, "test": rows})
         federation = federation if executor.startswith("textbook") else federation.to(device)
-        model = Model(
-            self.name, LeNet if self.name == "lenet" else _mlp, cross_entropy, is_correct, torch.device(device)
-        )
+        factory = _mlp if self.name == "mlp" else PlainLeNet if executor.startswith("textbook") else LeNet
+        model = Model(self.name, factory, cross_entropy, is_correct, torch.device(device))
         algorithm = PFedHN(local_steps=self.local_steps).for_clients(self.num_clients)
         schedule = Schedule(1_000_000, 1, self.batch_size, 1_000_000)
         engine = "loop" if executor.startswith("textbook") else executor
@@ -73,8 +119,8 @@ WORKLOADS = {"lenet": Workload("lenet", 50, 800), "mlp": Workload("mlp", 50, 18,
 PROGRAMS = ("textbook", "textbook-images", "loop", "traced", "captured")
 
 
-def rounds_of(program: str, workload: Workload, device: str) -> Iterator[Params | None]:
-    """Each `next` is one round; the first gives phi after it."""
+def rounds_of(program: str, workload: Workload, device: str) -> Iterator[Callable[[], Params]]:
+    """Each `next` is one round, and gives a look at phi after it."""
     simulation, images = workload.simulation(device, program)
     state = simulation.initial_state()
     if program.startswith("textbook"):
@@ -86,33 +132,43 @@ def rounds_of(program: str, workload: Workload, device: str) -> Iterator[Params 
             graph.replay()
             if device != "cpu":
                 torch.cuda.synchronize()
-            yield state.memories.shared.phi
+            yield lambda: state.memories.shared.phi
     else:
         number = 0
         while True:
             simulation._round(state, number)
             state.round = number = number + 1
-            yield state.memories.shared.phi
+            yield lambda: state.memories.shared.phi
 
 
-def _textbook_rounds(program: str, simulation: Simulation, state: State, images: Tensor) -> Iterator[Params]:
+def _textbook_rounds(
+    program: str, simulation: Simulation, state: State, images: Tensor
+) -> Iterator[Callable[[], Params]]:
     federation = simulation.federation
     mean, std = (MEAN, STD) if images.shape[-1] == 3 else (MEAN[:1], STD[:1])
     data = (
         TensorDataset(federation.x, federation.y)
         if program == "textbook"
-        else textbook.Images(images, federation.y, mean, std)
+        else Images(images, federation.y, mean, std, image_opener())
     )
-    while True:  # every call is the first round again: the same work each time
-        yield textbook.train(simulation, state, 1, data).phi()
+    for h in textbook.rounds(simulation, state, data):
+        yield h.phi
+
+
+def image_opener() -> Callable[[Any], Any]:
+    try:
+        from PIL import Image
+    except ImportError:
+        return numpy.asarray
+    return Image.fromarray
 
 
 def _worker(pipe: Connection, program: str, workload: Workload, device: str, threads: int) -> None:
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("highest")
     rounds = rounds_of(program, workload, device)
-    phi = next(rounds)
-    pipe.send(None if phi is None else {name: value.detach().cpu().numpy() for name, value in phi.items()})
+    phi = next(rounds)()
+    pipe.send({name: value.detach().cpu().numpy() for name, value in phi.items()})
     while pipe.recv() == "round":
         started = time.perf_counter()
         next(rounds)

@@ -1,6 +1,8 @@
 """pFedHN as a textbook writes it: modules, optimisers, data loaders. Yardstick of the bench and twin of the tests."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -10,16 +12,6 @@ from pfedhn import keys
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.params import Params
 from pfedhn.simulate import Simulation, State
-
-
-class Images(Dataset[tuple[Tensor, ...]]):
-    """uint8 images [N, H, W, C], converted and normalised one at a time, as published programs do."""
-
-    def __init__(self, images: Tensor, y: Tensor, mean: Tensor, std: Tensor) -> None:
-        self.images, self.y, self.mean, self.std = images, y, mean[:, None, None], std[:, None, None]
-
-    def __getitem__(self, row: int) -> tuple[Tensor, ...]:
-        return (self.images[row].permute(2, 0, 1).to(self.mean) / 255 - self.mean) / self.std, self.y[row]
 
 
 class Hypernetwork(nn.Module):
@@ -50,8 +42,8 @@ def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     return layer
 
 
-def train(simulation: Simulation, state: State, num_rounds: int, data: Dataset[tuple[Tensor, ...]]) -> Hypernetwork:
-    """The first rounds of plain pFedHN from a fresh `state`, on the minibatches of `data` that the engine draws."""
+def rounds(simulation: Simulation, state: State, data: Dataset[Any]) -> Iterator[Hypernetwork]:
+    """Plain pFedHN round by round from a fresh `state`, on the minibatches of `data` that the engine draws."""
     spec, (model,), batch_size = simulation.algorithm, simulation.models.values(), simulation.schedule.batch_size
     assert isinstance(spec, PFedHN)
     target = model.with_weights({}).train()
@@ -59,7 +51,7 @@ def train(simulation: Simulation, state: State, num_rounds: int, data: Dataset[t
     groups = [{"params": p, "lr": spec.row_lr if p is h.embedding.weight else spec.lr} for p in h.parameters()]
     server = optim.SGD(groups, momentum=spec.momentum, weight_decay=spec.weight_decay)
     rows = replace(simulation.federation, x=torch.arange(len(simulation.federation.x), device=model.device))
-    for number in range(num_rounds):
+    for number in range(simulation.num_rounds):
         client = torch.tensor(simulation.cohort(number), device=model.device)
         drawn = rows.batches(client, keys.fold(simulation.seed, "batches", number), spec.local_steps, batch_size)
         batches = [x[mask].tolist() for x, mask in zip(drawn.x[0], drawn.mask[0], strict=True)]
@@ -76,4 +68,4 @@ def train(simulation: Simulation, state: State, num_rounds: int, data: Dataset[t
         (torch.stack(distances).sum() / 2).backward()  # along theta - theta~ into phi and every embedding
         nn.utils.clip_grad_norm_(h.parameters(), spec.clip or torch.inf)
         server.step()
-    return h
+        yield h
