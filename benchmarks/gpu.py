@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from pfedhn.algorithm import Model
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.capture import CapturedRun, side_by_side
-from pfedhn.experiment import commit
 from pfedhn.federation import Federation
 from pfedhn.models import MLP, LeNet, OmniglotNet, cross_entropy, is_correct
+from pfedhn.runner import commit
 from pfedhn.simulate import Schedule, Simulation
 
 DEVICE = torch.device("cuda")

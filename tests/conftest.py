@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.algorithm import Model
 from pfedhn.evaluate import personal_weights
+from pfedhn.experiment import Cell, Experiment
 from pfedhn.federation import Federation
 from pfedhn.models import cross_entropy, is_correct
 from pfedhn.params import Params, take
@@ -154,3 +155,22 @@ def memories_of(state: State) -> Any:
         for client, slot in sorted(table.slots.items())
     }
     return memories.shared, memories.rows, private
+
+
+SMALL = Experiment(
+    name="small",
+    cells=tuple(
+        Cell(
+            method=method,
+            clients=6,
+            split=(0.5, 0.25, 0.25),
+            model="mlp-4",
+            steps=30,
+            batch_size=8,
+            evaluate_every=10,
+            settings={"local_steps": 2},
+        )
+        for method in ("fedavg", "pfedhn")
+    ),
+    seeds=(0, 1),
+)

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 import pfedhn
-from pfedhn import checkpoint, cli, datasets, experiment
+from pfedhn import checkpoint, cli, datasets, runner
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.experiment import Experiment, with_assignments
 from pfedhn.paper import DEMO, EXPERIMENTS
@@ -48,7 +48,7 @@ METHODS = ("pfedhn-pc", "fedavg")
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Away from the sources, from this machine's own cache and data, and on one core: tests run side by side."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(experiment, "num_cores", lambda: 1)
+    monkeypatch.setattr(runner, "num_cores", lambda: 1)
     monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path / "cache"))
     for name in ("PFEDHN_DATA_DIR", "PFEDHN_DEBUG"):
         monkeypatch.delenv(name, raising=False)
@@ -220,10 +220,10 @@ def test_seeds_can_be_given_both_ways_and_only_and_set_choose() -> None:
 
 def test_runs_that_are_left_keep_the_threads_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs on two cores have one each; one that is left over must not get both, or its bits would differ."""
-    monkeypatch.setattr(experiment, "num_cores", lambda: 2)
+    monkeypatch.setattr(runner, "num_cores", lambda: 2)
     short = ["run", "mine.toml", "--set", "steps=5", "--out", "some"]
     with monkeypatch.context() as patch:
-        patch.setattr(experiment, "_run_side_by_side", interrupt)
+        patch.setattr(runner, "_run_side_by_side", interrupt)
         result = invoke(*short)
         assert result.exit_code == 130
         assert result.stderr.strip() == "stopped; `pfedhn run --resume some` goes on."

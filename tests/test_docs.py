@@ -25,9 +25,10 @@ import pfedhn
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.cli import app
-from pfedhn.experiment import Cell, Experiment, build_federation, check, from_table, run_one
+from pfedhn.experiment import Cell, Experiment, build_federation, check, from_table
 from pfedhn.paper import DEMO, EXPERIMENTS
 from pfedhn.partition import Labels, by_classes
+from pfedhn.runner import run_one
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

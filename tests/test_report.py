@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from pfedhn import report as module
-from pfedhn.experiment import Cell, Directory, Experiment
+from pfedhn.experiment import Cell, Experiment
 from pfedhn.report import (
     Report,
     accuracy_text,
@@ -39,6 +39,7 @@ from pfedhn.report import (
     write,
 )
 from pfedhn.run import RunError
+from pfedhn.runner import Directory
 from pfedhn.settings import SettingError
 
 ROWS = [4, 4, 2, 0]  # test rows of each client; the last has none

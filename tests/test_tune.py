@@ -17,10 +17,10 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from pfedhn import cli, paper, tune
-from pfedhn import experiment as module
-from pfedhn.experiment import Cell, Experiment, Outcome, from_toml, rates_for, read_rates, save_rates, with_rates
+from pfedhn import cli, paper, runner, tune
+from pfedhn.experiment import Cell, Experiment, from_toml, rates_for, read_rates, save_rates, with_rates
 from pfedhn.paper import EXPERIMENTS
+from pfedhn.runner import Directory, Outcome
 from pfedhn.settings import SettingError
 from pfedhn.tune import Findings, Study, plan
 
@@ -45,7 +45,7 @@ TABLE1 = EXPERIMENTS["table1-cifar10"]
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Away from the sources and on one core: tests run side by side."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "num_cores", lambda: 1)
+    monkeypatch.setattr(runner, "num_cores", lambda: 1)
     monkeypatch.setenv("COLUMNS", "100")
     Path("mine.toml").write_text(MINE)
 
@@ -261,7 +261,7 @@ def test_a_failure_that_is_no_divergence_ends_the_tuning(monkeypatch: pytest.Mon
     def fail(*arguments: Any, **options: Any) -> None:
         raise TypeError("unsupported operand")
 
-    monkeypatch.setattr(module, "executing", fail)
+    monkeypatch.setattr(runner, "executing", fail)
     result = invoke("tune", "mine.toml", "--jobs", "1")
     assert result.exit_code == 1
     assert result.stderr.count("TypeError: unsupported operand (an error inside pfedhn;") == 4
@@ -332,7 +332,7 @@ def test_the_option_and_set_come_after_and_show_in_the_command() -> None:
         assert result["cell"]["settings"]["local_lr"] == rate
         assert tomllib.loads((folder / "spec.toml").read_text())["settings"]["local_lr"] == rate
         assert (f"--rates {Path('other.toml').resolve()}" in result["command"]) == (out != "beside")
-    assert module.Directory(Path("given")).options().rates == Path("other.toml").resolve()
+    assert Directory(Path("given")).options().rates == Path("other.toml").resolve()
     succeed("run", "--resume", "given")
     refused("so --rates cannot be given with it.", "run", "--resume", "given", "--rates", "other.toml")
 

@@ -23,17 +23,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import pfedhn
-from pfedhn import datasets, partition
+from pfedhn import datasets, partition, runner
 from pfedhn import experiment as experiments
 from pfedhn import report as reports
 from pfedhn import tune as tuning
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.checkpoint import write_atomically
 from pfedhn.executors import EXECUTORS
-from pfedhn.experiment import Cell, Directory, Experiment, Failure, Options, Outcome, failure_from, first_line
+from pfedhn.experiment import Cell, Experiment
 from pfedhn.federation import POOLS, Federation
 from pfedhn.paper import DEMO, EXPERIMENTS, with_rates_of
 from pfedhn.progress import Display
+from pfedhn.runner import Directory, Failure, Options, Outcome, failure_from, first_line
 from pfedhn.settings import SettingError, closest, parse_assignments
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130  # exit codes
@@ -395,7 +396,7 @@ def _run(chosen: Experiment, names: Sequence[str], path: Path, options: Options,
     for name in dict.fromkeys(experiments.find_run(chosen, run)[0].dataset for run in left):
         if name in datasets.DATASETS:
             _get(name, options.data_dir, again=False)
-    experiments.prepare(path, chosen, left, options)
+    runner.prepare(path, chosen, left, options)
     if options.threads is None and (path / "experiment.toml").exists():
         options = replace(options, threads=directory.options().threads)  # however few runs are left by now
     options = options.with_threads(len(names), jobs)
@@ -404,7 +405,7 @@ def _run(chosen: Experiment, names: Sequence[str], path: Path, options: Options,
         screen.print(f"{len(names) - len(left)} of {len(names)} runs are finished already.", highlight=False)
     try:
         with Display(len(left), screen) as display:
-            return experiments.run_many(path, chosen, names, jobs=jobs, options=options, listen=display)
+            return runner.run_many(path, chosen, names, jobs=jobs, options=options, listen=display)
     except KeyboardInterrupt:
         raise Stopped(f"stopped; `pfedhn run --resume {path}` goes on.") from None
 
@@ -602,7 +603,7 @@ def bench(
         records = measure(_device(device or "auto"), repeats, status.update)
     if as_json:
         for record in records:
-            typer.echo(json.dumps(record | {"versions": experiments.environment("cpu")}))
+            typer.echo(json.dumps(record | {"versions": runner.environment("cpu")}))
         return
     columns = ("device", "workload", "program", "ms_per_round", "ratio_to_textbook", "peak_memory_mb", "equal")
     table = Table(*(name.replace("_", " ") for name in columns), box=None, title="Milliseconds a round, median")
@@ -628,7 +629,7 @@ def doctor() -> None:
     table.add_row("python", f"{platform.python_version()}, {sys.executable}")
     table.add_row("torch", f"{torch.__version__}, NumPy {numpy.__version__}")
     table.add_row("device", escape(_device_line()))
-    table.add_row("cores", f"{experiments.num_cores()} ({experiments.processor_name()})")
+    table.add_row("cores", f"{runner.num_cores()} ({runner.processor_name()})")
     table.add_row("threads", f"{torch.get_num_threads()} unless --jobs or --threads say otherwise")
     for name, (modules, purpose) in EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]

@@ -27,14 +27,13 @@ from rich.text import Text
 from pfedhn.checkpoint import write_atomically
 from pfedhn.experiment import (
     Cell,
-    Directory,
     Experiment,
     dataset_name,
     distinctions,
     pretraining_cell,
-    read_result,
 )
 from pfedhn.run import RunError
+from pfedhn.runner import Directory, read_result
 from pfedhn.settings import SettingError, closest
 
 FORMATS = ("md", "csv", "tex", "png", "html")

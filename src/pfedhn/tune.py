@@ -20,7 +20,6 @@ from pfedhn.checkpoint import write_atomically
 from pfedhn.experiment import (
     Cell,
     Experiment,
-    Outcome,
     Rates,
     cell_digest,
     cell_names,
@@ -28,6 +27,7 @@ from pfedhn.experiment import (
     select,
 )
 from pfedhn.run import RunError
+from pfedhn.runner import Outcome
 from pfedhn.settings import SettingError, closest
 
 LEARNING_RATES = (1e-1, 5e-2, 1e-2, 5e-3)

@@ -1,0 +1,321 @@
+"""Run directories, the command that repeats a run, and runs side by side."""
+
+import json
+import multiprocessing
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import SMALL
+
+from pfedhn import runner as module
+from pfedhn.experiment import (
+    cell_algorithm,
+    from_table,
+    from_toml,
+    pretraining_run,
+    select,
+    with_assignments,
+    with_pretraining,
+)
+from pfedhn.paper import DEMO, EXPERIMENTS
+from pfedhn.progress import Event, Failed, Finished, Said, Update
+from pfedhn.run import RunError
+from pfedhn.runner import Directory, Options, commit, prepare, rerun_command, run_many, run_one
+
+WITH_LG = replace(
+    SMALL,
+    cells=(
+        replace(SMALL.cells[0], method="lg-fedavg", steps=10, pretrain="fedavg"),
+        SMALL.cells[0],
+    ),
+    seeds=(0,),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_core() -> Iterator[None]:
+    """Tests run side by side; and the bits are those of one thread."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "num_cores", lambda: 1)
+        yield
+
+
+def scores(directory: Path, name: str) -> Any:
+    """Everything a run found, less what depends on the clock and the place."""
+    metrics = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((directory / name / "result.json").read_text())
+    tensors = (directory / name / f"checkpoint-{result['steps']:09d}.safetensors").read_bytes()
+    for record in metrics:
+        del record["seconds"]
+    for key in ("seconds", "environment", "command"):
+        del result[key]
+    result.get("pretrain", {}).pop("seconds", None)
+    return metrics, result, tensors
+
+
+# The command in a result
+
+
+def test_the_command_in_a_result_selects_that_run_alone() -> None:
+    grid = from_table(
+        tomllib.loads("method=['pfedhn', 'local']\nclients=[6, 8]\nsteps=[10, 20]\n[methods.pfedhn]\nlr=[0.1, 1e-05]"),
+        "grid",
+    )
+    for experiment in (grid, *EXPERIMENTS.values()):
+        for name, (cell, seed) in experiment.runs().items():
+            words = shlex.split(rerun_command(experiment, cell, seed, Options()))
+            assert words[:3] == ["pfedhn", "run", experiment.name]
+            given = dict(zip(words[3::2], words[4::2], strict=True))
+            assert select(experiment, [given["--only"]], [int(given["--seeds"])]) == [name]
+
+
+def test_the_command_in_a_result_carries_everything_that_matters() -> None:
+    options = Options("my file.toml", ("steps=3", "model=mlp-4"), Path("/data"), "cpu", "loop", 5, threads=3)
+    command = rerun_command(SMALL, SMALL.cells[1], 1, options)
+    assert command == (
+        "pfedhn run 'my file.toml' --only method=pfedhn --seeds 1 --set steps=3 --set model=mlp-4 "
+        "--device cpu --executor loop --threads 3 --data-dir /data"
+    )
+    exact = Options("demo", device="cuda", precision="fp32", deterministic=True)
+    assert rerun_command(DEMO, DEMO.cells[0], 0, exact).endswith("--device cuda --precision fp32 --deterministic")
+
+
+def test_a_result_of_changed_source_does_not_pass_for_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"rev-parse": "abc\n", "status": " M src/pfedhn/run.py\n"}
+    monkeypatch.delenv("PFEDHN_COMMIT", raising=False)
+    monkeypatch.setattr(
+        subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0, stdout=answers[words[3]])
+    )
+    commit.cache_clear()
+    try:
+        assert commit() == "abc+changes"
+        answers["status"] = ""
+        commit.cache_clear()
+        assert commit() == "abc"
+    finally:
+        commit.cache_clear()
+
+
+# Directories
+
+
+def test_a_directory_keeps_the_experiment_what_was_asked_for_and_how(tmp_path: Path) -> None:
+    directory = Directory(tmp_path / "runs")
+    options = Options("small.toml", ("steps=30",), Path("/data"), checkpoint_every=5)
+    odd = replace(SMALL.cells[1], settings={"personal": ("last",), "clip": None}, data_seed=3)
+    experiment = replace(SMALL, cells=(*SMALL.cells, odd), published={"pfedhn/6": (1.0, 2.0)})
+    directory.open(experiment, ["a-seed0"], options)
+    directory.open(experiment, ["b-seed1", "a-seed0"], options)
+    stored, planned = directory.read()
+    assert planned == ["a-seed0", "b-seed1"]
+    assert directory.options() == options
+    assert stored.cells[:2] == SMALL.cells
+    assert cell_algorithm(stored.cells[2]) == cell_algorithm(odd)
+    assert from_toml(directory.path / "experiment.toml") == stored
+
+
+def test_a_directory_refuses_another_experiment(tmp_path: Path) -> None:
+    directory = Directory(tmp_path)
+    directory.open(SMALL, [])
+    directory.refuse_other(SMALL)
+    with pytest.raises(RunError, match=r"holds another experiment \('small', or other settings of it\); give another"):
+        directory.open(with_assignments(SMALL, {"steps": 31}), [])
+    assert directory.read()[0] == SMALL
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.doc").write_text("years of work")
+    with pytest.raises(RunError, match="is not empty and holds no experiment; give another --out"):
+        Directory(tmp_path).open(SMALL, [])
+    with pytest.raises(RunError, match="holds no experiment to go on with"):
+        Directory(tmp_path).read()
+
+
+@pytest.mark.parametrize("content", ["name = ", "name = 'x'\nplanned = []\n[[cells]]\nstepz = 3", "name = 'x'"])
+def test_a_damaged_directory_is_said(tmp_path: Path, content: str) -> None:
+    (tmp_path / "experiment.toml").write_text(content)
+    with pytest.raises(RunError, match=r"experiment\.toml is damaged"):
+        Directory(tmp_path).read()
+
+
+def test_a_damaged_result_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a-seed0").mkdir()
+    (tmp_path / "a-seed0" / "result.json").write_text("{")
+    with pytest.raises(RunError, match=r"result\.json is damaged; remove it and run again"):
+        Directory(tmp_path).results()
+
+
+def test_a_run_keeps_a_second_process_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SECONDS_FOR_A_LOCK", 0.0)
+    (tmp_path / "run").mkdir()
+    with (
+        module._claimed(tmp_path / "run"),
+        pytest.raises(RunError, match="is being run by another process"),
+        module._claimed(tmp_path / "run"),
+    ):
+        pass
+
+
+def test_a_run_that_has_begun_keeps_its_threads(tmp_path: Path) -> None:
+    name = "fedavg-digits-6-seed0"
+
+    def stop(progress: Any, run: Any) -> None:
+        if progress.step >= 10:
+            raise KeyboardInterrupt
+
+    before = torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt):
+        run_one(tmp_path, SMALL, name, threads=before + 1, watch=lambda run, simulation: stop)
+    result = run_one(tmp_path, SMALL, name, threads=before + 2)
+    assert result["environment"]["threads"] == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_preparing_refuses_a_client_without_rows_before_anything_is_written(tmp_path: Path) -> None:
+    crowded = with_assignments(SMALL, {"clients": 900})
+    with pytest.raises(ValueError, match="would have no training rows; use fewer clients"):
+        prepare(tmp_path / "new", crowded, select(crowded, [], None), Options())
+    assert not (tmp_path / "new").exists()
+
+
+# Side by side
+
+
+def test_a_run_waits_for_the_one_it_starts_from() -> None:
+    name = "lg-fedavg-digits-6-seed0"
+    assert pretraining_run(WITH_LG, name) == "fedavg-digits-6-seed0"
+    assert with_pretraining(WITH_LG, [name]) == ["fedavg-digits-6-seed0", name]
+    assert pretraining_run(SMALL, "fedavg-digits-6-seed5") is None
+    with pytest.raises(RunError, match="has no run 'fedavg-digits-7-seed0'"):
+        pretraining_run(SMALL, "fedavg-digits-7-seed0")
+
+
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of all experiments here, one after the other in this process."""
+    path = tmp_path_factory.mktemp("in-turn")
+    for experiment in (SMALL, WITH_LG):
+        outcome = run_many(path, experiment, list(experiment.runs()), jobs=1, options=Options(threads=1))
+        assert not outcome.failures
+    return path
+
+
+def test_side_by_side_gives_the_bits_of_one_after_the_other(tmp_path: Path, in_turn: Path) -> None:
+    broken = replace(SMALL.cells[1], method="pfedhn-pc", settings={"local_lr": 1e30})
+    experiment = replace(WITH_LG, cells=(*WITH_LG.cells, SMALL.cells[1], broken))
+    names = [name for name in experiment.runs() if not name.startswith("fedavg")]  # it comes by itself
+    heard: list[Event] = []
+    outcome = run_many(tmp_path, experiment, names, jobs=2, listen=heard.append)
+    good = {"fedavg-digits-6-seed0", "lg-fedavg-digits-6-seed0", "pfedhn-digits-6-seed0"}
+    assert set(outcome.results) == good
+    for name in good:
+        assert scores(tmp_path, name) == scores(in_turn, name)
+    ((name, failure),) = outcome.failures.items()
+    assert name == "pfedhn-pc-digits-6-seed0"
+    assert failure.sentence.startswith("training diverged in round 0 at client ")
+    assert not failure.is_bad_input
+    assert {event.run for event in heard if isinstance(event, Finished)} == good
+    assert {event.run for event in heard if isinstance(event, Failed)} == {name}
+    assert any(isinstance(event, Update) and event.score.startswith("validation ") for event in heard)
+    ends = [event.run for event in heard if isinstance(event, Finished)]
+    assert ends.index("fedavg-digits-6-seed0") < ends.index("lg-fedavg-digits-6-seed0")
+    starts = [e.run for e in heard if isinstance(e, Update) and e.step == 0]
+    assert starts.count("fedavg-digits-6-seed0") == 1
+    again = run_many(tmp_path, experiment, sorted(good), jobs=2, listen=heard.append)
+    assert set(again.results) == good
+
+
+def test_what_starts_from_a_failed_run_fails_too(tmp_path: Path) -> None:
+    broken = replace(WITH_LG, cells=(WITH_LG.cells[0], replace(WITH_LG.cells[1], settings={"local_lr": 1e30})))
+    outcome = run_many(tmp_path, broken, list(broken.runs()), jobs=1)
+    assert outcome.failures["lg-fedavg-digits-6-seed0"].sentence == (
+        "the run it starts from, fedavg-digits-6-seed0, failed."
+    )
+
+
+def test_a_killed_worker_costs_its_run_alone(tmp_path: Path) -> None:
+    killed: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Update) and event.run == "pfedhn-digits-6-seed0" and not killed:
+            killed.append(event.run)
+            for process in multiprocessing.active_children():
+                os.kill(process.pid or 0, signal.SIGKILL)
+
+    long = with_assignments(SMALL, {"pfedhn.steps": 100_000})
+    names = ["pfedhn-digits-6-seed0", "fedavg-digits-6-seed0"]
+    # One worker at a time, so that the process to kill is the one that was heard.
+    monkey = module._Queue(long, [names[0]], module.Outcome(), listen)
+    module._run_side_by_side(monkey, tmp_path, 1, Options(threads=1))
+    assert killed
+    assert monkey.outcome.failures[names[0]].sentence == (
+        "its process was ended by signal 9, perhaps for want of memory (fewer --jobs need less); "
+        "the same command goes on from the last checkpoint."
+    )
+
+
+def test_an_error_of_ours_leaves_its_traceback_beside_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise TypeError("unsupported operand")
+
+    monkeypatch.setattr(module, "executing", fail)
+    outcome = run_many(tmp_path, SMALL, ["fedavg-digits-6-seed0"], jobs=1)
+    log = tmp_path / "fedavg-digits-6-seed0" / "error.txt"
+    (failure,) = outcome.failures.values()
+    assert failure.sentence == (f"TypeError: unsupported operand (an error inside pfedhn; the details are in {log}).")
+    assert "raise TypeError" in log.read_text()
+
+
+def test_what_a_run_says_is_heard(tmp_path: Path) -> None:
+    name = "fedavg-digits-6-seed0"
+    options = Options(threads=1, checkpoint_every=10)
+    run_many(tmp_path, SMALL, [name], jobs=1, options=options)
+    (tmp_path / name / "result.json").unlink()
+    (tmp_path / name / "checkpoint-000000030.safetensors").write_bytes(b"half")
+    heard: list[Event] = []
+    outcome = run_many(tmp_path, SMALL, [name], jobs=1, options=options, listen=heard.append)
+    assert set(outcome.results) == {name}
+    said = [event.sentence for event in heard if isinstance(event, Said)]
+    assert said == ["checkpoint-000000030.safetensors is truncated or was changed, and was not used."]
+
+
+def test_stopping_the_runs_side_by_side_leaves_checkpoints_to_go_on_from(tmp_path: Path, in_turn: Path) -> None:
+    stopped = threading.Event()
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Update) and event.step >= 10 and not stopped.is_set():
+            stopped.set()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    names = ["pfedhn-digits-6-seed0", "pfedhn-digits-6-seed1"]
+    with pytest.raises(KeyboardInterrupt):
+        run_many(tmp_path, SMALL, names, jobs=2, listen=listen)
+    assert stopped.is_set()
+    assert any((tmp_path / name).glob("checkpoint-*.json") for name in names)
+    assert not multiprocessing.active_children()
+    outcome = run_many(tmp_path, SMALL, names, jobs=1, options=Options(threads=1))
+    assert not outcome.failures
+    for name in names:
+        assert scores(tmp_path, name) == scores(in_turn, name)
+
+
+def test_runs_that_take_turns_on_a_device_are_the_runs_alone(tmp_path: Path, in_turn: Path) -> None:
+    """As on a GPU, where runs share one process and queue their rounds in turns."""
+    names = list(SMALL.runs())
+    queue = module._Queue(SMALL, list(names), module.Outcome(), lambda event: None)
+    module._take_turns(queue, tmp_path, None, Options(threads=1))
+    assert queue.outcome.failures == {}
+    for name in names:
+        alone = json.loads((in_turn / name / "result.json").read_text())
+        assert queue.outcome.results[name]["test"] == alone["test"]
+        assert queue.outcome.results[name]["chosen_step"] == alone["chosen_step"]
