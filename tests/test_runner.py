@@ -319,3 +319,22 @@ def test_runs_that_take_turns_on_a_device_are_the_runs_alone(tmp_path: Path, in_
         alone = json.loads((in_turn / name / "result.json").read_text())
         assert queue.outcome.results[name]["test"] == alone["test"]
         assert queue.outcome.results[name]["chosen_step"] == alone["chosen_step"]
+
+
+@pytest.mark.parametrize(("device", "way"), [("cuda", "_take_turns"), ("cpu", "_run_side_by_side")])
+def test_what_others_wait_for_and_what_takes_longest_starts_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, way: str
+) -> None:
+    started: list[str] = []
+
+    def record(queue: module._Queue, *arguments: Any) -> None:
+        while (name := queue.take()) is not None:
+            started.append(name.split("-digits")[0])
+            queue.end(name, {})
+
+    monkeypatch.setattr(module, "set_up_gpu", lambda *arguments: None)
+    monkeypatch.setattr(module, way, record)
+    cells = [*WITH_LG.cells, SMALL.cells[1], replace(SMALL.cells[1], method="pfedhn-pc", steps=40)]
+    experiment = replace(WITH_LG, cells=tuple(cells))
+    run_many(tmp_path, experiment, list(experiment.runs()), jobs=2, options=Options(device=device, threads=1))
+    assert started == ["fedavg", "pfedhn-pc", "pfedhn", "lg-fedavg"]  # by rounds: 6 and awaited, 40, 30, 2

@@ -5,6 +5,7 @@ checkpoints and `result.json`. The same command on the same directory goes on wh
 """
 
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -377,11 +378,11 @@ def run_many(
     options: Options | None = None,
     listen: Listener = lambda event: None,
 ) -> Outcome:
-    """Runs side by side, each in a process of its own; with one job, one after the other in this process.
+    """Runs side by side: on a CPU each in a process of its own, on a GPU taking turns in this one.
 
     A run that fails does not stop the others. Ctrl-C lets every run write a checkpoint, then raises KeyboardInterrupt.
 
-    jobs: by default as many as there are runs or cores, whichever is less; on a GPU one.
+    jobs: by default as many as there are runs or cores, whichever is less; on a GPU as many as its memory has room for.
     """
     names = with_pretraining(experiment, names)
     options = (options or Options()).with_threads(
@@ -394,6 +395,9 @@ def run_many(
             outcome.results[name] = result
         else:
             waiting.append(name)
+    # Started last, a run that takes long would leave the other cores idle at the end, or the card half used.
+    awaited = {pretraining_run(experiment, name) for name in waiting}
+    waiting.sort(key=lambda name: (name not in awaited, -_num_rounds(experiment, name)))
     queue = _Queue(experiment, waiting, outcome, listen)
     if options.device != "cpu":
         set_up_gpu(options.precision, options.deterministic)
@@ -404,8 +408,6 @@ def run_many(
         while (next_run := queue.take()) is not None:
             queue.end(next_run, _attempt(directory, experiment, next_run, options, listen))
     else:
-        # Those of most rounds take longest; started last, they would leave the other cores idle at the end.
-        queue.waiting.sort(key=lambda name: -_num_rounds(experiment, name))
         _run_side_by_side(queue, directory, jobs, options)
     return outcome
 
@@ -422,14 +424,18 @@ class _Queue:
     """Runs that wait for a turn, or for the run they start from."""
 
     experiment: Experiment
-    waiting: list[str]
+    waiting: list[str]  # in the order in which they should start
     outcome: Outcome
     listen: Listener
+
+    def __post_init__(self) -> None:
+        # Once, since `take` is asked after every round while there is room for another run.
+        self.earlier = {name: pretraining_run(self.experiment, name) for name in self.waiting}
 
     def take(self) -> str | None:
         """A run that can start now; None if there is none."""
         for name in list(self.waiting):
-            earlier = pretraining_run(self.experiment, name)
+            earlier = self.earlier[name]
             if earlier in self.outcome.failures:
                 self.waiting.remove(name)
                 self.end(name, Failure(f"the run it starts from, {earlier}, failed.", False))
@@ -500,6 +506,7 @@ def _take_turns(queue: _Queue, directory: Path, jobs: int | None, options: Optio
             if not going:
                 return
             is_stopped = False
+            num_going = len(going)
             for name in list(going):
                 try:
                     _advance(queue, going, name, directory)
@@ -507,6 +514,8 @@ def _take_turns(queue: _Queue, directory: Path, jobs: int | None, options: Optio
                     is_stopped = True
             if is_stopped:
                 raise KeyboardInterrupt
+            if len(going) < num_going and queue.waiting:
+                _give_memory_back()
 
 
 def _advance(
@@ -520,6 +529,12 @@ def _advance(
     except Exception as error:
         queue.end(name, _failure(error, directory / name))
     del going[name]
+
+
+def _give_memory_back() -> None:
+    """What finished runs held is kept for their own streams; the next run would find the device full."""
+    gc.collect()  # a run and its captured round refer to each other
+    torch.cuda.empty_cache()
 
 
 def _has_room(device: str) -> bool:
