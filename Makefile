@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 
-.PHONY: help venv demo test check docs clean
+.PHONY: help venv demo test check docs results clean
 
 help:
 	@echo "make demo    train on the embedded digits and draw what came out (one to two minutes after the install)"
 	@echo "make test    run the tests"
 	@echo "make check   ruff, mypy --strict, import-linter"
 	@echo "make docs    build the documentation into site/"
+	@echo "make results write docs/results.md and its pictures from the files in results/"
 	@echo "make clean   remove the environment and what was built"
 
 venv: $(SETUP)
@@ -34,6 +35,9 @@ check: $(SETUP)
 
 docs: $(SETUP)
 	$(BIN)/mkdocs build --strict
+
+results: $(SETUP)
+	$(BIN)/python docs/results.py
 
 clean:
 	rm -rf $(VENV) site build dist

@@ -288,10 +288,23 @@ def test_csv_holds_the_numbers_unrounded(found: Report) -> None:
 def test_latex_escapes_and_gives_every_row_its_columns(found: Report) -> None:
     text = to_latex([Report("50 % of A&B_1", found.entries)])
     assert r"50 \% of A\&B\_1" in text
+    tables = re.findall(r"\\begin\{tabular\}\{(\w+)\}\n(.*?)\\end\{tabular\}", text, re.DOTALL)
+    assert len(tables) == 2
+    for columns, body in tables:
+        lines = [line for line in body.splitlines() if not re.fullmatch(r"\\(top|mid|bottom)rule", line)]
+        assert all(line.endswith(r" \\") and line.count(" & ") == len(columns) - 1 for line in lines)
+    bare = re.sub(r"\\[{}]", "", text)
+    assert bare.count("{") == bare.count("}")
+    assert re.sub(r"\\\$", "", text).count("$") % 2 == 0
+    assert re.findall(r"\\begin\{(\w+)\}", text) == ["table", "tabular"] * 2
+    assert re.findall(r"\\end\{(\w+)\}", text) == ["tabular", "table"] * 2
+    assert not re.search(r"(?<!\\)[%#]", text)  # would begin a comment, or end the compiler's patience
     rows = [line for line in text.splitlines() if line.endswith(r"\\")]
-    assert all(row.count(" & ") + row.startswith("& ") == 1 for row in rows)
     values = client_means("pfedhn", 2)
-    assert rf"pFedHN & ${statistics.fmean(values):.2f} \pm {statistics.stdev(values):.2f}$ \\" in rows
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    assert rf"pFedHN & ${mean:.2f} \pm {deviation:.2f}$ (2 of 3 seeds) \\" in rows
+    assert rf"\quad difference & ${mean - 80:+.2f}$ \\" in rows
+    assert any(row.startswith("Local & ") and row.endswith(r"& 3 & 20 & 1.5 MB & 2.5 MB & 2.0 s \\") for row in rows)
     assert r"\quad published & $80.00 \pm 1.50$ \\" in rows
     assert "FedAvg &  \\\\" in rows
 

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import pfedhn
-from pfedhn import datasets, partition, runner
+from pfedhn import datasets, partition, results, runner
 from pfedhn import experiment as experiments
 from pfedhn import report as reports
 from pfedhn import tune as tuning
@@ -532,11 +532,17 @@ def _run_stage(
 
 @app.command()
 def report(
-    directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Directories that `pfedhn run` made.", show_default=False)
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DIR-OR-FILE...",
+            help="Directories that `pfedhn run` made, or .jsonl files that --export made, or a folder of these.",
+            show_default=False,
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where the files are written.", show_default="DIR/report")
+        Path | None,
+        typer.Option("--out", help="Where the files are written.", show_default="DIR/report; for .jsonl files, report"),
     ] = None,
     formats: Annotated[
         list[str] | None,
@@ -545,6 +551,15 @@ def report(
     average: Annotated[
         str, typer.Option("--average", help="Which accuracy is compared and drawn: over clients or over samples.")
     ] = "clients",
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            "--export",
+            metavar="FILE.jsonl",
+            help="Instead of a report, put each finished run into FILE as one small line; a run made again replaces "
+            "its line.",
+        ),
+    ] = None,
 ) -> None:
     """Make tables and pictures of finished and unfinished runs, from their files alone.
 
@@ -556,14 +571,22 @@ def report(
     \b
     [bold]Examples[/]
       pfedhn report runs/demo
-      pfedhn report runs/table1-cifar10 runs/table1-cifar100 --out results
+      pfedhn report runs/table1-cifar10 runs/table1-cifar100 --out tables
       pfedhn report runs/demo --format md,png
+      pfedhn report runs/demo --export results/demo.jsonl
+      pfedhn report results/demo.jsonl
     """
     if average not in get_args(reports.Average):
         raise SettingError(f"--average {average} does not fit; it takes clients or samples.")
     over: reports.Average = "samples" if average == "samples" else "clients"
     wanted = [part.strip() for text in formats or [] for part in text.split(",")]
-    found = reports.collect(directories)
+    if export is not None:
+        if given := next((name for name, value in (("--out", out), ("--format", formats)) if value), None):
+            raise SettingError(f"--export makes no report, so {given} cannot be given with it.")
+        done = results.export(paths, export)
+        typer.echo(f"{export}: {done.new} runs added, {done.replaced} replaced, {done.total} in all.")
+        return
+    found = reports.collect(paths)
     console = Console()
     for item in found:
         console.print(reports.to_terminal(item, over))
@@ -572,7 +595,8 @@ def report(
         if importlib.util.find_spec("matplotlib") is None:
             wanted = [name for name in wanted if name not in ("png", "html")]
             Console(stderr=True).print("no pictures: they need matplotlib (pip install 'pfedhn[report]').")
-    place = out or (directories[0] / "report" if len(directories) == 1 else Path("report"))
+    is_one_directory = len(paths) == 1 and (paths[0] / "experiment.toml").exists()
+    place = out or (paths[0] / "report" if is_one_directory else Path("report"))
     files = reports.write(found, place, wanted, over)
     typer.echo(f"Written to {place}: {', '.join(file.name for file in files)}")
 

@@ -1,13 +1,9 @@
-"""Run directories -> tables, pictures and one HTML page.
-
-Reads only the files of runs, experiment.toml, metrics.jsonl and result.json, wherever and whenever they were made.
-"""
+"""Run directories and files of results -> tables, pictures and one HTML page, wherever and whenever they were made."""
 
 import base64
 import csv
 import html
 import io
-import json
 import math
 import statistics
 import textwrap
@@ -28,12 +24,13 @@ from pfedhn.checkpoint import write_atomically
 from pfedhn.experiment import (
     Cell,
     Experiment,
+    cell_algorithm,
     dataset_name,
     distinctions,
     pretraining_cell,
 )
+from pfedhn.results import Runs, read
 from pfedhn.run import RunError
-from pfedhn.runner import Directory, read_result
 from pfedhn.settings import SettingError, closest
 
 FORMATS = ("md", "csv", "tex", "png", "html")
@@ -123,11 +120,7 @@ class Entry:
 
     @property
     def hardware(self) -> str:
-        places = {
-            f"{result['environment']['device']}, {_count(result['environment']['threads'], 'thread')}"
-            for result in self.results.values()
-        }
-        return "; ".join(sorted(places))
+        return "; ".join(sorted({_place(result["environment"]) for result in self.results.values()}))
 
     def client_accuracy(self, seed: int) -> NDArray[numpy.float64]:
         """[clients]: each one's own test accuracy in per cent; NaN where it has no test rows."""
@@ -177,20 +170,22 @@ class Report:
         return "test accuracy in %" if all(entry.has_accuracy for entry in self.entries) else "test loss"
 
 
-def collect(directories: Iterable[Path]) -> list[Report]:
-    """What lies in the directories. Those that hold one experiment are put together, seed by seed."""
-    found: list[tuple[Experiment, list[Path], set[str]]] = []
-    for path in directories:
-        experiment, planned = Directory(path).read()
-        same = next((item for item in found if item[0] == experiment), None)
+def collect(paths: Iterable[Path]) -> list[Report]:
+    """What lies in run directories and files of results. Those of one experiment are put together, seed by seed."""
+    return to_reports(runs for path in paths for runs in read(path))
+
+
+def to_reports(sources: Iterable[Runs]) -> list[Report]:
+    found: list[tuple[Experiment, list[Runs]]] = []
+    for runs in sources:
+        same = next((parts for experiment, parts in found if experiment == runs.experiment), None)
         if same is None:
-            found.append((experiment, [path], set(planned)))
+            found.append((runs.experiment, [runs]))
         else:
-            same[1].append(path)
-            same[2].update(planned)
+            same.append(runs)
     reports: list[Report] = []
-    for experiment, paths, names in found:
-        entries = _entries(experiment, paths, names)
+    for experiment, parts in found:
+        entries = _entries(experiment, parts)
         taken = {(entry.label, entry.column) for entry in entries}
         home = next((r for r in reports if not taken & {(e.label, e.column) for e in r.entries}), None)
         title = experiment.title or experiment.name
@@ -202,18 +197,18 @@ def collect(directories: Iterable[Path]) -> list[Report]:
     return reports
 
 
-def _entries(experiment: Experiment, paths: Sequence[Path], planned: set[str]) -> list[Entry]:
+def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
     entries = []
-    runs = _seeds_of_cells(experiment, planned)
-    for cell, different, seeds in zip(experiment.cells, distinctions(experiment.cells), runs, strict=True):
-        results: dict[int, dict[str, Any]] = {}
-        metrics: dict[int, list[dict[str, Any]]] = {}
+    cells = _seeds_of_cells(experiment, {name for part in parts for name in part.planned})
+    for cell, different, seeds in zip(experiment.cells, distinctions(experiment.cells), cells, strict=True):
+        results: dict[int, Mapping[str, Any]] = {}
+        metrics: dict[int, Sequence[Mapping[str, Any]]] = {}
         for seed, name in seeds.items():
-            for path in paths:
-                if seed not in results and (result := read_result(path / name)) is not None:
-                    results[seed] = result
-                if records := _read_metrics(path / name / "metrics.jsonl"):
-                    metrics.setdefault(seed, records)
+            for part in parts:
+                if name in part.results:
+                    results.setdefault(seed, part.results[name])
+                if name in part.metrics:
+                    metrics.setdefault(seed, part.metrics[name])
         label = " ".join([cell.method, *(f"{name}={value}" for name, value in different.items())])
         published = experiment.published
         known = published.get(f"{cell.method}/{cell.dataset}/{cell.clients}") or published.get(
@@ -232,18 +227,6 @@ def _seeds_of_cells(experiment: Experiment, planned: set[str]) -> list[dict[int,
         {seed: name for name, (owner, seed) in runs.items() if owner is cell and name in planned}
         for cell in experiment.cells
     ]
-
-
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a run so far; the last line of one that was killed may be half written."""
-    records: list[dict[str, Any]] = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
-    return records
 
 
 def number_text(value: Summary | None, digits: int = 2) -> str:
@@ -289,6 +272,15 @@ def steps_text(entry: Entry) -> str:
     return f"{entry.steps_before:,} + {own.mean:,.0f}" if entry.steps_before else f"{own.mean:,.0f}"
 
 
+def _place(environment: Mapping[str, Any]) -> str:
+    """The device and what else of it decides the numbers: of a processor the threads, of a GPU how it multiplies."""
+    device = str(environment["device"])
+    if not device.startswith("cuda"):
+        return f"{device}, {_count(environment['threads'], 'thread')}"
+    kind = ", deterministic" if environment.get("deterministic") else ""
+    return f"{device.removeprefix('cuda: ')}, {environment.get('precision', 'tf32')}{kind}"
+
+
 def column_text(column: Column) -> str:
     return f"{column[0]}, {column[1]} clients"
 
@@ -323,13 +315,16 @@ def _with_published(entry: Entry, average: Average) -> list[str]:
     return lines
 
 
-def details(report: Report, average: Average = "clients") -> list[list[str]]:
-    """A row per cell: both averages, what was published, how many seeds, and what it cost."""
+def details(report: Report, average: Average = "clients", column: Column | None = None) -> list[list[str]]:
+    """A row per cell: both averages, what was published, how many seeds, and what it cost.
+
+    column: only the cells of one, beside a grid that says what was published.
+    """
     loss = report.measure == "test loss"
     extra: list[tuple[str, Callable[[Entry], str]]] = []
-    if len({column[0] for column in report.columns}) > 1:
+    if column is None and len({dataset for dataset, _ in report.columns}) > 1:
         extra.append(("data set", lambda entry: entry.column[0]))
-    if len({column[1] for column in report.columns}) > 1:
+    if column is None and len({clients for _, clients in report.columns}) > 1:
         extra.append(("clients", lambda entry: str(entry.column[1])))
     numbers: list[tuple[str, Callable[[Entry], str]]] = [
         ("over clients", lambda entry: number_text(entry.test("clients"))),
@@ -337,7 +332,7 @@ def details(report: Report, average: Average = "clients") -> list[list[str]]:
     ]
     if loss:
         numbers = [("test loss", lambda entry: number_text(entry.test(), 4))]
-    if report.has_published and len(report.columns) == 1:  # else the grid has them
+    if report.has_published and len(report.columns) == 1 and column is None:  # else the grid has them
         numbers += [
             ("paper", lambda entry: "" if entry.published is None else "{:.2f} ± {:.2f}".format(*entry.published)),
             ("difference", lambda entry: _signed(entry.difference(average))),
@@ -354,6 +349,8 @@ def details(report: Report, average: Average = "clients") -> list[list[str]]:
     ]
     # Beside a grid, which has a place for every cell, only what was asked for.
     entries = [entry for entry in report.entries if entry.num_planned or len(report.columns) == 1]
+    if column is not None:
+        entries = [entry for entry in entries if entry.column == column]
     return [[name for name, _ in fields], *([show(entry) for _, show in fields] for entry in entries)]
 
 
@@ -375,13 +372,14 @@ def caption(report: Report, average: Average | None = None) -> str:
 
 
 def to_terminal(report: Report, average: Average = "clients") -> Group:
-    """Tables for a terminal: the grid where there are several columns, then the details."""
+    """Tables for a terminal: the grid where there is much to compare, then the details of every column with a run."""
     parts: list[Any] = []
-    if len(report.columns) > 1:
+    if len(report.columns) > 1 or report.has_published:
         parts.append(_rich_table(grid(report, average), report.title))
         parts.append(Text(caption(report, average), style="dim"))
-        parts.append("")
-        parts.append(_rich_table(details(report, average), None))
+        for column in report.columns:
+            if any(entry.metrics for entry in report.in_column(column)):
+                parts += ["", _rich_table(details(report, average, column), column_text(column))]
     else:
         title = f"{report.title} ({column_text(report.columns[0])})" if report.columns else report.title
         parts.append(_rich_table(details(report, average), title))
@@ -393,9 +391,11 @@ def _rich_table(lines: Sequence[Sequence[str]], title: str | None) -> Table:
     heading = None if title is None else escape(title)
     table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, name in enumerate(lines[0]):
-        table.add_column(escape(name), justify="left" if number == 0 else "right", no_wrap=number == 0)
+        # Where a terminal is narrow, steps may break once ("5,000 + 1,000"): all else is read worse in two parts.
+        is_whole = number == 0 or name in ("up", "down", "time", "seeds", "over clients", "over samples")
+        table.add_column(escape(name), justify="left" if number == 0 else "right", no_wrap=is_whole)
     for line in lines[1:]:
-        table.add_row(*map(escape, line))
+        table.add_row(*(escape(cell).replace(" + ", " +\N{NO-BREAK SPACE}") for cell in line))
     return table
 
 
@@ -450,41 +450,62 @@ def to_csv(reports: Sequence[Report]) -> str:
 
 
 def to_latex(reports: Sequence[Report], average: Average = "clients") -> str:
-    """A booktabs table for each report; needs \\usepackage{booktabs}."""
-    return "\n".join(_latex_table(report, average) for report in reports)
+    """For each report a table of accuracies and one of what they cost; needs \\usepackage{booktabs}."""
+    return "\n".join(make(report, average) for report in reports for make in (_latex_grid, _latex_details))
 
 
-def _latex_table(report: Report, average: Average) -> str:
+def _latex_grid(report: Report, average: Average) -> str:
     names = list(dict.fromkeys(dataset for dataset, _ in report.columns))
     spans = [[column for column in report.columns if column[0] == name] for name in names]
     columns = [column for span in spans for column in span]
-    lines = [
-        r"\begin{table}",
-        r"\centering",
-        rf"\caption{{{_latex(report.title)}. {_latex(caption(report, average))}}}",
-        rf"\begin{{tabular}}{{l{'c' * len(columns)}}}",
-        r"\toprule",
-        " & ".join(["", *(rf"\multicolumn{{{len(span)}}}{{c}}{{{_latex(span[0][0])}}}" for span in spans)]) + r" \\",
-        " & ".join(["Clients", *(str(clients) for _, clients in columns)]) + r" \\",
-        r"\midrule",
+    rows = [
+        ["", *(rf"\multicolumn{{{len(span)}}}{{c}}{{{_latex(span[0][0])}}}" for span in spans)],
+        ["Clients", *(str(clients) for _, clients in columns)],
     ]
+    num_heading_rows = len(rows)
     for label in report.labels:
         entries = [report.entry(label, column) for column in columns]
-        ours = ["" if entry is None else _latex_number(entry.test(average)) for entry in entries]
-        lines.append(" & ".join([_latex(display_name(label)), *ours]) + r" \\")
+        rows.append([_latex(display_name(label)), *(_latex_accuracy(entry, average) for entry in entries)])
         if any(entry is not None and entry.published for entry in entries):
-            theirs = [
-                "" if entry is None or not entry.published else _latex_number(Summary(*entry.published, 3))
-                for entry in entries
-            ]
-            lines.append(" & ".join([r"\quad published", *theirs]) + r" \\")
-    lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}", ""]
-    return "\n".join(lines)
+            rows.append([r"\quad published", *map(_latex_published, entries)])
+        if any(entry is not None and entry.difference(average) is not None for entry in entries):
+            differences = [None if entry is None else entry.difference(average) for entry in entries]
+            rows.append([r"\quad difference", *("" if d is None else f"${d:+.2f}$" for d in differences)])
+    heading = f"{_latex(report.title)}. {_latex(caption(report, average))}"
+    return _latex_table(heading, "c" * len(columns), rows, num_heading_rows)
 
 
-def _latex_number(value: Summary | None) -> str:
-    if value is None:
+def _latex_details(report: Report, average: Average) -> str:
+    first, *lines = details(report, average)
+    lines = [[display_name(line[0]), *line[1:]] for line in lines]
+    rows = [[_latex(cell) for cell in line] for line in [first, *lines]]
+    heading = f"{_latex(report.title)}: both averages, and the cost of a run. {_latex(caption(report))}"
+    return _latex_table(heading, "r" * (len(first) - 1), rows, 1)
+
+
+def _latex_table(heading: str, columns: str, rows: Sequence[Sequence[str]], num_heading_rows: int) -> str:
+    lines = [" & ".join(row) + r" \\" for row in rows]
+    lines.insert(num_heading_rows, r"\midrule")
+    return "\n".join(
+        [
+            *(r"\begin{table}", r"\centering", rf"\caption{{{heading}}}", rf"\begin{{tabular}}{{l{columns}}}"),
+            *(r"\toprule", *lines, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""),
+        ]
+    )
+
+
+def _latex_accuracy(entry: Entry | None, average: Average) -> str:
+    """The number of seeds beside it where it is not what was planned, as in every other format."""
+    if entry is None or (value := entry.test(average)) is None:
         return ""
+    return _latex_number(value) + accuracy_text(entry, average).removeprefix(number_text(value))
+
+
+def _latex_published(entry: Entry | None) -> str:
+    return "" if entry is None or entry.published is None else "${:.2f} \\pm {:.2f}$".format(*entry.published)
+
+
+def _latex_number(value: Summary) -> str:
     spread = "" if value.deviation is None else rf" \pm {value.deviation:.2f}"
     return f"${value.mean:.2f}{spread}$"
 
@@ -573,7 +594,7 @@ def _colour(entry: Entry, entries: Sequence[Entry]) -> tuple[str, Any]:
 
 def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients") -> None:
     """Accuracy against communication steps: the mean of the seeds, and a band from the lowest to the highest."""
-    drawn = []
+    drawn: list[tuple[Entry, str, float, float]] = []
     for entry in entries:
         curves = [entry.curve(seed, average) for seed in entry.metrics]
         if not curves:
@@ -584,7 +605,11 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
         if len(curves) > 1:
             axes.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
         axes.plot(steps, values.mean(0), color=colour, linestyle=dash, linewidth=1.8)
-        drawn.append((entry, colour, steps[-1], float(values.mean(0)[-1])))
+        end, last = float(steps[-1]), float(values.mean(0)[-1])
+        if not cell_algorithm(entry.cell).communicates:  # however long the others talk, it stays there
+            axes.axhline(last, color=colour, linestyle=dash, linewidth=0.9)
+            end = 0.0
+        drawn.append((entry, colour, end, last))
     accuracy = all(entry.has_accuracy for entry in entries)
     axes.set(xlabel="communication steps (one client taking part once)")
     axes.set_ylabel(f"test accuracy in %, averaged over {average}" if accuracy else "test loss")
@@ -619,11 +644,11 @@ def _label_ends(axes: Any, drawn: Sequence[tuple[Entry, str, float, float]]) -> 
     for number in reversed(range(len(places))):
         limit = high if number == len(places) - 1 else places[number + 1] - gap
         places[number] = min(places[number], limit)
-    right = max(step for _, _, step, _ in drawn)
+    right = max(step for _, _, step, _ in drawn) or axes.get_xlim()[1]
     for (entry, colour, step, value), place in zip(ordered, places, strict=True):
         axes.annotate(
             display_name(entry.label),
-            xy=(step, value),
+            xy=(step or right, value),  # a line across the picture ends with it
             xytext=(right * 1.025, place),
             color=colour,
             fontsize=9.5,
@@ -692,7 +717,7 @@ def _tidy(axes: Any) -> None:
     axes.tick_params(length=0, labelsize=9)
 
 
-def draw_curves(report: Report, column: Column, average: Average = "clients") -> bytes | None:
+def draw_curves(report: Report, column: Column, average: Average = "clients", dpi: int = 150) -> bytes | None:
     """None where no run has begun."""
     if not any(entry.metrics for entry in report.in_column(column)):
         return None
@@ -700,7 +725,7 @@ def draw_curves(report: Report, column: Column, average: Average = "clients") ->
     axes = figure.subplots()
     plot_curves(axes, report.in_column(column), average)
     axes.set_title(f"{report.title}\n{column_text(column)}", loc="left", fontsize=11)
-    return _png(figure)
+    return _png(figure, dpi)
 
 
 def draw_clients(report: Report, column: Column) -> bytes | None:
@@ -736,9 +761,9 @@ def draw_demo(report: Report) -> bytes:
     return _png(figure)
 
 
-def _png(figure: Any) -> bytes:
+def _png(figure: Any, dpi: int = 150) -> bytes:
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=150)
+    figure.savefig(stream, format="png", dpi=dpi)
     return stream.getvalue()
 
 
