@@ -181,6 +181,13 @@ def test_a_run_that_has_begun_keeps_its_threads(tmp_path: Path) -> None:
     assert torch.get_num_threads() == before
 
 
+def test_the_spec_of_a_run_shows_the_settings_that_nobody_gave(tmp_path: Path) -> None:
+    run_one(tmp_path, SMALL, "pfedhn-digits-6-seed0")
+    settings = tomllib.loads((tmp_path / "pfedhn-digits-6-seed0" / "spec.toml").read_text())["settings"]
+    assert settings.items() >= {"local_steps": 2, "lr": 0.01, "local_lr": 0.005, "embedding_dim": 2}.items()
+    assert settings["embedding_lr"] == "none"
+
+
 def test_preparing_refuses_a_client_without_rows_before_anything_is_written(tmp_path: Path) -> None:
     crowded = with_assignments(SMALL, {"clients": 900})
     with pytest.raises(ValueError, match="would have no training rows; use fewer clients"):

@@ -231,7 +231,9 @@ def running_one(
                 directory, experiment, cell, seed, engine, watch, say, checkpoint_every, threads
             )
         simulation = build_simulation(cell, seed, **engine, starts=starts)
+        method: Any = simulation.algorithm
         spec = {"name": name, "seed": seed, "threads": torch.get_num_threads(), **asdict(cell)}
+        spec["settings"] = asdict(method)  # also those that were left at their defaults
         write_atomically(folder / "spec.toml", to_toml(_plain(spec)).encode())
         watcher = watch(name, simulation) if watch else None
         run = yield from executing(simulation, folder, stop, watcher, say, checkpoint_every)
