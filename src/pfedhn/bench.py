@@ -9,28 +9,36 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, TensorDataset
 
 from pfedhn import keys, textbook
 from pfedhn.algorithm import Model
 from pfedhn.algorithms.pfedhn import PFedHN
-from pfedhn.capture import CapturedRun
+from pfedhn.capture import CapturedRun, set_up_gpu
 from pfedhn.federation import Federation, Rows
 from pfedhn.models import MLP, LeNet, cross_entropy, is_correct
 from pfedhn.params import Params
-from pfedhn.simulate import Schedule, Simulation, State
+from pfedhn.simulate import Schedule, Simulation
 
 MEAN, STD = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
 TOLERANCE = 1e-3  # relative, of all weights after one round, tf32 off
+EVALUATE_EVERY = 30  # rounds, as in the paper's runs
+NUM_ROUNDS = 20_000  # more than anybody measures
+SIZES = {"S": 8, "M": 16, "L": 32}  # first kernels of LeNet
+
+Say = Callable[[str], None]
+Look = Callable[[], Params]
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -63,13 +71,21 @@ class Images(Dataset[tuple[Tensor, int]]):
         return x.sub_(mean.view(-1, 1, 1)).div_(std.view(-1, 1, 1))
 
 
+def image_opener() -> Callable[[Any], Any]:
+    try:
+        from PIL import Image
+    except ImportError:  # of the extra "data"
+        return numpy.asarray
+    return Image.fromarray
+
+
 class PlainLeNet(nn.Module):
     """`models.LeNet` as its authors write it: the same weights, names and numbers from PyTorch's own layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_kernels: int = 16) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 16, 5), nn.Conv2d(16, 32, 5)
-        self.fc1, self.fc2, self.fc3 = nn.Linear(800, 120), nn.Linear(120, 84), nn.Linear(84, 10)
+        self.conv1, self.conv2 = nn.Conv2d(3, num_kernels, 5), nn.Conv2d(num_kernels, 2 * num_kernels, 5)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(50 * num_kernels, 120), nn.Linear(120, 84), nn.Linear(84, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = functional.max_pool2d(functional.relu(self.conv1(x)), 2)
@@ -78,197 +94,323 @@ class PlainLeNet(nn.Module):
         return output
 
 
+class PlainMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 32), nn.Linear(32, 10)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layers[1](functional.relu(self.layers[0](x.flatten(1))))
+        return output
+
+
 @dataclass(frozen=True)
 class Workload:
-    """A federation and a target network of the bench."""
+    """A federation and a target network of the bench: noise in the form of CIFAR-10 and LeNet, or of digits and MLP."""
 
-    name: str
-    num_clients: int
-    rows_per_client: int
+    name: str = "lenet"
+    num_clients: int = 50
+    rows_per_client: int = 800
     local_steps: int = 50
     batch_size: int = 64
+    num_kernels: int = 16
 
     def images(self) -> tuple[Tensor, Tensor]:
-        """uint8 pictures [N, H, W, C] of noise, and labels: what is in them does not change the time."""
+        """uint8 pictures [N, H, W, C], and labels: what is in them does not change the time."""
         count = self.num_clients * self.rows_per_client
         generator = keys.torch_generator(keys.fold(0, "bench"))
         shape = (count, 32, 32, 3) if self.name == "lenet" else (count, 8, 8, 1)
         return torch.randint(256, shape, generator=generator, dtype=torch.uint8), torch.arange(count) % 10
 
-    def simulation(self, device: str, executor: str) -> tuple[Simulation, Tensor]:
-        images, y = self.images()
-        mean, std = (MEAN, STD) if images.shape[-1] == 3 else (MEAN[:1], STD[:1])
+    def scale(self) -> tuple[Tensor, Tensor]:
+        return (MEAN, STD) if self.name == "lenet" else (MEAN[:1], STD[:1])
+
+    def federation(self) -> Federation:
+        """Every client tests on half of its rows, as many as a client of CIFAR-10 has to test on."""
+        (images, y), (mean, std) = self.images(), self.scale()
         x = ((images.float() / 255 - mean) / std).permute(0, 3, 1, 2).contiguous()
         start = torch.arange(self.num_clients) * self.rows_per_client
-        rows = Rows(torch.arange(len(y)), start, torch.full_like(start, self.rows_per_client))
-        federation = Federation(x, y, {"train": rows, "validation": rows, "test": rows})
-        federation = federation if executor.startswith("textbook") else federation.to(device)
-        factory = _mlp if self.name == "mlp" else PlainLeNet if executor.startswith("textbook") else LeNet
-        model = Model(self.name, factory, cross_entropy, is_correct, torch.device(device))
+        train, tested = (
+            Rows(torch.arange(len(y)), start, torch.full_like(start, self.rows_per_client // part)) for part in (1, 4)
+        )
+        return Federation(x, y, {"train": train, "validation": tested, "test": tested})
+
+    def target(self, is_plain: bool) -> Callable[[], nn.Module]:
+        if self.name == "lenet":
+            return lambda: PlainLeNet(self.num_kernels) if is_plain else LeNet(10, self.num_kernels)
+        return PlainMLP if is_plain else lambda: MLP(64, 32, 10)
+
+    def simulation(
+        self, federation: Federation, device: str, executor: str, seed: int = 0, is_plain: bool = False
+    ) -> Simulation:
+        model = Model(self.name, self.target(is_plain), cross_entropy, is_correct, torch.device(device))
         algorithm = PFedHN(local_steps=self.local_steps).for_clients(self.num_clients)
-        schedule = Schedule(1_000_000, 1, self.batch_size, 1_000_000)
-        engine = "loop" if executor.startswith("textbook") else executor
-        return Simulation(algorithm, {self.name: model}, federation, schedule, 0, engine), images
+        schedule = Schedule(NUM_ROUNDS, 1, self.batch_size, EVALUATE_EVERY)
+        return Simulation(algorithm, {self.name: model}, federation, schedule, seed, executor)
 
 
-def _mlp() -> MLP:
-    return MLP(64, 32, 10)
+WORKLOADS = {"lenet": Workload(), "mlp": Workload("mlp", rows_per_client=18, local_steps=20, batch_size=16)}
 
 
-WORKLOADS = {"lenet": Workload("lenet", 50, 800), "mlp": Workload("mlp", 50, 18, local_steps=20, batch_size=16)}
-PROGRAMS = ("textbook", "textbook-images", "loop", "traced", "captured")
+@dataclass(frozen=True)
+class Program:
+    """A way to compute rounds. `executor` is the engine's, "textbook" or "textbook-images"."""
+
+    executor: str
+    runs: int = 1  # side by side, on a GPU
+    rounds_per_turn: int = 1
+    is_plain: bool = False  # the target from PyTorch's own layers, which the engine has no kernels for
+
+    @property
+    def name(self) -> str:
+        plain = ", plain layers" if self.is_plain else ""
+        return f"{self.executor}{plain}" + (f", {self.runs} runs side by side" if self.runs > 1 else "")
 
 
-def rounds_of(program: str, workload: Workload, device: str) -> Iterator[Callable[[], Params]]:
-    """Each `next` is one round, and gives a look at phi after it."""
-    simulation, images = workload.simulation(device, program)
+PROGRAMS = {
+    "cpu": tuple(map(Program, ("textbook", "textbook-images", "loop", "traced"))),
+    # A captured round is too short to be timed alone; 30 of them hold one evaluation, as in a run.
+    "cuda": (
+        *map(Program, ("textbook", "textbook-images", "loop")),
+        *(Program("captured", runs, EVALUATE_EVERY) for runs in (1, 8, 16)),
+    ),
+}
+
+
+def rounds_of(program: Program, workload: Workload, device: str) -> Iterator[Look]:
+    """Each `next` is one round of every run, and gives a look at the first one's phi after it."""
+    federation = workload.federation()
+    if program.executor.startswith("textbook"):
+        simulation = workload.simulation(federation, device, "loop", is_plain=True)
+        data: Dataset[Any] = TensorDataset(federation.x, federation.y)
+        if program.executor == "textbook-images":
+            data = Images(*workload.images(), *workload.scale(), image_opener())
+        for h in textbook.rounds(simulation, simulation.initial_state(), data):
+            yield h.phi
+        return
+    federation = federation.to(device)
+    simulations = [
+        workload.simulation(federation, device, program.executor, seed, program.is_plain)
+        for seed in range(program.runs)
+    ]
+    yield from captured_rounds(simulations) if program.executor == "captured" else looped_rounds(simulations[0])
+
+
+def looped_rounds(simulation: Simulation) -> Iterator[Look]:
     state = simulation.initial_state()
-    if program.startswith("textbook"):
-        yield from _textbook_rounds(program, simulation, state, images)
-    elif program == "captured":
-        run = CapturedRun(replace(simulation, schedule=replace(simulation.schedule, steps=2_000)), state)
-        graph = run.graph_of(run.signatures[0])
-        while True:
-            graph.replay()
-            if device != "cpu":
-                torch.cuda.synchronize()
-            yield lambda: state.memories.shared.phi
-    else:
-        number = 0
-        while True:
-            simulation._round(state, number)
-            state.round = number = number + 1
-            yield lambda: state.memories.shared.phi
+    for number in range(simulation.num_rounds):
+        simulation._round(state, number)
+        state.round = number + 1
+        yield lambda: state.memories.shared.phi
 
 
-def _textbook_rounds(
-    program: str, simulation: Simulation, state: State, images: Tensor
-) -> Iterator[Callable[[], Params]]:
-    federation = simulation.federation
-    mean, std = (MEAN, STD) if images.shape[-1] == 3 else (MEAN[:1], STD[:1])
-    data = (
-        TensorDataset(federation.x, federation.y)
-        if program == "textbook"
-        else Images(images, federation.y, mean, std, image_opener())
-    )
-    for h in textbook.rounds(simulation, state, data):
-        yield h.phi
+def captured_rounds(simulations: Sequence[Simulation]) -> Iterator[Look]:
+    """Rounds of runs that take turns, evaluations where the schedule has them; nobody waits for the GPU."""
+    runs = [CapturedRun(simulation, simulation.initial_state()) for simulation in simulations]
+    iterators = [run.rounds() for run in runs]
+    for number in range(simulations[0].num_rounds):
+        for run, iterator in zip(runs, iterators, strict=True):
+            while run.state.round <= number:
+                next(iterator)
+        yield lambda: runs[0].state.memories.shared.phi
 
 
-def image_opener() -> Callable[[Any], Any]:
+class Operators(TorchDispatchMode):
+    """Counts the operators that compute something: a view is none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = [value.alias_info for value in func._schema.returns]
+        self.count += not any(info is not None and not info.is_write for info in views)
+        return func(*args, **(kwargs or {}))
+
+
+class Kernel(NamedTuple):
+    name: str
+    calls: int
+    microseconds: float
+
+
+def kernels(work: Callable[[], Any]) -> list[Kernel]:
+    """What a GPU does meanwhile, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        work()
+        torch.cuda.synchronize()
+    events = [event for event in record.key_averages() if event.device_type.name == "CUDA"]
+    found = [Kernel(event.key, event.count, event.device_time_total) for event in events]
+    return sorted(found, key=lambda kernel: -kernel.microseconds)
+
+
+def count_kernels(work: Callable[[], Any], device: str) -> int:
+    """Kernels on a GPU; on a CPU operators of PyTorch."""
+    if device != "cpu":
+        return sum(kernel.calls for kernel in kernels(work))
+    operators = Operators()
+    with operators:
+        work()
+    return operators.count
+
+
+def peak_memory_mb() -> float:
+    """Of this process. What Linux tells as `ru_maxrss` begins with the parent's memory, so the other count is read."""
     try:
-        from PIL import Image
-    except ImportError:
-        return numpy.asarray
-    return Image.fromarray
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 2**10
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def _worker(pipe: Connection, program: str, workload: Workload, device: str, threads: int) -> None:
+def _worker(pipe: Connection, program: Program, workload: Workload, device: str, threads: int, precision: str) -> None:
     torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision("highest")
+    set_up_gpu(precision, is_deterministic=False)
     rounds = rounds_of(program, workload, device)
     phi = next(rounds)()
     pipe.send({name: value.detach().cpu().numpy() for name, value in phi.items()})
-    while pipe.recv() == "round":
+    while pipe.recv() == "turn":
         started = time.perf_counter()
-        next(rounds)
-        pipe.send(time.perf_counter() - started)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    pipe.send(peak if device == "cpu" else torch.cuda.max_memory_allocated() / 2**20)
+        for _ in range(program.rounds_per_turn):
+            next(rounds)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        pipe.send((time.perf_counter() - started) / program.rounds_per_turn / program.runs)
+    peak = peak_memory_mb() if device == "cpu" else torch.cuda.max_memory_allocated() / 2**20
+    num_kernels = count_kernels(lambda: next(rounds), device)
+    pipe.send((peak, num_kernels / program.runs / workload.local_steps))
 
 
 @dataclass
 class Worker:
     """A program in a process of its own."""
 
-    program: str
+    program: Program
     pipe: Connection
     process: Any
 
     @staticmethod
-    def start(program: str, workload: Workload, device: str, threads: int) -> "Worker":
+    def start(program: Program, workload: Workload, device: str, threads: int = 1, precision: str = "fp32") -> "Worker":
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_worker, args=(theirs, program, workload, device, threads), daemon=True)
+        arguments = (theirs, program, workload, device, threads, precision)
+        process = context.Process(target=_worker, args=arguments, daemon=True)
         process.start()
+        theirs.close()  # so that a worker that dies is noticed
         return Worker(program, ours, process)
 
-    def round(self) -> float:
-        self.pipe.send("round")
+    def first(self) -> dict[str, Any]:
+        """phi after the first round."""
+        phi: dict[str, Any] = self.pipe.recv()
+        return phi
+
+    def turn(self) -> float:
+        """Milliseconds a round (and run) took."""
+        self.pipe.send("turn")
         seconds: float = self.pipe.recv()
-        return seconds
+        return 1e3 * seconds
 
-    def end(self) -> float:
+    def end(self) -> tuple[float, float]:
+        """Peak memory in megabytes, and kernels per local step."""
         self.pipe.send("end")
-        peak: float = self.pipe.recv()
+        peak, num_kernels = self.pipe.recv()
         self.process.join()
-        return peak
+        return peak, num_kernels
 
 
-def measure(
-    workload: Workload, device: str, threads: int, repeats: int, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
+def in_turns(workers: Sequence[Worker], repeats: int, say: Say) -> list[float]:
+    """Each worker's median."""
+    times: list[list[float]] = [[] for _ in workers]
+    for turn in range(repeats + 1):  # the first is not counted: memory is still growing
+        say(f"turn {turn} of {repeats}")
+        for worker, taken in zip(workers, times, strict=True):
+            taken.append(worker.turn())
+    return [statistics.median(taken[1:]) for taken in times]
+
+
+def measure(workload: Workload, device: str, repeats: int, say: Say) -> list[dict[str, Any]]:
     """One line per program: milliseconds a round (median), ratio to the textbook, memory, and whether it is equal."""
-    workers, first = [], {}
-    for program in PROGRAMS:
-        say(f"{workload.name}: starting {program}")
-        workers.append(Worker.start(program, workload, device, threads))
-        first[program] = workers[-1].pipe.recv()
-    times: dict[str, list[float]] = {worker.program: [] for worker in workers}
-    for turn in range(repeats):
-        say(f"{workload.name}: turn {turn + 1} of {repeats}")
+    programs = PROGRAMS["cpu" if device == "cpu" else "cuda"]
+    say(f"{workload.name}: starting {len(programs)} programs")
+    workers = [Worker.start(program, workload, device) for program in programs]
+    first = [worker.first() for worker in workers]
+    if device != "cpu":  # compared in full precision, timed as runs are; a process keeps what it compiled
         for worker in workers:
-            times[worker.program].append(1e3 * worker.round())
-    milliseconds = {program: statistics.median(values) for program, values in times.items()}
-    device_name = "cpu" if device == "cpu" else f"cuda: {torch.cuda.get_device_name()}"
+            worker.end()
+        workers = [Worker.start(program, workload, device, precision="tf32") for program in programs]
+        for worker in workers:
+            worker.first()
+    milliseconds = in_turns(workers, repeats, lambda text: say(f"{workload.name}: {text}"))
     return [
-        {
-            "device": f"{device_name}, {threads} thread{'s' if threads > 1 else ''}"
-            if device == "cpu"
-            else device_name,
-            "workload": workload.name,
-            "program": worker.program,
-            "ms_per_round": round(milliseconds[worker.program], 3),
-            "ratio_to_textbook": round(milliseconds["textbook"] / milliseconds[worker.program], 3),
-            "peak_memory_mb": round(worker.end(), 1),
-            "equal": is_equal(first[worker.program], first["textbook"]),
-        }
-        for worker in workers
+        record(
+            device_name(device), workload, program.name, taken, milliseconds[0], worker.end(), is_equal(phi, first[0])
+        )
+        for program, worker, taken, phi in zip(programs, workers, milliseconds, first, strict=True)
     ]
 
 
-def measure_processes(workload: Workload, repeats: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def record(
+    device: str,
+    workload: Workload,
+    program: str,
+    milliseconds: float,
+    textbook_milliseconds: float,
+    ended: tuple[float, float],
+    equal: bool,
+) -> dict[str, Any]:
+    return {
+        "device": device,
+        "workload": workload.name,
+        "program": program,
+        "ms_per_round": round(milliseconds, 3),
+        "ratio_to_textbook": round(textbook_milliseconds / milliseconds, 3),
+        "peak_memory_mb": round(ended[0], 1),
+        "kernels_per_step": round(ended[1], 1),
+        "equal": equal,
+    }
+
+
+def device_name(device: str, threads: int = 1) -> str:
+    if device != "cpu":
+        return f"cuda: {torch.cuda.get_device_name()}"
+    return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def measure_processes(workload: Workload, repeats: int, say: Say) -> list[dict[str, Any]]:
     """Two engines of one thread each side by side, against the textbook with both threads to itself."""
     say(f"{workload.name}: two processes against two threads")
-    alone = Worker.start("textbook", workload, "cpu", 2)
-    pair = [Worker.start("captured", workload, "cpu", 1) for _ in range(2)]
-    first = [worker.pipe.recv() for worker in (alone, *pair)]
-    with_threads, side_by_side = [], []
-    for _ in range(repeats):
-        with_threads.append(1e3 * alone.round())
-        started = time.perf_counter()
-        for worker in pair:
-            worker.pipe.send("round")
-        for worker in pair:
-            worker.pipe.recv()
-        side_by_side.append(1e3 * (time.perf_counter() - started) / 2)
-    slow, fast = statistics.median(with_threads), statistics.median(side_by_side)
-    peaks = [worker.end() for worker in (alone, *pair)]
+    alone = Worker.start(Program("textbook"), workload, "cpu", threads=2)
+    pair = [Worker.start(Program("traced"), workload, "cpu") for _ in range(2)]
+    first = [worker.first() for worker in (alone, *pair)]
+    slow, fast = [], []
+    for turn in range(repeats + 1):
+        say(f"{workload.name}: two processes against two threads, turn {turn} of {repeats}")
+        slow.append(alone.turn())
+        fast.append(together(pair))
+    textbook_ms, ours = statistics.median(slow[1:]), statistics.median(fast[1:])
+    ended = [worker.end() for worker in (alone, *pair)]
+    both = (ended[1][0] + ended[2][0], ended[1][1])
+    equal = all(is_equal(phi, first[0]) for phi in first)
     return [
-        {
-            "device": "cpu, 2 threads", "workload": workload.name, "program": "textbook",
-            "ms_per_round": round(slow, 3), "ratio_to_textbook": 1.0,
-            "peak_memory_mb": round(peaks[0], 1), "equal": True,
-        },
-        {
-            "device": "cpu, 2 processes of 1 thread", "workload": workload.name, "program": "captured, side by side",
-            "ms_per_round": round(fast, 3), "ratio_to_textbook": round(slow / fast, 3),
-            "peak_memory_mb": round(sum(peaks[1:]), 1), "equal": all(is_equal(other, first[0]) for other in first[1:]),
-        },
-    ]  # fmt: skip
+        record(device_name("cpu", 2), workload, "textbook", textbook_ms, textbook_ms, ended[0], True),
+        record("cpu, 2 processes of 1 thread", workload, "traced, side by side", ours, textbook_ms, both, equal),
+    ]
 
 
-def measure_clients(counts: tuple[int, ...], say: Callable[[str], None]) -> list[dict[str, Any]]:
+def together(workers: Sequence[Worker]) -> float:
+    """Milliseconds per round and run of workers that run a turn at the same time."""
+    started = time.perf_counter()
+    for worker in workers:
+        worker.pipe.send("turn")
+    for worker in workers:
+        worker.pipe.recv()
+    return 1e3 * (time.perf_counter() - started) / len(workers)
+
+
+def measure_clients(counts: Sequence[int], say: Say) -> list[dict[str, Any]]:
     """A round of one local step against the number of clients, embedding dimension fixed: it must stay flat."""
     records = []
     for count in counts:
@@ -277,7 +419,7 @@ def measure_clients(counts: tuple[int, ...], say: Callable[[str], None]) -> list
         x, y = torch.randn(1_000, 64, generator=generator), torch.arange(1_000) % 10
         rows = Rows(torch.arange(1_000), torch.zeros(count, dtype=torch.int64), torch.full((count,), 1_000))
         federation = Federation(x, y, {"train": rows, "validation": rows, "test": rows})
-        model = Model("mlp", _mlp, cross_entropy, is_correct)
+        model = Model("mlp", lambda: MLP(64, 32, 10), cross_entropy, is_correct)
         algorithm = PFedHN(local_steps=1, embedding_dim=13)
         simulation = Simulation(algorithm, {"mlp": model}, federation, Schedule(10_000, 1, 64, 10_000), 0, "traced")
         state = simulation.initial_state()
@@ -290,10 +432,14 @@ def measure_clients(counts: tuple[int, ...], say: Callable[[str], None]) -> list
         per_client = sum(leaf.element_size() * leaf[0].numel() for leaf in table)
         records.append(
             {
-                "device": "cpu, 1 thread", "workload": f"one local step, {count} clients", "program": "traced",
-                "ms_per_round": round(statistics.median(times[10:]), 3), "bytes_per_client": per_client,
+                "device": device_name("cpu"),
+                "workload": "one local step",
+                "program": "traced",
+                "clients": count,
+                "ms_per_round": round(statistics.median(times[10:]), 3),
+                "bytes_per_client": per_client,
             }
-        )  # fmt: skip
+        )
     return records
 
 
@@ -305,13 +451,11 @@ def is_equal(left: Any, right: Any) -> bool:
     return bool(apart**0.5 <= TOLERANCE * size**0.5)
 
 
-def bench(device: str = "cpu", repeats: int = 7, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def bench(device: str = "cpu", repeats: int = 7, say: Say = print) -> list[dict[str, Any]]:
     """All workloads of a device."""
     torch.set_num_threads(1)
-    records = []
-    for workload in WORKLOADS.values():
-        records += measure(workload, device, 1, repeats, say)
-    if device == "cpu":
-        records += measure_processes(WORKLOADS["lenet"], repeats, say)
-        records += measure_clients((10, 1_000, 100_000, 1_000_000), say)
-    return records
+    if device != "cpu":
+        return measure(WORKLOADS["lenet"], device, repeats, say)
+    records = [line for workload in WORKLOADS.values() for line in measure(workload, device, repeats, say)]
+    records += measure_processes(WORKLOADS["lenet"], repeats, say)
+    return records + measure_clients((10, 1_000, 100_000, 1_000_000), say)

@@ -47,15 +47,15 @@ def rounds(simulation: Simulation, state: State, data: Dataset[Any]) -> Iterator
     spec, (model,), batch_size = simulation.algorithm, simulation.models.values(), simulation.schedule.batch_size
     assert isinstance(spec, PFedHN)
     target = model.with_weights({}).train()
-    h = Hypernetwork(target, state.memories.shared.phi, state.memories.rows.embedding)
+    h = Hypernetwork(target, state.memories.shared.phi, state.memories.rows.embedding).to(model.device)
     groups = [{"params": p, "lr": spec.row_lr if p is h.embedding.weight else spec.lr} for p in h.parameters()]
     server = optim.SGD(groups, momentum=spec.momentum, weight_decay=spec.weight_decay)
-    rows = replace(simulation.federation, x=torch.arange(len(simulation.federation.x), device=model.device))
+    rows = replace(simulation.federation, x=torch.arange(len(simulation.federation.x)))
     for number in range(simulation.num_rounds):
-        client = torch.tensor(simulation.cohort(number), device=model.device)
+        client = torch.tensor(simulation.cohort(number))
         drawn = rows.batches(client, keys.fold(simulation.seed, "batches", number), spec.local_steps, batch_size)
         batches = [x[mask].tolist() for x, mask in zip(drawn.x[0], drawn.mask[0], strict=True)]
-        theta = h(client)
+        theta = h(client.to(model.device))
         target.load_state_dict(theta, strict=False)
         local = optim.SGD(target.parameters(), spec.local_lr, spec.local_momentum, weight_decay=spec.local_weight_decay)
         for x, y in DataLoader(data, batch_sampler=batches, num_workers=0):
