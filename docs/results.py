@@ -115,7 +115,10 @@ def page(reports: Sequence[Report], notes: str, tuning: Sequence[Mapping[str, An
         parts += [f"## {report.title}", markdown(grid(report))]
         for (dataset, clients), name in pictured(report).items():
             parts.append(f"![{dataset}, {clients} clients: accuracy against communication](pictures/{name})")
-        parts.append(markdown(costs(report)) if _finished(report) else "No run of this table is stored yet.")
+        if _finished(report):
+            parts += [markdown(costs(report)), markdown(origins(report))]
+        else:
+            parts.append("No run of this table is stored yet.")
     parts += ["## pFedHN: does it reach what it should?", BAR_TEXT, markdown(bars(reports))]
     parts += ["## Baselines that differ from the paper", *far_section(reports), notes.strip()]
     parts += ["## Rates", RATES_TEXT, *tuning_section(tuning), STORED_TEXT]
@@ -162,23 +165,29 @@ def seeds_text(value: Summary) -> str:
 
 
 def costs(report: Report) -> list[list[str]]:
-    """Every finished cell: both averages, what it cost, and how it was made."""
-    lines = [
-        ["method", "clients", "over clients", "over samples", "seeds", "steps", "sent up", "sent down", "wall time"]
-    ]
-    lines[0] += ["rates", "hardware", "commit"]
-    for entry in _finished(report):
-        ours = entry.test()
-        assert ours is not None
-        lines.append(
+    """Every finished cell: both averages and what it cost."""
+    return [
+        ["method", "clients", "over clients", "over samples", "steps", "sent up", "sent down", "wall time"],
+        *(
             [
                 *(display_name(entry.label), str(entry.cell.clients)),
-                *(number_text(ours), number_text(entry.test("samples")), str(ours.num_seeds)),
-                *(steps_text(entry), bytes_text(entry.total("bytes_up")), bytes_text(entry.total("bytes_down"))),
-                *(seconds_text(entry.total("seconds")), rates_text(entry), entry.hardware, commits_text(entry)),
+                *(number_text(entry.test("clients")), number_text(entry.test("samples")), steps_text(entry)),
+                *(bytes_text(entry.total(key)) for key in ("bytes_up", "bytes_down")),
+                seconds_text(entry.total("seconds")),
             ]
-        )
-    return lines
+            for entry in _finished(report)
+        ),
+    ]
+
+
+def origins(report: Report) -> list[list[str]]:
+    """How the cells were made; those of a method that were made alike share a line."""
+    numbers: dict[tuple[str, ...], list[str]] = {}
+    for entry in _finished(report):
+        made = display_name(entry.label), rates_text(entry), entry.hardware, commits_text(entry)
+        numbers.setdefault(made, []).append(str(entry.cell.clients))
+    lines = [["method", "clients", "rates", "hardware", "commit"]]
+    return lines + [[made[0], ", ".join(clients), *made[1:]] for made, clients in numbers.items()]
 
 
 def _finished(report: Report) -> list[Entry]:
@@ -309,6 +318,8 @@ make results                                                                    
 pfedhn report results                                                             # the same as tables and pictures
 ```
 
+A `.jsonl` file that was made on another machine goes in the same way: `pfedhn report FILE.jsonl --export ...`.
+
 To check a cell, take `command` from its line and run it at its `commit` with an `--out` of its own. If
 `environment.deterministic` is true, the same device and versions give the same bits: the same correct rows of every
 client and the same losses. Otherwise the order of sums on a GPU may differ, and the result lies within the spread over
@@ -318,8 +329,13 @@ others share the device; what one alone takes is on the page on [performance](pe
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
     rule = "|" + "|".join("---" if number == 0 else "---:" for number in range(len(lines[0]))) + "|"
-    first, *rest = ["| " + " | ".join(line) + " |" for line in lines]
+    first, *rest = ["| " + " | ".join(map(_unbroken, line)) + " |" for line in lines]
     return "\n".join([first, rule, *rest])
+
+
+def _unbroken(cell: str) -> str:
+    """A number stays on one line with its deviation and its unit."""
+    return re.sub(r" (?=±)|(?<=±) |(?<=\d) (?=[kMGT]?B$|min$|s$)", "\N{NO-BREAK SPACE}", cell)
 
 
 def pictured(report: Report) -> dict[Column, str]:

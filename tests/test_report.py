@@ -238,6 +238,8 @@ def test_the_sentence_says_what_the_numbers_say(found: Report) -> None:
         f"On average, a client's own test accuracy is {ours:.1f} % with pFedHN and {alone:.1f} % with a model trained "
         "alone; of 6 clients (2 seeds together), 3 do better with pFedHN than alone, 3 the same and 0 worse."
     )
+    wide = Report("wide", [*found.entries, replace(found.entries[0], cell=replace(CELLS[0], clients=8))])
+    assert sentence(wide).startswith("With digits, 4 clients, on average, a client's own test accuracy is ")
     assert sentence(Report("empty", found.entries[:2])) == ""
 
 
@@ -264,6 +266,36 @@ def test_the_terminal_shows_it_within_eighty_columns(found: Report) -> None:
     values = client_means("local", 3)
     assert any(f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}" in line for line in lines)
     assert "Hardware: cpu: abacus, 1 thread." in " ".join(lines)
+
+
+def test_the_terminal_keeps_numbers_whole_beside_two_stages(tmp_path: Path) -> None:
+    cells = (replace(CELLS[1], steps=5_000), replace(CELLS[1], method="lg-fedavg", pretrain="fedavg"))
+    experiment = Experiment("lg", cells, (0, 1), published={"fedavg/4": (50.0, 1.0)})
+    Directory(tmp_path / "lg").open(experiment, list(experiment.runs()))
+    before = {"steps": 5_000, "bytes_up": 500_000, "bytes_down": 0, "seconds": 60.0}
+    for seed in (0, 1):
+        name = f"lg-fedavg-digits-4-seed{seed}"
+        put_run(tmp_path / "lg", name, [4, 4, 2 - seed, 0], pretrain=before, steps=1_000)
+    (report,) = collect([tmp_path / "lg"])
+    stream = io.StringIO()
+    Console(file=stream, width=77).print(to_terminal(report))
+    text = stream.getvalue()
+    assert "paper 50.00 ± 1.00" in text
+    (line,) = (line for line in text.splitlines() if line.startswith(" lg-fedavg") and "MB" in line)
+    assert "1,000" not in line  # it is on the next
+    assert re.findall(r"\d+\.\d+ ± \d+\.\d+|[\d.]+ MB|[\d.]+ s\b", line) == [
+        *("91.67 ± 11.79", "95.00 ± 7.07", "2.0 MB", "2.5 MB", "62.0 s")
+    ]
+
+
+def test_a_method_that_sends_nothing_is_drawn_across(found: Report) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    module.plot_curves(axes, found.entries)
+    across = [line for line in axes.get_lines() if list(line.get_xdata()) == [0, 1]]
+    last = statistics.fmean(client_means("local", 3))
+    assert [float(line.get_ydata()[0]) for line in across] == [pytest.approx(last)]
 
 
 def test_markdown_has_a_table_that_renders(found: Report) -> None:

@@ -549,7 +549,7 @@ def compare(entry: Entry, other: Entry) -> Comparison | None:
 
 
 def sentence(report: Report) -> str:
-    """What a comparison with a hypernetwork shows, computed from its numbers; empty where it cannot be said."""
+    """What a comparison with a hypernetwork shows in the first column; empty where its numbers cannot say it."""
     column = report.columns[0]
     ours, alone, shared = (report.entry(method, column) for method in ("pfedhn", "local", "fedavg"))
     if ours is None or alone is None or not (ours.results and alone.results and ours.has_accuracy):
@@ -563,7 +563,8 @@ def sentence(report: Report) -> str:
         assert value is not None
         parts.append(f"{value.mean:.1f} % with {whose}")
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}"
-    text = f"On average, a client's own test accuracy is {listed}"
+    where = f"With {column_text(column)}, on average" if len(report.columns) > 1 else "On average"
+    text = f"{where}, a client's own test accuracy is {listed}"
     counts = compare(ours, alone)
     if counts is not None:
         whose = f" ({counts.num_seeds} seeds together)" * (counts.num_seeds > 1)
