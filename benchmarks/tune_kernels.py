@@ -32,16 +32,16 @@ from torch.nn import functional
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 
-def import_kernels() -> Any:
-    """pfedhn.kernels alone: the package as a whole needs more than a bare GPU machine has."""
+def import_alone(name: str) -> Any:
+    """One module of the package: the package as a whole needs more than a bare GPU machine has."""
     if "pfedhn" not in sys.modules:
         package = types.ModuleType("pfedhn")
         package.__path__ = [str(SOURCE / "pfedhn")]
         sys.modules["pfedhn"] = package
-    return importlib.import_module("pfedhn.kernels")
+    return importlib.import_module(f"pfedhn.{name}")
 
 
-kernels = import_kernels()
+kernels, linear = import_alone("kernels"), import_alone("linear")
 Blocks = kernels.Blocks
 
 DEVICE = "cuda"
@@ -85,6 +85,29 @@ LAYERS = [*lenet(16, FIRST_CHANNELS), *OMNIGLOT, *lenet(8, FIRST_CHANNELS), *len
 OTHER_WIDTH = [lenet(16, 3 if FIRST_CHANNELS == 4 else 4)[0]]
 
 
+class LinearLayer(NamedTuple):
+    name: str
+    inputs: int
+    outputs: int
+    is_first: bool = False
+
+    relu = True
+
+
+LINEAR_LAYERS = [
+    LinearLayer("lenet16.fc1", 800, 120),
+    LinearLayer("lenet16.fc2", 120, 84),
+    LinearLayer("lenet16.fc3", 84, 10),
+    LinearLayer("lenet100.fc3", 84, 100),
+    LinearLayer("omniglot.fc1", 1152, 120),
+    LinearLayer("omniglot.fc2", 120, 1623),
+    LinearLayer("mlp.fc1", 784, 100, is_first=True),
+    LinearLayer("mlp.fc2", 100, 10),
+    LinearLayer("lenet8.fc1", 400, 120),
+    LinearLayer("lenet32.fc1", 1600, 120),
+]
+
+
 class Problem(NamedTuple):
     kind: str
     layer: Layer
@@ -118,9 +141,9 @@ class Problem(NamedTuple):
         layer = self.layer
         stride = 2 if layer.pool else 1
         pixels = BATCH * layer.out_side**2
-        length = layer.kernel**2 * layer.channels
+        length = (layer.kernel + stride - 1) ** 2 * layer.channels
         if self.kind == "forward":
-            return pixels * stride**2, layer.out_channels, length
+            return pixels, layer.out_channels, length
         if self.kind == "weight_gradient":
             return length + 1, layer.out_channels, pixels
         return BATCH * kernels.ceil_divide(layer.side, stride) ** 2, layer.channels * stride**2, layer.out_channels
@@ -136,10 +159,12 @@ class Problem(NamedTuple):
         if min(blocks) < 1:
             return False
         rows, columns, depth = self.product()
-        copies = 4 if self.layer.pool and self.kind != "forward" else 1  # tiles per step: one for each corner
-        shared = 4 * copies * blocks.stages * blocks.depth * (blocks.rows + blocks.columns)
-        numbers_per_thread = blocks.rows * blocks.columns / (32 * blocks.warps)
-        sums = self.runs * blocks.groups * rows * columns if self.kind == "weight_gradient" else 0
+        corners = 4 if self.layer.pool else 1
+        width = blocks.columns * (1 if self.kind == "input_gradient" else corners)  # of the tile of results
+        copies = corners if self.kind == "input_gradient" else 1  # tiles per step: one for each corner
+        shared = 4 * copies * blocks.stages * blocks.depth * (blocks.rows + width)
+        numbers_per_thread = blocks.rows * width / (32 * blocks.warps)
+        sums = self.runs * blocks.groups * corners * rows * columns if self.kind == "weight_gradient" else 0
         return (
             16 <= blocks.rows <= min(512, kernels.tile(rows))
             and 16 <= blocks.columns <= min(128, kernels.tile(columns))
@@ -192,6 +217,103 @@ class Problem(NamedTuple):
         return [kernels.input_gradient_op(gradient, argmax, tensors["weight"], *sides, *how, precision)]
 
 
+class LinearProblem(NamedTuple):
+    """As `Problem`, for a linear layer."""
+
+    kind: str
+    layer: LinearLayer
+    runs: int
+
+    def __str__(self) -> str:
+        return f"{self.layer.name:22} {self.kind:16} R={self.runs:<3}"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        runs, layer = self.runs, self.layer
+        return {
+            "x": (runs, BATCH, layer.inputs),
+            "weight": (runs, layer.outputs, layer.inputs),
+            "bias": (runs, layer.outputs),
+            "out": (runs, BATCH, layer.outputs),
+        }
+
+    @property
+    def key(self) -> Any:
+        return linear.config_key(self.kind, self.runs, BATCH, self.layer.inputs, self.layer.outputs)
+
+    @property
+    def blocks(self) -> Any:
+        return linear.blocks_for(self.kind, self.runs, BATCH, self.layer.inputs, self.layer.outputs)
+
+    def allows(self, blocks: Any) -> bool:
+        inputs, outputs = self.layer.inputs, self.layer.outputs
+        rows, columns, depth = (
+            (BATCH, outputs, inputs) if self.kind == "linear_forward" else (BATCH, inputs, max(BATCH, outputs))
+        )
+        return (
+            min(blocks) >= 1
+            and 16 <= blocks.rows <= min(128, kernels.tile(rows))
+            and 16 <= blocks.columns <= min(128, kernels.tile(columns))
+            and 16 <= blocks.depth <= min(256, kernels.tile(depth))
+            and blocks.warps <= 8
+            and blocks.stages <= 5
+            and blocks.groups == 1
+            and blocks.rows * blocks.columns <= 128 * 32 * blocks.warps
+            and 4 * blocks.stages * blocks.depth * (blocks.rows + blocks.columns) <= MAX_SHARED_BYTES
+        )
+
+    def first_candidates(self, count: int) -> list[Any]:
+        known = [self.blocks, linear.default_blocks(self.key)]
+        choices = itertools.product((16, 32, 64), (16, 32, 64, 128), (32, 64, 128), (1, 2, 4, 8), (1, 2, 3, 4), (1,))
+        allowed = [blocks for blocks in itertools.starmap(Blocks, choices) if self.allows(blocks)]
+        return list(dict.fromkeys(known + random.Random(str(self)).sample(allowed, min(count, len(allowed)))))
+
+    def neighbours(self, blocks: Any) -> Iterator[Any]:
+        return Problem.neighbours(self, blocks)  # type: ignore[arg-type]
+
+    def call(self, blocks: Any, tensors: dict[str, Tensor], precision: str = "tf32") -> list[Tensor]:
+        kernels.CONFIGS[self.key] = blocks
+        x, weight, relu = tensors["x"], tensors["weight"], self.layer.relu
+        if self.kind == "linear_forward":
+            return [linear.linear_block_op(x, weight, tensors["bias"], relu, precision)]
+        with_x = not self.layer.is_first
+        results = linear.linear_backward_op(x, weight, tensors["gradient"], tensors["out"], relu, with_x, precision)
+        return list(results)[0 if with_x else 1 :]
+
+
+class LinearCase:
+    """As `Case`, for a linear layer."""
+
+    def __init__(self, layer: LinearLayer, runs: int) -> None:
+        torch.manual_seed(0)
+        self.place = (layer, runs)
+        shapes = LinearProblem("linear_forward", layer, runs).shapes
+        self.tensors = {name: integers(*shapes[name]) for name in ("x", "weight", "bias")}
+        self.tensors["gradient"] = integers(*shapes["out"])
+        x, weight, bias = (self.tensors[name].double().requires_grad_() for name in ("x", "weight", "bias"))
+        out = (x @ weight.mT + bias[:, None]).relu()
+        slopes = torch.autograd.grad(out, (x, weight, bias), self.tensors["gradient"].double())
+        self.tensors["out"] = out.detach().float()
+        self.expected = {
+            "linear_forward": [self.tensors["out"]],
+            "linear_backward": [slope.float() for slope in slopes][1 if layer.is_first else 0 :],
+        }
+
+    def is_right(self, problem: Any, blocks: Any, precision: str = "tf32") -> bool:
+        results = problem.call(blocks, self.tensors, precision)
+        return all(torch.equal(a, b) for a, b in zip(results, self.expected[problem.kind], strict=True))
+
+
+def case_for(problem: Any) -> Any:
+    kind = LinearCase if isinstance(problem, LinearProblem) else Case
+    return kind(problem.layer, problem.runs)
+
+
+def linear_problems(layers: list[LinearLayer]) -> list[LinearProblem]:
+    kinds = ("linear_forward", "linear_backward")
+    return [LinearProblem(kind, layer, runs) for layer in layers for runs in (1, 16) for kind in kinds]
+
+
 def problems(layers: list[Layer]) -> list[Problem]:
     kinds = ("weight_gradient", "forward", "input_gradient")
     return [
@@ -238,7 +360,7 @@ class Case:
         self.tensors["argmax"] = torch.stack(parts.pop("argmax")).contiguous()
         self.expected = {kind: torch.stack(part).float() for kind, part in parts.items()}
 
-    def is_right(self, problem: Problem, blocks: Any, precision: str = "tf32") -> bool:
+    def is_right(self, problem: Any, blocks: Any, precision: str = "tf32") -> bool:
         results = problem.call(blocks, self.tensors, precision)
         is_right = torch.equal(results[0], self.expected[problem.kind])
         return is_right and (problem.kind != "forward" or torch.equal(results[1], self.tensors["argmax"]))
@@ -286,11 +408,12 @@ def compiling_processes(count: int) -> ProcessPoolExecutor | None:
     return ProcessPoolExecutor(count, mp_context=spawn, initializer=only_compile) if count else None
 
 
-def compile_candidate(problem: Problem, blocks: Any, precision: str = "tf32") -> str:
+def compile_candidate(problem: Any, blocks: Any, precision: str = "tf32") -> str:
     """In another process. Says what went wrong, if anything did."""
     shapes = problem.shapes
     tensors = {name: torch.empty(shapes[name]) for name in ("x", "weight", "bias")}
     tensors["gradient"] = torch.empty(shapes["out"])
+    tensors["out"] = torch.empty(shapes["out"])
     tensors["argmax"] = torch.empty(shapes["out"], dtype=torch.int8)
     try:
         problem.call(blocks, tensors, precision)
@@ -303,19 +426,19 @@ class Tuning:
     def __init__(self, output: Path, deadline: float) -> None:
         self.output = output
         self.deadline = deadline
-        self.cases: dict[tuple[Layer, int], Case] = {}
-        self.start: dict[Problem, float] = {}
-        self.best: dict[Problem, tuple[float, Any]] = {}
-        self.tried: dict[Problem, set[Any]] = {}
+        self.cases: dict[Any, Any] = {}
+        self.start: dict[Any, float] = {}
+        self.best: dict[Any, tuple[float, Any]] = {}
+        self.tried: dict[Any, set[Any]] = {}
         self.failures = 0
 
     def time_left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def measure(self, problem: Problem, blocks: Any) -> None:
+    def measure(self, problem: Any, blocks: Any) -> None:
         place = (problem.layer, problem.runs)
         if place not in self.cases:
-            self.cases[place] = Case(*place)
+            self.cases[place] = case_for(problem)
         case = self.cases[place]
         try:
             is_right = case.is_right(problem, blocks)
@@ -332,12 +455,12 @@ class Tuning:
         if problem not in self.best or taken < self.best[problem][0]:
             self.best[problem] = (taken, blocks)
 
-    def failed(self, problem: Problem, blocks: Any, reason: str) -> None:
+    def failed(self, problem: Any, blocks: Any, reason: str) -> None:
         self.failures += 1
         print(f"  {problem} {tuple(blocks)} {reason}", flush=True)
 
-    def generation(self, candidates: dict[Problem, list[Any]], pool: ProcessPoolExecutor | None) -> None:
-        waiting: list[tuple[Problem, Any, Future[str] | None]] = [
+    def generation(self, candidates: dict[Any, list[Any]], pool: ProcessPoolExecutor | None) -> None:
+        waiting: list[tuple[Any, Any, Future[str] | None]] = [
             (problem, blocks, pool.submit(compile_candidate, problem, blocks) if pool else None)
             for problem, several in candidates.items()
             for blocks in several
@@ -367,7 +490,7 @@ class Tuning:
                 future.cancel()
         self.write()
 
-    def report(self, problem: Problem) -> None:
+    def report(self, problem: Any) -> None:
         if problem in self.best:
             taken, blocks = self.best[problem]
             tried = len(self.tried[problem])
@@ -381,7 +504,7 @@ class Tuning:
         os.replace(temporary, self.output)
 
     def summary(self) -> None:
-        print("\nmicroseconds per network and local step, convolution kernels only, per run")
+        print("\nmicroseconds per network and local step, per run")
         totals: dict[tuple[str, int], list[float]] = {}
         for problem, (taken, _) in self.best.items():
             total = totals.setdefault((problem.layer.name.split(".")[0], problem.runs), [0.0, 0.0])
@@ -393,7 +516,8 @@ class Tuning:
 
 def tune(arguments: argparse.Namespace) -> int:
     layers = LAYERS + (OTHER_WIDTH if arguments.compare else [])
-    chosen = problems([layer for layer in layers if arguments.only in layer.name])
+    chosen: list[Any] = problems([layer for layer in layers if arguments.only in layer.name])
+    chosen += linear_problems([layer for layer in LINEAR_LAYERS if arguments.only in layer.name])
     tuning = Tuning(arguments.output, time.monotonic() + arguments.seconds)
     pool = compiling_processes(arguments.workers)
     gc.freeze()  # a capture collects garbage, and PyTorch itself is most of what there is to look through
@@ -475,10 +599,11 @@ def check(arguments: argparse.Namespace) -> int:
     ]
     layers = [*LAYERS, *OTHER_WIDTH, *odd]
     kinds = ("forward", "weight_gradient", "input_gradient")
-    every = [
+    every: list[tuple[Any, str]] = [
         (Problem(kind, layer, runs), precision)
         for layer, runs, kind, precision in itertools.product(layers, (1, 3, 16), kinds, ("tf32", "ieee"))
     ]
+    every += [(problem, precision) for problem in linear_problems(LINEAR_LAYERS) for precision in ("tf32", "ieee")]
     pool = compiling_processes(arguments.workers)
     if pool:
         with pool:
@@ -489,7 +614,7 @@ def check(arguments: argparse.Namespace) -> int:
     case = None
     for problem, precision in every:
         if case is None or case.place != (problem.layer, problem.runs):
-            case = Case(problem.layer, problem.runs)
+            case = case_for(problem)
         try:
             result = "right" if case.is_right(problem, problem.blocks, precision) else "WRONG"
         except Exception as error:
@@ -583,10 +708,9 @@ def check_permutation() -> None:
     sizes = torch.randint(1, 900, (1000,))
     on_gpu = keys.permutation_head(some.to(DEVICE), sizes.to(DEVICE), 3200)
     assert torch.equal(on_gpu.cpu(), keys.permutation_head(some, sizes, 3200)), "many sizes"
-    one = some[:1].to(DEVICE)
-    print(
-        f"  permutation of 600 rows, 3200 places: {microseconds(lambda: keys.permutation_head(one, 600, 3200)):.1f} us"
-    )
+    one, size = some[:1].to(DEVICE), torch.tensor([600], device=DEVICE)
+    taken = microseconds(lambda: keys.permutation_head(one, size, 3200))
+    print(f"  permutation of 600 rows, 3200 places: {taken:.1f} us")
 
 
 def main() -> int:

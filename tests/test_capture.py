@@ -1,10 +1,13 @@
 """What a GPU would replay, run on a CPU: the captured round is the loop's, for every method."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import assert_close, finish, memories_of, model, simulate
 from torch import nn
 
+from pfedhn import executors
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.capture import CapturedRun, rates, side_by_side
@@ -91,6 +94,35 @@ def test_rates_are_data() -> None:
     }
 
 
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_points_of_a_grid_share_what_was_traced(
+    method: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other rates and seeds trace nothing anew and are not taken for the first ones; other settings are traced."""
+    traces: list[object] = []
+    trace = executors.make_fx
+    monkeypatch.setattr(executors, "make_fx", lambda function: traces.append(function) or trace(function))
+    target = {"mlp": model()}
+    first = algorithm(method)
+    names = rates(first, torch.float32, torch.device("cpu"))
+    other = replace(first, **{name: 0.5 * float(value) for name, value in names.items()})
+    captured(simulate(first, federation, target, rounds=3, cohort=2))
+    so_far = len(traces)
+    assert so_far > 0
+    state, _ = captured(simulate(other, federation, target, rounds=3, cohort=2, seed=5))
+    assert len(traces) == so_far
+    expected = finish(simulate(other, federation, target, rounds=3, cohort=2, seed=5, executor="loop"))
+    assert_close(memories_of(state), memories_of(expected))
+    captured(simulate(replace(first, **SETTINGS[method]), federation, target, rounds=3, cohort=2))
+    assert len(traces) > so_far
+
+
+SETTINGS: dict[str, dict[str, float]] = {method: {"local_momentum": 0.5} for method in ALGORITHMS} | {
+    "per-fedavg": {"local_steps": 2},
+    "pfedme": {"outer_steps": 2},
+}
+
+
 def test_a_network_that_cannot_be_traced_runs_step_by_step(
     federation: Federation, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,8 +130,6 @@ def test_a_network_that_cannot_be_traced_runs_step_by_step(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y: torch.Tensor = super().forward(x)
             return y if float(y.detach().sum()) > 0 else 2 * y  # a branch on a value
-
-    from dataclasses import replace
 
     plain = model()
     choosy = replace(plain, factory=lambda: Choosy(*plain.factory().children()))

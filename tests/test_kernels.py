@@ -33,7 +33,8 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.skipif(ON_GPU or kernels.INTERPRETED, reason="the kernels are tested directly")
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="Triton is not installed")
 def test_the_kernels_in_the_interpreter() -> None:
-    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "on_triton", __file__]
+    files = [__file__, str(Path(__file__).with_name("test_linear.py"))]
+    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "on_triton", *files]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parent.parent
     result = subprocess.run([sys.executable, *arguments], env=environment, cwd=root, capture_output=True, text=True)

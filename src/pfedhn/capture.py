@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, get_type_hints
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from pfedhn import keys
-from pfedhn.algorithm import Group, Model
+from pfedhn import kernels, keys
+from pfedhn.algorithm import Algorithm, Group, Model
 from pfedhn.evaluate import evaluate, plan, to_pools
-from pfedhn.executors import EXECUTORS, Function, TracedScan, traced
+from pfedhn.executors import EXECUTORS, Function, TogetherScan, Traced, TracedScan
 from pfedhn.federation import Rows, cohort, draw_batches
 from pfedhn.params import Params, copy, num_bytes, stack, take
 from pfedhn.sgd import Batches, Rate, scanning
@@ -28,9 +29,9 @@ from pfedhn.simulate import EVALUATED_POOLS, Diverged, Progress, Simulation, Sta
 Signature: TypeAlias = tuple[tuple[str, int], ...]
 """The make-up of a cohort: how many clients of each architecture."""
 
-MAX_STREAMS = 32  # clients of a cohort that work at the same time
-
 _compiled: dict[Any, Function] = {}
+_borrowed: dict[Any, Traced | TracedScan] = {}
+MAX_BORROWED = 256
 
 
 def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool = True) -> Function:
@@ -60,8 +61,22 @@ def compile_once(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
     return compile_graph(graph, arguments, is_step=False)
 
 
-def set_up_gpu(precision: str, is_deterministic: bool) -> None:
-    """How all runs of this process compute on a GPU. tf32 rounds the factors of products to 10 bits, and is faster."""
+def borrow(key: Any, make: Callable[[], Traced | TracedScan]) -> Any:
+    """What an equal run has traced already; tracing a round takes a second, and an experiment has hundreds of runs."""
+    found = _borrowed.get(key)
+    if found is None or found.has_constants:
+        while len(_borrowed) >= MAX_BORROWED:
+            del _borrowed[next(iter(_borrowed))]
+        found = _borrowed[key] = make()
+    return found
+
+
+def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> None:
+    """How all runs of this process compute on a GPU. tf32 rounds the factors of products to 10 bits, and is faster.
+
+    num_runs: how many will take turns; unless the same bits are wanted whatever their number, kernels suit themselves.
+    """
+    kernels.Card.runs = 1 if is_deterministic else num_runs
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if is_deterministic:
@@ -85,12 +100,74 @@ def rates(algorithm: Any, dtype: torch.dtype, device: torch.device) -> Params:
     }
 
 
-def send_to_all(simulation: Simulation, model: Model, shared: Any, rows: Any, count: int) -> Params:
+def with_rates(algorithm: Algorithm[Any, Any, Any], rates: Mapping[str, Any]) -> Algorithm[Any, Any, Any]:
+    changed: Algorithm[Any, Any, Any] = replace(algorithm, **rates)  # type: ignore[type-var]
+    return changed
+
+
+def send_to_all(algorithm: Algorithm[Any, Any, Any], model: Model, shared: Any, rows: Any, count: int) -> Params:
     """What [C] clients receive, stacked; a method without rows sends one thing to all of them."""
-    algorithm = simulation.algorithm
     if pytree.tree_leaves(rows):
-        return torch.vmap(lambda row: algorithm.send(model, shared, row))(rows)
+        result: Params = torch.vmap(lambda row: algorithm.send(model, shared, row))(rows)
+        return result
     return {name: value.expand(count, *value.shape) for name, value in algorithm.send(model, shared, rows).items()}
+
+
+def before_training(
+    algorithm: Algorithm[Any, Any, Any], models: Mapping[str, Model], signature: Signature, width: int
+) -> Function:
+    """Who takes part, what they receive and which rows they train on."""
+
+    def before(
+        rates: Params, counter: Tensor, batch_key: Tensor, schedule: Tensor, memories: Any, slots: Any, data: Any
+    ) -> Any:
+        shared, rows_table, private_tables = memories
+        x, y, index, offset, size, steps = data
+        everybody = schedule.index_select(0, counter.reshape(1)).squeeze(0)  # schedule[counter] would ask the host
+        key = keys.fold(batch_key, counter)
+        results = []
+        start = 0
+        for name, count in signature:
+            members = everybody[start : start + count]
+            start += count
+            rows = take(rows_table, members)
+            batches = draw_batches(x, y, Rows(index, offset, size), members, key, steps, width)
+            private = take(private_tables[name], slots[name][members])
+            received = send_to_all(with_rates(algorithm, rates), models[name], shared, rows, count)
+            results.append((members, rows, received, private, batches))
+        return results
+
+    return before
+
+
+def after_training(algorithm: Algorithm[Any, Any, Any], models: Mapping[str, Model], signature: Signature) -> Function:
+    """The server step, and everything that is remembered written back, unless a number is not finite."""
+
+    def after(
+        rates: Params, counter: Tensor, bad: Tensor, memories: Any, slots: Any, sizes: Tensor, returned: Any
+    ) -> None:
+        shared, rows_table, private_tables = memories
+        groups = [
+            Group(models[name], rows, updates, sizes[members])
+            for (name, _), (members, rows, updates, _) in zip(signature, returned, strict=True)
+        ]
+        finite = torch.cat([_finite(updates, private, len(members)) for members, _, updates, private in returned])
+        everybody = torch.cat([members for members, *_ in returned])
+        is_good = finite.all() & (bad[0] < 0)
+        new_shared, new_rows = with_rates(algorithm, rates).receive(shared, groups)
+        for old, new in zip(pytree.tree_leaves(shared), pytree.tree_leaves(new_shared), strict=True):
+            old.copy_(torch.where(is_good, new, old))
+        for (name, _), (members, rows, _, private), rows_after in zip(signature, returned, new_rows, strict=True):
+            _write(rows_table, members, rows, rows_after, is_good)
+            places = slots[name][members]
+            _write(private_tables[name], places, take(private_tables[name], places), private, is_good)
+        first_bad = torch.stack(
+            [counter, everybody.index_select(0, (~finite).to(torch.int8).argmax().reshape(1)).squeeze(0)]
+        )
+        bad.copy_(torch.where(is_good | (bad[0] >= 0), bad, first_bad))
+        counter.add_(1)
+
+    return after
 
 
 @dataclass
@@ -107,7 +184,7 @@ class CapturedRun:
     simulation: Simulation
     state: State
     graphs: dict[Signature, torch.cuda.CUDAGraph | Repeated] = field(default_factory=dict)
-    scans: dict[str, TracedScan] = field(default_factory=dict)
+    scans: dict[tuple[str, int], TracedScan] = field(default_factory=dict)
     evaluation_graph: torch.cuda.CUDAGraph | Repeated | None = None
 
     def __post_init__(self) -> None:
@@ -149,67 +226,24 @@ class CapturedRun:
             self.slots[name] = slots.to(device)
         shape = (simulation.federation.num_clients, len(EVALUATED_POOLS), 2)
         self.scores = torch.zeros(shape, dtype=torch.float64, device=device)
-        self.before = {s: traced(self._before(s), compile_once) for s in set(self.signatures)}
-        self.after = {s: traced(self._after(s), compile_once, writes=True) for s in set(self.signatures)}
+        width = min(simulation.schedule.batch_size, simulation.federation.largest_train_size)
+        about = (simulation.algorithm, simulation.models)
+        self.before: dict[Signature, Traced] = {}
+        self.after: dict[Signature, Traced] = {}
+        for s in set(self.signatures):
+            before = partial(Traced, before_training(*about, s, width), compile_once)
+            after = partial(Traced, after_training(*about, s), compile_once, writes=True)
+            self.before[s] = borrow(self._key("before", s, width), before)
+            self.after[s] = borrow(self._key("after", s), after)
         self.evaluator = EXECUTORS["vectorised"]()
         self.chunks = plan(simulation.federation, simulation.model_of, EVALUATED_POOLS, one_by_one=False)
 
-    def _before(self, signature: Signature) -> Function:
-        """Who takes part, what they receive and which rows they train on."""
+    def _key(self, *parts: Any) -> Any:
+        """Runs with equal keys trace alike: rates, seeds and data are arguments of what is traced."""
         simulation = self.simulation
-        width = min(simulation.schedule.batch_size, simulation.federation.largest_train_size)
-
-        def before(counter: Tensor, batch_key: Tensor, schedule: Tensor, memories: Any, slots: Any, data: Any) -> Any:
-            shared, rows_table, private_tables = memories
-            x, y, index, offset, size, steps = data
-            everybody = schedule.index_select(0, counter.reshape(1)).squeeze(0)  # schedule[counter] would ask the host
-            key = keys.fold(batch_key, counter)
-            results = []
-            start = 0
-            for name, count in signature:
-                model = simulation.models[name]
-                members = everybody[start : start + count]
-                start += count
-                rows = take(rows_table, members)
-                train_rows = Rows(index, offset, size)
-                batches = draw_batches(x, y, train_rows, members, key, steps, width)
-                private = take(private_tables[name], slots[name][members])
-                received = send_to_all(simulation, model, shared, rows, count)
-                results.append((members, rows, received, private, batches))
-            return results
-
-        return before
-
-    def _after(self, signature: Signature) -> Function:
-        """The server step, and everything that is remembered written back, unless a number is not finite."""
-        simulation = self.simulation
-
-        def after(
-            counter: Tensor, bad: Tensor, memories: Any, slots: Any, sizes: Tensor, rates: Params, returned: Any
-        ) -> None:
-            algorithm = replace(simulation.algorithm, **rates)  # type: ignore[type-var]
-            shared, rows_table, private_tables = memories
-            groups = [
-                Group(simulation.models[name], rows, updates, sizes[members])
-                for (name, _), (members, rows, updates, _) in zip(signature, returned, strict=True)
-            ]
-            finite = torch.cat([_finite(updates, private, len(members)) for members, _, updates, private in returned])
-            everybody = torch.cat([members for members, *_ in returned])
-            is_good = finite.all() & (bad[0] < 0)
-            new_shared, new_rows = algorithm.receive(shared, groups)
-            for old, new in zip(pytree.tree_leaves(shared), pytree.tree_leaves(new_shared), strict=True):
-                old.copy_(torch.where(is_good, new, old))
-            for (name, _), (members, rows, _, private), rows_after in zip(signature, returned, new_rows, strict=True):
-                _write(rows_table, members, rows, rows_after, is_good)
-                places = slots[name][members]
-                _write(private_tables[name], places, take(private_tables[name], places), private, is_good)
-            first_bad = torch.stack(
-                [counter, everybody.index_select(0, (~finite).to(torch.int8).argmax().reshape(1)).squeeze(0)]
-            )
-            bad.copy_(torch.where(is_good | (bad[0] >= 0), bad, first_bad))
-            counter.add_(1)
-
-        return after
+        settings = with_rates(simulation.algorithm, dict.fromkeys(self.rates))
+        how = (str(self.counter.device), kernels.dot_precision(), kernels.Card.runs)
+        return (*parts, type(settings), repr(settings), tuple(self.rates), tuple(simulation.models.values()), how)
 
     def _memories(self) -> Any:
         memories = self.state.memories
@@ -218,42 +252,51 @@ class CapturedRun:
     def _round(self, signature: Signature) -> None:
         memories, simulation, train = self._memories(), self.simulation, self.simulation.federation.pools["train"]
         data = (simulation.federation.x, simulation.federation.y, train.index, train.offset, train.size, self.steps)
-        prepared = self.before[signature](self.counter, self.batch_key, self.schedule, memories, self.slots, data)
-        work = [
-            (simulation.models[name], *take((received, private, batches), client))
-            for (name, count), (_, _, received, private, batches) in zip(signature, prepared, strict=True)
-            for client in range(count)
-        ]
-        results = iter(self._train_side_by_side(work))
-        stacked = [
-            (members, rows, *stack([next(results) for _ in range(count)]))
-            for (_, count), (members, rows, *_) in zip(signature, prepared, strict=True)
-        ]
-        self.after[signature](self.counter, self.bad, memories, self.slots, train.size, self.rates, stacked)
+        prepared = self.before[signature](
+            self.rates, self.counter, self.batch_key, self.schedule, memories, self.slots, data
+        )
+        trained = self._train_all(
+            [
+                (simulation.models[name], received, private, batches)
+                for (name, _), (_, _, received, private, batches) in zip(signature, prepared, strict=True)
+            ]
+        )
+        stacked = [(members, rows, *result) for (members, rows, *_), result in zip(prepared, trained, strict=True)]
+        self.after[signature](self.rates, self.counter, self.bad, memories, self.slots, train.size, stacked)
 
-    def _train_side_by_side(self, work: Sequence[tuple[Model, Params, Any, Batches]]) -> list[tuple[Params, Any]]:
-        """Every client's local steps, on branches of the graph that do not wait for one another."""
-        if not self.is_cuda or len(work) == 1:
-            return [self._train(*client) for client in work]
+    def _train_all(self, groups: Sequence[tuple[Model, Params, Any, Batches]]) -> list[tuple[Params, Any]]:
+        """Every group's local steps, on branches of the graph that do not wait for one another."""
+        if not self.is_cuda or len(groups) == 1:
+            return [self._train(*group) for group in groups]
         main = torch.cuda.current_stream()
-        branches = [torch.cuda.Stream() for _ in range(min(len(work), MAX_STREAMS))]
-        for branch in branches:
-            branch.wait_stream(main)
         results = []
-        for number, client in enumerate(work):
-            with torch.cuda.stream(branches[number % len(branches)]):
-                results.append(self._train(*client))
+        branches = [torch.cuda.Stream() for _ in groups]
+        for branch, group in zip(branches, groups, strict=True):
+            branch.wait_stream(main)
+            with torch.cuda.stream(branch):
+                results.append(self._train(*group))
         for branch in branches:
             main.wait_stream(branch)
         return results
 
     def _train(self, model: Model, received: Params, private: Any, batches: Batches) -> tuple[Params, Any]:
-        if model.name not in self.scans:
-            self.scans[model.name] = TracedScan(compile_graph)
-        scan = self.scans[model.name]
+        """The clients of one architecture, all arguments [C, ...]: together, so that a kernel serves all of them."""
+        count = batches.mask.shape[0]
+        kind = TracedScan if count == 1 else TogetherScan
+        if (model.name, count) not in self.scans:
+            self.scans[model.name, count] = borrow(self._key("steps", model.name, count), lambda: kind(compile_graph))
+        scan = self.scans[model.name, count]
         scan.position = 0
+        algorithm = with_rates(self.simulation.algorithm, self.rates)
+
+        def train(received: Params, private: Any, batches: Batches) -> tuple[Params, Any]:
+            return algorithm.train(model, received, private, batches)
+
         with scanning(scan):
-            return self.simulation.algorithm.train(model, received, private, batches)
+            if count == 1:
+                return stack([train(*take((received, private, batches), 0))])
+            result: tuple[Params, Any] = torch.vmap(train)(received, private, batches)
+            return result
 
     def _evaluate(self) -> None:
         shared, rows, private = self._memories()
@@ -272,16 +315,15 @@ class CapturedRun:
         self.scores.copy_(results)
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | Repeated:
-        """Warm up on the capturing stream, put everything back as it was, capture."""
+        """Warm up on the capturing stream, then capture."""
         if self.stream is None:
             return Repeated(work)
-        written = (self._memories(), self.counter, self.bad)
-        kept = copy(written)
+        kept = copy((self.counter, self.bad))
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            for _ in range(2):
-                work()
-            _restore(written, kept)
+            self.bad.zero_()  # as if a number had not been finite: nothing is written
+            work()
+            _restore((self.counter, self.bad), kept)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):

@@ -18,7 +18,7 @@ from pfedhn.keys import Key
 from pfedhn.params import Params, take
 from pfedhn.sgd import Batches
 
-ROWS_PER_CHUNK = 8192  # of padded rows evaluated at once: bounds memory, whatever the federation
+ROWS_PER_CHUNK = 4096  # of padded rows evaluated at once: bounds memory, whatever the federation
 
 
 @dataclass(frozen=True)

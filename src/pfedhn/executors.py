@@ -58,32 +58,41 @@ def run_as_traced(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
     return graph.forward
 
 
-def traced(function: Function, compile_graph: Compile = run_as_traced, writes: bool = False) -> Function:
-    """`function` over trees of tensors, traced into plain operators at its first call.
+@dataclass
+class Traced:
+    """A function over trees of tensors, traced into plain operators at its first call.
 
     writes: whether the function writes to its arguments; tracing runs it, so it is then traced on copies of them.
     """
-    ready: dict[Any, tuple[Function, Any]] = {}
 
-    def call(*arguments: Any) -> Any:
+    function: Function
+    compile: Compile = run_as_traced
+    writes: bool = False
+    ready: dict[Any, tuple[Function, Any]] = field(default_factory=dict)
+    has_constants: bool = False  # tensors that the function brought along: its graph serves nobody else
+
+    def __call__(self, *arguments: Any) -> Any:
         leaves, spec = pytree.tree_flatten(arguments)
         key = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        if key not in ready:
+        if key not in self.ready:
             results: list[Any] = []
 
             def flat(*values: Tensor) -> list[Tensor]:
-                outputs, output_spec = pytree.tree_flatten(function(*pytree.tree_unflatten(values, spec)))
+                outputs, output_spec = pytree.tree_flatten(self.function(*pytree.tree_unflatten(values, spec)))
                 results.append(output_spec)
                 return outputs
 
-            graph = make_fx(flat)(*(copy(leaves) if writes else distinct(leaves)))
+            graph = make_fx(flat)(*(copy(leaves) if self.writes else distinct(leaves)))
             graph.graph.eliminate_dead_code()
             graph.recompile()
-            ready[key] = (compile_graph(graph, leaves), results[-1])
-        compiled, output_spec = ready[key]
+            self.has_constants |= has_constants(graph)
+            self.ready[key] = (self.compile(graph, leaves), results[-1])
+        compiled, output_spec = self.ready[key]
         return pytree.tree_unflatten(compiled(*leaves), output_spec)
 
-    return call
+
+def has_constants(graph: GraphModule) -> bool:
+    return any(node.op == "get_attr" for node in graph.graph.nodes)
 
 
 @dataclass
@@ -97,6 +106,7 @@ class TracedScan:
     graphs: dict[Any, Function | None] = field(default_factory=dict)
     constants: dict[float, Tensor] = field(default_factory=dict)
     position: int = 0
+    has_constants: bool = False
 
     def __call__(self, step: Step, carry: Any, batches: Any, constants: Any) -> Any:
         moving, spec = pytree.tree_flatten(carry)
@@ -142,11 +152,79 @@ class TracedScan:
                 graph = make_fx(function)(*(argument.clone() for argument in arguments))
             graph.graph.eliminate_dead_code()
             graph.recompile()
+            self.has_constants |= has_constants(graph)
             return self.compile(graph, arguments)
         except Exception as error:
             reason = str(error).strip().splitlines()[0]
             logger.warning("this network cannot be traced and runs step by step, slower: %s", reason)
             return None
+
+
+@dataclass
+class TogetherScan(TracedScan):
+    """A traced scan inside `torch.vmap`: the step is mapped and traced once, so that a graph serves all clients."""
+
+    def __call__(self, step: Step, carry: Any, batches: Any, constants: Any) -> Any:
+        moving, spec = pytree.tree_flatten(carry)
+        data, data_spec = pytree.tree_flatten(batches)
+        fixed, fixed_spec = pytree.tree_flatten(constants)
+        fixed = [leaf if isinstance(leaf, Tensor) else self._constant(leaf, moving[0]) for leaf in fixed]
+        position, self.position = self.position, self.position + 1
+        first, second = len(moving), len(moving) + len(data)
+
+        def flat_step(*leaves: Tensor) -> list[Tensor]:
+            result = step(
+                pytree.tree_unflatten(leaves[:first], spec),
+                pytree.tree_unflatten(leaves[first:second], data_spec),
+                pytree.tree_unflatten(leaves[second:], fixed_spec),
+            )
+            return pytree.tree_leaves(result)
+
+        def run(leaves: Sequence[Tensor], is_mapped: Sequence[bool], size: int) -> list[Tensor]:
+            """leaves: [C, ...] where mapped; of the data, steps are the axis behind that."""
+            now = [
+                leaf if mapped else leaf.expand(size, *leaf.shape)
+                for leaf, mapped in zip(leaves[:first], is_mapped, strict=False)
+            ]
+            slices = zip(
+                *(
+                    leaf.unbind(1 if mapped else 0)
+                    for leaf, mapped in zip(leaves[first:second], is_mapped[first:second], strict=True)
+                ),
+                strict=True,
+            )
+            dims = (*(0 for _ in now), *(0 if mapped else None for mapped in is_mapped[first:]))
+            for piece in slices:
+                arguments = (*now, *piece, *leaves[second:])
+                key = (position, dims, *((leaf.shape, leaf.dtype) for leaf in arguments))
+                if key not in self.graphs:
+                    self.graphs[key] = self._trace(torch.vmap(flat_step, in_dims=dims), arguments)
+                graph = self.graphs[key]
+                now = torch.vmap(flat_step, in_dims=dims)(*arguments) if graph is None else graph(*arguments)
+            return now
+
+        return pytree.tree_unflatten(list(apply_mapped(run, *moving, *data, *fixed)), spec)
+
+
+class _Mapped(torch.autograd.Function):
+    """Lets a function see the stacks behind the tensors that `torch.vmap` gives to one client."""
+
+    @staticmethod
+    def forward(run: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value.squeeze(0) for value in run(leaves, [False] * len(leaves), 1))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], run: Any, *leaves: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        stacks = [leaf if dim is None else leaf.movedim(dim, 0) for leaf, dim in zip(leaves, dims[1:], strict=True)]
+        results = tuple(run(stacks, [dim is not None for dim in dims[1:]], info.batch_size))
+        return results, (0,) * len(results)
+
+
+apply_mapped: Callable[..., tuple[Tensor, ...]] = _Mapped.apply  # mypy knows nothing of `apply`
 
 
 @dataclass
@@ -159,11 +237,14 @@ class Executor:
     scans: dict[tuple[str, str], TracedScan] = field(default_factory=dict)
     functions: dict[tuple[str, ...], Function] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        keep_freed_memory()
+
     def traced(self, key: tuple[str, ...], function: Function) -> Function:
         """`function`, from a graph where this executor traces; the key says which function it is."""
         if not self.is_traced:
             return function
-        return self.functions.setdefault(key, traced(function))
+        return self.functions.setdefault(key, Traced(function))
 
     @contextmanager
     def running(self, architecture: str, purpose: str) -> Iterator[None]:
@@ -176,14 +257,6 @@ class Executor:
         with scanning(scan):
             yield
 
-
-EXECUTORS: dict[str, Callable[[], Executor]] = {
-    "loop": lambda: Executor("loop", one_by_one),
-    "traced": lambda: Executor("traced", one_by_one, is_traced=True),
-    "vectorised": lambda: Executor("vectorised", together),
-}
-    def __post_init__(self) -> None:
-        keep_freed_memory()
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
@@ -203,3 +276,8 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+EXECUTORS: dict[str, Callable[[], Executor]] = {
+    "loop": lambda: Executor("loop", one_by_one),
+    "traced": lambda: Executor("traced", one_by_one, is_traced=True),
+    "vectorised": lambda: Executor("vectorised", together),
+}

@@ -518,12 +518,17 @@ def check_model_name(name: str) -> None:
 
 def build_factory(cell: Cell, federation: Federation) -> Factory:
     check_model_name(cell.model)
-    num_classes, shape = federation.num_classes or 1, federation.x.shape[1:]
-    if cell.model in LENET_SIZES:
-        return lambda: models.LeNet(num_classes, LENET_SIZES[cell.model], shape[0])
-    if cell.model == "omniglot":
+    return _factory(cell.model, federation.num_classes or 1, tuple(federation.x.shape[1:]))
+
+
+@lru_cache
+def _factory(name: str, num_classes: int, shape: tuple[int, ...]) -> Factory:
+    """The same object for the same network: runs whose models are equal share what was traced and compiled."""
+    if name in LENET_SIZES:
+        return lambda: models.LeNet(num_classes, LENET_SIZES[name], shape[0])
+    if name == "omniglot":
         return lambda: models.OmniglotNet(num_classes)
-    hidden = [int(width) for width in cell.model.split("-")[1:]]
+    hidden = [int(width) for width in name.split("-")[1:]]
     return lambda: models.MLP(int(numpy.prod(shape)), *hidden, num_classes)
 
 

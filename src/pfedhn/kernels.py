@@ -9,9 +9,12 @@ the same for all runs, its R is 1.
 
 The three kernels are matrix products [rows, depth] x [depth, columns] whose operands are gathered on the way in:
 
-    forward          rows: output pixels, the four corners of a pooling window side by side; depth: K K C; columns: O
-    weight_gradient  rows: K K C, then a row of ones, which gives the bias; depth: output pixels; columns: O
+    forward          rows: outputs; depth: the outputs' fields; columns: O, for each corner of the pooling window
+    weight_gradient  rows: fields, then a row of ones, which gives the bias; depth: outputs; columns: as forward
     input_gradient   rows: 2x2 squares of input pixels; depth: O, window by window; columns: the square's 4 C numbers
+
+The field of a pooled output is the (K + 1) x (K + 1) square of pixels that the four convolutions under it see. It is
+read once for all four corners, though each corner uses only K K of it: reading costs more than multiplying by zero.
 
 `forward` leaves one byte per output for the backward pass: the corner (0 to 3) its maximum came from, or 4 where the
 ReLU cut it off. Both gradients read it beside the pooled gradient, so no unpooled map is ever written. Nothing is added
@@ -61,10 +64,21 @@ class Blocks(NamedTuple):
 ConfigKey = tuple[str, int, int, int, int, str]
 
 
+class Card:
+    """What the kernels are told of the card they share."""
+
+    runs = 1  # that take turns on it
+
+
+def is_full(runs: int) -> bool:
+    """Whether the card has enough to do: then blocks are chosen to cost little, else to be done soon."""
+    return runs * Card.runs >= MANY_RUNS
+
+
 def config_key(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kernel: int) -> ConfigKey:
     """(kind, C, O, K, image side rounded up to a power of two, "one" or "many" runs); shapes [R, B, H, W, channels]."""
     side = power_of_two(max(x_shape[2:4]))
-    return kind, x_shape[4], out_shape[4], kernel, side, "many" if out_shape[0] >= MANY_RUNS else "one"
+    return kind, x_shape[4], out_shape[4], kernel, side, "many" if is_full(out_shape[0]) else "one"
 
 
 def read_configs(path: Path) -> dict[ConfigKey, Blocks]:
@@ -83,19 +97,7 @@ def write_configs(path: Path, configs: dict[ConfigKey, Blocks]) -> None:
 
 CONFIGS_FILE = Path(__file__).with_name("kernel_configs.json")
 
-# Guesses for LeNet, from what an H200 liked in an earlier form of these kernels; the file has what was measured.
-CONFIGS: dict[ConfigKey, Blocks] = {
-    ("forward", 4, 16, 5, 32, "one"): Blocks(128, 16, 16, warps=4, stages=2),
-    ("forward", 4, 16, 5, 32, "many"): Blocks(64, 16, 16, warps=1, stages=2),
-    ("forward", 16, 32, 5, 16, "one"): Blocks(64, 32, 16, warps=4, stages=3),
-    ("forward", 16, 32, 5, 16, "many"): Blocks(64, 32, 16, warps=1, stages=2),
-    ("weight_gradient", 4, 16, 5, 32, "one"): Blocks(32, 16, 32, warps=2, stages=2, groups=128),
-    ("weight_gradient", 4, 16, 5, 32, "many"): Blocks(64, 16, 16, warps=1, stages=2, groups=16),
-    ("weight_gradient", 16, 32, 5, 16, "one"): Blocks(32, 32, 32, warps=2, stages=2, groups=32),
-    ("weight_gradient", 16, 32, 5, 16, "many"): Blocks(32, 32, 16, warps=1, stages=2, groups=8),
-    ("input_gradient", 16, 32, 5, 16, "one"): Blocks(32, 32, 32, warps=4, stages=2),
-    ("input_gradient", 16, 32, 5, 16, "many"): Blocks(64, 64, 32, warps=4, stages=2),
-} | read_configs(CONFIGS_FILE)
+CONFIGS: dict[ConfigKey, Blocks] = read_configs(CONFIGS_FILE)
 
 
 def blocks_for(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kernel: int) -> Blocks:
@@ -108,12 +110,11 @@ def default_blocks(key: ConfigKey) -> Blocks:
     kind, channels, out_channels, kernel, _, runs = key
     many = runs == "many"
     if kind == "forward":
-        depth = 32 if channels >= 32 else 16
-        return Blocks(64, min(tile(out_channels), 64 if many else 32), depth, warps=2 if many else 4, stages=2)
+        return Blocks(128 if many else 64, 16, 32 if channels >= 32 else 16, warps=4, stages=2)
     if kind == "weight_gradient":
-        length = kernel * kernel * channels + 1
-        groups = max(4, min(16 if many else 64, 2**18 // (length * out_channels)))  # a megabyte of partial sums
-        return Blocks(min(tile(length), 32), min(tile(out_channels), 64), 16, warps=2, stages=2, groups=groups)
+        length = (kernel + 1) ** 2 * channels + 1
+        groups = max(2, min(8 if many else 32, 2**16 // (length * out_channels)))  # a megabyte of partial sums
+        return Blocks(min(tile(length), 64), 16, 32, warps=4, stages=2, groups=groups)
     columns, depth = min(tile(4 * channels), 64 if many else 32), min(tile(out_channels), 32)
     return Blocks(64 if many else 32, columns, depth, warps=4, stages=2)
 
@@ -214,7 +215,7 @@ def compiled(kernel: Callable[..., None]) -> Any:
     import triton
     import triton.language
 
-    globals()["tl"] = triton.language  # where the kernels look it up when they are compiled
+    kernel.__globals__["tl"] = triton.language  # where the kernel looks it up when it is compiled
     return triton.jit(kernel, do_not_specialize=["batch", "steps", "groups", "count"])
 
 
@@ -244,54 +245,61 @@ def forward_kernel(
 ) -> None:
     corners: tl.constexpr = 4 if pool else 1
     stride: tl.constexpr = 2 if pool else 1
+    side: tl.constexpr = kernel + stride - 1
     size: tl.constexpr = out_height * out_width
-    length: tl.constexpr = kernel * kernel * channels
-    tiles = tl.cdiv(batch * size * corners, rows)
+    length: tl.constexpr = side * side * channels
+    tiles = tl.cdiv(batch * size, rows)
     run = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * rows
     if not x_is_shared:
         x += run * batch * (height * width * channels)
     if not weight_is_shared:
-        weight += run * (length * out_channels)
+        weight += run * (kernel * kernel * channels * out_channels)
     if not bias_is_shared:
         bias += run * out_channels
     out += run * batch * (size * out_channels)
     argmax += run * batch * (size * out_channels)
 
-    row = first + tl.arange(0, rows)
-    pixel = row // corners
-    corner = row % corners
-    is_pixel = (pixel < batch * size)[:, None]
-    top = (pixel % size // out_width * stride + corner // 2 - padding)[:, None]
-    left = (pixel % out_width * stride + corner % 2 - padding)[:, None]
-    patch = pixel[:, None] // size * (height * width * channels) + (top * width + left) * channels
-    channel = tl.program_id(1) * columns + tl.arange(0, columns)[None, :]
-    is_channel = channel < out_channels
+    pixel = (first + tl.arange(0, rows))[:, None]
+    is_pixel = pixel < batch * size
+    top = pixel % size // out_width * stride - padding
+    left = pixel % out_width * stride - padding
+    field = pixel // size * (height * width * channels) + (top * width + left) * channels
+    column = tl.arange(0, corners * columns)[None, :]
+    corner = column // columns
+    channel = tl.program_id(1) * columns + column % columns
 
-    total = tl.zeros((rows, columns), tl.float32)
+    total = tl.zeros((rows, corners * columns), tl.float32)
     for start in range(0, length, depth):
         term = start + tl.arange(0, depth)[None, :]
-        # Where the channels fill a step, it lies within one tap, and the arithmetic on taps is scalar.
-        tap = start // channels if channels % depth == 0 else term // channels
-        down = tap // kernel
-        right = tap % kernel
+        # Where the channels fill a step, it lies within one place of the field, and the arithmetic on it is scalar.
+        place = start // channels if channels % depth == 0 else term // channels
+        down = place // side
+        right = place % side
         mask = is_pixel & (term < length)
         if padding > 0:
             mask &= (top + down >= 0) & (top + down < height) & (left + right >= 0) & (left + right < width)
-        pixels = tl.load(x + patch + ((down * width + right) * channels + term % channels), mask=mask, other=0.0)
+        pixels = tl.load(x + field + ((down * width + right) * channels + term % channels), mask=mask, other=0.0)
         term = start + tl.arange(0, depth)[:, None]
-        weights = tl.load(weight + term * out_channels + channel, mask=(term < length) & is_channel, other=0.0)
+        place = start // channels if channels % depth == 0 else term // channels
+        down = place // side - corner // 2
+        right = place % side - corner % 2
+        mask = (term < length) & (channel < out_channels)
+        mask &= (down >= 0) & (down < kernel) & (right >= 0) & (right < kernel)
+        tap = ((down * kernel + right) * channels + term % channels) * out_channels
+        weights = tl.load(weight + tap + channel, mask=mask, other=0.0)
         total = tl.dot(pixels, weights, total, input_precision=precision)
 
-    outputs: tl.constexpr = rows // corners
     if pool:
-        best, where = tl.max(tl.reshape(total, (outputs, 4, columns)), axis=1, return_indices=True)
+        best, where = tl.max(tl.reshape(total, (rows, 4, columns)), axis=1, return_indices=True)
     else:
         best = total
         where = tl.zeros((rows, columns), tl.int32)
+    channel = (tl.program_id(1) * columns + tl.arange(0, columns))[None, :]
+    is_channel = channel < out_channels
     best += tl.load(bias + channel, mask=is_channel, other=0.0)
     is_cut = best <= 0  # false for NaN, which must come through
-    pixel = (first // corners + tl.arange(0, outputs))[:, None]
+    pixel = (first + tl.arange(0, rows))[:, None]
     mask = (pixel < batch * size) & is_channel
     place = pixel * out_channels + channel
     tl.store(out + place, tl.where(is_cut, 0.0, best), mask=mask)
@@ -323,45 +331,60 @@ def weight_gradient_kernel(
 ) -> None:
     corners: tl.constexpr = 4 if pool else 1
     stride: tl.constexpr = 2 if pool else 1
+    side: tl.constexpr = kernel + stride - 1
     size: tl.constexpr = out_height * out_width
-    length: tl.constexpr = kernel * kernel * channels
+    length: tl.constexpr = side * side * channels
+    taps: tl.constexpr = kernel * kernel * channels
     run = (tl.program_id(0) // groups).to(tl.int64)
     group = tl.program_id(0) % groups
     if not x_is_shared:
         x += run * batch * (height * width * channels)
     gradient += run * batch * (size * out_channels)
     argmax += run * batch * (size * out_channels)
-    sums += tl.program_id(0).to(tl.int64) * ((length + 1) * out_channels)
+    sums += tl.program_id(0).to(tl.int64) * (corners * (taps + 1) * out_channels)
 
     row = tl.program_id(1) * rows + tl.arange(0, rows)[:, None]
-    down = row // channels // kernel
-    right = row // channels % kernel
-    tap = (down * width + right) * channels + row % channels
+    down = row // channels // side
+    right = row // channels % side
+    place = (down * width + right) * channels + row % channels
     ones = tl.where(row == length, 1.0, 0.0)
     channel = tl.program_id(2) * columns + tl.arange(0, columns)[None, :]
-    is_channel = channel < out_channels
 
-    total = tl.zeros((rows, columns), tl.float32)
+    total = tl.zeros((rows, corners * columns), tl.float32)
     for step in range(steps):
         pixel = (group * steps + step) * depth + tl.arange(0, depth)
         is_pixel = pixel < batch * size
-        place = pixel[:, None] * out_channels + channel
-        mask = is_pixel[:, None] & is_channel
-        value = tl.load(gradient + place, mask=mask, other=0.0)
-        where = tl.load(argmax + place, mask=mask, other=4)
-        image = pixel // size * (height * width * channels)
-        for corner in tl.static_range(corners):
-            top = pixel % size // out_width * stride + (corner // 2 - padding)
-            left = pixel % out_width * stride + (corner % 2 - padding)
-            patch = (image + (top * width + left) * channels)[None, :]
-            mask = is_pixel[None, :] & (row < length)
-            if padding > 0:
-                vertical = top[None, :] + down
-                horizontal = left[None, :] + right
-                mask &= (vertical >= 0) & (vertical < height) & (horizontal >= 0) & (horizontal < width)
-            pixels = tl.load(x + patch + tap, mask=mask, other=ones)
-            total = tl.dot(pixels, tl.where(where == corner, value, 0.0), total, input_precision=precision)
-    tl.store(sums + row * out_channels + channel, total, mask=(row <= length) & is_channel)
+        mask = is_pixel[:, None] & (channel < out_channels)
+        value = tl.load(gradient + pixel[:, None] * out_channels + channel, mask=mask, other=0.0)
+        if pool:  # [depth, corners, columns]: a gradient stands at the corner its maximum came from
+            where = tl.load(argmax + pixel[:, None] * out_channels + channel, mask=mask, other=4)
+            is_here = where[:, None, :] == tl.arange(0, 4)[None, :, None]
+            slope = tl.reshape(tl.where(is_here, value[:, None, :], 0.0), (depth, 4 * columns))
+        else:
+            where = tl.load(argmax + pixel[:, None] * out_channels + channel, mask=mask, other=4)
+            slope = tl.where(where == 0, value, 0.0)
+        top = pixel % size // out_width * stride - padding
+        left = pixel % out_width * stride - padding
+        field = (pixel // size * (height * width * channels) + (top * width + left) * channels)[None, :]
+        mask = is_pixel[None, :] & (row < length)
+        if padding > 0:
+            vertical = top[None, :] + down
+            horizontal = left[None, :] + right
+            mask &= (vertical >= 0) & (vertical < height) & (horizontal >= 0) & (horizontal < width)
+        pixels = tl.load(x + field + place, mask=mask, other=ones)
+        total = tl.dot(pixels, slope, total, input_precision=precision)
+
+    # A corner's convolution sees the field from its own place on: what lies outside is another corner's.
+    column = tl.arange(0, corners * columns)[None, :]
+    corner = column // columns
+    channel = tl.program_id(2) * columns + column % columns
+    tap_down = down - corner // 2
+    tap_right = right - corner % 2
+    tap = (tap_down * kernel + tap_right) * channels + row % channels
+    is_tap = (row < length) & (tap_down >= 0) & (tap_down < kernel) & (tap_right >= 0) & (tap_right < kernel)
+    tap = tl.where(row == length, taps, tap)
+    mask = (is_tap | (row == length)) & (channel < out_channels)
+    tl.store(sums + (corner * (taps + 1) + tap) * out_channels + channel, total, mask=mask)
 
 
 def input_gradient_kernel(
@@ -493,10 +516,12 @@ def conv_block_op(
     runs, batch, out_height, out_width, out_channels = out.shape
     kernel = weight.shape[1]
     blocks = blocks_for("forward", x.shape, out.shape, kernel)
-    pixels = batch * out_height * out_width * (4 if pool else 1)
     launch(
         forward_kernel,
-        (runs * ceil_divide(pixels, blocks.rows), ceil_divide(out_channels, blocks.columns)),
+        (
+            runs * ceil_divide(batch * out_height * out_width, blocks.rows),
+            ceil_divide(out_channels, blocks.columns),
+        ),
         (x.contiguous(), weight.contiguous(), bias.contiguous(), out, argmax),
         blocks,
         x_is_shared=x.shape[0] < runs,
@@ -519,7 +544,7 @@ def _conv_block_fake(
     return out, torch.empty_like(out, dtype=torch.int8)
 
 
-SUM_ROWS, SUM_COLUMNS = 32, 64
+MAX_SUM_ROWS, SUM_COLUMNS = 128, 32
 
 
 def sum_groups_kernel(
@@ -550,11 +575,17 @@ def weight_gradient_op(
     The partial sums are summed in here: the compiler's own kernel for that took 8.7 us on an H200, PyTorch's 4.
     """
     runs, batch, out_height, out_width, out_channels = gradient.shape
-    sums = x.new_empty(runs, groups, kernel * kernel * x.shape[4] + 1, out_channels)
+    parts = groups * (4 if pool else 1)  # corners apart: they meet where the groups do
+    side = kernel + 1 if pool else kernel
+    sums = x.new_empty(runs, parts, kernel * kernel * x.shape[4] + 1, out_channels)
     blocks = blocks_for("weight_gradient", x.shape, gradient.shape, kernel)
     launch(
         weight_gradient_kernel,
-        (runs * groups, ceil_divide(sums.shape[2], blocks.rows), ceil_divide(out_channels, blocks.columns)),
+        (
+            runs * groups,
+            ceil_divide(side * side * x.shape[4] + 1, blocks.rows),
+            ceil_divide(out_channels, blocks.columns),
+        ),
         (x.contiguous(), gradient.contiguous(), argmax.contiguous(), sums),
         blocks,
         steps=ceil_divide(ceil_divide(batch * out_height * out_width, blocks.depth), groups),
@@ -562,13 +593,19 @@ def weight_gradient_op(
         x_is_shared=x.shape[0] < runs,
         **constants(x.shape, gradient.shape, kernel, padding, pool, precision),
     )
-    if groups == 1:
+    if parts == 1:
         return sums.squeeze(1)
     total = torch.empty_like(sums[:, 0])
     size = total.shape[1] * total.shape[2]
     with torch.cuda.device_of(total):
         compiled(sum_groups_kernel)[(runs, ceil_divide(size, SUM_COLUMNS))](
-            sums, total, groups=groups, size=size, rows=SUM_ROWS, columns=SUM_COLUMNS, num_warps=4
+            sums,
+            total,
+            groups=parts,
+            size=size,
+            rows=min(power_of_two(parts), MAX_SUM_ROWS),
+            columns=SUM_COLUMNS,
+            num_warps=4,
         )
     return total
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pfedhn.kernels import ConvBlock
+from pfedhn.linear import Linear
 
 
 class LeNet(nn.Module):
@@ -18,13 +19,13 @@ class LeNet(nn.Module):
         super().__init__()
         self.conv1 = ConvBlock(in_channels, num_kernels, 5)
         self.conv2 = ConvBlock(num_kernels, 2 * num_kernels, 5)
-        self.fc1 = nn.Linear(2 * num_kernels * 5 * 5, 120)
-        self.fc2 = nn.Linear(120, 84)
-        self.fc3 = nn.Linear(84, num_classes)
+        self.fc1 = Linear(2 * num_kernels * 5 * 5, 120, relu=True)
+        self.fc2 = Linear(120, 84, relu=True)
+        self.fc3 = Linear(84, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.conv2(self.conv1(x)).flatten(1)
-        output: Tensor = self.fc3(functional.relu(self.fc2(functional.relu(self.fc1(features)))))
+        output: Tensor = self.fc3(self.fc2(self.fc1(features)))
         return output
 
 
@@ -37,12 +38,12 @@ class OmniglotNet(nn.Module):
         self.conv2 = ConvBlock(16, 32, 3, padding=1)
         self.conv3 = ConvBlock(32, 64, 3, padding=1)
         self.conv4 = ConvBlock(64, 128, 3, padding=1, pool=False)
-        self.fc1 = nn.Linear(1152, 120)
-        self.fc2 = nn.Linear(120, num_classes)
+        self.fc1 = Linear(1152, 120, relu=True)
+        self.fc2 = Linear(120, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.conv4(self.conv3(self.conv2(self.conv1(x)))).flatten(1)
-        output: Tensor = self.fc2(functional.relu(self.fc1(features)))
+        output: Tensor = self.fc2(self.fc1(features))
         return output
 
 
@@ -51,14 +52,14 @@ class MLP(nn.Module):
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+        last = len(sizes) - 2
+        self.layers = nn.ModuleList(Linear(a, b, relu=n < last) for n, (a, b) in enumerate(pairwise(sizes)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)
-        for layer in self.layers[:-1]:
-            x = functional.relu(layer(x))
-        output: Tensor = self.layers[-1](x)
-        return output
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 def cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:

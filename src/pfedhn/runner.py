@@ -402,7 +402,7 @@ def run_many(
     waiting.sort(key=lambda name: (name not in awaited, -_num_rounds(experiment, name)))
     queue = _Queue(experiment, waiting, outcome, listen)
     if options.device != "cpu":
-        set_up_gpu(options.precision, options.deterministic)
+        set_up_gpu(options.precision, options.deterministic, min(len(waiting), jobs or MAX_RUNS_ON_DEVICE))
         _take_turns(queue, directory, jobs, options)
         return outcome
     jobs = num_jobs(len(waiting), jobs)
