@@ -174,6 +174,11 @@ def test_columns_are_data_sets_and_numbers_of_clients(tmp_path: Path) -> None:
     assert [line[0] for line in table[1:]] == ["local", "fedavg", "pfedhn"]
     assert table[3][1] == "\npaper 80.00 ± 1.50\n"
     assert details(report)[0][1:3] == ["data set", "clients"]
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(to_terminal(report))
+    headings = [" ".join(line.split()) for line in stream.getvalue().splitlines() if line.startswith(" method")]
+    assert headings == ["method digits, 4 clients digits, 8 clients", "method mnist, 8 clients"]
+    assert stream.getvalue().count(" fedavg ") == 1  # it has no cell on mnist
 
 
 def test_cells_of_one_method_are_told_apart_by_what_differs(tmp_path: Path) -> None:

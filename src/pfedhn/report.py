@@ -293,15 +293,18 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def grid(report: Report, average: Average = "clients") -> list[list[str]]:
-    """Rows of methods, columns of (data set, clients); under ours, where there is one, the published number."""
-    lines = [["method", *map(column_text, report.columns)]]
+def grid(report: Report, average: Average = "clients", columns: Sequence[Column] | None = None) -> list[list[str]]:
+    """Rows of methods, columns of (data set, clients); under ours, where there is one, the published number.
+
+    columns: only these, and the methods that have a cell there.
+    """
+    columns = report.columns if columns is None else columns
+    lines = [["method", *map(column_text, columns)]]
     for label in report.labels:
-        line = [label]
-        for column in report.columns:
-            entry = report.entry(label, column)
-            line.append("" if entry is None else "\n".join(_with_published(entry, average)))
-        lines.append(line)
+        entries = [report.entry(label, column) for column in columns]
+        if any(entries):
+            texts = ["" if entry is None else "\n".join(_with_published(entry, average)) for entry in entries]
+            lines.append([label, *texts])
     return lines
 
 
@@ -375,7 +378,11 @@ def to_terminal(report: Report, average: Average = "clients") -> Group:
     """Tables for a terminal: the grid where there is much to compare, then the details of every column with a run."""
     parts: list[Any] = []
     if len(report.columns) > 1 or report.has_published:
-        parts.append(_rich_table(grid(report, average), report.title))
+        title: str | None = report.title
+        for dataset in dict.fromkeys(dataset for dataset, _ in report.columns):  # more would not fit side by side
+            columns = [column for column in report.columns if column[0] == dataset]
+            parts.append(_rich_table(grid(report, average, columns), title))
+            title = None
         parts.append(Text(caption(report, average), style="dim"))
         for column in report.columns:
             if any(entry.metrics for entry in report.in_column(column)):
