@@ -1,27 +1,48 @@
 """On a GPU: is the captured round the loop's, for every method, and how long does it take, alone and side by side.
 
-python benchmarks/gpu.py --out results.jsonl [--only equal|time] [--runs 1,8,16] [--rounds 120]
+    python benchmarks/gpu.py --out results.jsonl --only equal --method all
+    python benchmarks/gpu.py --out results.jsonl --only time --runs 1,16,24 --rounds 150
+    python benchmarks/gpu.py --out results.jsonl --only sweep      the curves of docs/performance.md
+    python benchmarks/gpu.py --out results.jsonl --only generic    a target without kernels of its own, against a graph
+                                                                   of the same compiled step captured by hand
+
+`pfedhn bench --device cuda` compares with the textbook.
 """
 
 import argparse
 import json
 import platform
+import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from pfedhn import bench, keys
 from pfedhn.algorithm import Model
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.capture import CapturedRun, side_by_side
+from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.capture import CapturedRun, compile_graph, set_up_gpu, side_by_side
+from pfedhn.executors import TracedScan
 from pfedhn.federation import Federation
 from pfedhn.models import MLP, LeNet, OmniglotNet, cross_entropy, is_correct
+from pfedhn.params import pack, take
 from pfedhn.runner import commit
+from pfedhn.sgd import scanning
 from pfedhn.simulate import Schedule, Simulation
 
 DEVICE = torch.device("cuda")
+TARGETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
+    **{f"lenet-{size}": ((3, 32, 32), partial(LeNet, 10, kernels)) for size, kernels in bench.SIZES.items()},
+    "omniglot": ((1, 28, 28), partial(OmniglotNet, 1623)),
+}
 
 
 def images(num_clients: int, rows: int, shape: tuple[int, ...], num_classes: int, seed: int = 0) -> Federation:
@@ -39,16 +60,9 @@ def images(num_clients: int, rows: int, shape: tuple[int, ...], num_classes: int
 
 
 def simulation(
-    method: str,
-    federation: Federation,
-    factory: Any,
-    schedule: Schedule,
-    seed: int = 0,
-    executor: str = "captured",
-    **settings: Any,
+    method: str, federation: Federation, model: Model, schedule: Schedule, seed: int, executor: str, **settings: Any
 ) -> Simulation:
     algorithm = ALGORITHMS[method](**settings).for_clients(federation.num_clients)
-    model = Model("model", factory, cross_entropy, is_correct, DEVICE)
     return Simulation(algorithm, {"model": model}, federation, schedule, seed, executor)
 
 
@@ -62,20 +76,20 @@ def relative_difference(left: Any, right: Any) -> float:
 
 def check_equal(write: Any, methods: list[str]) -> None:
     """The state after a few rounds, captured and by the loop, with tf32 off."""
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    set_up_gpu("fp32", is_deterministic=False)
     targets = {
         "mlp": (images(8, 60, (1, 8, 8), 4), lambda: MLP(64, 32, 4)),
         "lenet": (images(6, 100, (3, 32, 32), 4), lambda: LeNet(4)),
     }
     for target, (federation, factory) in targets.items():
         federation = federation.to(DEVICE)
+        model = Model("model", factory, cross_entropy, is_correct, DEVICE)
         for method in methods:
             settings: dict[str, Any] = {"outer_steps": 3} if method == "pfedme" else {"local_steps": 3}
             cohort = 1 if method == "pfedhn" else 3
             states = {}
             for executor in ("loop", "captured"):
-                one = simulation(method, federation, factory, Schedule(12, cohort, 32, 6), 0, executor, **settings)
+                one = simulation(method, federation, model, Schedule(12, cohort, 32, 6), 0, executor, **settings)
                 state = one.initial_state()
                 steps = CapturedRun(one, state).rounds() if executor == "captured" else one.rounds(state)
                 scores = [p.evaluation.pools["validation"].loss for p in steps if p.evaluation]
@@ -94,22 +108,29 @@ def check_equal(write: Any, methods: list[str]) -> None:
             )
 
 
-def measure(write: Any, runs: list[int], rounds: int, target: str, method: str, clients: int, every: int = 30) -> None:
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = True
-    shape, factory = {
-        "lenet": ((3, 32, 32), lambda: LeNet(10)),
-        "omniglot": ((1, 28, 28), lambda: OmniglotNet(1623)),
-    }[target]
+def measure(
+    write: Any,
+    runs: list[int],
+    rounds: int,
+    target: str = "lenet-M",
+    method: str = "pfedhn",
+    clients: int = 50,
+    every: int = 30,
+    is_profiled: bool = False,
+    **settings: Any,
+) -> None:
+    """Milliseconds per round and run, evaluation of all clients included."""
+    shape, factory = TARGETS[target]
     federation = images(clients, 40_000 // clients, shape, 10).to(DEVICE)
+    model = Model("model", factory, cross_entropy, is_correct, DEVICE)
     cohort = ALGORITHMS[method]().usual_cohort_size
+    schedule = Schedule(rounds * cohort, cohort, 64, every)
     for count in runs:
+        set_up_gpu("tf32", is_deterministic=False)
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        group = []
-        for seed in range(count):
-            one = simulation(method, federation, factory, Schedule(rounds * cohort, cohort, 64, every), seed)
-            group.append(CapturedRun(one, one.initial_state()))
+        ones = [simulation(method, federation, model, schedule, seed, "captured", **settings) for seed in range(count)]
+        group = [CapturedRun(one, one.initial_state()) for one in ones]
         iterators = [run.rounds() for run in group]
         for iterator in iterators:  # compile, capture and evaluate once
             next(iterator)
@@ -122,11 +143,13 @@ def measure(write: Any, runs: list[int], rounds: int, target: str, method: str, 
         write(
             {
                 "check": "time",
+                "program": "captured",
                 "target": target,
                 "method": method,
                 "clients": clients,
                 "runs": count,
                 "rounds": rounds,
+                "local_steps": ones[0].algorithm.num_batches,
                 "cohort": cohort,
                 "evaluate_every": every,
                 "ms_per_round_and_run": 1e3 * seconds / rounds / count,
@@ -135,41 +158,135 @@ def measure(write: Any, runs: list[int], rounds: int, target: str, method: str, 
                 "peak_memory_mb": torch.cuda.max_memory_allocated() / 2**20,
             }
         )
-        if count == 1:
+        if is_profiled and count == 1:
             profile(write, group[0])
         del group, iterators
 
 
-def profile(write: Any, run: CapturedRun) -> None:
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
+def sweep(write: Any, rounds: int) -> None:
+    """One thing varied at a time, from the paper's CIFAR-10 run."""
+    measure(write, [1, 4, 8, 16, 24], rounds)
+    for steps in (1, 10, 25, 100):
+        measure(write, [1], rounds, local_steps=steps)
+    for target in ("lenet-S", "lenet-L"):
+        measure(write, [1, 16], rounds, target)
 
-    graph = next(iter(run.graphs.values()))
-    for name, one in (("round", graph), ("evaluation", run.evaluation_graph)):
+
+def profile(write: Any, run: CapturedRun) -> None:
+    for name, graph in (("round", next(iter(run.graphs.values()))), ("evaluation", run.evaluation_graph)):
+        assert graph is not None
         run.counter.zero_()
-        torch.cuda.synchronize()
-        with profiler(activities=[ProfilerActivity.CUDA]) as record:
-            one.replay()
-            torch.cuda.synchronize()
-        events = sorted(record.key_averages(), key=lambda event: -event.device_time_total)
+        found = bench.kernels(graph.replay)
         write(
             {
                 "check": "profile",
                 "of": name,
-                "kernels": sum(event.count for event in events),
-                "busy_ms": sum(event.device_time_total for event in events) / 1e3,
-                "top": [[event.key[:60], event.count, round(event.device_time_total, 1)] for event in events[:25]],
+                "kernels": sum(kernel.calls for kernel in found),
+                "busy_ms": sum(kernel.microseconds for kernel in found) / 1e3,
+                "top": [[kernel.name[:60], kernel.calls, round(kernel.microseconds, 1)] for kernel in found[:25]],
             }
         )
 
 
+def generic(write: Any, counts: tuple[int, ...] = (1, 16), replays: int = 30) -> None:
+    """The local steps of a LeNet of plain layers: the engine's graph against one captured by hand, in turns."""
+    set_up_gpu("tf32", is_deterministic=False)
+    workload = bench.Workload()
+    federation = workload.federation().to(DEVICE)
+    one = workload.simulation(federation, workload.model(str(DEVICE), is_plain=True), "captured")
+    state, (model,), algorithm = one.initial_state(), one.models.values(), one.algorithm
+    assert isinstance(algorithm, PFedHN)
+    member = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    batches = take(federation.batches(member, keys.fold(0, "bench"), workload.local_steps, workload.batch_size), 0)
+    received = algorithm.send(model, state.memories.shared, take(state.memories.rows, 0))
+    private = take(state.memories.private[model.name].take([0]), 0)
+    scan = TracedScan(compile_graph)
+
+    def by_engine() -> Tensor:
+        scan.position = 0
+        with scanning(scan):
+            update, _ = algorithm.train(model, received, private, batches)
+        return pack(update)[0]
+
+    start, unpack = pack(received)
+
+    def loss(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(functional_call(model.training_module, unpack(weights), (x,)), y).mean()
+
+    def step(weights: Tensor, velocity: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        slope = grad(loss)(weights, x, y)
+        slope = slope * (50.0 / (torch.linalg.vector_norm(slope) + 1e-6)).clamp(max=1.0)
+        velocity = 0.9 * velocity + slope + 5e-5 * weights
+        return weights - 5e-3 * velocity, velocity
+
+    example = (start, torch.zeros_like(start), batches.x[0], batches.y[0])
+    compiled = torch.compile(make_fx(step)(*(value.clone() for value in example)), dynamic=False, fullgraph=True)
+
+    def by_hand() -> Tensor:
+        weights, velocity = start, torch.zeros_like(start)
+        for x, y in zip(batches.x, batches.y, strict=True):
+            weights, velocity = compiled(weights, velocity, x, y)
+        return start - weights
+
+    for count in counts:
+        roads = {
+            name: [captured(work) for _ in range(count)] for name, work in (("ours", by_engine), ("hand", by_hand))
+        }
+        times: dict[str, list[float]] = {name: [] for name in roads}
+        for _ in range(7):
+            for name, graphs in roads.items():
+                times[name].append(replayed(graphs, replays))
+        ours, hand = (statistics.median(times[name]) for name in ("ours", "hand"))
+        left, right = (roads[name][0][2] for name in ("ours", "hand"))
+        write(
+            {
+                "check": "generic",
+                "target": "lenet-M of plain layers",
+                "runs": count,
+                "local_steps": workload.local_steps,
+                "ms_by_engine": ours,
+                "ms_by_hand": hand,
+                "ratio": ours / hand,
+                "difference": float((left - right).norm() / right.norm()),  # at tf32
+            }
+        )
+
+
+Captured = tuple[torch.cuda.CUDAGraph, torch.cuda.Stream, Tensor]
+
+
+def captured(work: Callable[[], Tensor]) -> Captured:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        result = work()
+    return graph, stream, result
+
+
+def replayed(graphs: list[Captured], times: int) -> float:
+    """Milliseconds per replay of each, the graphs in turns on streams of their own."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(times):
+        for graph, stream, _ in graphs:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - started) / times / len(graphs)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", choices=["equal", "time"])
+    parser.add_argument("--only", default="time", choices=["equal", "time", "sweep", "generic"])
     parser.add_argument("--runs", default="1,8,16")
     parser.add_argument("--rounds", type=int, default=120)
-    parser.add_argument("--target", default="lenet")
+    parser.add_argument("--target", choices=list(TARGETS), default="lenet-M")
     parser.add_argument("--method", default="pfedhn")
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--inductor", default="", help="settings to try, e.g. combo_kernels=True")
@@ -197,17 +314,15 @@ def main() -> None:
         for row in record.get("top", []):
             print("   ", row, flush=True)
 
-    if options.only != "time":
+    if options.only == "equal":
         check_equal(write, options.method.split(",") if options.method != "all" else list(ALGORITHMS))
-    if options.only != "equal":
-        measure(
-            write,
-            [int(n) for n in options.runs.split(",")],
-            options.rounds,
-            options.target,
-            options.method,
-            options.clients,
-        )
+    elif options.only == "time":
+        runs = [int(count) for count in options.runs.split(",")]
+        measure(write, runs, options.rounds, options.target, options.method, options.clients, is_profiled=True)
+    elif options.only == "sweep":
+        sweep(write, options.rounds)
+    else:
+        generic(write)
 
 
 if __name__ == "__main__":

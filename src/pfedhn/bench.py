@@ -140,10 +140,10 @@ class Workload:
             return lambda: PlainLeNet(self.num_kernels) if is_plain else LeNet(10, self.num_kernels)
         return PlainMLP if is_plain else lambda: MLP(64, 32, 10)
 
-    def simulation(
-        self, federation: Federation, device: str, executor: str, seed: int = 0, is_plain: bool = False
-    ) -> Simulation:
-        model = Model(self.name, self.target(is_plain), cross_entropy, is_correct, torch.device(device))
+    def model(self, device: str, is_plain: bool = False) -> Model:
+        return Model(self.name, self.target(is_plain), cross_entropy, is_correct, torch.device(device))
+
+    def simulation(self, federation: Federation, model: Model, executor: str, seed: int = 0) -> Simulation:
         algorithm = PFedHN(local_steps=self.local_steps).for_clients(self.num_clients)
         schedule = Schedule(NUM_ROUNDS, 1, self.batch_size, EVALUATE_EVERY)
         return Simulation(algorithm, {self.name: model}, federation, schedule, seed, executor)
@@ -173,6 +173,7 @@ PROGRAMS = {
     "cuda": (
         *map(Program, ("textbook", "textbook-images", "loop")),
         *(Program("captured", runs, EVALUATE_EVERY) for runs in (1, 8, 16)),
+        Program("captured", 1, EVALUATE_EVERY, is_plain=True),
     ),
 }
 
@@ -181,18 +182,15 @@ def rounds_of(program: Program, workload: Workload, device: str) -> Iterator[Loo
     """Each `next` is one round of every run, and gives a look at the first one's phi after it."""
     federation = workload.federation()
     if program.executor.startswith("textbook"):
-        simulation = workload.simulation(federation, device, "loop", is_plain=True)
+        simulation = workload.simulation(federation, workload.model(device, is_plain=True), "loop")
         data: Dataset[Any] = TensorDataset(federation.x, federation.y)
         if program.executor == "textbook-images":
             data = Images(*workload.images(), *workload.scale(), image_opener())
         for h in textbook.rounds(simulation, simulation.initial_state(), data):
             yield h.phi
         return
-    federation = federation.to(device)
-    simulations = [
-        workload.simulation(federation, device, program.executor, seed, program.is_plain)
-        for seed in range(program.runs)
-    ]
+    federation, model = federation.to(device), workload.model(device, program.is_plain)
+    simulations = [workload.simulation(federation, model, program.executor, seed) for seed in range(program.runs)]
     yield from captured_rounds(simulations) if program.executor == "captured" else looped_rounds(simulations[0])
 
 
