@@ -361,6 +361,8 @@ class CapturedRun:
                 yield from self._evaluated(one_way)
             else:
                 yield Progress((number + 1) * size, None)
+        if self.stream is not None:
+            self.stream.synchronize()  # the state is whole for whoever reads it next, on whatever stream
 
     def _evaluated(self, one_way: Mapping[Signature, int]) -> Iterator[Progress]:
         simulation, state = self.simulation, self.state

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -40,6 +41,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def save_state(directory: Path, state: State, simulation: Simulation) -> None:
     """Write `state`; older checkpoints than the last two are removed. A state that is not finite is not written."""
+    if simulation.federation.x.is_cuda:
+        torch.cuda.synchronize()  # a captured run writes on a stream of its own, which nothing here would wait for
     if not all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(state.memories.shared)):
         raise Diverged(
             f"training diverged before round {state.round}: the server's numbers are no longer finite; lower the "
