@@ -7,12 +7,12 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from pfedhn.checkpoint import write_atomically
-from pfedhn.experiment import cell_algorithm, find_run
+from pfedhn.experiment import Cell, cell_algorithm, find_run
 from pfedhn.paper import EXPERIMENTS
 from pfedhn.report import (
     Column,
@@ -73,10 +73,18 @@ def _of_today(name: str, stored: Sequence[Runs]) -> Runs:
         if runs.experiment.name != name:
             continue
         for run, result in runs.results.items():
-            if find_run(experiment, run)[0] != find_run(runs.experiment, run)[0]:
+            cell, _ = find_run(experiment, run)
+            if cell != find_run(runs.experiment, run)[0] or _are_other_defaults(cell, result["settings"]):
                 raise RunError(f"the stored run {run} has other settings than {name!r} has now; run it again.")
             results[run], metrics[run] = result, runs.metrics[run]
     return Runs(experiment, frozenset([*experiment.runs(), *results]), results, metrics)
+
+
+def _are_other_defaults(cell: Cell, settings: Mapping[str, Any]) -> bool:
+    """Whether the method would now run with other settings; what is none follows from the federation."""
+    method: Any = cell_algorithm(cell)
+    today = {name: value for name, value in json.loads(json.dumps(asdict(method))).items() if value is not None}
+    return any(settings.get(name) != value for name, value in today.items())
 
 
 @dataclass(frozen=True)
@@ -195,9 +203,10 @@ def _finished(report: Report) -> list[Entry]:
 
 
 def rates_text(entry: Entry) -> str:
-    algorithm = cell_algorithm(entry.cell)
-    names = [name for name, hint in get_type_hints(type(algorithm)).items() if hint in (Rate, Rate | None)]
-    values = {name: value for name in names if (value := getattr(algorithm, name)) is not None}
+    hints = get_type_hints(type(cell_algorithm(entry.cell)))
+    names = [name for name, hint in hints.items() if hint in (Rate, Rate | None)]
+    settings = next(iter(entry.results.values()))["settings"]
+    values = {name: settings[name] for name in names if settings.get(name) is not None}
     listed = ", ".join(f"{name} {value:g}" for name, value in values.items())
     if any(name in entry.cell.settings for name in names):
         return f"{listed} (tuned)"
@@ -307,9 +316,9 @@ STORED_TEXT = """\
 ## How a result is stored and rerun
 
 `results/` has a `.jsonl` file for each table: a line with the experiment, then a line for each run. A run's line holds
-every field of its cell, seed, command, commit, device, versions, precision and whether it was deterministic, wall time,
-bytes, the checksum of the split, scores at the chosen round with each client's number of correct rows and of rows, and
-the learning curve. [Experiments](experiments.md#resultjson) describes the fields.
+every field of its cell, every setting of the method, seed, command, commit, device, versions, precision and whether it
+was deterministic, wall time, bytes, the checksum of the split, scores at the chosen round with each client's number of
+correct rows and of rows, and the learning curve. [Experiments](experiments.md#resultjson) describes the fields.
 
 ```sh
 pfedhn run table1-cifar10 --out runs/table1-cifar10                               # on a GPU

@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pfedhn.cli import app
-from pfedhn.experiment import Cell, Experiment
+from pfedhn.experiment import Cell, Experiment, cell_algorithm
 from pfedhn.paper import EXPERIMENTS
 from pfedhn.report import collect, grid, pictures_of, to_csv, to_latex, to_markdown
 from pfedhn.results import Runs, export, read_file, to_line
@@ -192,6 +192,19 @@ def test_settings_of_cells_that_were_not_run_do_not_matter(file: Path, tmp_path:
     assert runs_in(file)[-1] == "pfedhn-digits-5-seed7"
 
 
+def test_a_result_that_could_not_be_read_again_is_not_written(made: Path, file: Path, tmp_path: Path) -> None:
+    older = tmp_path / "older"
+    shutil.copytree(made, older)
+    path = older / "fedavg-digits-5-seed1" / "result.json"
+    result = json.loads(path.read_text())
+    del result["settings"]
+    path.write_text(json.dumps(result))
+    before = file.read_bytes()
+    with pytest.raises(RunError, match=r"fedavg-digits-5-seed1 cannot be kept: 'settings' is missing .* run it again"):
+        export([older], file)
+    assert file.read_bytes() == before
+
+
 def test_two_experiments_share_a_file(file: Path, tmp_path: Path) -> None:
     another = replace(TINY, name="another", cells=TINY.cells[:1])
     make(tmp_path / "another", ["fedavg-digits-5-seed0"], another)
@@ -323,6 +336,7 @@ def pretended(accuracies: dict[str, dict[int, float]], **more: Any) -> Runs:
             test = {"loss": 0.5, "rows": 100, "client_mean": accuracy / 100 - 0.01, "sample_mean": accuracy / 100}
             results[name] = {
                 **{"name": name, "experiment": "table1-cifar10", "cell": asdict(cell), "seed": seed, "rounds": 1},
+                "settings": asdict(cell_algorithm(cell)),  # type: ignore[call-overload]
                 **{"steps": cell.steps, "bytes_up": 10**9, "bytes_down": 2 * 10**9, "seconds": 600.0, "chosen_step": 0},
                 **{"test": {**test, "clients": [1], "client_rows": [2]}, "validation": test},
                 **{"partition_sha256": "0", "command": f"pfedhn run table1-cifar10 --seeds {seed}"},
@@ -440,6 +454,13 @@ def test_results_of_other_settings_than_today_are_refused(tmp_path: Path) -> Non
     cell = next(cell for cell in old.cells if (cell.method, cell.clients) == ("pfedhn", 50))
     runs = replace(pretended({"pfedhn": {0: 90.0}}, cell=asdict(cell)), experiment=old)
     with pytest.raises(RunError, match="pfedhn-cifar10-50-seed0 has other settings than 'table1-cifar10' has now"):
+        generator.read_results(stored(tmp_path, runs))
+
+
+def test_results_of_other_defaults_than_today_are_refused(tmp_path: Path) -> None:
+    runs = pretended({"fedavg": {0: 48.0}})
+    runs.results["fedavg-cifar10-50-seed0"]["settings"]["local_steps"] = 49
+    with pytest.raises(RunError, match="fedavg-cifar10-50-seed0 has other settings than 'table1-cifar10' has now"):
         generator.read_results(stored(tmp_path, runs))
 
 

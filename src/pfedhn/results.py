@@ -19,7 +19,11 @@ from pfedhn.runner import Directory, read_result
 from pfedhn.settings import build
 
 POOLS = ("validation", "test")
-WHOLE = ("cell", "loss")  # never rounded: settings are what they are, and by the loss one sees the same bits again
+WHOLE = (
+    "cell",
+    "settings",
+    "loss",
+)  # never rounded: settings are what they are, and by the loss one sees the same bits again
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ RUN_FIELDS: dict[str, type | tuple[type, ...]] = {
     "experiment": str,
     "name": str,
     "cell": dict,
+    "settings": dict,
     "steps": int,
     "bytes_up": int,
     "bytes_down": int,
@@ -244,6 +249,7 @@ def export(paths: Iterable[Path], file: Path) -> Exported:
     for runs in (runs for path in paths for runs in read(path)):
         experiment, lines = kept.get(runs.experiment.name, (runs.experiment, {}))
         fresh = _lines(runs)
+        _check_before_writing(runs.experiment, fresh)
         experiment = _one_for_both(file, experiment, lines, runs.experiment, fresh)
         kept[experiment.name] = experiment, lines | {name: _later(lines.get(name), fresh[name]) for name in fresh}
     after = {(name, run): line for name, (_, lines) in kept.items() for run, line in lines.items()}
@@ -261,6 +267,15 @@ def export(paths: Iterable[Path], file: Path) -> Exported:
 
 def _lines(runs: Runs) -> dict[str, dict[str, Any]]:
     return {name: to_line(result, runs.metrics.get(name, [])) for name, result in runs.results.items()}
+
+
+def _check_before_writing(experiment: Experiment, lines: Mapping[str, dict[str, Any]]) -> None:
+    """Nothing is written that could not be read again."""
+    for name, line in lines.items():
+        try:
+            _check_run(line, {experiment.name: experiment})
+        except LineError as error:
+            raise RunError(f"the result of {name} cannot be kept: {error}; run it again with this version.") from None
 
 
 def _in_order(experiment: Experiment, lines: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:

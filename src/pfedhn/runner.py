@@ -241,6 +241,7 @@ def running_one(
             "name": name,
             "experiment": experiment.name,
             "cell": asdict(cell),
+            "settings": spec["settings"],
             "seed": seed,
             **run.summary(),
             **({"pretrain": before} if before else {}),
