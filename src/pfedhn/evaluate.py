@@ -123,10 +123,11 @@ def score(
     """[C, pools, 2]: summed loss and metric of each client's personal model; `rows` and `private` are [C, ...]."""
     model = chunk.model
 
-    def one_client(noise: Tensor, row: Any, private: Any, batches: Batches, index: Tensor, masks: Tensor) -> Tensor:
+    def one_client(
+        noise: Tensor, row: Any, private: Any, batches: Batches, x: Tensor, y: Tensor, masks: Tensor
+    ) -> Tensor:
         with model.seeded(noise), executor.running(model.name, "personalise"):
             weights = personal_weights(algorithm, model, shared, row, private, batches)
-        x, y = federation.rows(index)
         outputs = model.outputs(weights, x)
         loss = model.per_example_loss(outputs, y)
         metric = torch.zeros_like(loss) if model.per_example_metric is None else model.per_example_metric(outputs, y)
@@ -135,7 +136,8 @@ def score(
 
     batches = federation.batches(chunk.members, key, algorithm.num_personalise_batches, batch_size)
     noise = keys.fold(key, "noise", chunk.members)
-    result: Tensor = executor.map(one_client)(noise, rows, private, batches, chunk.index, chunk.masks)
+    x, y = federation.rows(chunk.index)
+    result: Tensor = executor.map(one_client)(noise, rows, private, batches, x, y, chunk.masks)
     return result
 
 

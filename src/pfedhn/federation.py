@@ -3,9 +3,10 @@
 Axes: [N] clients, [C]lients of a cohort, [K] steps, [B]atch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy
@@ -32,10 +33,21 @@ class Rows:
 
     def of(self, client: int) -> Tensor:
         start = int(self.offset[client])
-        return self.index[start : start + int(self.size[client])]
+        return self.numbers(torch.arange(start, start + int(self.size[client]), device=self.offset.device))
+
+    def numbers(self, places: Tensor) -> Tensor:
+        """The row numbers at these places of `index`."""
+        return self.index[places]
 
     def __len__(self) -> int:
         return len(self.offset)
+
+
+class RowsInOrder(Rows):
+    """Rows numbered client after client, so that no index is kept: place and number are one."""
+
+    def numbers(self, places: Tensor) -> Tensor:
+        return places
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +84,7 @@ class Federation:
     def checked(self) -> "Federation":
         """Itself, unless its data could not be trained on."""
         self.with_training_rows()
-        if self.x.is_floating_point() and not torch.isfinite(self.x).all():
-            row = int((~torch.isfinite(self.x.flatten(1))).any(1).nonzero()[0])
-            raise ValueError(f"row {row} of x holds NaN or infinity; clean the data before federating it.")
-        if self.y.is_floating_point() and not torch.isfinite(self.y).all():
-            raise ValueError("y holds NaN or infinity; clean the data before federating it.")
-        if not self.y.is_floating_point() and self.y.numel() and int(self.y.min()) < 0:
-            row = int((self.y < 0).nonzero()[0][0])
-            raise ValueError(f"row {row} has the label {int(self.y.min())}; class labels start at 0.")
+        _check_values(self.x, self.y)
         return self
 
     @staticmethod
@@ -176,6 +181,36 @@ class Federation:
             raise ValueError(f"clients bring rows of different shapes {sorted(shapes)}; one network needs one shape.")
         return Federation(torch.cat(xs), torch.cat(ys), {name: _rows(lists) for name, lists in owned.items()}).checked()
 
+    @staticmethod
+    def lazy(
+        num_clients: int,
+        load: Callable[[int], Mapping[str, Arrays]],
+        *,
+        train: int | ArrayLike | Tensor,
+        validation: int | ArrayLike | Tensor = 0,
+        test: int | ArrayLike | Tensor = 0,
+        num_cached: int = 1_024,
+    ) -> "Federation":
+        """A federation whose data are made or loaded when a client takes part or is tested, so that it may be large.
+
+        load: client number -> {"train": (x, y), "validation": (x, y), "test": (x, y)}, the same at every call.
+        train, validation, test: how many rows each client has, one number for all or one per client.
+        num_cached: of how many clients, the last ones used, the data are kept.
+
+        To test a million clients takes as long as it sounds: `evaluating` chooses some of them.
+        """
+        if num_clients < 1:
+            raise ValueError("a federation needs at least one client.")
+        given = zip(POOLS, (train, validation, test), strict=True)
+        sizes = {name: torch.as_tensor(value, dtype=torch.int64).expand(num_clients) for name, value in given}
+        total = sum(sizes.values(), torch.zeros(num_clients, dtype=torch.int64))
+        offset, pools = total.cumsum(0) - total, {}
+        for name, size in sizes.items():
+            pools[name] = RowsInOrder(torch.empty(0, dtype=torch.int64), offset, size)
+            offset = offset + size
+        x, y = (_tensor(values) for values in load(0)["train"])
+        return LazyFederation(x, y, pools, load=load, ends=offset, num_cached=num_cached).checked()
+
     @property
     def num_clients(self) -> int:
         return len(self.pools["train"])
@@ -217,14 +252,11 @@ class Federation:
             return value.to(device, dtype if dtype and value.is_floating_point() else value.dtype)
 
         pools = {
-            name: Rows(rows.index.to(device), rows.offset.to(device), rows.size.to(device))
+            name: replace(rows, index=rows.index.to(device), offset=rows.offset.to(device), size=rows.size.to(device))
             for name, rows in self.pools.items()
         }
         descriptors = None if self.descriptors is None else move(self.descriptors)
-        x = move(self.x)
-        if x.ndim == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
-        return replace(self, x=x, y=move(self.y), pools=pools, descriptors=descriptors)
+        return replace(self, x=in_fast_order(move(self.x)), y=move(self.y), pools=pools, descriptors=descriptors)
 
     def with_descriptors(self, descriptors: ArrayLike | Tensor) -> "Federation":
         """The same federation with a fixed description [N, D] of every client, for `PFedHN(embedding="fixed")`."""
@@ -241,11 +273,32 @@ class Federation:
             raise ValueError(f"{len(architectures)} architectures were given for {self.num_clients} clients.")
         return replace(self, architectures=tuple(architectures))
 
+    def evaluating(self, clients: int | Sequence[int], seed: int = 0) -> "Federation":
+        """The same federation in which only these clients are tested: the others lose validation and test rows.
+
+        clients: their numbers, or how many to draw at random.
+        """
+        if isinstance(clients, int):
+            if not 1 <= clients <= self.num_clients:
+                raise ValueError(f"{clients} clients cannot be drawn from {self.num_clients}.")
+            chosen = cohort(keys.fold(seed, "evaluated"), 0, self.num_clients, clients)
+        else:
+            chosen = torch.as_tensor(clients)
+            if not len(chosen) or int(chosen.min()) < 0 or int(chosen.max()) >= self.num_clients:
+                raise ValueError(f"the clients to evaluate must be numbers from 0 to {self.num_clients - 1}.")
+        pools = dict(self.pools)
+        for name in POOLS[1:]:
+            size = torch.zeros_like(pools[name].size, memory_format=torch.contiguous_format)
+            size[chosen] = pools[name].size[chosen]
+            pools[name] = replace(pools[name], size=size)
+        return replace(self, pools=pools)
+
     def batches(self, clients: Tensor, key: Key, num_batches: int, batch_size: int) -> Batches:
         """Minibatches [C, K, B, ...] of training rows, each drawn without replacement, independent between steps."""
         width = min(batch_size, self.largest_train_size)
         steps = torch.arange(num_batches, device=clients.device)
-        return draw_batches(self.x, self.y, self.pools["train"], clients, key, steps, width)
+        numbers, mask = draw_rows(self.pools["train"], clients, key, steps, width)
+        return Batches(*self.rows(numbers), mask)
 
     def rows(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """x and y at these row numbers."""
@@ -255,6 +308,62 @@ class Federation:
         counts = ", ".join(f"{int(self.pools[name].size.sum())} {name}" for name in POOLS)
         unused = sum(self.unused.values())
         return f"Federation({self.num_clients} clients; rows: {counts}, {unused} unused)"
+
+
+@dataclass(frozen=True, eq=False)
+class LazyFederation(Federation):
+    """As `Federation.lazy` makes it: `x` and `y` are client 0's training rows and show the form of everybody's."""
+
+    load: Callable[[int], Mapping[str, Arrays]] = field(kw_only=True)
+    ends: Tensor = field(kw_only=True)  # [N], the number after a client's last row
+    num_cached: int = field(kw_only=True)
+
+    num_classes = None  # nobody has seen all labels
+
+    @property
+    def class_shares(self) -> Tensor:
+        raise ValueError(
+            "the classes of clients that are loaded when needed are not known; describe them with "
+            "federation.with_descriptors(...)."
+        )
+
+    @cached_property
+    def rows_of(self) -> Callable[[int], tuple[Tensor, Tensor]]:
+        """All rows of a client, pool after pool."""
+        return lru_cache(self.num_cached)(self._load)
+
+    def _load(self, client: int) -> tuple[Tensor, Tensor]:
+        given, xs, ys = self.load(client), [], []
+        bounds = [int(self.pools[name].offset[client]) for name in POOLS] + [int(self.ends[client])]
+        for name, (start, end) in zip(POOLS, pairwise(bounds), strict=True):
+            x, y = (_tensor(values) for values in given[name]) if name in given else (self.x[:0], self.y[:0])
+            if len(x) != end - start or len(y) != end - start:
+                raise ValueError(
+                    f"client {client} brings {len(x)} {name} rows and {len(y)} labels; {end - start} were announced."
+                )
+            if len(x) and x.shape[1:] != self.x.shape[1:]:
+                shapes = tuple(x.shape[1:]), tuple(self.x.shape[1:])
+                raise ValueError(f"client {client} brings {name} rows of shape {shapes[0]}; client 0 has {shapes[1]}.")
+            xs.append(x.to(self.x))
+            ys.append(y.to(self.y))
+        try:
+            _check_values(torch.cat(xs), torch.cat(ys))
+        except ValueError as error:
+            raise ValueError(f"client {client}: {error}") from None
+        return in_fast_order(torch.cat(xs)), torch.cat(ys)
+
+    def rows(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        if not numbers.numel():
+            return gather(self.x, numbers), self.y[numbers]
+        clients, places = torch.searchsorted(self.ends, numbers, right=True).unique(return_inverse=True)
+        loaded = [self.rows_of(client) for client in clients.tolist()]
+        lengths = torch.tensor([len(y) for _, y in loaded], device=numbers.device)
+        shift = lengths.cumsum(0) - self.ends[clients]  # from a row's number to its place among the loaded
+        x, y = (torch.cat(parts) for parts in zip(*loaded, strict=True))
+        return gather(x, numbers + shift[places]), y[numbers + shift[places]]
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Federation:
+        return replace(super().to(device, dtype), ends=self.ends.to(device))  # type: ignore[call-arg]
 
 
 def share_out(
@@ -302,12 +411,22 @@ def share_out(
 
 def draw_batches(x: Tensor, y: Tensor, rows: Rows, clients: Tensor, key: Key, steps: Tensor, width: int) -> Batches:
     """`Federation.batches` on bare tensors, which an engine can trace; `steps` counts the batches from 0."""
+    numbers, mask = draw_rows(rows, clients, key, steps, width)
+    return Batches(gather(x, numbers), y[numbers], mask)
+
+
+def draw_rows(rows: Rows, clients: Tensor, key: Key, steps: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Row numbers [C, K, B] of minibatches, and which of them count."""
     size, offset = rows.size[clients], rows.offset[clients]
     step_keys = keys.fold(torch.as_tensor(keys.fold(key, clients)).unsqueeze(-1), steps)
     places = keys.permutation_head(step_keys, size[:, None], width)
-    numbers = rows.index[offset[:, None, None] + places]
+    numbers = rows.numbers(offset[:, None, None] + places)
     mask = torch.arange(width, device=clients.device) < size[:, None, None]
-    return Batches(gather(x, numbers), y[numbers], mask.expand(numbers.shape))
+    return numbers, mask.expand(numbers.shape)
+
+
+def in_fast_order(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
 
 
 def gather(x: Tensor, numbers: Tensor) -> Tensor:
@@ -343,6 +462,17 @@ def _optional(values: Any) -> NDArray[numpy.int64] | None:
 def _check_lengths(x: Tensor, y: Tensor) -> None:
     if len(x) != len(y):
         raise ValueError(f"x has {len(x)} rows and y has {len(y)}; they must be equal.")
+
+
+def _check_values(x: Tensor, y: Tensor) -> None:
+    if x.is_floating_point() and not torch.isfinite(x).all():
+        row = int((~torch.isfinite(x.flatten(1))).any(1).nonzero()[0])
+        raise ValueError(f"row {row} of x holds NaN or infinity; clean the data before federating it.")
+    if y.is_floating_point() and not torch.isfinite(y).all():
+        raise ValueError("y holds NaN or infinity; clean the data before federating it.")
+    if not y.is_floating_point() and y.numel() and int(y.min()) < 0:
+        row = int((y < 0).nonzero()[0][0])
+        raise ValueError(f"row {row} has the label {int(y.min())}; class labels start at 0.")
 
 
 def _split(

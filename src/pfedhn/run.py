@@ -24,7 +24,7 @@ from pfedhn.algorithm import Algorithm, Factory, Group, Model, PerExample
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.checkpoint import load_state, save_state, write_atomically
 from pfedhn.evaluate import Chunk, PoolResult, evaluate, personal_weights, plan, to_pools
-from pfedhn.federation import Federation
+from pfedhn.federation import Federation, LazyFederation
 from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.params import Params, stack, take
 from pfedhn.settings import build, closest
@@ -79,8 +79,7 @@ def _check_model(model: Model, federation: Federation) -> Any:
     """Run the network once on real rows: what would be silently wrong later is refused now."""
     if not model.shapes:
         raise RunError(f"the network {model.name!r} has no trainable parameters; there is nothing to learn.")
-    rows = federation.pools["train"].index[:4]
-    x, y = federation.x[rows], federation.y[rows]
+    x, y = federation.rows(federation.pools["train"].of(0)[:4])
     module = model.with_weights(model.fresh(0)).train()
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -420,6 +419,9 @@ def rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
         if is_cuda or simulation.executor == "captured":
             logger.warning("a network with dropout runs step by step, slower: a captured round cannot key its draws.")
     elif simulation.executor == "captured" or (simulation.executor == "auto" and is_cuda):
+        if isinstance(simulation.federation, LazyFederation):
+            logger.warning("data that are loaded when needed cannot be captured; rounds run one operation at a time.")
+            return simulation.rounds(state)
         from pfedhn.capture import CapturedRun
 
         return CapturedRun(simulation, state).rounds()

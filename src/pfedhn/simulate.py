@@ -22,6 +22,7 @@ from pfedhn.params import Params, copy, num_bytes, put, stack, take
 from pfedhn.sgd import Batches
 
 EVALUATED_POOLS = ("validation", "test")
+ROWS_AT_ONCE = 50_000  # made together: making one takes ten times its memory
 
 
 class Diverged(ArithmeticError):
@@ -186,7 +187,10 @@ class Simulation:
         descriptors = self.descriptors().to(device, dtype)
         rows = init_row(row_keys[0], descriptors[0])
         if pytree.tree_leaves(rows):
-            rows = copy(torch.vmap(init_row)(row_keys, descriptors))  # vmap expands constants; rows are written to
+            rows = pytree.tree_map(lambda leaf: leaf.new_empty((len(clients), *leaf.shape)), rows)
+            for start in range(0, len(clients), ROWS_AT_ONCE):
+                part = slice(start, start + ROWS_AT_ONCE)
+                put(rows, part, torch.vmap(init_row)(row_keys[part], descriptors[part]))
         down = 0
         if self.starts is not None:  # every client downloads the earlier run's model once
             down = sum(num_bytes(starts[self.model_of(i).name]) for i in range(self.federation.num_clients))
