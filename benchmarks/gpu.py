@@ -126,7 +126,7 @@ def measure(
     cohort = ALGORITHMS[method]().usual_cohort_size
     schedule = Schedule(rounds * cohort, cohort, 64, every)
     for count in runs:
-        set_up_gpu("tf32", is_deterministic=False)
+        set_up_gpu("tf32", is_deterministic=False, num_runs=count)
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         ones = [simulation(method, federation, model, schedule, seed, "captured", **settings) for seed in range(count)]

@@ -266,7 +266,7 @@ def peak_memory_mb() -> float:
 
 def _worker(pipe: Connection, program: Program, workload: Workload, device: str, threads: int, precision: str) -> None:
     torch.set_num_threads(threads)
-    set_up_gpu(precision, is_deterministic=False)
+    set_up_gpu(precision, is_deterministic=False, num_runs=program.runs)
     rounds = rounds_of(program, workload, device)
     phi = next(rounds)()
     pipe.send({name: value.detach().cpu().numpy() for name, value in phi.items()})
@@ -319,14 +319,16 @@ class Worker:
         return peak, num_kernels
 
 
-def in_turns(workers: Sequence[Worker], repeats: int, say: Say) -> list[float]:
-    """Each worker's median."""
+def in_turns(
+    workers: Sequence[Worker], repeats: int, say: Say, pick: Callable[[list[float]], float] = statistics.median
+) -> list[float]:
+    """Each worker's median, or what `pick` makes of its times."""
     times: list[list[float]] = [[] for _ in workers]
     for turn in range(repeats + 1):  # the first is not counted: memory is still growing
         say(f"turn {turn} of {repeats}")
         for worker, taken in zip(workers, times, strict=True):
             taken.append(worker.turn())
-    return [statistics.median(taken[1:]) for taken in times]
+    return [pick(taken[1:]) for taken in times]
 
 
 def measure(workload: Workload, device: str, repeats: int, say: Say) -> list[dict[str, Any]]:
@@ -410,35 +412,41 @@ def together(workers: Sequence[Worker]) -> float:
 
 def measure_clients(counts: Sequence[int], say: Say) -> list[dict[str, Any]]:
     """A round of one local step against the number of clients, embedding dimension fixed: it must stay flat."""
-    records = []
-    for count in counts:
-        say(f"a round among {count:,} clients")
-        generator = keys.torch_generator(keys.fold(0, "bench"))
-        x, y = torch.randn(1_000, 64, generator=generator), torch.arange(1_000) % 10
+    generator = keys.torch_generator(keys.fold(0, "bench"))
+    x, y = torch.randn(1_000, 64, generator=generator), torch.arange(1_000) % 10
+
+    def held(count: int) -> Federation:
         rows = Rows(torch.arange(1_000), torch.zeros(count, dtype=torch.int64), torch.full((count,), 1_000))
-        federation = Federation(x, y, {"train": rows, "validation": rows, "test": rows})
-        model = Model("mlp", lambda: MLP(64, 32, 10), cross_entropy, is_correct)
-        algorithm = PFedHN(local_steps=1, embedding_dim=13)
-        simulation = Simulation(algorithm, {"mlp": model}, federation, Schedule(10_000, 1, 64, 10_000), 0, "traced")
-        state = simulation.initial_state()
-        times = []
-        for number in range(60):
-            started = time.perf_counter()
-            simulation._round(state, number)
-            times.append(1e3 * (time.perf_counter() - started))
-        table = state.memories.rows
-        per_client = sum(leaf.element_size() * leaf[0].numel() for leaf in table)
-        records.append(
-            {
-                "device": device_name("cpu"),
-                "workload": "one local step",
-                "program": "traced",
-                "clients": count,
-                "ms_per_round": round(statistics.median(times[10:]), 3),
-                "bytes_per_client": per_client,
-            }
-        )
-    return records
+        return Federation(x, y, {"train": rows, "validation": rows, "test": rows})
+
+    def made(client: int) -> dict[str, tuple[Tensor, Tensor]]:
+        part = slice(client % 900, client % 900 + 100)
+        return {"train": (x[part], y[part]), "test": (x[part], y[part])}
+
+    say("rounds among many clients")
+    records = [clients_line("traced", held(count)) for count in counts]
+    lazy = Federation.lazy(counts[-1], made, train=100, test=100)
+    return [*records, clients_line("traced, data made when needed", lazy)]
+
+
+def clients_line(program: str, federation: Federation) -> dict[str, Any]:
+    model = Model("mlp", lambda: MLP(64, 32, 10), cross_entropy, is_correct)
+    algorithm = PFedHN(local_steps=1, embedding_dim=13)
+    simulation = Simulation(algorithm, {"mlp": model}, federation, Schedule(10_000, 1, 64, 10_000), 0, "traced")
+    state = simulation.initial_state()
+    times = []
+    for number in range(60):
+        started = time.perf_counter()
+        simulation._round(state, number)
+        times.append(1e3 * (time.perf_counter() - started))
+    return {
+        "device": device_name("cpu"),
+        "workload": "one local step",
+        "program": program,
+        "clients": federation.num_clients,
+        "ms_per_round": round(statistics.median(times[10:]), 3),
+        "bytes_per_client": sum(leaf.element_size() * leaf[0].numel() for leaf in state.memories.rows),
+    }
 
 
 def is_equal(left: Any, right: Any) -> bool:
