@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator
 
 RESULTS = Path(__file__).parent / "results"
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "cost.svg"
@@ -56,16 +56,17 @@ def curves(records: list[Record], over: str) -> dict[str, Points]:
     return {name: values for name, values in named.items() if len(values) > 1}
 
 
-def draw(axes: Axes, named: dict[str, Points], title: str, x_label: str) -> None:
+def draw(axes: Axes, named: dict[str, Points], title: str, x_label: str, is_flat: bool = False) -> None:
     for name, values in named.items():
         axes.plot(list(values), list(values.values()), marker="o", markersize=3.5, label=name, color=COLOURS[name])
     ticks = sorted({x for values in named.values() for x in values})
-    if ticks and ticks[-1] > 1_000 * ticks[0]:
+    tops = [max(values.values()) for values in named.values() if values]
+    if is_flat:
         axes.set_xscale("log")
-    axes.set_yscale("log")
-    every = [y for values in named.values() for y in values.values()]
-    if every:
-        axes.set_ylim(min(every) / 2, max(every) * 2)
+        axes.set_ylim(0, 2 * max(tops, default=1))
+    else:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.minorticks_off()
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -83,7 +84,7 @@ def picture(records: list[Record]) -> Figure:
     figure = Figure(figsize=(8.4, 6.0), layout="constrained")
     (clients, steps), (runs, sizes) = figure.subplots(2, 2)
     flat = points(records, "clients", "ms_per_round", workload="one local step", program="traced", kind="cpu")
-    draw(clients, {CPU: flat}, "One local step of an MLP", "clients in the federation")
+    draw(clients, {CPU: flat}, "Clients (one local step of an MLP)", "clients in the federation", is_flat=True)
     draw(steps, curves(records, "local_steps"), "Local steps", "local steps a round")
     draw(runs, curves(records, "runs"), "Runs at the same time, each one's share", "runs (CPU: processes on 2 cores)")
     draw(sizes, curves(records, "target"), "Size of the target network", "weights of LeNet S, M, L")

@@ -1,6 +1,8 @@
 """What a GPU would replay, run on a CPU: the captured round is the loop's, for every method."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from pfedhn import executors
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
-from pfedhn.capture import CapturedRun, rates, side_by_side
+from pfedhn.capture import CapturedRun, keep_compiled, rates, side_by_side
 from pfedhn.federation import Federation
 from pfedhn.simulate import Diverged, Simulation, State
 
@@ -137,3 +139,14 @@ def test_a_network_that_cannot_be_traced_runs_step_by_step(
     expected, state = (finish(run) for run in runs)
     assert_close(memories_of(state), memories_of(expected))
     assert caplog.text.count("cannot be traced") == 1
+
+
+def test_what_is_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the package's cache, unless somebody has said where."""
+    monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
+    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
+    del os.environ["TORCHINDUCTOR_CACHE_DIR"]

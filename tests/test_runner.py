@@ -236,7 +236,7 @@ def test_side_by_side_gives_the_bits_of_one_after_the_other(tmp_path: Path, in_t
     assert any(isinstance(event, Update) and event.score.startswith("validation ") for event in heard)
     ends = [event.run for event in heard if isinstance(event, Finished)]
     assert ends.index("fedavg-digits-6-seed0") < ends.index("lg-fedavg-digits-6-seed0")
-    starts = [e.run for e in heard if isinstance(e, Update) and e.step == 0]
+    starts = [e.run for e in heard if isinstance(e, Update) and e.score == "starting"]
     assert starts.count("fedavg-digits-6-seed0") == 1
     again = run_many(tmp_path, experiment, sorted(good), jobs=2, listen=heard.append)
     assert set(again.results) == good

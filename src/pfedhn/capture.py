@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from pfedhn import kernels, keys
 from pfedhn.algorithm import Algorithm, Group, Model
+from pfedhn.datasets import cache_path
 from pfedhn.evaluate import evaluate, plan, to_pools
 from pfedhn.executors import EXECUTORS, Function, TogetherScan, Traced, TracedScan
 from pfedhn.federation import Rows, cohort, draw_batches
@@ -83,6 +84,17 @@ def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> Non
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ["PFEDHN_AUTOTUNE"] = "0"  # kernels chosen by timing are not always the same ones
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def keep_compiled() -> None:
+    """Let the compilers keep what they make in the package's cache: by default it lies in /tmp, which does not last."""
+    folder = cache_path("").parent / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 def is_autotuned() -> bool:
@@ -191,6 +203,8 @@ class CapturedRun:
         simulation, state = self.simulation, self.state
         device = simulation.federation.x.device
         self.is_cuda = device.type == "cuda"
+        if self.is_cuda:
+            keep_compiled()
         self.stream = torch.cuda.Stream() if self.is_cuda else None
         self.counter = torch.tensor(state.round, device=device)
         self.bad = torch.full((2,), -1, device=device)  # first round and client whose numbers were not finite

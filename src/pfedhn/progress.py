@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from pfedhn.simulate import Progress as RunProgress
 from pfedhn.simulate import Simulation
@@ -50,9 +51,10 @@ Event: TypeAlias = Update | Said | Finished | Failed
 
 
 def watch_run(run: str, simulation: Simulation, tell: Callable[[Update], None]) -> Watch:
-    """Tell of every evaluation, and in between often enough for the eye."""
+    """Tell of the start, of every evaluation, and in between often enough for the eye."""
     total = simulation.num_rounds * simulation.clients_per_round
-    score, told = "starting", 0.0
+    score, told = "compiling" if simulation.federation.x.is_cuda else "starting", 0.0
+    tell(Update(run, 0, total, score))
 
     def watch(progress: RunProgress, state: Any) -> None:
         nonlocal score, told
@@ -151,6 +153,15 @@ def _progress(console: Console) -> Progress:
         BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TextColumn("{task.fields[score]}"),
-        TimeRemainingColumn(compact=True),
+        _Time(compact=True),
         console=console,
     )
+
+
+class _Time(TimeRemainingColumn):
+    """The time left; before the first round, the time that compiling has taken so far."""
+
+    def render(self, task: Task) -> Text:
+        if task.completed:
+            return super().render(task)
+        return Text(f"{task.elapsed or 0:.0f} s", style="progress.elapsed")
