@@ -610,9 +610,9 @@ def bench(
     """Measure the engine against pFedHN as a textbook writes it, side by side.
 
     Same data, same batches; every program runs one round in turn, in a process of
-    its own, and all are checked to compute the same weights. Takes about five
-    minutes on two cores. On a GPU the captured rounds include an evaluation of
-    all clients every 30 rounds, and runs side by side are counted each.
+    its own, and all are checked to compute the same weights. Takes two minutes on
+    two quiet cores. On a GPU the captured rounds include an evaluation of all
+    clients every 30 rounds; runs side by side show the time of a round and run.
 
     \b
     [bold]Examples[/]
