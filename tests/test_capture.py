@@ -96,6 +96,23 @@ def test_rates_are_data() -> None:
     }
 
 
+def test_splits_of_other_lengths_share_what_was_traced(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows more or less that nobody has, as from seed to seed, compile nothing anew."""
+    traces: list[object] = []
+    trace = executors.make_fx
+    monkeypatch.setattr(executors, "make_fx", lambda function: traces.append(function) or trace(function))
+    rows = federation.pools["train"]
+    fewer = replace(rows, index=rows.index[:-1], size=rows.size - (torch.arange(len(rows)) == len(rows) - 1).long())
+    shorter = replace(federation, pools={**federation.pools, "train": fewer})
+    target = {"mlp": model()}
+    captured(simulate(PFedHN(local_steps=2), federation, target, rounds=3))
+    so_far = len(traces)
+    state, _ = captured(simulate(PFedHN(local_steps=2), shorter, target, rounds=3))
+    assert len(traces) == so_far > 0
+    expected = finish(simulate(PFedHN(local_steps=2), shorter, target, rounds=3, executor="loop"))
+    assert_close(memories_of(state), memories_of(expected))
+
+
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_points_of_a_grid_share_what_was_traced(
     method: str, federation: Federation, monkeypatch: pytest.MonkeyPatch

@@ -269,6 +269,8 @@ def _worker(pipe: Connection, program: Program, workload: Workload, device: str,
     set_up_gpu(precision, is_deterministic=False, num_runs=program.runs)
     rounds = rounds_of(program, workload, device)
     phi = next(rounds)()
+    if device != "cpu":
+        torch.cuda.synchronize()  # runs write on streams of their own
     pipe.send({name: value.detach().cpu().numpy() for name, value in phi.items()})
     while pipe.recv() == "turn":
         started = time.perf_counter()

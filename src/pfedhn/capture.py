@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, get_type_hints
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from pfedhn import kernels, keys
@@ -206,6 +207,7 @@ class CapturedRun:
         if self.is_cuda:
             keep_compiled()
         self.stream = torch.cuda.Stream() if self.is_cuda else None
+        self.pool = torch.cuda.graph_pool_handle() if self.is_cuda else None  # no two graphs of a run work at a time
         self.counter = torch.tensor(state.round, device=device)
         self.bad = torch.full((2,), -1, device=device)  # first round and client whose numbers were not finite
         self.batch_key = torch.tensor(keys.fold(simulation.seed, "batches"), device=device)
@@ -213,6 +215,9 @@ class CapturedRun:
         self.steps = torch.arange(simulation.algorithm.num_batches, device=device)
         self.rates = rates(simulation.algorithm, next(iter(simulation.models.values())).dtype, device)
         self.personalise_key = torch.tensor(keys.fold(simulation.seed, "personalise"), device=device)
+        index = simulation.federation.pools["train"].index
+        # As long as the data: seeds leave a few rows more or less to nobody, and must not be compiled for one by one.
+        self.index = functional.pad(index, (0, max(0, len(simulation.federation.x) - len(index))))
         rounds = torch.arange(simulation.num_rounds)
         members = cohort(
             keys.fold(simulation.seed, "rounds"),
@@ -265,7 +270,7 @@ class CapturedRun:
 
     def _round(self, signature: Signature) -> None:
         memories, simulation, train = self._memories(), self.simulation, self.simulation.federation.pools["train"]
-        data = (simulation.federation.x, simulation.federation.y, train.index, train.offset, train.size, self.steps)
+        data = (simulation.federation.x, simulation.federation.y, self.index, train.offset, train.size, self.steps)
         prepared = self.before[signature](
             self.rates, self.counter, self.batch_key, self.schedule, memories, self.slots, data
         )
@@ -340,7 +345,7 @@ class CapturedRun:
             _restore((self.counter, self.bad), kept)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             work()
         return graph
 
