@@ -14,6 +14,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.capture import CapturedRun, keep_compiled, rates, side_by_side
 from pfedhn.federation import Federation
+from pfedhn.run import rounds
 from pfedhn.simulate import Diverged, Simulation, State
 
 
@@ -140,6 +141,25 @@ SETTINGS: dict[str, dict[str, float]] = {method: {"local_momentum": 0.5} for met
     "per-fedavg": {"local_steps": 2},
     "pfedme": {"outer_steps": 2},
 }
+
+
+def test_what_cannot_be_captured_runs_all_the_same(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once why, and nothing of the attempt is left in the state."""
+
+    def refuse(self: CapturedRun) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nand much more")
+
+    monkeypatch.setattr(CapturedRun, "_evaluate", refuse)
+    runs = [simulate(PFedHN(local_steps=2), federation, rounds=3, executor=name) for name in ("loop", "captured")]
+    states = [run.initial_state() for run in runs]
+    for run, state in zip(runs, states, strict=True):
+        list(rounds(run, state))
+    assert_close(memories_of(states[1]), memories_of(states[0]))
+    assert caplog.text.count("cannot be captured") == 1
+    assert "not permitted" in caplog.text
+    assert "much more" not in caplog.text
 
 
 def test_a_network_that_cannot_be_traced_runs_step_by_step(

@@ -335,14 +335,15 @@ class CapturedRun:
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | Repeated:
         """Warm up on the capturing stream, then capture."""
-        if self.stream is None:
-            return Repeated(work)
         kept = copy((self.counter, self.bad))
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with self._on_stream():
             self.bad.zero_()  # as if a number had not been finite: nothing is written
             work()
             _restore((self.counter, self.bad), kept)
+        if self.stream is None:
+            return Repeated(work)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):

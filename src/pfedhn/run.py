@@ -422,10 +422,25 @@ def rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
         if isinstance(simulation.federation, LazyFederation):
             logger.warning("data that are loaded when needed cannot be captured; rounds run one operation at a time.")
             return simulation.rounds(state)
-        from pfedhn.capture import CapturedRun
-
-        return CapturedRun(simulation, state).rounds()
+        return _captured_rounds(simulation, state)
     return simulation.rounds(state)
+
+
+def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
+    """Captured where that is possible; where a network or method cannot be, it is said once and the round is run."""
+    from pfedhn.capture import CapturedRun
+
+    try:
+        run = CapturedRun(simulation, state)
+        run.prepare()
+    except (torch.OutOfMemoryError, Diverged):
+        raise
+    except Exception as error:  # the compiler's and CUDA's errors have no common kind
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        logger.warning("this run cannot be captured and goes operation by operation, slower: %s", reason[0][:200])
+        yield from simulation.rounds(state)
+        return
+    yield from run.rounds()
 
 
 def _claim(directory: Path, simulation: Simulation) -> None:

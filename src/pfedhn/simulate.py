@@ -87,8 +87,9 @@ class PrivateTable:
         places = self._places(clients)
         put(self.tree, places, values)
 
-    def copy(self) -> "PrivateTable":
-        return PrivateTable(self.make, dict(self.slots), None if self.tree is None else copy(self.tree))
+    def copy(self, into: "PrivateTable | None" = None) -> "PrivateTable":
+        tree = None if self.tree is None else copy(self.tree, into and into.tree)
+        return PrivateTable(self.make, dict(self.slots), tree)
 
     def _places(self, clients: Sequence[int]) -> Tensor:
         for client in clients:
@@ -323,11 +324,11 @@ class Simulation:
         validation = pools["validation"]
         is_blind = int(validation.count.sum()) == 0
         if state.best is None or is_blind or validation.score > state.best.evaluation.pools["validation"].score:
-            memories = state.memories
+            memories, older = state.memories, None if state.best is None else state.best.memories
             kept = Memories(
-                copy(memories.shared),
-                copy(memories.rows),
-                {name: table.copy() for name, table in memories.private.items()},
+                copy(memories.shared, older and older.shared),
+                copy(memories.rows, older and older.rows),
+                {name: table.copy(older and older.private[name]) for name, table in memories.private.items()},
             )
             state.best = Best(evaluation, kept)
         return evaluation
