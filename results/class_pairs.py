@@ -1,0 +1,58 @@
+"""How hard were the splits of the CIFAR-10 runs? A client's task is to tell two classes apart, and pairs differ.
+
+    python results/class_pairs.py
+
+Reads table1-cifar10.jsonl beside it, makes each run's split again (the data set must be cached), and compares three
+things: our accuracy, what the same accuracy per pair gives when every pair is as frequent as the rule makes it on
+average, and how far that varies from one draw of a split to the next.
+"""
+
+from collections import defaultdict
+from itertools import combinations
+from pathlib import Path
+
+import numpy
+
+from pfedhn.experiment import build_federation
+from pfedhn.results import read_file
+
+NUM_CLASSES, NUM_DRAWS = 10, 2_000
+
+
+def main() -> None:
+    (runs,) = read_file(Path(__file__).with_name("table1-cifar10.jsonl"))
+    accuracies: dict[tuple[str, int], dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
+    ours: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for name, result in runs.results.items():
+        cell, seed = next(value for key, value in runs.experiment.runs().items() if key == name)
+        federation = build_federation(cell, seed)
+        test, key = result["test"], (cell.method, cell.clients)
+        ours[key].append(100 * test["sample_mean"])
+        for client, (correct, count) in enumerate(zip(test["clients"], test["client_rows"], strict=True)):
+            pair = tuple(sorted(set(federation.y[federation.pools["train"].of(client)].tolist())))
+            accuracies[key][pair].append(100 * correct / count)
+    pairs = list(combinations(range(NUM_CLASSES), 2))
+    generator = numpy.random.default_rng(0)
+    print("| method | clients | ours | with pairs as frequent as on average | deviation from split to split |")
+    print("|---|---:|---:|---:|---:|")
+    for (method, clients), by_pair in accuracies.items():
+        if clients < len(pairs):
+            continue  # too few clients to know every pair
+        nearest = accuracies[method, 100] | by_pair
+        known = {pair: float(numpy.mean(nearest[pair])) for pair in pairs}
+        draws = [
+            numpy.mean(
+                [
+                    known[min(a, b), max(a, b)]
+                    for _ in range(clients // 5)
+                    for a, b in generator.permutation(NUM_CLASSES).reshape(-1, 2)
+                ]
+            )
+            for _ in range(NUM_DRAWS)
+        ]
+        columns = numpy.mean(ours[method, clients]), numpy.mean(list(known.values())), numpy.std(draws)
+        print(f"| {method} | {clients} | " + " | ".join(f"{value:.2f}" for value in columns) + " |")
+
+
+if __name__ == "__main__":
+    main()
