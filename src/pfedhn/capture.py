@@ -34,6 +34,7 @@ Signature: TypeAlias = tuple[tuple[str, int], ...]
 _compiled: dict[Any, Function] = {}
 _borrowed: dict[Any, Traced | TracedScan] = {}
 MAX_BORROWED = 256
+MIN_ROUNDS = 8192  # the schedule's length: runs of other lengths, as in tuning, are not compiled for anew
 
 
 def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool = True) -> Function:
@@ -235,7 +236,8 @@ class CapturedRun:
             self.signatures = [tuple((name, count[name]) for name in order if count[name]) for count in counts]
         else:
             self.signatures = [((next(iter(order)), simulation.clients_per_round),)] * simulation.num_rounds
-        self.schedule = members.to(device)
+        spare = max(MIN_ROUNDS, kernels.power_of_two(simulation.num_rounds)) - simulation.num_rounds
+        self.schedule = functional.pad(members, (0, 0, 0, spare)).to(device)
         self.slots = {}
         for name, table in state.memories.private.items():
             clients = [i for i in range(simulation.federation.num_clients) if simulation.model_of(i).name == name]
