@@ -1,0 +1,89 @@
+"""What happens inside a run whose accuracy jumps: norms beside the learning curve, for several runs side by side.
+
+    python results/jumps.py table1-cifar100 --only method=pfedhn-pc,clients=50 --seeds 0,1,2 --out results/jumps.jsonl
+    python results/jumps.py table1-cifar100 --only method=pfedhn-pc,clients=50 --set weight_decay=0 --out ...
+
+A line per run: steps, validation and test accuracy, and at the same steps the norm of each trunk layer and of the head
+of the hypernetwork, of the embeddings (mean over clients), of the weights made for the clients (mean) and of their
+last layer, and of the server's velocity. On a GPU if there is one.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pfedhn.capture import set_up_gpu, side_by_side
+from pfedhn.experiment import build_simulation, find_run, select, with_assignments
+from pfedhn.paper import EXPERIMENTS
+from pfedhn.params import Params, take
+from pfedhn.run import rounds
+from pfedhn.runner import environment
+from pfedhn.settings import parse_assignments
+from pfedhn.simulate import Progress, Simulation, State
+
+
+def norm(tensors: Any) -> float:
+    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in tensors])))
+
+
+def norms(simulation: Simulation, state: State) -> dict[str, float]:
+    shared, rows, _ = state.memories
+    algorithm: Any = simulation.algorithm
+    embeddings: Tensor = algorithm.up_to_date(rows, shared).embedding
+    (model,) = simulation.models.values()
+    made: list[Params] = [algorithm.send(model, shared, take(rows, client)) for client in range(len(embeddings))]
+    found = {name.removesuffix(".weight"): norm([value]) for name, value in shared.phi.items() if "weight" in name}
+    return found | {
+        "velocity": norm(shared.velocity.values()),
+        "embedding": float(embeddings.norm(dim=1).mean()),
+        "made": sum(norm(weights.values()) for weights in made) / len(made),
+    }
+
+
+def watched(simulation: Simulation, lines: list[dict[str, Any]]) -> Iterator[Progress]:
+    state = simulation.initial_state()
+    for progress in rounds(simulation, state):
+        if progress.evaluation is not None:
+            pools = progress.evaluation.pools
+            scores = {pool: round(pools[pool].sample_mean, 4) for pool in ("validation", "test")}
+            found = {name: float(f"{value:.4g}") for name, value in norms(simulation, state).items()}
+            lines.append({"step": progress.step, **scores, **found})
+        yield progress
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", choices=list(EXPERIMENTS))
+    parser.add_argument("--only", default="method=pfedhn-pc,clients=50")
+    parser.add_argument("--set", action="append", default=[], dest="assignments")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    experiment = with_assignments(EXPERIMENTS[options.experiment], parse_assignments(options.assignments))
+    names = select(experiment, [options.only], [int(seed) for seed in options.seeds.split(",")])
+    if device == "cuda":
+        set_up_gpu("tf32", is_deterministic=False, num_runs=len(names))
+    started = time.monotonic()
+    lines: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    runs = []
+    for name in names:
+        cell, seed = find_run(experiment, name)
+        runs.append(watched(build_simulation(cell, seed, device=device), lines[name]))
+    for _ in side_by_side(runs):
+        pass
+    with options.out.open("a") as file:
+        for name in names:
+            columns = {key: [line[key] for line in lines[name]] for key in lines[name][0]}
+            about = {"run": name, "set": options.assignments, "seconds": round(time.monotonic() - started, 1)}
+            file.write(json.dumps(about | {"environment": environment(device)} | columns) + "\n")
+
+
+if __name__ == "__main__":
+    main()
