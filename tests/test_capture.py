@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_close, finish, memories_of, model, simulate
+from conftest import assert_close, assert_same_bits, finish, memories_of, model, simulate
 from torch import nn
 
 from pfedhn import executors
@@ -14,6 +14,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.capture import CapturedRun, keep_compiled, rates, side_by_side
 from pfedhn.federation import Federation
+from pfedhn.params import copy
 from pfedhn.run import rounds
 from pfedhn.simulate import Diverged, Simulation, State
 
@@ -44,6 +45,21 @@ def test_captured_is_the_loop(method: str, cohort: int, target: str, federation:
     assert state.best is not None
     assert expected.best is not None
     assert state.best.evaluation.step == expected.best.evaluation.step
+
+
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_memories_share_nothing_with_one_another_or_the_start(method: str, federation: Federation) -> None:
+    """They are written in place; with one client nothing was ever copied, and pFedMe's shared model was its private."""
+    start = {"mlp": model().fresh(3)}
+    before = copy(start)
+    client = federation.pools["train"].of(2)
+    alone = Federation.from_clients([(federation.x[client], federation.y[client])]).to("cpu", torch.float64)
+    runs = [simulate(algorithm(method), alone, rounds=3, executor=name, starts=start) for name in ("loop", "captured")]
+    states = [run.initial_state() for run in runs]
+    for run, state in zip(runs, states, strict=True):
+        list(rounds(run, state))
+    assert_close(memories_of(states[1]), memories_of(states[0]))
+    assert_same_bits(start, before)
 
 
 @pytest.mark.parametrize("cohort", [1, 4])

@@ -220,6 +220,17 @@ def test_private_memories_are_made_at_first_contact(federation: Federation) -> N
     assert set(state.memories.private["mlp"].slots) == expected
 
 
+@pytest.mark.parametrize("method", ["local", "fedper", "lg-fedavg", "pfedme"])
+def test_whoever_is_met_later_starts_where_the_first_did(federation: Federation, method: str) -> None:
+    """One client is tested and trains first: its memory must not be the initial model's, which others start from."""
+    first = simulate(ALGORITHMS[method](), federation).cohort(0)[0]
+    simulation = simulate(ALGORITHMS[method](), federation.evaluating([first]), rounds=1)
+    state = simulation.initial_state()
+    start = copy(state.memories.private["mlp"].make(5))
+    finish(simulation, state)
+    assert_same_bits(state.memories.private["mlp"].make(5), start)
+
+
 def test_an_architecture_nobody_runs_costs_nothing(federation: Federation) -> None:
     models = {"mlp": model("mlp"), "conv": model("conv")}
     simulation = simulate(pfedhn_pc(**SMALL), federation.with_architectures(["mlp"] * NUM_CLIENTS), models, rounds=2)

@@ -100,7 +100,7 @@ class PrivateTable:
 
     def _add(self, client: int, value: Any) -> None:
         if self.tree is None:
-            self.tree = stack([value])
+            self.tree = copy(stack([value]))  # memory of its own: `value` may be the initial model itself
         leaves = pytree.tree_leaves(self.tree)
         slot = len(self.slots)
         if leaves and slot == leaves[0].shape[0]:
@@ -175,7 +175,8 @@ class Simulation:
 
     def initial_state(self) -> State:
         starts = self.initial_models()
-        shared = self.algorithm.init_shared(self.models, starts, keys.fold(self.seed, "shared"))
+        # Copied, since a captured round writes it in place and a method may hand over the initial model itself.
+        shared = copy(self.algorithm.init_shared(self.models, starts, keys.fold(self.seed, "shared")))
         device = self.federation.x.device
         clients = torch.arange(self.federation.num_clients, device=device)
         row_keys = torch.as_tensor(keys.fold(self.seed, "row", clients))
