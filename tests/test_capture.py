@@ -1,6 +1,8 @@
 """What a GPU would replay, run on a CPU: the captured round is the loop's, for every method."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import torch
 from conftest import assert_close, assert_same_bits, finish, memories_of, model, simulate
 from torch import nn
 
-from pfedhn import executors
+from pfedhn import capture, executors
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.capture import CapturedRun, keep_compiled, rates, side_by_side
@@ -70,6 +72,31 @@ def test_several_architectures(cohort: int, federation: Federation) -> None:
     expected = finish(runs[0])
     state, _ = captured(runs[1])
     assert_close(memories_of(state), memories_of(expected))
+
+
+def test_a_make_up_met_late_is_captured_behind_the_rounds_before_it(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the counter is read on the run's stream: on another it might not have been counted up yet."""
+    depth = [0]
+
+    @contextmanager
+    def on_stream(self: CapturedRun) -> Iterator[None]:
+        depth[0] += 1
+        yield
+        depth[0] -= 1
+
+    def watched(tree: object) -> object:
+        reads.append(depth[0])
+        return copy(tree)
+
+    reads: list[int] = []
+    monkeypatch.setattr(CapturedRun, "_on_stream", on_stream)
+    monkeypatch.setattr(capture, "copy", watched)
+    models = {name: model(name) for name in ("mlp", "wide")}
+    mixed = federation.with_architectures(["mlp", "wide"] * 3)
+    captured(simulate(PFedHN(local_steps=2), mixed, models, rounds=6))
+    assert reads == [1] * 3  # two make-ups and the evaluation
 
 
 def test_divergence_keeps_the_round_before(federation: Federation) -> None:

@@ -337,10 +337,10 @@ class CapturedRun:
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | Repeated:
         """Warm up on the capturing stream, then capture."""
-        kept = copy((self.counter, self.bad))
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
         with self._on_stream():
+            kept = copy((self.counter, self.bad))  # here: rounds before this may still be counting on the stream
             self.bad.zero_()  # as if a number had not been finite: nothing is written
             work()
             _restore((self.counter, self.bad), kept)
