@@ -74,6 +74,25 @@ def test_several_architectures(cohort: int, federation: Federation) -> None:
     assert_close(memories_of(state), memories_of(expected))
 
 
+def test_an_architecture_that_nobody_runs(federation: Federation, caplog: pytest.LogCaptureFixture) -> None:
+    models = {name: model(name) for name in ("mlp", "wide")}
+    alike = federation.with_architectures(["mlp"] * 6)
+    runs = [simulate(PFedHN(local_steps=2), alike, models, rounds=3, executor=name) for name in ("loop", "captured")]
+    states = [run.initial_state() for run in runs]
+    for run, state in zip(runs, states, strict=True):
+        list(rounds(run, state))
+    assert_close(memories_of(states[1]), memories_of(states[0]))
+    assert not caplog.records
+
+
+def test_a_finished_run_captures_nothing(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next round would lie behind the schedule, which is an error that a GPU does not recover from."""
+    simulation = simulate(PFedHN(local_steps=2), federation, rounds=3)
+    state, _ = captured(simulation)
+    monkeypatch.setattr(CapturedRun, "_round", lambda *_: pytest.fail("there is no round left"))
+    assert list(CapturedRun(simulation, state).rounds()) == []
+
+
 def test_a_make_up_met_late_is_captured_behind_the_rounds_before_it(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

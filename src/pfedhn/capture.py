@@ -241,6 +241,8 @@ class CapturedRun:
         self.slots = {}
         for name, table in state.memories.private.items():
             clients = [i for i in range(simulation.federation.num_clients) if simulation.model_of(i).name == name]
+            if not clients:
+                continue  # an architecture that nobody runs
             table.take(clients)  # everybody's private memory is made now: a graph cannot make it later
             slots = torch.zeros(simulation.federation.num_clients, dtype=torch.int64)
             slots[clients] = torch.tensor([table.slots[client] for client in clients])
@@ -268,7 +270,8 @@ class CapturedRun:
 
     def _memories(self) -> Any:
         memories = self.state.memories
-        return memories.shared, memories.rows, {name: table.tree for name, table in memories.private.items()}
+        private = {name: table.tree for name, table in memories.private.items() if name in self.slots}
+        return memories.shared, memories.rows, private
 
     def _round(self, signature: Signature) -> None:
         memories, simulation, train = self._memories(), self.simulation, self.simulation.federation.pools["train"]
@@ -353,8 +356,10 @@ class CapturedRun:
         return graph
 
     def prepare(self) -> None:
-        """Compile and capture what the first rounds need."""
-        self.graph_of(self.signatures[min(self.state.round, len(self.signatures) - 1)])
+        """Compile and capture what the first rounds need; nothing where none are left."""
+        if self.state.round >= self.simulation.num_rounds:
+            return
+        self.graph_of(self.signatures[self.state.round])
         if self.evaluation_graph is None:
             self.evaluation_graph = self._capture(self._evaluate)
 
