@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from conftest import assert_same_bits, memories_of, simulate
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.checkpoint import CheckpointError, checkpoints, load_state, save_state
 from pfedhn.federation import Federation
-from pfedhn.run import Run, execute
+from pfedhn.run import Run, execute, executing
 from pfedhn.simulate import Diverged, Progress, Simulation
 
 
@@ -20,9 +21,10 @@ class Killed(BaseException):
     """Stands for kill -9: nothing gets to clean up after it."""
 
 
-def simulation(method: str, federation: Federation) -> Simulation:
+def simulation(method: str, federation: Federation, executor: str = "auto") -> Simulation:
     settings = {"outer_steps": 2} if method == "pfedme" else {"local_steps": 2}
-    return simulate(ALGORITHMS[method](**settings), federation, rounds=10, cohort=2, evaluate_every=3)
+    algorithm = ALGORITHMS[method](**settings)
+    return simulate(algorithm, federation, rounds=10, cohort=2, evaluate_every=3, executor=executor)
 
 
 def run_killed_at(step: int, simulation: Simulation, directory: Path, every: int) -> None:
@@ -60,6 +62,23 @@ def test_killed_at_random_and_resumed(method: str, federation: Federation, tmp_p
         run_killed_at(size * generator.randrange(1, 10), simulation(method, federation), directory, every=2 * size)
     run = execute(simulation(method, federation), directory)
     assert_same_run(run, expected, directory, tmp_path / "whole")
+
+
+def test_captured_and_stopped_between_any_two_turns(federation: Federation, tmp_path: Path) -> None:
+    """Also between a round and its evaluation, which must not be left out."""
+    method, turns = "pfedhn-pc", 0
+    expected = execute(simulation(method, federation, "captured"), tmp_path / "whole")
+    while not (tmp_path / "stopped" / "checkpoint-000000020.json").exists():
+        stop, turns = threading.Event(), turns + 1
+        work = executing(simulation(method, federation, "captured"), tmp_path / "stopped", stop, checkpoint_every=1_000)
+        for _ in range(turns % 3 + 1):
+            next(work)
+        stop.set()
+        with pytest.raises(KeyboardInterrupt):
+            next(work)
+    run = execute(simulation(method, federation, "captured"), tmp_path / "stopped")
+    assert turns > 3
+    assert_same_run(run, expected, tmp_path / "stopped", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
@@ -140,14 +159,17 @@ def test_a_finished_run_is_read_not_run_again(federation: Federation, tmp_path: 
     assert again.accuracy.tolist() == first.accuracy.tolist()
 
 
-def test_a_run_that_diverges_leaves_its_last_good_state(federation: Federation, tmp_path: Path) -> None:
+@pytest.mark.parametrize("executor", ["auto", "captured"])
+def test_a_run_that_diverges_leaves_its_last_good_state(executor: str, federation: Federation, tmp_path: Path) -> None:
+    """A captured run notices late; what it would have written meanwhile is no state it ever was in."""
     wild = ALGORITHMS["pfedhn"](local_steps=40, local_lr=1e30, local_clip=None)
-    one = simulate(wild, federation, rounds=6, evaluate_every=100)
+    one = simulate(wild, federation, rounds=6, evaluate_every=100, executor=executor)
     with pytest.raises(Diverged):
-        execute(one, tmp_path)
+        execute(one, tmp_path, checkpoint_every=1)
     state, refused = load_state(tmp_path, one)
     assert refused == []
     assert state is not None
+    assert state.round == 0
     assert all(bool(leaf.isfinite().all()) for leaf in state.memories.shared.phi.values())
 
 

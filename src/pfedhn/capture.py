@@ -372,6 +372,7 @@ class CapturedRun:
         """As `Simulation.rounds`; yields between launches so that several runs can take turns on the card."""
         simulation, state = self.simulation, self.state
         self.prepare()
+        state.bad = self.bad
         size = simulation.clients_per_round
         one_way = self._bytes_one_way()
         if state.round == 0 and state.best is None:
@@ -400,14 +401,15 @@ class CapturedRun:
             done = torch.cuda.Event() if self.is_cuda else None
             if done is not None:
                 done.record()
-        yield Progress(state.round * simulation.clients_per_round, None)  # let the other runs queue their work
+        # Let the other runs queue their work.
+        yield Progress(state.round * simulation.clients_per_round, None, is_pause=True)
         if done is not None:
             done.synchronize()
         if int(bad[0]) >= 0:
             for number in range(int(bad[0]), state.round):
                 state.bytes_down -= one_way[self.signatures[number]]
                 state.bytes_up -= one_way[self.signatures[number]]
-            state.round = int(bad[0])
+            state.round, state.bad = int(bad[0]), None
             raise Diverged.at(int(bad[0]), int(bad[1]))
         pools = to_pools(scores, simulation.federation, EVALUATED_POOLS, simulation.has_metric)
         with self._on_stream():

@@ -40,9 +40,11 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def save_state(directory: Path, state: State, simulation: Simulation) -> None:
-    """Write `state`; older checkpoints than the last two are removed. A state that is not finite is not written."""
+    """Write `state`; older checkpoints than the last two are removed. A state that has diverged is not written."""
     if simulation.federation.x.is_cuda:
         torch.cuda.synchronize()  # a captured run writes on a stream of its own, which nothing here would wait for
+    if state.bad is not None and int(state.bad[0]) >= 0:
+        return  # its rounds count on while its memories stand still; the next evaluation notices
     if not all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(state.memories.shared)):
         raise Diverged(
             f"training diverged before round {state.round}: the server's numbers are no longer finite; lower the "

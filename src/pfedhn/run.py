@@ -379,6 +379,10 @@ def executing(
     saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
     for progress in _saved_if_diverged(rounds(simulation, run.state), run.state, simulation, directory):
         run.seconds = time.monotonic() - started
+        if progress.is_pause:
+            if not stop.is_set():
+                yield
+            continue
         if progress.evaluation is not None:
             run.history.append(metrics_record(progress.evaluation, run.state, run.seconds))
             metrics.append(run.history[-1])

@@ -126,11 +126,15 @@ class State:
     best: Best | None = None
     bytes_down: int = 0
     bytes_up: int = 0
+    bad: Tensor | None = (
+        None  # [2] of a captured run: the round and client at which it diverged unnoticed so far, or -1
+    )
 
 
 class Progress(NamedTuple):
     step: int
     evaluation: Evaluation | None
+    is_pause: bool = False  # a round is done and its evaluation is not: no moment to stop or to be written
 
 
 @dataclass(frozen=True, eq=False)
