@@ -328,6 +328,25 @@ def test_runs_that_take_turns_on_a_device_are_the_runs_alone(tmp_path: Path, in_
         assert queue.outcome.results[name]["chosen_step"] == alone["chosen_step"]
 
 
+@pytest.mark.parametrize("moment", [0, 10])
+def test_stopping_runs_that_take_turns_leaves_a_checkpoint_of_each(tmp_path: Path, moment: int) -> None:
+    """Also of those whose turn was before the signal, and where it comes while another run is starting."""
+    names = ["pfedhn-digits-6-seed0", "pfedhn-digits-6-seed1"]
+    heard: list[Event] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Update) and event.run == names[1] and event.step >= moment and not heard:
+            heard.append(event)
+            signal.raise_signal(signal.SIGINT)
+
+    queue = module._Queue(SMALL, list(names), module.Outcome(), listen)
+    with pytest.raises(KeyboardInterrupt):
+        module._take_turns(queue, tmp_path, None, Options(threads=1))
+    assert heard
+    for name in names:
+        assert any((tmp_path / name).glob("checkpoint-*.json"))
+
+
 @pytest.mark.parametrize(("device", "way"), [("cuda", "_take_turns"), ("cpu", "_run_side_by_side")])
 def test_what_others_wait_for_and_what_takes_longest_starts_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, way: str

@@ -502,23 +502,19 @@ def _take_turns(queue: _Queue, directory: Path, jobs: int | None, options: Optio
     with stop_on_signal() as stop:
         while True:
             while len(going) < (jobs or MAX_RUNS_ON_DEVICE) and (jobs or not going or _has_room(options.device)):
-                if (name := queue.take()) is None:
+                if stop.is_set() or (name := queue.take()) is None:
                     break
                 going[name] = _running(directory, queue.experiment, name, options, queue.listen, stop)
                 _advance(queue, going, name, directory)  # its first round shows how much room it takes
             if not going:
-                return
-            is_stopped = False
+                break
             num_going = len(going)
             for name in list(going):
-                try:
-                    _advance(queue, going, name, directory)
-                except KeyboardInterrupt:  # it wrote its checkpoint; the others write theirs
-                    is_stopped = True
-            if is_stopped:
-                raise KeyboardInterrupt
-            if len(going) < num_going and queue.waiting:
+                _advance(queue, going, name, directory)
+            if len(going) < num_going and queue.waiting and not stop.is_set():
                 _give_memory_back()
+    if stop.is_set():
+        raise KeyboardInterrupt
 
 
 def _advance(
@@ -529,6 +525,8 @@ def _advance(
         return
     except StopIteration as end:
         queue.end(name, end.value)
+    except KeyboardInterrupt:  # it wrote its checkpoint; the others have yet to write theirs
+        pass
     except Exception as error:
         queue.end(name, _failure(error, directory / name))
     del going[name]
