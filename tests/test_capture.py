@@ -1,6 +1,8 @@
 """What a GPU would replay, run on a CPU: the captured round is the loop's, for every method."""
 
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -210,14 +212,19 @@ def test_what_cannot_be_captured_runs_all_the_same(
 ) -> None:
     """It is said once why, and nothing of the attempt is left in the state."""
 
+    attempts: list[weakref.ref[CapturedRun]] = []
+
     def refuse(self: CapturedRun) -> None:
+        attempts.append(weakref.ref(self))
         raise RuntimeError("operation not permitted when stream is capturing\nand much more")
 
     monkeypatch.setattr(CapturedRun, "_evaluate", refuse)
     runs = [simulate(PFedHN(local_steps=2), federation, rounds=3, executor=name) for name in ("loop", "captured")]
     states = [run.initial_state() for run in runs]
-    for run, state in zip(runs, states, strict=True):
-        list(rounds(run, state))
+    list(rounds(runs[0], states[0]))
+    for _ in rounds(runs[1], states[1]):
+        gc.collect()
+        assert attempts[0]() is None  # nor is anything of it left in memory
     assert_close(memories_of(states[1]), memories_of(states[0]))
     assert caplog.text.count("cannot be captured") == 1
     assert "not permitted" in caplog.text

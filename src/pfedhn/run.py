@@ -434,6 +434,7 @@ def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]
     """Captured where that is possible; where a network or method cannot be, it is said once and the round is run."""
     from pfedhn.capture import CapturedRun
 
+    run = None
     try:
         run = CapturedRun(simulation, state)
         run.prepare()
@@ -442,9 +443,9 @@ def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]
     except Exception as error:  # the compiler's and CUDA's errors have no common kind
         reason = str(error).strip().splitlines() or [type(error).__name__]
         logger.warning("this run cannot be captured and goes operation by operation, slower: %s", reason[0][:200])
-        yield from simulation.rounds(state)
-        return
-    yield from run.rounds()
+        run = None
+    # Out here nothing holds the error, whose frames hold the memory of the attempt.
+    yield from simulation.rounds(state) if run is None else run.rounds()
 
 
 def _claim(directory: Path, simulation: Simulation) -> None:
