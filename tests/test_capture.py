@@ -201,6 +201,23 @@ def test_points_of_a_grid_share_what_was_traced(
     assert len(traces) > so_far
 
 
+@pytest.mark.parametrize("change", ["activation", "slope", "width"])
+def test_one_factory_may_make_other_networks(change: str, federation: Federation) -> None:
+    """A function that reads a variable is the same function after the variable has changed."""
+    hidden = {"activation": nn.Identity, "slope": 0.1, "width": 5}
+
+    def make() -> nn.Module:
+        layers = [nn.Linear(72, hidden["width"]), hidden["activation"](), nn.LeakyReLU(hidden["slope"])]
+        return nn.Sequential(nn.Flatten(), *layers, nn.Linear(hidden["width"], 4))
+
+    for value in (None, {"activation": nn.Tanh, "slope": 0.5, "width": 6}[change]):
+        hidden[change] = value or hidden[change]
+        target = {"mlp": replace(model(), factory=make)}
+        expected = finish(simulate(PFedHN(local_steps=3), federation, target, rounds=3, executor="loop"))
+        state, _ = captured(simulate(PFedHN(local_steps=3), federation, target, rounds=3))
+        assert_close(memories_of(state), memories_of(expected))
+
+
 SETTINGS: dict[str, dict[str, float]] = {method: {"local_momentum": 0.5} for method in ALGORITHMS} | {
     "per-fedavg": {"local_steps": 2},
     "pfedme": {"outer_steps": 2},

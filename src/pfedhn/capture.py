@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeAlias, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -72,6 +72,16 @@ def borrow(key: Any, make: Callable[[], Traced | TracedScan]) -> Any:
             del _borrowed[next(iter(_borrowed))]
         found = _borrowed[key] = make()
     return found
+
+
+def form(network: nn.Module) -> Any:
+    """What a network computes, as far as its parts tell: one factory may make another if it reads a variable."""
+
+    def settings(part: nn.Module) -> str:
+        return repr({name: value for name, value in vars(part).items() if not name.startswith("_")})
+
+    shapes = tuple((name, value.shape, value.requires_grad) for name, value in network.named_parameters())
+    return shapes, tuple((name, type(part), settings(part)) for name, part in network.named_modules())
 
 
 def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> None:
@@ -266,7 +276,8 @@ class CapturedRun:
         simulation = self.simulation
         settings = with_rates(simulation.algorithm, dict.fromkeys(self.rates))
         how = (str(self.counter.device), kernels.dot_precision(), kernels.Card.runs)
-        return (*parts, type(settings), repr(settings), tuple(self.rates), tuple(simulation.models.values()), how)
+        models = tuple((model, form(model.training_module)) for model in simulation.models.values())
+        return (*parts, type(settings), repr(settings), tuple(self.rates), models, how)
 
     def _memories(self) -> Any:
         memories = self.state.memories
