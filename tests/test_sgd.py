@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from pfedhn import keys
-from pfedhn.executors import EXECUTORS
+from pfedhn.executors import EXECUTORS, TogetherScan, TracedScan
 from pfedhn.params import Params, clip, pick
 from pfedhn.sgd import SGD, Batches, scan, scanning
 
@@ -158,6 +158,21 @@ def test_carries_that_start_as_one_tensor_are_two(executor: str) -> None:
         expected = step(expected, torch.tensor(piece), 0.1)
     with EXECUTORS[executor]().running("any", "train"):
         assert_close(scan(step, (w, w), torch.tensor([1.0, 2.0, 3.0]), 0.1), expected)
+
+
+@pytest.mark.parametrize("kind", [TracedScan, TogetherScan])
+def test_a_carry_may_begin_with_a_count(kind: type[TracedScan]) -> None:
+    """A rate takes the type of the weights, not of the steps counted: 0.1 as a whole number is 0."""
+
+    def step(carry: tuple[Tensor, Tensor], piece: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+        count, w = carry
+        return count + 1, w - rate * piece * w / (count + 1)
+
+    start = torch.zeros((), dtype=torch.int64), torch.tensor([1.0, 2.0])
+    pieces = torch.tensor([1.0, 2.0, 3.0])
+    expected = scan(step, start, pieces, 0.1)
+    with scanning(kind()):
+        assert_close(scan(step, start, pieces, 0.1), expected)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])

@@ -112,9 +112,8 @@ class TracedScan:
         moving, spec = pytree.tree_flatten(carry)
         data, data_spec = pytree.tree_flatten(batches)
         fixed, fixed_spec = pytree.tree_flatten(constants)
-        like = moving[0]
         # Rates become tensors, so that every point of a grid runs from one graph.
-        fixed = [leaf if isinstance(leaf, Tensor) else self._constant(leaf, like) for leaf in fixed]
+        fixed = [leaf if isinstance(leaf, Tensor) else self._constant(leaf, moving) for leaf in fixed]
         slices = list(zip(*(leaf.unbind(0) for leaf in data), strict=True))
         if not slices:
             return carry
@@ -139,9 +138,10 @@ class TracedScan:
             moving = graph(*moving, *piece, *fixed)
         return pytree.tree_unflatten(moving, spec)
 
-    def _constant(self, value: float, like: Tensor) -> Tensor:
+    def _constant(self, value: float, carry: Sequence[Tensor]) -> Tensor:
         """Made once: a captured graph cannot fetch a number from the host."""
         if value not in self.constants:
+            like = next((leaf for leaf in carry if leaf.is_floating_point()), carry[0])  # not a step count
             self.constants[value] = torch.full((), value, dtype=like.dtype, device=like.device)
         return self.constants[value]
 
@@ -168,7 +168,7 @@ class TogetherScan(TracedScan):
         moving, spec = pytree.tree_flatten(carry)
         data, data_spec = pytree.tree_flatten(batches)
         fixed, fixed_spec = pytree.tree_flatten(constants)
-        fixed = [leaf if isinstance(leaf, Tensor) else self._constant(leaf, moving[0]) for leaf in fixed]
+        fixed = [leaf if isinstance(leaf, Tensor) else self._constant(leaf, moving) for leaf in fixed]
         position, self.position = self.position, self.position + 1
         first, second = len(moving), len(moving) + len(data)
 
