@@ -690,13 +690,19 @@ def _read_parquet(file: Path) -> dict[str, Array]:
 
 def _numbers(file: Path, name: str, column: Array) -> NDArray[numpy.float32]:
     try:
-        return column.astype(numpy.float32)
+        numbers: NDArray[numpy.float32] = column.astype(numpy.float32)
     except (ValueError, TypeError):
         row = next(number for number, cell in enumerate(column, start=1) if not _is_number(cell))
         raise DataError(
             f"row {row} of column {name!r} of {file.name} is {str(column[row - 1])!r} and not a number; "
             "features must be numbers: encode or drop that column."
         ) from None
+    if len(bad := numpy.flatnonzero(~numpy.isfinite(numbers))):
+        raise DataError(
+            f"row {bad[0] + 1} of column {name!r} of {file.name} is {str(column[bad[0]])!r} and not a finite number; "
+            "fill the cell or drop the row."
+        )
+    return numbers
 
 
 def _is_number(cell: Any) -> bool:
