@@ -11,6 +11,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
@@ -19,11 +20,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from pfedhn.checkpoint import write_atomically
 from pfedhn.cli import app
 from pfedhn.experiment import Cell, Experiment, cell_algorithm
 from pfedhn.paper import EXPERIMENTS
 from pfedhn.report import collect, grid, pictures_of, to_csv, to_latex, to_markdown
-from pfedhn.results import Runs, export, read_file, to_line
+from pfedhn.results import Runs, export, read, read_file, to_line
 from pfedhn.run import RunError
 from pfedhn.runner import Directory, run_one
 
@@ -307,6 +309,32 @@ def test_the_command_line_packs_and_reads(made: Path, tmp_path: Path, monkeypatc
     result = CliRunner().invoke(app, ["report", str(made), "--export", "x.jsonl", "--format", "md"])
     assert result.exit_code == 2
     assert "--export makes no report, so --format cannot be given with it." in " ".join(result.stderr.split())
+
+
+def test_files_written_at_the_same_time_lose_nothing(made: Path, tmp_path: Path) -> None:
+    parts = []
+    for name in ("fedavg", "pfedhn"):
+        parts.append(tmp_path / name)
+        shutil.copytree(made, parts[-1])
+        for result in parts[-1].glob("*/result.json"):
+            if not result.parent.name.startswith(name):
+                result.unlink()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda part: export([part], tmp_path / "all.jsonl"), parts * 4))
+    export(parts, tmp_path / "one.jsonl")
+    assert (tmp_path / "all.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+
+
+def test_what_cannot_be_written_is_named_as_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        write_atomically(tmp_path / "x.jsonl", b"")
+    assert caught.value.filename == str(tmp_path / "x.jsonl")
+
+
+def test_a_folder_of_directories_names_them(made: Path) -> None:
+    with pytest.raises(RunError, match=f"no .jsonl file of results; give .*{made.name}"):
+        read(made.parent)
 
 
 # The page

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pfedhn.checkpoint import write_atomically
+from pfedhn.checkpoint import one_at_a_time, write_atomically
 from pfedhn.experiment import Cell, Experiment, find_run, from_table
 from pfedhn.run import RunError
 from pfedhn.runner import Directory, read_result
@@ -48,7 +48,9 @@ def read(path: Path) -> list[Runs]:
         return [read_directory(path)]
     files = sorted(path.glob("*.jsonl"))
     if not files:
-        raise RunError(f"{path} holds no experiment and no .jsonl file of results.")
+        inside = sorted(file.parent for file in path.glob("*/experiment.toml"))
+        hint = f"; give {' or '.join(map(str, inside[:3]))}" if inside else ""
+        raise RunError(f"{path} holds no experiment and no .jsonl file of results{hint}.")
     return [runs for file in files for runs in read_file(file)]
 
 
@@ -241,7 +243,14 @@ def export(paths: Iterable[Path], file: Path) -> Exported:
     """Put the finished runs of directories into a JSONL file; what it holds of other runs stays.
 
     Runs may still be going on. The file is written whole or not at all, and the same call again changes nothing.
+    Calls at the same time wait for each other.
     """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(file.parent):
+        return _export(paths, file)
+
+
+def _export(paths: Iterable[Path], file: Path) -> Exported:
     kept: dict[str, tuple[Experiment, dict[str, dict[str, Any]]]] = {}
     for runs in read_file(file) if file.exists() else []:
         kept[runs.experiment.name] = runs.experiment, _lines(runs)
@@ -259,7 +268,6 @@ def export(paths: Iterable[Path], file: Path) -> Exported:
         for line in [{"kind": "experiment", **asdict(experiment)}, *_in_order(experiment, lines)]
     ).encode()
     if not file.exists() or file.read_bytes() != content:
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, content)
     replaced = sum(after[key] != line for key, line in before.items())
     return Exported(len(after) - len(before), replaced, len(after))
