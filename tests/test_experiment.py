@@ -155,7 +155,7 @@ def test_only_takes_any_of_several_values_of_a_field() -> None:
     [
         ("metod=pfedhn", "--only: there is no field 'metod'; did you mean 'method'?"),
         ("pfedhn", "--only takes field=value, not 'pfedhn'."),
-        ("clients=51", "--only clients=51 leaves no run of 'table1-cifar10'."),
+        ("clients=51", "--only clients=51 leaves no run of 'table1-cifar10', where clients is 10, 50 or 100."),
     ],
 )
 def test_only_refuses_what_it_does_not_understand(only: str, sentence: str) -> None:

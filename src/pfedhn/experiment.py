@@ -19,7 +19,7 @@ import pfedhn.models as models
 from pfedhn import datasets, partition
 from pfedhn.algorithm import Factory
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.checkpoint import write_atomically
+from pfedhn.checkpoint import one_at_a_time, write_atomically
 from pfedhn.federation import Federation, share_out
 from pfedhn.params import Params
 from pfedhn.run import (
@@ -39,6 +39,8 @@ PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
 }
 LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
 TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
+COUNTS = ("local_steps", "outer_steps", "inner_steps", "embedding_dim", "hidden_dim")
+"""Settings of methods of which there must be one; of all other numbers, none may be negative."""
 FEDERATION_FIELDS = ("dataset", "clients", "partition", "split", "stratify", "data_seed", "labels", "columns")
 
 
@@ -170,7 +172,12 @@ def check(experiment: Experiment) -> None:
 
 def cell_algorithm(cell: Cell) -> AnyAlgorithm:
     kind = type(build_algorithm(cell.method))
-    return build_algorithm(cell.method, checked(kind, cell.settings, cell.method))
+    settings = checked(kind, cell.settings, cell.method)
+    for name, value in settings.items():
+        least = 1 if name in COUNTS else 0
+        if isinstance(value, int | float) and value < least:
+            raise SettingError(f"{cell.method}: {name} = {value} does not fit; it must be at least {least}.")
+    return build_algorithm(cell.method, settings)
 
 
 def from_toml(path: Path) -> Experiment:
@@ -246,10 +253,11 @@ def with_rates(experiment: Experiment, rates: Rates) -> Experiment:
 
 def save_rates(file: Path, experiment: str, rates: Rates) -> None:
     """Put the rates of some methods of an experiment into a file, and keep what else it holds."""
-    table = read_rates(file) if file.exists() else {}
-    table[experiment] = {**table.get(experiment, {}), **rates}
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, f"{RATES_HEADING}\n{to_toml(table)}".encode())
+    with one_at_a_time(file.parent):
+        table = read_rates(file) if file.exists() else {}
+        table[experiment] = {**table.get(experiment, {}), **rates}
+        write_atomically(file, f"{RATES_HEADING}\n{to_toml(table)}".encode())
 
 
 def from_table(table: Mapping[str, Any], name: str) -> Experiment:
@@ -372,6 +380,8 @@ def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Exper
                 cells[number] = _with_values(cell, {target: value})
                 reached = True
         if not reached:
+            if name == "seeds":
+                raise SettingError("--set changes fields of cells; the seeds are given as --seeds 0,1,2.")
             known = sorted(names.union(*(_setting_names(cell.method) for cell in cells)))
             raise SettingError(f"--set: no cell has a field {name!r}; {closest(name, known)}")
     return replace(experiment, cells=_distinct(cells))
@@ -406,8 +416,16 @@ def select(experiment: Experiment, only: Sequence[str], seeds: Sequence[int] | N
     all_runs = replace(experiment, seeds=tuple(seeds or experiment.seeds)).runs()
     chosen = [run for run, (cell, _) in all_runs.items() if matches(run, cell)]
     if not chosen:
-        raise SettingError(f"--only {' '.join(only)} leaves no run of {experiment.name!r}.")
+        there = [f"{name} is {_values_of(name, all_runs)}" for name in wanted]
+        raise SettingError(f"--only {' '.join(only)} leaves no run of {experiment.name!r}, where {'; '.join(there)}.")
     return chosen
+
+
+def _values_of(field: str, runs: Mapping[str, tuple[Cell, int]]) -> str:
+    """Every value that a field of an experiment has; "pfedhn, local or fedavg"."""
+    values = [{"name": run.rpartition("-seed")[0], **flat_fields(cell)}.get(field) for run, (cell, _) in runs.items()]
+    words = list(dict.fromkeys("none" if value is None else str(value) for value in values))
+    return " or ".join([*([", ".join(words[:-1])] if words[:-1] else []), words[-1]])
 
 
 def build_partition(cell: Cell) -> partition.Partition:
