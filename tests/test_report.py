@@ -293,6 +293,21 @@ def test_the_terminal_keeps_numbers_whole_beside_two_stages(tmp_path: Path) -> N
     ]
 
 
+def test_the_terminal_breaks_a_long_method_before_its_settings_and_no_heading(tmp_path: Path) -> None:
+    cells = tuple(replace(CELLS[1], method="pfedhn", settings={"lr": rate}) for rate in (0.01, 0.05))
+    experiment = Experiment("rates", cells, (0, 1))
+    Directory(tmp_path / "rates").open(experiment, list(experiment.runs()))
+    for name in experiment.runs():
+        put_run(tmp_path / "rates", name, [4, 4, 2, 0])
+    (report,) = collect([tmp_path / "rates"])
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(to_terminal(report))
+    lines = stream.getvalue().splitlines()
+    headings = ["method", "over clients", "over samples", "seeds", "steps", "up", "down", "time"]
+    assert any(re.split(r"\s{2,}", line.strip()) == headings for line in lines)
+    assert any(line.strip() == "lr=0.01" for line in lines)
+
+
 def test_a_method_that_sends_nothing_is_drawn_across(found: Report) -> None:
     from matplotlib.figure import Figure
 

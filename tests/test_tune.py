@@ -129,7 +129,7 @@ def test_tuned_settings_of_the_file_do_not_matter_but_others_do() -> None:
         ("lg-fedavg takes the rates of fedavg; tune that instead.", "--only method=lg-fedavg"),
         ("there is no grid for the method 'fedavgg'; did you mean 'fedavg'?", "--only method=fedavgg"),
         ("'mine' has no such cell of local to tune.", "--only method=local"),
-        ("--only clients=5 leaves no run of 'mine'.", "--only clients=5"),
+        ("--only clients=5 leaves no run of 'mine', where clients is 4, 6 or 8.", "--only clients=5"),
         ("--set local_lr cannot be given: it is what is to be chosen.", "--set local_lr=0.1"),
         ("--set fedavg.local_lr cannot be given", "--set fedavg.local_lr=0.1"),
         ("unless it is named; --only method=pfedhn tunes pfedhn.", "--set method=pfedhn --set pretrain=none"),
@@ -139,6 +139,8 @@ def test_tuned_settings_of_the_file_do_not_matter_but_others_do() -> None:
         ("--jobs is 0; it must be at least 1.", "--jobs 0"),
         ("full is not empty and holds no tuning; give another --out.", "--out full"),
         ("spoilt.toml is damaged", "--save spoilt.toml"),
+        ("full is a folder; the rates need a file.", "--save full"),
+        ("thesis.doc/rates.toml cannot be written (Not a directory)", "--save full/thesis.doc/rates.toml"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_code_2(sentence: str, arguments: str) -> None:
@@ -203,7 +205,12 @@ def with_a_bad_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("with_a_bad_rate")
 def test_tune_writes_the_table_the_record_and_rates_that_run_then_uses() -> None:
-    shown = succeed("tune", "mine.toml", "--finalists", "2", "--jobs", "1").stdout
+    said = succeed("tune", "mine.toml", "--finalists", "2", "--jobs", "1")
+    shown = said.stdout
+    assert ": validation " in said.stderr  # a test score that is seen is a test score that chooses
+    assert ": test " not in said.stderr
+    assert "Not tuned, and kept as it was: pfedhn (--only method=pfedhn tunes it)." in shown
+    assert shown.endswith("Next: `pfedhn run mine.toml` uses them.\n")
     record = json.loads(Path("runs/mine-tuning/tuning.json").read_text())
     assert record["experiment"] == "mine"
     fedavg = record["methods"]["fedavg"]
@@ -228,7 +235,8 @@ def test_tune_writes_the_table_the_record_and_rates_that_run_then_uses() -> None
 
     chosen = {"fedavg": best["rates"], "lg-fedavg": best["rates"]}
     assert read_rates(Path("runs/mine-tuning/rates.toml")) == read_rates(Path("mine.rates.toml")) == {"mine": chosen}
-    succeed("run", "mine.toml", "--only", "method=lg-fedavg,clients=4")
+    used = succeed("run", "mine.toml", "--only", "method=lg-fedavg,clients=4")
+    assert f"Learning rates: {Path('mine.rates.toml').resolve()}" in used.stderr
     for method in ("fedavg", "lg-fedavg"):
         result = json.loads(Path(f"runs/mine/{method}-digits-4-seed0/result.json").read_text())
         assert result["cell"]["settings"] == {"local_steps": 1, **best["rates"]}

@@ -145,7 +145,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="FIELD=VALUE",
-        help="Change a field of every cell (steps=100, partition.classes_per_client=2), a setting of every method "
+        help="Change a field of every cell (steps=100, partition.alpha=0.1), a setting of every method "
         "that has it (local_lr=0.01) or of one method (pfedhn.lr=0.05). Can be given several times.",
     ),
 ]
@@ -327,6 +327,8 @@ def run(
             if not rates.is_file():
                 raise SettingError(f"there is no file {rates}.")
             chosen = with_rates_of(chosen, rates)
+        if (file := rates or _rates_beside(source)) is not None:
+            Console(stderr=True).print(f"Learning rates: {escape(str(file))}", highlight=False, soft_wrap=True)
         chosen = experiments.with_assignments(chosen, parse_assignments(assignments or []))
         experiments.check(chosen)
         names = experiments.select(chosen, only or [], _numbers(seeds))
@@ -362,6 +364,12 @@ def _find(name: str) -> tuple[Experiment, str]:
     raise SettingError(f"there is no experiment {name!r}; {closest(name, EXPERIMENTS)}")
 
 
+def _rates_beside(source: str) -> Path | None:
+    """The file of rates that was read with a user's experiment file."""
+    file = None if source in EXPERIMENTS else experiments.rates_file(Path(source))
+    return file if file is not None and file.exists() else None
+
+
 def _numbers(texts: Sequence[str] | None) -> list[int] | None:
     """`["0,1", "2"]` -> [0, 1, 2]."""
     if not texts:
@@ -382,7 +390,9 @@ def _device(name: str) -> str:
     return name
 
 
-def _run(chosen: Experiment, names: Sequence[str], path: Path, options: Options, jobs: int | None) -> Outcome:
+def _run(
+    chosen: Experiment, names: Sequence[str], path: Path, options: Options, jobs: int | None, pool: str = "test"
+) -> Outcome:
     """Everything between a checked command and its outcome."""
     options.check()
     if jobs is not None and jobs < 1:
@@ -404,7 +414,7 @@ def _run(chosen: Experiment, names: Sequence[str], path: Path, options: Options,
     if len(left) < len(names):
         screen.print(f"{len(names) - len(left)} of {len(names)} runs are finished already.", highlight=False)
     try:
-        with Display(len(left), screen) as display:
+        with Display(len(left), screen, pool) as display:
             return runner.run_many(path, chosen, names, jobs=jobs, options=options, listen=display)
     except KeyboardInterrupt:
         raise Stopped(f"stopped; `pfedhn run --resume {path}` goes on.") from None
@@ -434,7 +444,11 @@ def tune(
     assignments: SetOption = None,
     only: Annotated[
         list[str] | None,
-        typer.Option("--only", metavar="FIELD=VALUE,...", help="Only these: method=fedavg. Tunes pFedHN if named."),
+        typer.Option(
+            "--only",
+            metavar="FIELD=VALUE,...",
+            help="Only these methods or cells: method=fedavg. pFedHN and pFedHN-PC are tuned only if named here.",
+        ),
     ] = None,
     seeds: Annotated[
         list[str] | None,
@@ -461,13 +475,14 @@ def tune(
 ) -> None:
     """Choose learning rates on validation rows, from the paper's grids.
 
-    Every point of a method's grid is run for a fifth of the steps, the best three
-    for all of them; the best validation score wins. 50 clients are used if the
-    experiment has such a cell, else the middle one of its numbers. After Ctrl-C or
-    a crash, the same command goes on.
+    Every point of a method's grid is run for a fifth of the steps, the best
+    three for all of them; the best validation score wins. pFedHN keeps its
+    authors' rates unless --only names it. 50 clients are used if the experiment
+    has such a cell, else the middle one of its numbers. After Ctrl-C or a crash,
+    the same command goes on.
 
-    The choice is kept in DIR/rates.toml. For FILE.toml it is also kept beside it,
-    where `pfedhn run` finds it.
+    The choice is kept in DIR/rates.toml. For mine.toml it is also kept beside
+    it, in mine.rates.toml, where `pfedhn run mine.toml` finds it.
 
     \b
     [bold]Examples[/]
@@ -486,8 +501,12 @@ def tune(
     path = out or Path("runs") / f"{chosen.name}-tuning"
     tuning.refuse_other(path)
     for file in (save, path / "rates.toml"):
+        if file is not None and file.is_dir():
+            raise SettingError(f"{file} is a folder; the rates need a file.")
         if file is not None and file.exists():
             experiments.read_rates(file)  # a damaged one is refused now, not after hours
+    if save is not None and (trouble := _write_trouble(save.parent)) is not None:
+        raise SettingError(f"{save} cannot be written ({trouble}); give another file as --save.")
     tuning.read_record(path / "tuning.json")
     options = Options(data_dir=None if data_dir is None else data_dir.expanduser().resolve())
     options = replace(options, device=_device(device or "auto"))
@@ -504,7 +523,15 @@ def tune(
     for file in (path / "rates.toml", save):
         if file is not None and found.rates():
             experiments.save_rates(file, chosen.name, found.rates())
-            typer.echo(f"The rates: {file}")
+            typer.echo(f"Learning rates: {file}")
+    present = {cell.method for cell in chosen.cells}
+    if left := [method for method in tuning.ONLY_WHEN_NAMED if method in present and method not in study.methods]:
+        how = ",".join(f"method={method}" for method in left)
+        typer.echo(f"Not tuned, and kept as it was: {', '.join(left)} (--only {how} tunes it).")
+    if found.rates():
+        is_found_by_itself = experiment not in EXPERIMENTS and save == experiments.rates_file(Path(source))
+        with_file = "" if is_found_by_itself else f" --rates {shlex.quote(str(path / 'rates.toml'))}"
+        typer.echo(f"Next: `pfedhn run {shlex.quote(experiment)}{with_file}` uses them.")
     if lost := [method for method in study.methods if found.winner(method) is None]:
         _complain(f"every point of {', '.join(lost)} diverged; no rate was chosen for it.")
         raise typer.Exit(FAILED)
@@ -523,7 +550,8 @@ def _run_stage(
     options = replace(options, source=str((path / "experiment.toml").resolve()))
     Console(stderr=True).print(f"[bold]{escape(study.stages[stage].title)}[/]", highlight=False)
     try:
-        outcome = _run(study.stages[stage], study.runs(stage, points), path, options, jobs)
+        # No test score is shown: who sees it while choosing has chosen by it.
+        outcome = _run(study.stages[stage], study.runs(stage, points), path, options, jobs, pool="validation")
     except Stopped:
         raise Stopped("stopped; the same command goes on.") from None
     _end(Outcome(failures={name: why for name, why in outcome.failures.items() if not why.has_diverged}))
@@ -580,11 +608,13 @@ def report(
         raise SettingError(f"--average {average} does not fit; it takes clients or samples.")
     over: reports.Average = "samples" if average == "samples" else "clients"
     wanted = [part.strip() for text in formats or [] for part in text.split(",")]
+    reports.check_formats(wanted)
     if export is not None:
         if given := next((name for name, value in (("--out", out), ("--format", formats)) if value), None):
             raise SettingError(f"--export makes no report, so {given} cannot be given with it.")
         done = results.export(paths, export)
-        typer.echo(f"{export}: {done.new} runs added, {done.replaced} replaced, {done.total} in all.")
+        added = "1 run" if done.new == 1 else f"{done.new} runs"
+        typer.echo(f"{export}: {added} added, {done.replaced} replaced, {done.total} in all.")
         return
     found = reports.collect(paths)
     console = Console()

@@ -75,21 +75,25 @@ def score_text(run: Any) -> str:
     return f"validation {100 * validation['sample_mean']:.1f} %"
 
 
-def result_text(result: Mapping[str, Any]) -> str:
-    """One finished run in a line."""
-    test = result["test"]
-    if "client_mean" in test:
-        scores = f"test {100 * test['client_mean']:.2f} % over clients, {100 * test['sample_mean']:.2f} % over samples"
-    else:
-        scores = f"test loss {test['loss']:.4f}"
-    return f"{scores}, {result['seconds']:.1f} s"
+def result_text(result: Mapping[str, Any], pool: str = "test") -> str:
+    """One finished run in a line, with its scores on one pool."""
+    scores = result[pool]
+    text = f"{pool} loss {scores['loss']:.4f}"
+    if "client_mean" in scores:
+        over_clients, over_samples = (f"{100 * scores[name]:.2f} %" for name in ("client_mean", "sample_mean"))
+        text = f"{pool} {over_clients} over clients, {over_samples} over samples"
+    return f"{text}, {result['seconds']:.1f} s"
 
 
 class Display:
-    """Draws events: live lines on a terminal; elsewhere only what ends or goes wrong, a line each."""
+    """Draws events: live lines on a terminal; elsewhere only what ends or goes wrong, a line each.
 
-    def __init__(self, num_runs: int, console: Console | None = None) -> None:
+    pool: whose scores the line of a finished run has.
+    """
+
+    def __init__(self, num_runs: int, console: Console | None = None, pool: str = "test") -> None:
         self.console = console or Console(stderr=True)
+        self.pool = pool
         self.num_runs = num_runs
         self.lines: dict[str, TaskID] = {}
         self.progress = _progress(self.console)
@@ -118,7 +122,7 @@ class Display:
             case Said(run, sentence):
                 self.console.print(f"{escape(run)}: {escape(sentence)}", highlight=False, soft_wrap=True)
             case Finished(run, result):
-                self._end(run, f"[green]done[/]    {escape(run)}: {escape(result_text(result))}")
+                self._end(run, f"[green]done[/]    {escape(run)}: {escape(result_text(result, self.pool))}")
             case Failed(run, _):  # why is said at the end, where it can be seen
                 self._end(run, f"[red]failed[/]  {escape(run)}")
 

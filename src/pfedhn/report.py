@@ -398,9 +398,11 @@ def _rich_table(lines: Sequence[Sequence[str]], title: str | None) -> Table:
     heading = None if title is None else escape(title)
     table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, name in enumerate(lines[0]):
-        # Where a terminal is narrow, steps may break once ("5,000 + 1,000"): all else is read worse in two parts.
-        is_whole = number == 0 or name in ("up", "down", "time", "seeds", "over clients", "over samples")
-        table.add_column(escape(name), justify="left" if number == 0 else "right", no_wrap=is_whole)
+        # Where a terminal is narrow, steps may break once ("5,000 + 1,000"), and a method before its settings
+        # ("pfedhn lr=0.01"): all else is read worse in two parts.
+        is_whole = name in ("up", "down", "time", "seeds", "over clients", "over samples")
+        is_whole |= number == 0 and not any(" " in line[0] for line in lines)
+        table.add_column(escape(name), justify="left" if number == 0 else "right", no_wrap=is_whole, overflow="fold")
     for line in lines[1:]:
         table.add_row(*(escape(cell).replace(" + ", " +\N{NO-BREAK SPACE}") for cell in line))
     return table
@@ -840,13 +842,17 @@ def pictures_of(reports: Sequence[Report], average: Average = "clients") -> dict
     return drawn
 
 
+def check_formats(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in FORMATS:
+            raise SettingError(f"there is no format {name!r}; {closest(name, FORMATS)}")
+
+
 def write(
     reports: Sequence[Report], out: Path, formats: Sequence[str] = FORMATS, average: Average = "clients"
 ) -> list[Path]:
     """Write the report in the formats asked for; returns the files."""
-    for name in formats:
-        if name not in FORMATS:
-            raise SettingError(f"there is no format {name!r}; {closest(name, FORMATS)}")
+    check_formats(formats)
     if not reports:
         raise RunError("there is nothing to report; name a directory that `pfedhn run` made.")
     pictures = pictures_of(reports, average) if {"png", "html"} & set(formats) else {}

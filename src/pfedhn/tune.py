@@ -149,12 +149,13 @@ class Findings:
         """Every point with its validation scores, a table for each method."""
         for method in self.study.methods:
             points, finalists, winner = self.study.points_of(method), self.finalists(method), self.winner(method)
-            title = f"{method}, {points[0].cell.clients} clients: validation score after"
+            title = f"{method}, {points[0].cell.clients} clients: validation score"
             table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+            table.min_width = len(title)  # else a narrow table breaks its own heading
             for name in GRIDS[method]:
                 table.add_column(name, justify="right")
             for stage in STAGES:
-                table.add_column(f"{self.study.steps(stage, points[0]):,} steps", justify="right")
+                table.add_column(f"after {self.study.steps(stage, points[0]):,} steps", justify="right")
             table.add_column("")
             for point in points:
                 table.add_row(
