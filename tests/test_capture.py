@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -165,6 +166,7 @@ def test_splits_of_other_lengths_share_what_was_traced(federation: Federation, m
     """A few rows more or less that nobody has, as from seed to seed, or a longer run, compile nothing anew."""
     traces: list[object] = []
     trace = executors.make_fx
+    monkeypatch.setattr(capture, "_borrowed", {})
     monkeypatch.setattr(executors, "make_fx", lambda function: traces.append(function) or trace(function))
     rows = federation.pools["train"]
     fewer = replace(rows, index=rows.index[:-1], size=rows.size - (torch.arange(len(rows)) == len(rows) - 1).long())
@@ -185,6 +187,7 @@ def test_points_of_a_grid_share_what_was_traced(
     """Other rates and seeds trace nothing anew and are not taken for the first ones; other settings are traced."""
     traces: list[object] = []
     trace = executors.make_fx
+    monkeypatch.setattr(capture, "_borrowed", {})
     monkeypatch.setattr(executors, "make_fx", lambda function: traces.append(function) or trace(function))
     target = {"mlp": model()}
     first = algorithm(method)
@@ -246,6 +249,49 @@ def test_what_cannot_be_captured_runs_all_the_same(
     assert caplog.text.count("cannot be captured") == 1
     assert "not permitted" in caplog.text
     assert "much more" not in caplog.text
+
+
+def test_a_capture_that_fails_leaves_the_stream(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for `torch.cuda.graph`, which does not go back to the stream before when capturing fails."""
+    streams = ["default"]
+
+    class Graph:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __enter__(self) -> None:
+            streams.append("capturing")
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("capture failed")
+
+    @contextmanager
+    def on_stream(self: CapturedRun) -> Iterator[None]:
+        before = list(streams)
+        try:
+            yield
+        finally:
+            streams[:] = before
+
+    run = CapturedRun(simulation := simulate(PFedHN(local_steps=2), federation), simulation.initial_state())
+    run.stream = Mock()
+    monkeypatch.setattr(CapturedRun, "_on_stream", on_stream)
+    for name in ("current_stream", "synchronize", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    with pytest.raises(RuntimeError, match="capture failed"):
+        run.prepare()
+    assert streams == ["default"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_captured_on_another_card(federation: Federation) -> None:
+    there = federation.to("cuda:1", torch.float32)
+    target = {"mlp": replace(model(dtype=torch.float32), device=torch.device("cuda:1"))}
+    runs = [simulate(PFedHN(local_steps=2), there, target, rounds=3, executor=name) for name in ("loop", "captured")]
+    states = [run.initial_state() for run in runs]
+    for run, state in zip(runs, states, strict=True):
+        list(rounds(run, state))
+    assert_close(memories_of(states[1]), memories_of(states[0]), rtol=1e-4, atol=1e-6)
 
 
 def test_a_network_that_cannot_be_traced_runs_step_by_step(

@@ -217,7 +217,7 @@ class CapturedRun:
         self.is_cuda = device.type == "cuda"
         if self.is_cuda:
             keep_compiled()
-        self.stream = torch.cuda.Stream() if self.is_cuda else None
+        self.stream = torch.cuda.Stream(device) if self.is_cuda else None  # a bare one is the first card's
         self.pool = torch.cuda.graph_pool_handle() if self.is_cuda else None  # no two graphs of a run work at a time
         self.counter = torch.tensor(state.round, device=device)
         self.bad = torch.full((2,), -1, device=device)  # first round and client whose numbers were not finite
@@ -352,18 +352,18 @@ class CapturedRun:
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | Repeated:
         """Warm up on the capturing stream, then capture."""
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        with self._on_stream():
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with self._on_stream():  # which is also left where capturing fails: `torch.cuda.graph` then stays on its stream
             kept = copy((self.counter, self.bad))  # here: rounds before this may still be counting on the stream
             self.bad.zero_()  # as if a number had not been finite: nothing is written
             work()
             _restore((self.counter, self.bad), kept)
-        if self.stream is None:
-            return Repeated(work)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-            work()
+            if self.stream is None:
+                return Repeated(work)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                work()
         return graph
 
     def prepare(self) -> None:
