@@ -6,8 +6,10 @@ import random
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from conftest import assert_same_bits, memories_of, simulate
 
 from pfedhn.algorithms import ALGORITHMS
@@ -171,6 +173,16 @@ def test_a_run_that_diverges_leaves_its_last_good_state(executor: str, federatio
     assert state is not None
     assert state.round == 0
     assert all(bool(leaf.isfinite().all()) for leaf in state.memories.shared.phi.values())
+
+
+def test_a_checkpoint_waits_for_the_card_that_computes(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, waited = simulation("fedavg", federation), Mock()
+    monkeypatch.setattr(torch.cuda, "synchronize", waited)
+    there = Mock(clients_per_round=2, federation=Mock(x=Mock(is_cuda=True, device="cuda:1")))
+    save_state(tmp_path, one.initial_state(), there)
+    waited.assert_called_once_with("cuda:1")
 
 
 def test_a_state_that_is_not_finite_is_not_written(federation: Federation, tmp_path: Path) -> None:

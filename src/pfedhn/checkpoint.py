@@ -65,7 +65,8 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 def save_state(directory: Path, state: State, simulation: Simulation) -> None:
     """Write `state`; older checkpoints than the last two are removed. A state that has diverged is not written."""
     if simulation.federation.x.is_cuda:
-        torch.cuda.synchronize()  # a captured run writes on a stream of its own, which nothing here would wait for
+        # A captured run writes on a stream of its own, which nothing here would wait for.
+        torch.cuda.synchronize(simulation.federation.x.device)
     if state.bad is not None and int(state.bad[0]) >= 0:
         return  # its rounds count on while its memories stand still; the next evaluation notices
     if not all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(state.memories.shared)):
