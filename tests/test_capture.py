@@ -310,6 +310,20 @@ def test_a_network_that_cannot_be_traced_runs_step_by_step(
     assert caplog.text.count("cannot be traced") == 1
 
 
+def test_what_was_compiled_for_runs_of_the_past_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network with buffers is compiled for each run, since they are constants of its graph."""
+    monkeypatch.setattr(capture, "_compiled", {})
+    monkeypatch.setattr(capture, "MAX_BORROWED", 2)
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+    on_gpu = Mock(is_cuda=True, shape=(), dtype=torch.float32)
+    for number in range(3):
+        constant = torch.tensor(float(number))
+        graph = executors.make_fx(constant.add)(torch.tensor(1.0))
+        compiled = capture.compile_graph(graph, [on_gpu])
+        assert compiled(torch.tensor(1.0)) == 1 + number
+    assert len(capture._compiled) == 2
+
+
 def test_what_is_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the package's cache, unless somebody has said where."""
     monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path))

@@ -55,6 +55,8 @@ def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool
         inductor.combo_kernels = True  # small independent kernels become one
         inductor.autotune_num_choices_displayed = 0
         mode = "max-autotune-no-cudagraphs" if is_step and is_autotuned() else None
+        while len(_compiled) >= MAX_BORROWED:  # runs that use it hold on to it; nobody else needs one with constants
+            del _compiled[next(iter(_compiled))]
         _compiled[key] = torch.compile(graph, dynamic=False, fullgraph=True, mode=mode)
     return _compiled[key]
 
