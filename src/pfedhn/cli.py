@@ -525,7 +525,8 @@ def tune(
             experiments.save_rates(file, chosen.name, found.rates())
             typer.echo(f"Learning rates: {file}")
     present = {cell.method for cell in chosen.cells}
-    if left := [method for method in tuning.ONLY_WHEN_NAMED if method in present and method not in study.methods]:
+    left = [method for method in tuning.ONLY_WHEN_NAMED if method in present and method not in study.methods]
+    if left and not any("method=" in text for text in only or []):  # who names methods knows
         how = ",".join(f"method={method}" for method in left)
         typer.echo(f"Not tuned, and kept as it was: {', '.join(left)} (--only {how} tunes it).")
     if found.rates():

@@ -79,7 +79,9 @@ def result_text(result: Mapping[str, Any], pool: str = "test") -> str:
     """One finished run in a line, with its scores on one pool."""
     scores = result[pool]
     text = f"{pool} loss {scores['loss']:.4f}"
-    if "client_mean" in scores:
+    if scores.get("rows") == 0:
+        text = f"no {pool} rows"
+    elif "client_mean" in scores:
         over_clients, over_samples = (f"{100 * scores[name]:.2f} %" for name in ("client_mean", "sample_mean"))
         text = f"{pool} {over_clients} over clients, {over_samples} over samples"
     return f"{text}, {result['seconds']:.1f} s"

@@ -71,9 +71,11 @@ class Summary(NamedTuple):
 
 def summarise(values: Iterable[float]) -> Summary | None:
     found = [float(value) for value in values]
+    found = [value for value in found if not math.isnan(value)]  # a federation without test rows has no score
     if not found:
         return None
-    return Summary(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, len(found))
+    has_deviation = len(found) > 1 and all(map(math.isfinite, found))  # a loss may be infinite
+    return Summary(statistics.fmean(found), statistics.stdev(found) if has_deviation else None, len(found))
 
 
 @dataclass(frozen=True)
@@ -130,14 +132,15 @@ class Entry:
         return 100 * numpy.divide(correct, rows, out=numpy.full_like(rows, numpy.nan), where=rows > 0)
 
     def curve(self, seed: int, average: Average = "clients") -> dict[int, float]:
-        """Communication steps -> test accuracy in per cent (or loss)."""
+        """Communication steps -> test accuracy in per cent (or loss); empty where there are no test rows."""
         key = {"clients": "client_mean", "samples": "sample_mean"}[average]
-        return {
+        values = {
             self.steps_before + record["step"]: 100 * record["test"][key]
             if key in record["test"]
             else record["test"]["loss"]
             for record in self.metrics[seed]
         }
+        return {step: value for step, value in values.items() if not math.isnan(value)}
 
 
 @dataclass(frozen=True)
@@ -606,7 +609,7 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
     """Accuracy against communication steps: the mean of the seeds, and a band from the lowest to the highest."""
     drawn: list[tuple[Entry, str, float, float]] = []
     for entry in entries:
-        curves = [entry.curve(seed, average) for seed in entry.metrics]
+        curves = [curve for seed in entry.metrics if (curve := entry.curve(seed, average))]
         if not curves:
             continue
         steps = sorted(set.intersection(*(set(curve) for curve in curves)))
@@ -671,7 +674,7 @@ def _label_ends(axes: Any, drawn: Sequence[tuple[Entry, str, float, float]]) -> 
 
 def plot_clients(axes: Any, entries: Sequence[Entry], against: Entry | None = None) -> None:
     """A dot for each client and seed at its own test accuracy, a bar at the mean; below, who beats training alone."""
-    entries = [entry for entry in entries if entry.results and entry.has_accuracy]
+    entries = [entry for entry in entries if entry.test() is not None and entry.has_accuracy]
     labels = []
     lowest = 100.0
     for place, entry in enumerate(entries):
@@ -729,7 +732,7 @@ def _tidy(axes: Any) -> None:
 
 def draw_curves(report: Report, column: Column, average: Average = "clients", dpi: int = 150) -> bytes | None:
     """None where no run has begun."""
-    if not any(entry.metrics for entry in report.in_column(column)):
+    if not any(entry.curve(seed) for entry in report.in_column(column) for seed in entry.metrics):
         return None
     figure = _figure(8.0, 4.8)
     axes = figure.subplots()
@@ -740,7 +743,7 @@ def draw_curves(report: Report, column: Column, average: Average = "clients", dp
 
 def draw_clients(report: Report, column: Column) -> bytes | None:
     """None where no run is finished, or none has accuracies."""
-    entries = [entry for entry in report.in_column(column) if entry.results and entry.has_accuracy]
+    entries = [entry for entry in report.in_column(column) if entry.test() is not None and entry.has_accuracy]
     if not entries:
         return None
     figure = _figure(max(5.0, 1.5 * len(entries) + 1), 5.0)
