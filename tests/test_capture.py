@@ -67,6 +67,22 @@ def test_memories_share_nothing_with_one_another_or_the_start(method: str, feder
     assert_same_bits(start, before)
 
 
+@pytest.mark.parametrize("method", ["local", "fedper", "pfedhn-pc"])
+def test_a_large_cohort_trains_some_at_a_time(
+    method: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "MAX_TOGETHER", 2)
+    batches = []
+    train = CapturedRun._train
+    monkeypatch.setattr(
+        CapturedRun, "_train", lambda self, *arguments: batches.append(arguments[-1]) or train(self, *arguments)
+    )
+    expected = finish(simulate(algorithm(method), federation, rounds=3, cohort=5, executor="loop"))
+    state, _ = captured(simulate(algorithm(method), federation, rounds=3, cohort=5))
+    assert_close(memories_of(state), memories_of(expected))
+    assert {len(some.mask) for some in batches} <= {1, 2}
+
+
 @pytest.mark.parametrize("cohort", [1, 4])
 def test_several_architectures(cohort: int, federation: Federation) -> None:
     models = {name: model(name) for name in ("mlp", "wide")}

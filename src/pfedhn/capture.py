@@ -34,6 +34,7 @@ Signature: TypeAlias = tuple[tuple[str, int], ...]
 _compiled: dict[Any, Function] = {}
 _borrowed: dict[Any, Traced | TracedScan] = {}
 MAX_BORROWED = 256
+MAX_TOGETHER = 32  # clients whose minibatches are in memory at a time; they fill a card
 MIN_ROUNDS = 8192  # the schedule's length: runs of other lengths, as in tuning, are not compiled for anew
 
 
@@ -139,31 +140,35 @@ def send_to_all(algorithm: Algorithm[Any, Any, Any], model: Model, shared: Any, 
     return {name: value.expand(count, *value.shape) for name, value in algorithm.send(model, shared, rows).items()}
 
 
-def before_training(
-    algorithm: Algorithm[Any, Any, Any], models: Mapping[str, Model], signature: Signature, width: int
-) -> Function:
-    """Who takes part, what they receive and which rows they train on."""
+def before_training(algorithm: Algorithm[Any, Any, Any], models: Mapping[str, Model], signature: Signature) -> Function:
+    """Who takes part, what they receive and what they remember."""
 
-    def before(
-        rates: Params, counter: Tensor, batch_key: Tensor, schedule: Tensor, memories: Any, slots: Any, data: Any
-    ) -> Any:
+    def before(rates: Params, counter: Tensor, schedule: Tensor, memories: Any, slots: Any) -> Any:
         shared, rows_table, private_tables = memories
-        x, y, index, offset, size, steps = data
-        everybody = schedule.index_select(0, counter.reshape(1)).squeeze(0)  # schedule[counter] would ask the host
-        key = keys.fold(batch_key, counter)
+        # schedule[counter] would ask the host. Where everybody takes part in every round, the schedule has one line.
+        everybody = schedule.index_select(0, counter.remainder(len(schedule)).reshape(1)).squeeze(0)
         results = []
         start = 0
         for name, count in signature:
             members = everybody[start : start + count]
             start += count
             rows = take(rows_table, members)
-            batches = draw_batches(x, y, Rows(index, offset, size), members, key, steps, width)
             private = take(private_tables[name], slots[name][members])
             received = send_to_all(with_rates(algorithm, rates), models[name], shared, rows, count)
-            results.append((members, rows, received, private, batches))
+            results.append((members, rows, received, private))
         return results
 
     return before
+
+
+def drawing(width: int) -> Function:
+    """The rows that some clients train on in a round."""
+
+    def draw(counter: Tensor, batch_key: Tensor, members: Tensor, data: Any) -> Batches:
+        x, y, index, offset, size, steps = data
+        return draw_batches(x, y, Rows(index, offset, size), members, keys.fold(batch_key, counter), steps, width)
+
+    return draw
 
 
 def after_training(algorithm: Algorithm[Any, Any, Any], models: Mapping[str, Model], signature: Signature) -> Function:
@@ -231,13 +236,13 @@ class CapturedRun:
         index = simulation.federation.pools["train"].index
         # As long as the data: seeds leave a few rows more or less to nobody, and must not be compiled for one by one.
         self.index = functional.pad(index, (0, max(0, len(simulation.federation.x) - len(index))))
-        rounds = torch.arange(simulation.num_rounds)
+        is_everybody = simulation.clients_per_round == simulation.federation.num_clients
         members = cohort(
             keys.fold(simulation.seed, "rounds"),
-            rounds if simulation.clients_per_round < simulation.federation.num_clients else 0,
+            torch.arange(1 if is_everybody else simulation.num_rounds),
             simulation.federation.num_clients,
             simulation.clients_per_round,
-        ).expand(simulation.num_rounds, -1)
+        ).reshape(-1, simulation.clients_per_round)
         order = {name: number for number, name in enumerate(simulation.models)}
         self.signatures: list[Signature] = []
         if len(order) > 1:  # one graph per make-up of the cohort: clients of one architecture side by side
@@ -248,7 +253,9 @@ class CapturedRun:
             self.signatures = [tuple((name, count[name]) for name in order if count[name]) for count in counts]
         else:
             self.signatures = [((next(iter(order)), simulation.clients_per_round),)] * simulation.num_rounds
-        spare = max(MIN_ROUNDS, kernels.power_of_two(simulation.num_rounds)) - simulation.num_rounds
+        if is_everybody:
+            self.signatures = self.signatures[:1] * simulation.num_rounds
+        spare = 0 if is_everybody else max(MIN_ROUNDS, kernels.power_of_two(len(members))) - len(members)
         self.schedule = functional.pad(members, (0, 0, 0, spare)).to(device)
         self.slots = {}
         for name, table in state.memories.private.items():
@@ -262,13 +269,14 @@ class CapturedRun:
         shape = (simulation.federation.num_clients, len(EVALUATED_POOLS), 2)
         self.scores = torch.zeros(shape, dtype=torch.float64, device=device)
         width = min(simulation.schedule.batch_size, simulation.federation.largest_train_size)
+        self.draw = borrow(self._key("draw", width), lambda: Traced(drawing(width), compile_once))
         about = (simulation.algorithm, simulation.models)
         self.before: dict[Signature, Traced] = {}
         self.after: dict[Signature, Traced] = {}
         for s in set(self.signatures):
-            before = partial(Traced, before_training(*about, s, width), compile_once)
+            before = partial(Traced, before_training(*about, s), compile_once)
             after = partial(Traced, after_training(*about, s), compile_once, writes=True)
-            self.before[s] = borrow(self._key("before", s, width), before)
+            self.before[s] = borrow(self._key("before", s), before)
             self.after[s] = borrow(self._key("after", s), after)
         self.evaluator = EXECUTORS["vectorised"]()
         self.chunks = plan(simulation.federation, simulation.model_of, EVALUATED_POOLS, one_by_one=False)
@@ -287,34 +295,43 @@ class CapturedRun:
         return memories.shared, memories.rows, private
 
     def _round(self, signature: Signature) -> None:
-        memories, simulation, train = self._memories(), self.simulation, self.simulation.federation.pools["train"]
-        data = (simulation.federation.x, simulation.federation.y, self.index, train.offset, train.size, self.steps)
-        prepared = self.before[signature](
-            self.rates, self.counter, self.batch_key, self.schedule, memories, self.slots, data
-        )
+        memories, train = self._memories(), self.simulation.federation.pools["train"]
+        prepared = self.before[signature](self.rates, self.counter, self.schedule, memories, self.slots)
         trained = self._train_all(
             [
-                (simulation.models[name], received, private, batches)
-                for (name, _), (_, _, received, private, batches) in zip(signature, prepared, strict=True)
+                (self.simulation.models[name], members, received, private)
+                for (name, _), (members, _, received, private) in zip(signature, prepared, strict=True)
             ]
         )
         stacked = [(members, rows, *result) for (members, rows, *_), result in zip(prepared, trained, strict=True)]
         self.after[signature](self.rates, self.counter, self.bad, memories, self.slots, train.size, stacked)
 
-    def _train_all(self, groups: Sequence[tuple[Model, Params, Any, Batches]]) -> list[tuple[Params, Any]]:
+    def _train_all(self, groups: Sequence[tuple[Model, Tensor, Params, Any]]) -> list[tuple[Params, Any]]:
         """Every group's local steps, on branches of the graph that do not wait for one another."""
         if not self.is_cuda or len(groups) == 1:
-            return [self._train(*group) for group in groups]
+            return [self._train_group(*group) for group in groups]
         main = torch.cuda.current_stream()
         results = []
         branches = [torch.cuda.Stream() for _ in groups]
         for branch, group in zip(branches, groups, strict=True):
             branch.wait_stream(main)
             with torch.cuda.stream(branch):
-                results.append(self._train(*group))
+                results.append(self._train_group(*group))
         for branch in branches:
             main.wait_stream(branch)
         return results
+
+    def _train_group(self, model: Model, members: Tensor, received: Params, private: Any) -> tuple[Params, Any]:
+        """The clients [C, ...] of one architecture, so many at a time that their minibatches take bounded memory."""
+        federation = self.simulation.federation
+        train = federation.pools["train"]
+        data = (federation.x, federation.y, self.index, train.offset, train.size, self.steps)
+        results = []
+        for some in torch.arange(len(members)).tensor_split(-(-len(members) // MAX_TOGETHER)):
+            part = slice(int(some[0]), int(some[-1]) + 1)
+            batches = self.draw(self.counter, self.batch_key, members[part], data)
+            results.append(self._train(model, *take((received, private), part), batches))
+        return results[0] if len(results) == 1 else pytree.tree_map(lambda *parts: torch.cat(parts), *results)
 
     def _train(self, model: Model, received: Params, private: Any, batches: Batches) -> tuple[Params, Any]:
         """The clients of one architecture, all arguments [C, ...]: together, so that a kernel serves all of them."""
