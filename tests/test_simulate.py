@@ -21,7 +21,7 @@ from conftest import (
 )
 from torch import Tensor, nn
 
-from pfedhn import keys
+from pfedhn import evaluate, keys
 from pfedhn.algorithm import Model
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
@@ -34,6 +34,7 @@ from pfedhn.executors import EXECUTORS
 from pfedhn.federation import Federation, cohort
 from pfedhn.models import cross_entropy, is_correct
 from pfedhn.params import copy, take
+from pfedhn.run import rounds as progress_of
 from pfedhn.simulate import Diverged, Schedule, Simulation, State
 
 SMALL = {"local_steps": 2, "hidden_dim": 6, "local_lr": 0.1}
@@ -321,6 +322,26 @@ def test_scores_of_clients_without_rows(federation: Federation) -> None:
     accuracy = result.metric[others] / result.count[others]
     assert_close(result.client_mean, float(accuracy.mean()))
     assert_close(result.sample_mean, float(result.metric[others].sum() / result.count[others].sum()))
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS, "captured"])
+@pytest.mark.parametrize("method", ["per-fedavg", "pfedhn-pc"])
+def test_a_client_with_many_rows_is_tested_in_parts(
+    federation: Federation, method: str, executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Per-FedAvg adapts before it is tested: every part must see the same adapted model."""
+    algorithm = ALGORITHMS[method](local_steps=2, local_lr=0.1)
+    found = []
+    for limit in (4, 9, 4096):
+        monkeypatch.setattr(evaluate, "ROWS_PER_CHUNK", limit)
+        simulation = simulate(algorithm, federation, rounds=3, cohort=2, evaluate_every=2, executor=executor)
+        assert max(chunk.index.numel() for chunk in simulation.chunks) <= limit
+        evaluations = [p.evaluation for p in progress_of(simulation, simulation.initial_state()) if p.evaluation]
+        found.append([evaluation.pools[pool] for evaluation in evaluations for pool in ("validation", "test")])
+    for *parts, whole in zip(*found, strict=True):
+        for part in parts:
+            assert_close((part.loss, part.metric), (whole.loss, whole.metric))
+            assert torch.equal(part.count, whole.count)
 
 
 # Refusals

@@ -65,7 +65,7 @@ def personal_weights(
 
 @dataclass(frozen=True)
 class Chunk:
-    """Clients of one architecture and like size that are evaluated together."""
+    """Clients of one architecture and like size that are evaluated together, or one client's rows in part."""
 
     model: Model
     clients: list[int]
@@ -91,10 +91,10 @@ def plan(
             last.append(client)
         else:
             groups.append([client])
-    return [_chunk(federation, model_of(group[0]), group, pools) for group in groups]
+    return [chunk for group in groups for chunk in _chunks(federation, model_of(group[0]), group, pools)]
 
 
-def _chunk(federation: Federation, model: Model, clients: list[int], pools: Sequence[str]) -> Chunk:
+def _chunks(federation: Federation, model: Model, clients: list[int], pools: Sequence[str]) -> list[Chunk]:
     lists = [[federation.pools[pool].of(client).cpu() for pool in pools] for client in clients]
     width = max(sum(len(part) for part in parts) for parts in lists)
     index = torch.zeros(len(clients), width, dtype=torch.int64)
@@ -105,8 +105,10 @@ def _chunk(federation: Federation, model: Model, clients: list[int], pools: Sequ
             index[number, start : start + len(part)] = part
             masks[number, pool, start : start + len(part)] = True
             start += len(part)
-    device = federation.x.device
-    return Chunk(model, clients, torch.tensor(clients, device=device), index.to(device), masks.to(device))
+    members, index, masks = (value.to(federation.x.device) for value in (torch.tensor(clients), index, masks))
+    # Only a client that is alone has more rows than this.
+    parts_of_rows = zip(index.split(ROWS_PER_CHUNK, -1), masks.split(ROWS_PER_CHUNK, -1), strict=True)
+    return [Chunk(model, clients, members, *part) for part in parts_of_rows]
 
 
 def score(
@@ -156,7 +158,8 @@ def evaluate(
     num_pools, device = chunks[0].masks.shape[1], federation.x.device
     results = torch.zeros(federation.num_clients, num_pools, 2, dtype=torch.float64, device=device)
     for chunk in chunks:
-        results[chunk.members] = score(
+        # Added: a client may stand in several chunks, though never twice in one.
+        results[chunk.members] += score(
             algorithm,
             chunk,
             federation,
