@@ -3,6 +3,7 @@
 Axes: [N] clients, [C]lients of a cohort, [K] steps, [B]atch.
 """
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -17,6 +18,7 @@ from torch import Tensor
 from pfedhn import keys
 from pfedhn import partition as partitions
 from pfedhn.keys import Key
+from pfedhn.settings import closest
 from pfedhn.sgd import Batches
 
 POOLS = ("train", "validation", "test")
@@ -151,16 +153,11 @@ class Federation:
         start = 0
         for number, client in enumerate(clients):
             if isinstance(client, Mapping):
-                unknown = set(client) - set(POOLS)
-                if unknown:
-                    raise ValueError(
-                        f"client {number} has a pool {sorted(unknown)[0]!r}; the pools are {', '.join(POOLS)}."
-                    )
-                given = {name: client.get(name) for name in POOLS}
-                for name, arrays in given.items():
+                given = _pools(number, client)
+                for name in POOLS:
                     length = 0
-                    if arrays is not None:
-                        x, y = _tensor(arrays[0]), _tensor(arrays[1])
+                    if name in given:
+                        x, y = given[name]
                         _check_lengths(x, y)
                         xs.append(x)
                         ys.append(y)
@@ -199,16 +196,21 @@ class Federation:
 
         To test a million clients takes as long as it sounds: `evaluating` chooses some of them.
         """
-        if num_clients < 1:
-            raise ValueError("a federation needs at least one client.")
+        number = _whole_numbers(num_clients)
+        if number is None or number.ndim or number < 1:
+            raise ValueError(f"a federation needs at least one client, not {_short(num_clients)}.")
+        num_clients = int(number)
         given = zip(POOLS, (train, validation, test), strict=True)
-        sizes = {name: torch.as_tensor(value, dtype=torch.int64).expand(num_clients) for name, value in given}
+        sizes = {name: _counts(name, value, num_clients) for name, value in given}
         total = sum(sizes.values(), torch.zeros(num_clients, dtype=torch.int64))
         offset, pools = total.cumsum(0) - total, {}
         for name, size in sizes.items():
             pools[name] = RowsInOrder(torch.empty(0, dtype=torch.int64), offset, size)
             offset = offset + size
-        x, y = (_tensor(values) for values in load(0)["train"])
+        first = _loaded(load, 0)
+        if "train" not in first:
+            raise ValueError(f"client 0 brings no train rows; {EXPECTED}.")
+        x, y = first["train"]
         return LazyFederation(x, y, pools, load=load, ends=offset, num_cached=num_cached).checked()
 
     @property
@@ -278,14 +280,18 @@ class Federation:
 
         clients: their numbers, or how many to draw at random.
         """
-        if isinstance(clients, int):
-            if not 1 <= clients <= self.num_clients:
-                raise ValueError(f"{clients} clients cannot be drawn from {self.num_clients}.")
-            chosen = cohort(keys.fold(seed, "evaluated"), 0, self.num_clients, clients)
-        else:
-            chosen = torch.as_tensor(clients)
-            if not len(chosen) or int(chosen.min()) < 0 or int(chosen.max()) >= self.num_clients:
-                raise ValueError(f"the clients to evaluate must be numbers from 0 to {self.num_clients - 1}.")
+        chosen = _whole_numbers(clients)
+        if chosen is None or chosen.ndim > 1:
+            raise ValueError(
+                "the clients to evaluate are given as a list of their numbers, or as how many to draw, not as "
+                f"{_short(clients)}."
+            )
+        if chosen.ndim == 0:
+            if not 1 <= chosen <= self.num_clients:
+                raise ValueError(f"{int(chosen)} clients cannot be drawn from {self.num_clients}.")
+            chosen = cohort(keys.fold(seed, "evaluated"), 0, self.num_clients, int(chosen))
+        elif not len(chosen) or chosen.min() < 0 or chosen.max() >= self.num_clients:
+            raise ValueError(f"the clients to evaluate must be numbers from 0 to {self.num_clients - 1}.")
         pools = dict(self.pools)
         for name in POOLS[1:]:
             size = torch.zeros_like(pools[name].size, memory_format=torch.contiguous_format)
@@ -307,16 +313,17 @@ class Federation:
     def __repr__(self) -> str:
         counts = ", ".join(f"{int(self.pools[name].size.sum())} {name}" for name in POOLS)
         unused = sum(self.unused.values())
-        return f"Federation({self.num_clients} clients; rows: {counts}, {unused} unused)"
+        return f"{type(self).__name__}({self.num_clients} clients; rows: {counts}, {unused} unused)"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LazyFederation(Federation):
     """As `Federation.lazy` makes it: `x` and `y` are client 0's training rows and show the form of everybody's."""
 
     load: Callable[[int], Mapping[str, Arrays]] = field(kw_only=True)
     ends: Tensor = field(kw_only=True)  # [N], the number after a client's last row
     num_cached: int = field(kw_only=True)
+    num_outputs: int | None = field(kw_only=True, default=None)  # labels must be smaller; a run fills it in
 
     num_classes = None  # nobody has seen all labels
 
@@ -333,23 +340,36 @@ class LazyFederation(Federation):
         return lru_cache(self.num_cached)(self._load)
 
     def _load(self, client: int) -> tuple[Tensor, Tensor]:
-        given, xs, ys = self.load(client), [], []
+        given, xs, ys = _loaded(self.load, client), [], []
         bounds = [int(self.pools[name].offset[client]) for name in POOLS] + [int(self.ends[client])]
         for name, (start, end) in zip(POOLS, pairwise(bounds), strict=True):
-            x, y = (_tensor(values) for values in given[name]) if name in given else (self.x[:0], self.y[:0])
+            x, y = given.get(name, (self.x[:0], self.y[:0]))
             if len(x) != end - start or len(y) != end - start:
                 raise ValueError(
                     f"client {client} brings {len(x)} {name} rows and {len(y)} labels; {end - start} were announced."
                 )
-            if len(x) and x.shape[1:] != self.x.shape[1:]:
-                shapes = tuple(x.shape[1:]), tuple(self.x.shape[1:])
-                raise ValueError(f"client {client} brings {name} rows of shape {shapes[0]}; client 0 has {shapes[1]}.")
+            for what, values, like in (("rows", x, self.x), ("labels", y, self.y)):
+                if len(x) and values.shape[1:] != like.shape[1:]:
+                    shapes = tuple(values.shape[1:]), tuple(like.shape[1:])
+                    raise ValueError(
+                        f"client {client} brings {name} {what} of shape {shapes[0]}; client 0 has {shapes[1]}."
+                    )
+            if not self.y.is_floating_point() and _whole_numbers(y) is None:
+                raise ValueError(
+                    f"client {client} brings {name} labels that are not whole numbers, and client 0's are; give class "
+                    "numbers, or for regression floating-point labels from client 0 on."
+                )
             xs.append(x.to(self.x))
             ys.append(y.to(self.y))
         try:
             _check_values(torch.cat(xs), torch.cat(ys))
         except ValueError as error:
             raise ValueError(f"client {client}: {error}") from None
+        if self.num_outputs is not None and (top := int(torch.cat(ys).max())) >= self.num_outputs:
+            raise ValueError(
+                f"client {client} has the label {top}, but the network has {self.num_outputs} outputs (labels 0 to "
+                f"{self.num_outputs - 1}); give the network more outputs or mend the labels."
+            )
         return in_fast_order(torch.cat(xs)), torch.cat(ys)
 
     def rows(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -455,6 +475,67 @@ def _tensor(values: Any) -> Tensor:
     )
 
 
+def _whole_numbers(values: Any) -> Tensor | None:
+    """One number or a list of them as int64; None where they are anything else, such as fractions."""
+    try:
+        numbers = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):  # what torch raises depends on what it is given
+        return None
+    if numbers.dtype == torch.bool or numbers.is_complex():
+        return None
+    whole = numbers.to(torch.int64)
+    return whole if torch.equal(whole.to(numbers.dtype), numbers) else None
+
+
+def _counts(name: str, values: Any, num_clients: int) -> Tensor:
+    """[N]: how many rows each client announces."""
+    counts = _whole_numbers(values)
+    if counts is None or (counts < 0).any():
+        raise ValueError(
+            f"{name} says how many rows a client has, so it must be a whole number or one for each client, "
+            f"not {_short(values)}."
+        )
+    if counts.shape not in ((), (num_clients,)):
+        raise ValueError(
+            f"{name} has the shape {tuple(counts.shape)}; give one number for all {num_clients} clients, or one for "
+            "each of them."
+        )
+    return counts.expand(num_clients)
+
+
+EXPECTED = 'a client brings {"train": (x, y), "validation": (x, y), "test": (x, y)}, arrays of numbers'
+
+
+def _loaded(load: Callable[[int], Mapping[str, Arrays]], client: int) -> dict[str, tuple[Tensor, Tensor]]:
+    try:
+        given = load(client)
+    except Exception as error:  # of the user's own code, so it may be any
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"loading client {client} failed ({reason}); mend `load`, or what it reads.") from error
+    if not isinstance(given, Mapping):
+        raise ValueError(f"for client {client} load returned {_short(given)}; {EXPECTED}.")
+    return _pools(client, given)
+
+
+def _pools(client: int, given: Mapping[str, Arrays | None]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The pools of a client that brings its own; those that it leaves out are missing here too."""
+    for name in given:
+        if name not in POOLS:
+            raise ValueError(f"client {client} has a pool {name!r}; {closest(str(name), POOLS)}")
+    pools = {}
+    for name, arrays in given.items():
+        if arrays is None:
+            continue
+        try:
+            x, y = (_tensor(values) for values in arrays)
+        except (TypeError, ValueError, RuntimeError):  # no pair, or one of texts, of lists of unequal lengths, ...
+            raise ValueError(f"client {client}: {name} is {_short(arrays)}; {EXPECTED}.") from None
+        if not x.ndim or not y.ndim:
+            raise ValueError(f"client {client}: {name} is {_short(arrays)}; {EXPECTED}.")
+        pools[name] = x, y
+    return pools
+
+
 def _optional(values: Any) -> NDArray[numpy.int64] | None:
     return None if values is None else numpy.asarray(values, dtype=numpy.int64)
 
@@ -466,7 +547,7 @@ def _check_lengths(x: Tensor, y: Tensor) -> None:
 
 def _check_values(x: Tensor, y: Tensor) -> None:
     if x.is_floating_point() and not torch.isfinite(x).all():
-        row = int((~torch.isfinite(x.flatten(1))).any(1).nonzero()[0])
+        row = int((~torch.isfinite(x.reshape(len(x), -1))).any(1).nonzero()[0])
         raise ValueError(f"row {row} of x holds NaN or infinity; clean the data before federating it.")
     if y.is_floating_point() and not torch.isfinite(y).all():
         raise ValueError("y holds NaN or infinity; clean the data before federating it.")
@@ -498,6 +579,11 @@ def _rows(lists: Sequence[NDArray[numpy.int64]]) -> Rows:
     sizes = numpy.array([len(numbers) for numbers in lists], dtype=numpy.int64)
     index = numpy.concatenate(lists).astype(numpy.int64)
     return Rows(torch.from_numpy(index), torch.from_numpy(numpy.cumsum(sizes) - sizes), torch.from_numpy(sizes))
+
+
+def _short(value: Any) -> str:
+    """A value that does not fit, on one line however large it is."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def _some(numbers: Sequence[int]) -> str:

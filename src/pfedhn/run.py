@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -123,6 +123,14 @@ def _check_model(model: Model, federation: Federation) -> Any:
             "e.g. with reduction='none'."
         )
     return outputs
+
+
+def _with_num_outputs(federation: LazyFederation, models: Iterable[Model]) -> LazyFederation:
+    """Labels of clients that are loaded later can only be checked then."""
+    x, _ = federation.rows(federation.pools["train"].of(0)[:4])
+    classifiers = [model for model in models if model.per_example_loss is cross_entropy]
+    found = [model.outputs(model.fresh(0), x).shape[-1] for model in classifiers]
+    return replace(federation, num_outputs=min(found, default=None))
 
 
 @dataclass
@@ -586,6 +594,8 @@ def train(
     if unknown:
         raise RunError(f"there is no target network {sorted(unknown)[0]!r}; {closest(sorted(unknown)[0], factories)}")
     models = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
+    if isinstance(federation, LazyFederation):
+        federation = _with_num_outputs(federation, models.values())
     algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)
     if cohort_size is None:
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)

@@ -178,6 +178,7 @@ class Simulation:
         return self.models[self.federation.architectures[client]]
 
     def initial_state(self) -> State:
+        descriptors = self.descriptors()  # first: it says what is missing where clients cannot be described
         starts = self.initial_models()
         # Copied, since a captured round writes it in place and a method may hand over the initial model itself.
         shared = copy(self.algorithm.init_shared(self.models, starts, keys.fold(self.seed, "shared")))
@@ -190,7 +191,7 @@ class Simulation:
             row = self.algorithm.init_row(key, descriptor)
             return pytree.tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, row)
 
-        descriptors = self.descriptors().to(device, dtype)
+        descriptors = descriptors.to(device, dtype)
         rows = init_row(row_keys[0], descriptors[0])
         if pytree.tree_leaves(rows):
             rows = pytree.tree_map(lambda leaf: leaf.new_empty((len(clients), *leaf.shape)), rows)
