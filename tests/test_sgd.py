@@ -175,6 +175,23 @@ def test_a_carry_may_begin_with_a_count(kind: type[TracedScan]) -> None:
         assert_close(scan(step, start, pieces, 0.1), expected)
 
 
+@pytest.mark.parametrize("kind", [TracedScan, TogetherScan])
+def test_a_constant_may_be_none(kind: type[TracedScan]) -> None:
+    """One that is there later is not taken for one that was None when the step was traced."""
+
+    def step(w: Tensor, piece: Tensor, constants: tuple[float | None, float]) -> Tensor:
+        decay, rate = constants
+        return w - rate * piece - (0 if decay is None else decay * w)
+
+    w, pieces = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0])
+    traced = kind()
+    for constants in ((None, 0.1), (0.5, 0.1), (None, 0.3)):
+        expected = scan(step, w, pieces, constants)
+        traced.position = 0
+        with scanning(traced):
+            assert_close(scan(step, w, pieces, constants), expected)
+
+
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("names", [None, ["a", "c"]])
 def test_clip(scale: float, names: list[str] | None) -> None:

@@ -111,13 +111,11 @@ class TracedScan:
     def __call__(self, step: Step, carry: Any, batches: Any, constants: Any) -> Any:
         moving, spec = pytree.tree_flatten(carry)
         data, data_spec = pytree.tree_flatten(batches)
-        fixed, fixed_spec = pytree.tree_flatten(constants)
-        # Rates become tensors, so that every point of a grid runs from one graph.
-        fixed = [leaf if isinstance(leaf, Tensor) else self._constant(leaf, moving) for leaf in fixed]
+        fixed, form, unflatten = self._constants(constants, moving)
         slices = list(zip(*(leaf.unbind(0) for leaf in data), strict=True))
         if not slices:
             return carry
-        key = (self.position, *((leaf.shape, leaf.dtype) for leaf in (*moving, *slices[0])))
+        key = (self.position, form, *((leaf.shape, leaf.dtype) for leaf in (*moving, *slices[0])))
         self.position += 1
         if key not in self.graphs:
 
@@ -126,7 +124,7 @@ class TracedScan:
                 result = step(
                     pytree.tree_unflatten(leaves[:first], spec),
                     pytree.tree_unflatten(leaves[first:second], data_spec),
-                    pytree.tree_unflatten(leaves[second:], fixed_spec),
+                    unflatten(leaves[second:]),
                 )
                 return pytree.tree_leaves(result)
 
@@ -137,6 +135,21 @@ class TracedScan:
         for piece in slices:
             moving = graph(*moving, *piece, *fixed)
         return pytree.tree_unflatten(moving, spec)
+
+    def _constants(self, constants: Any, carry: Sequence[Tensor]) -> tuple[list[Tensor], Any, Function]:
+        """The constants as tensors, which of them there are, and the way back; a None stays what it is.
+
+        Rates become tensors, so that every point of a grid runs from one graph.
+        """
+        leaves, spec = pytree.tree_flatten(constants)
+        given = [leaf for leaf in leaves if leaf is not None]
+        fixed = [leaf if isinstance(leaf, Tensor) else self._constant(leaf, carry) for leaf in given]
+
+        def unflatten(values: Sequence[Tensor]) -> Any:
+            rest = iter(values)
+            return pytree.tree_unflatten([None if leaf is None else next(rest) for leaf in leaves], spec)
+
+        return fixed, tuple(leaf is None for leaf in leaves), unflatten
 
     def _constant(self, value: float, carry: Sequence[Tensor]) -> Tensor:
         """Made once: a captured graph cannot fetch a number from the host."""
@@ -167,8 +180,7 @@ class TogetherScan(TracedScan):
     def __call__(self, step: Step, carry: Any, batches: Any, constants: Any) -> Any:
         moving, spec = pytree.tree_flatten(carry)
         data, data_spec = pytree.tree_flatten(batches)
-        fixed, fixed_spec = pytree.tree_flatten(constants)
-        fixed = [leaf if isinstance(leaf, Tensor) else self._constant(leaf, moving) for leaf in fixed]
+        fixed, form, unflatten = self._constants(constants, moving)
         position, self.position = self.position, self.position + 1
         first, second = len(moving), len(moving) + len(data)
 
@@ -176,7 +188,7 @@ class TogetherScan(TracedScan):
             result = step(
                 pytree.tree_unflatten(leaves[:first], spec),
                 pytree.tree_unflatten(leaves[first:second], data_spec),
-                pytree.tree_unflatten(leaves[second:], fixed_spec),
+                unflatten(leaves[second:]),
             )
             return pytree.tree_leaves(result)
 
@@ -196,7 +208,7 @@ class TogetherScan(TracedScan):
             dims = (*(0 for _ in now), *(0 if mapped else None for mapped in is_mapped[first:]))
             for piece in slices:
                 arguments = (*now, *piece, *leaves[second:])
-                key = (position, dims, *((leaf.shape, leaf.dtype) for leaf in arguments))
+                key = (position, form, dims, *((leaf.shape, leaf.dtype) for leaf in arguments))
                 if key not in self.graphs:
                     self.graphs[key] = self._trace(torch.vmap(flat_step, in_dims=dims), arguments)
                 graph = self.graphs[key]
