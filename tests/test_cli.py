@@ -363,7 +363,13 @@ def test_another_experiment_in_the_directory_is_refused(finished: Path) -> None:
 
 def test_a_directory_that_cannot_be_written_is_said_with_code_1() -> None:
     Path("file").write_text("")
-    refused(1, "file/runs: not a directory; give a folder that can be written", "run", "demo", "--out", "file/runs")
+    refused(1, "file/runs: not a directory; give a place that can be written", "run", "demo", "--out", "file/runs")
+
+
+def test_a_file_that_cannot_be_written_is_said_with_its_own_option(finished: Path) -> None:
+    Path("file").write_text("")
+    sentence = "give a place that can be written (--out for a folder; --export, --save or --plot for a file)"
+    refused(1, sentence, "report", str(finished / "runs"), "--export", "file/mine.jsonl")
 
 
 def test_a_full_disk_is_said_with_code_1_and_the_run_goes_on_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,11 @@ def test_a_directory_refuses_another_experiment(tmp_path: Path) -> None:
     directory.refuse_other(SMALL)
     with pytest.raises(RunError, match=r"holds another experiment \('small', or other settings of it\); give another"):
         directory.open(with_assignments(SMALL, {"steps": 31}), [])
+    other_rates = with_assignments(SMALL, {"local_lr": 0.3})
+    with pytest.raises(RunError, match=r"holds 'small' with other learning rates: --rates, .*; give another --out, or"):
+        directory.open(other_rates, [])
+    with pytest.raises(RunError, match="'small', or other settings of it"):
+        directory.open(with_assignments(other_rates, {"steps": 31}), [])
     assert directory.read()[0] == SMALL
 
 

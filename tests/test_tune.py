@@ -18,7 +18,16 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from pfedhn import cli, paper, runner, tune
-from pfedhn.experiment import Cell, Experiment, from_toml, rates_for, read_rates, save_rates, with_rates
+from pfedhn.experiment import (
+    Cell,
+    Experiment,
+    from_toml,
+    rates_for,
+    read_rates,
+    save_rates,
+    with_assignments,
+    with_rates,
+)
 from pfedhn.paper import EXPERIMENTS
 from pfedhn.runner import Directory, Outcome
 from pfedhn.settings import SettingError
@@ -303,6 +312,16 @@ def test_after_kill_9_the_finished_points_are_only_read() -> None:
             for stage in ("first", "finals"):
                 (point[stage] or {}).pop("seconds", None)
     assert scores[0]["points"] == scores[1]["points"]
+
+
+def test_another_tuning_in_the_folder_is_named_as_it_was_given() -> None:
+    arguments = ["tune", "mine.toml", "--only", "method=fedavg", "--set", "steps=10", "--out", "tuning"]
+    study = plan(with_assignments(from_toml(Path("mine.toml")), {"steps": 10}), ["method=fedavg"])
+    for stage, experiment in study.stages.items():
+        Directory(Path("tuning", stage)).open(experiment, [])
+    refused("error: tuning holds another experiment ('mine-first', or other", *arguments, "--set", "steps=20")
+    refused("error: tuning holds another experiment ('mine-first', or other", *arguments, "--fraction", "0.5")
+    refused("error: tuning holds another experiment ('mine-finals', or other", *arguments, "--set", "steps=9")
 
 
 # The files of rates

@@ -499,7 +499,7 @@ def tune(
     if save is None and experiment not in EXPERIMENTS:
         save = experiments.rates_file(Path(source))
     path = out or Path("runs") / f"{chosen.name}-tuning"
-    tuning.refuse_other(path)
+    tuning.refuse_other(path, study)
     for file in (save, path / "rates.toml"):
         if file is not None and file.is_dir():
             raise SettingError(f"{file} is a folder; the rates need a file.")

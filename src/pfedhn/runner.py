@@ -106,17 +106,27 @@ class Directory:
 
     path: Path
 
-    def refuse_other(self, experiment: Experiment) -> None:
-        """Only an empty directory or one that holds this very experiment will do."""
+    def refuse_other(self, experiment: Experiment, named: Path | None = None) -> None:
+        """Only an empty directory or one that holds this very experiment will do.
+
+        named: the folder that the person gave, if this is a part of it.
+        """
+        named = named or self.path
         if (self.path / "experiment.toml").exists():
             stored, _ = self.read()
-            if _plain(asdict(stored)) != _plain(asdict(experiment)):
+            if _plain(asdict(stored)) == _plain(asdict(experiment)):
+                return
+            if _plain(asdict(_without_rates(stored))) == _plain(asdict(_without_rates(experiment))):
                 raise RunError(
-                    f"{self.path} holds another experiment ({stored.name!r}, or other settings of it); "
-                    "give another --out, or the command it was made with."
+                    f"{named} holds {stored.name!r} with other learning rates: --rates, --set or the experiment's "
+                    ".rates.toml has changed since; give another --out, or the rates it was made with."
                 )
-        elif self.path.exists() and any(self.path.iterdir()):
-            raise RunError(f"{self.path} is not empty and holds no experiment; give another --out.")
+            raise RunError(
+                f"{named} holds another experiment ({stored.name!r}, or other settings of it); "
+                "give another --out, or the command it was made with."
+            )
+        if self.path.exists() and any(self.path.iterdir()):
+            raise RunError(f"{named} is not empty and holds no experiment; give another --out.")
 
     def open(self, experiment: Experiment, planned: Sequence[str], options: Options | None = None) -> None:
         """Claim the directory for an experiment, or refuse one that holds another."""
@@ -168,6 +178,13 @@ class Directory:
             return tomllib.loads(file.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise RunError(f"{file} is damaged ({error}); give another --out.") from None
+
+
+def _without_rates(experiment: Experiment) -> Experiment:
+    def others(cell: Cell) -> Cell:
+        return replace(cell, settings={name: v for name, v in cell.settings.items() if not name.endswith("lr")})
+
+    return replace(experiment, cells=tuple(map(others, experiment.cells)))
 
 
 def _plain(value: Any) -> Any:
@@ -562,7 +579,7 @@ def _way_out(number: int | None) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT):
         return "; make room, and the same command goes on from the last checkpoint"
     if number in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
-        return "; give a folder that can be written as --out"
+        return "; give a place that can be written (--out for a folder; --export, --save or --plot for a file)"
     return ""
 
 

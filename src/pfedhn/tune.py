@@ -27,7 +27,7 @@ from pfedhn.experiment import (
     select,
 )
 from pfedhn.run import RunError
-from pfedhn.runner import Outcome
+from pfedhn.runner import Directory, Outcome
 from pfedhn.settings import SettingError, closest
 
 LEARNING_RATES = (1e-1, 5e-2, 1e-2, 5e-3)
@@ -321,9 +321,11 @@ def read_record(file: Path) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def refuse_other(directory: Path) -> None:
-    """Only a new or empty directory, or one of an earlier tuning, will do."""
-    if (directory / "first" / "experiment.toml").exists() or not directory.exists():
+def refuse_other(directory: Path, study: Study) -> None:
+    """Only a new or empty directory, or one of an earlier tuning of the same experiment, will do."""
+    if not directory.exists():
         return
-    if any(directory.iterdir()):
+    if not (directory / "first" / "experiment.toml").exists() and any(directory.iterdir()):
         raise RunError(f"{directory} is not empty and holds no tuning; give another --out.")
+    for stage, experiment in study.stages.items():
+        Directory(directory / stage).refuse_other(experiment, named=directory)
