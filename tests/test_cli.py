@@ -166,6 +166,32 @@ def test_data_show_names_classes_that_nobody_has() -> None:
     assert len(line.split(": ")[1].split(", ")) == 10 - 3 * 2
 
 
+def test_data_show_names_clients_and_labels_as_the_table_does() -> None:
+    sites = [("north", "sick" if row < 10 else "well") for row in range(40)] + [("south", "well")] * 20
+    lines = [f"{number},{site},{outcome}" for number, (site, outcome) in enumerate(sites)]
+    Path("visits.csv").write_text("\n".join(["age,site,outcome", *lines]))
+    text = "dataset = 'visits.csv'\nclients = 2\ncolumns = {client = 'site', label = 'outcome'}\nmodel = 'mlp-4'"
+    Path("table.toml").write_text(text)
+    result = invoke("data", "show", "table.toml")
+    assert result.exit_code == 0, result.output
+    shown = [line.split() for line in result.output.splitlines()]
+    assert shown[0][:3] == ["client", "name", "train"]
+    assert shown[1][:2] == ["0", "north"]
+    assert shown[1][5:] == ["well", "(75),", "sick", "(25)"]
+    assert shown[2][:2] == ["1", "south"]
+    assert shown[2][5:] == ["well", "(100)"]
+
+
+def test_data_show_names_the_folders_of_clients() -> None:
+    for client in ("north", "south"):
+        Path("clinics", client).mkdir(parents=True)
+        numpy.save(Path("clinics", client, "x.npy"), numpy.ones((20, 4)))
+        numpy.save(Path("clinics", client, "y.npy"), numpy.arange(20) % 2)
+    Path("folders.toml").write_text("dataset = 'clinics'\nclients = 2\nmodel = 'mlp-4'")
+    shown = [line.split() for line in invoke("data", "show", "folders.toml").output.splitlines()]
+    assert [line[:2] for line in shown[1:3]] == [["0", "north"], ["1", "south"]]
+
+
 def test_data_get_and_list() -> None:
     assert "digits.csv.gz" in invoke("data", "get", "digits").output
     output = invoke("data", "list").output
@@ -352,6 +378,18 @@ def test_own_data_with_faults_gets_one_sentence_and_code_2(row: int | None, valu
     Path("mine.toml").write_text("dataset = 'clinics'\nclients = 2\nmodel = 'mlp-4'")
     refused(2, sentence, "run", "mine.toml")
     assert not Path("runs").exists()
+
+
+def test_only_prints_what_it_chose() -> None:
+    Path("mine.toml").write_text(MINE.replace("clients = 6", "clients = [4, 6]"))
+    chosen = ["--only", "method=fedavg,clients=4", "--set", "steps=5", "--out", "runs"]
+    printed = invoke("run", "mine.toml", *chosen).stdout
+    assert "fedavg" in printed
+    assert "pfedhn-pc" not in printed
+    assert "6 clients" not in printed
+    everything = invoke("report", "runs", "--format", "md").stdout
+    assert "pfedhn-pc" in everything
+    assert "6 clients" in everything
 
 
 def test_another_experiment_in_the_directory_is_refused(finished: Path) -> None:

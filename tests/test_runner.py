@@ -9,15 +9,18 @@ import subprocess
 import threading
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import SMALL
+from conftest import SMALL, mlp
 
 from pfedhn import runner as module
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.experiment import (
     cell_algorithm,
     from_table,
@@ -27,9 +30,10 @@ from pfedhn.experiment import (
     with_assignments,
     with_pretraining,
 )
+from pfedhn.federation import Federation
 from pfedhn.paper import DEMO, EXPERIMENTS
 from pfedhn.progress import Event, Failed, Finished, Said, Update
-from pfedhn.run import RunError
+from pfedhn.run import RunError, train
 from pfedhn.runner import Directory, Options, commit, prepare, rerun_command, run_many, run_one
 
 WITH_LG = replace(
@@ -369,3 +373,20 @@ def test_what_others_wait_for_and_what_takes_longest_starts_first(
     experiment = replace(WITH_LG, cells=tuple(cells))
     run_many(tmp_path, experiment, list(experiment.runs()), jobs=2, options=Options(device=device, threads=1))
     assert started == ["fedavg", "pfedhn-pc", "pfedhn", "lg-fedavg"]  # by rounds: 6 and awaited, 40, 30, 2
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("fedavg", "fedavg"), (PFedHN(), "pfedhn"), (ALGORITHMS["per-fedavg"](), "per-fedavg")]
+)
+def test_the_bar_names_a_method_as_it_is_registered(
+    federation: Federation, method: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    @contextmanager
+    def bar() -> Iterator[Any]:
+        yield lambda name, simulation: names.append(name)
+
+    monkeypatch.setattr("pfedhn.progress.bar", bar)
+    train(method, federation, mlp, steps=1)
+    assert names == [name]

@@ -348,7 +348,7 @@ def run(
     outcome = _run(chosen, names, path, options, jobs)
     if outcome.results:
         for found in reports.collect([path]):
-            Console().print(reports.to_terminal(found))
+            Console().print(reports.to_terminal(reports.asked_for(found)))
     _end(outcome)
 
 
@@ -834,7 +834,7 @@ def data_show(
     if cell.dataset in datasets.DATASETS:
         _get(cell.dataset, data_dir, again=False)
     assignment, pools = _shared_out(experiments.build_federation(cell, seed, data_dir))
-    typer.echo(partition.describe(assignment, pools))
+    typer.echo(partition.describe(assignment, pools, *experiments.names_in_data(cell)))
     if picture is not None:
         partition.plot(assignment, pools, picture)
         typer.echo(f"The picture: {picture}")

@@ -487,11 +487,7 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
     if not cell.dataset.lower().endswith(TABLE_ENDINGS):
         _, clients = datasets.from_folders(cell.dataset)
         return Federation.from_clients(clients, split=cell.split, seed=seed)
-    if missing := [name for name in ("client", "label") if name not in cell.columns]:
-        raise SettingError(
-            f'{cell.dataset} is a table; say which column is the {missing[0]}: columns.{missing[0]} = "...".'
-        )
-    table = datasets.from_table(cell.dataset, cell.columns["client"], cell.columns["label"])
+    table = _table(cell)
     return Federation.from_arrays(
         table.x,
         table.y,
@@ -501,6 +497,24 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
         groups=table.groups,
         stratify=cell.stratify,
     )
+
+
+def _table(cell: Cell) -> datasets.Table:
+    if missing := [name for name in ("client", "label") if name not in cell.columns]:
+        raise SettingError(
+            f'{cell.dataset} is a table; say which column is the {missing[0]}: columns.{missing[0]} = "...".'
+        )
+    return datasets.from_table(cell.dataset, cell.columns["client"], cell.columns["label"])
+
+
+def names_in_data(cell: Cell) -> tuple[list[str], list[str]]:
+    """What a person's own data call the clients and the classes; nothing where they have numbers only."""
+    if not is_own_data(cell.dataset):
+        return [], []
+    if not cell.dataset.lower().endswith(TABLE_ENDINGS):
+        return datasets.from_folders(cell.dataset)[0], []
+    table = _table(cell)
+    return table.client_names, table.label_names
 
 
 def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:

@@ -312,8 +312,15 @@ def by_coarse_class(clients_per_class: int) -> ByCoarseClass:
     return ByCoarseClass(clients_per_class)
 
 
-def describe(assignment: Assignment, pools: Mapping[str, Labels]) -> str:
+def describe(
+    assignment: Assignment,
+    pools: Mapping[str, Labels],
+    client_names: Sequence[str] = (),
+    label_names: Sequence[str] = (),
+) -> str:
     """A text table: each client's rows per pool and its classes; the middle is left out past 20 clients.
+
+    client_names, label_names: what clients and classes are called, where they are more than numbers.
 
     >>> import numpy
     >>> from pfedhn.partition import Labels, by_classes, describe
@@ -328,15 +335,18 @@ def describe(assignment: Assignment, pools: Mapping[str, Labels]) -> str:
     """
     counts = _counts(assignment, pools)
     number = assignment.num_clients
-    lines = [["client", *pools, "classes (% of the client's rows)"]]
+    labels = label_names or range(counts.shape[1])
+    named = ["name"] if client_names else []
+    lines = [["client", *named, *pools, "classes (% of the client's rows)"]]
     for client in range(number):
         sizes = [str(len(assignment.clients[name][client])) for name in pools]
-        lines.append([str(client), *sizes, _mixture(counts[client])])
+        lines.append([str(client), *client_names[client : client + 1], *sizes, _mixture(counts[client], labels)])
     if number > 20:
-        lines[16:-5] = [["...", *["..." for _ in pools], f"{number - 20} more clients"]]
-    lines.append(["total", *[str(sum(map(len, assignment.clients[name]))) for name in pools], ""])
-    lines.append(["unused", *[str(len(assignment.unused[name])) for name in pools], ""])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(pools) + 1)]
+        lines[16:-5] = [["...", *["..." for _ in (*named, *pools)], f"{number - 20} more clients"]]
+    none = ["" for _ in named]
+    lines.append(["total", *none, *[str(sum(map(len, assignment.clients[name]))) for name in pools], ""])
+    lines.append(["unused", *none, *[str(len(assignment.unused[name])) for name in pools], ""])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]) - 1)]
     text = [
         "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
         for line in lines
@@ -344,7 +354,7 @@ def describe(assignment: Assignment, pools: Mapping[str, Labels]) -> str:
     present, _ = _classes(pools)
     orphans = present[assignment.shares[:, present].sum(0) == 0]
     if len(orphans):
-        text.append(f"classes without a client: {_some(orphans.tolist(), 20)}")
+        text.append(f"classes without a client: {_some([labels[label] for label in orphans.tolist()], 20)}")
     return "\n".join(text)
 
 
@@ -457,9 +467,9 @@ def _counts(assignment: Assignment, pools: Mapping[str, Labels]) -> Integers:
     return counts
 
 
-def _mixture(counts: Integers) -> str:
+def _mixture(counts: Integers, labels: Sequence[Any]) -> str:
     order = [label for label in numpy.argsort(-counts, kind="stable") if counts[label]]
-    return _some([f"{label} ({100 * counts[label] / counts.sum():.0f})" for label in order], 6)
+    return _some([f"{labels[label]} ({100 * counts[label] / counts.sum():.0f})" for label in order], 6)
 
 
 def _some(items: Sequence[Any], limit: int) -> str:

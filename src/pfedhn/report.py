@@ -8,7 +8,7 @@ import math
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -198,6 +198,13 @@ def to_reports(sources: Iterable[Runs]) -> list[Report]:
             number = reports.index(home)
             reports[number] = Report(f"{home.title}; {title}", [*home.entries, *entries])
     return reports
+
+
+def asked_for(report: Report) -> Report:
+    """Without the methods and columns of which nothing was asked for, as `--only` leaves many."""
+    planned = [entry for entry in report.entries if entry.num_planned]
+    labels, columns = {entry.label for entry in planned}, {entry.column for entry in planned}
+    return replace(report, entries=[e for e in report.entries if e.label in labels and e.column in columns])
 
 
 def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:

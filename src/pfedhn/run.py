@@ -58,6 +58,13 @@ def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | No
     return algorithm
 
 
+def _name_of(method: str | AnyAlgorithm) -> str:
+    """What a method is called: the name it is registered by, or else its class."""
+    if isinstance(method, str):
+        return method
+    return next((name for name, made_by in ALGORITHMS.items() if made_by is type(method)), type(method).__name__)
+
+
 def build_model(
     name: str,
     factory: Factory,
@@ -609,5 +616,4 @@ def train(
     from pfedhn.progress import bar
 
     with bar() as watch_run:
-        name = method if isinstance(method, str) else type(method).__name__
-        return execute(simulation, path, watch_run(name, simulation), checkpoint_every=checkpoint_every)
+        return execute(simulation, path, watch_run(_name_of(method), simulation), checkpoint_every=checkpoint_every)
