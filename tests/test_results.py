@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 from typer.testing import CliRunner
 
@@ -389,6 +390,19 @@ def row(text: str, *beginning: str) -> list[str]:
     lines = text.replace("\N{NO-BREAK SPACE}", " ").splitlines()
     line = next(line for line in lines if line.startswith("| " + " | ".join(beginning) + " |"))
     return [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+def test_stored_accuracies_follow_from_the_stored_clients() -> None:
+    found = 0
+    for file in (ROOT / "results").glob("*.jsonl"):
+        for runs in read_file(file):
+            for result in runs.results.values():
+                test = result["test"]
+                correct, rows = numpy.array(test["clients"]), numpy.array(test["client_rows"])
+                assert test["sample_mean"] == pytest.approx(correct.sum() / rows.sum(), abs=1e-6)
+                assert test["client_mean"] == pytest.approx((correct[rows > 0] / rows[rows > 0]).mean(), abs=1e-6)
+                found += 1
+    assert found, "no stored run was read"
 
 
 def test_the_page_is_what_the_command_makes() -> None:

@@ -528,24 +528,35 @@ class _Metrics:
 
 
 @contextmanager
+def stop_requests(handle: Callable[[int], None]) -> Iterator[None]:
+    """Inside the block Ctrl-C and SIGTERM call `handle` instead of ending the process."""
+    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread alone
+        yield
+        return
+
+    def call(number: int, frame: FrameType | None) -> None:
+        handle(number)
+
+    before = {number: signal.signal(number, call) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def stop_on_signal() -> Iterator[threading.Event]:
     """Let Ctrl-C and SIGTERM wait for the end of a round, so that a checkpoint can be written."""
     stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle(number: int) -> None:
         if stop.is_set():
             raise KeyboardInterrupt  # asked twice: at once
         stop.set()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with stop_requests(handle):
         yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def train(

@@ -27,7 +27,6 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy
@@ -59,6 +58,7 @@ from pfedhn.run import (
     executing,
     partition_digest,
     stop_on_signal,
+    stop_requests,
 )
 from pfedhn.settings import SettingError, build, closest, fits, to_toml
 from pfedhn.simulate import Diverged, Simulation
@@ -604,7 +604,8 @@ def _run_side_by_side(queue: _Queue, directory: Path, jobs: int, options: Option
     """Hand runs to worker processes over a pipe each; no lock is shared, so a killed worker cannot block the others."""
     workers: list[_Worker] = []
     told_to_stop = False
-    with _stop_requests() as requests:
+    requests: list[int] = []
+    with stop_requests(requests.append):
         try:
             while True:
                 if requests and not told_to_stop:
@@ -692,25 +693,6 @@ def _failure_from_exit(code: int) -> Failure:
     cause = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
     hint = ", perhaps for want of memory (fewer --jobs need less)" if code == -signal.SIGKILL else ""
     return Failure(f"its process {cause}{hint}; the same command goes on from the last checkpoint.", False)
-
-
-@contextmanager
-def _stop_requests() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM instead of being stopped by them."""
-    requests: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread alone
-        yield requests
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        requests.append(number)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield requests
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _work(pipe: Connection, directory: Path, experiment: Experiment, options: Options) -> None:
