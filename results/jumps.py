@@ -21,7 +21,7 @@ from torch import Tensor
 from pfedhn.capture import set_up_gpu, side_by_side
 from pfedhn.experiment import build_simulation, find_run, select, with_assignments
 from pfedhn.paper import EXPERIMENTS
-from pfedhn.params import Params, take
+from pfedhn.params import Params
 from pfedhn.run import rounds
 from pfedhn.runner import environment
 from pfedhn.settings import parse_assignments
@@ -37,12 +37,12 @@ def norms(simulation: Simulation, state: State) -> dict[str, float]:
     algorithm: Any = simulation.algorithm
     embeddings: Tensor = algorithm.up_to_date(rows, shared).embedding
     (model,) = simulation.models.values()
-    made: list[Params] = [algorithm.send(model, shared, take(rows, client)) for client in range(len(embeddings))]
+    made: Params = torch.func.vmap(lambda row: algorithm.send(model, shared, row))(rows)
     found = {name.removesuffix(".weight"): norm([value]) for name, value in shared.phi.items() if "weight" in name}
     return found | {
         "velocity": norm(shared.velocity.values()),
         "embedding": float(embeddings.norm(dim=1).mean()),
-        "made": sum(norm(weights.values()) for weights in made) / len(made),
+        "made": float(torch.cat([weights.flatten(1) for weights in made.values()], 1).norm(dim=1).mean()),
     }
 
 
