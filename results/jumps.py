@@ -1,7 +1,9 @@
 """What happens inside a run whose accuracy jumps: norms beside the learning curve, for several runs side by side.
 
-    python results/jumps.py table1-cifar100 --only method=pfedhn-pc,clients=50 --seeds 0,1,2 --out results/jumps.jsonl
-    python results/jumps.py table1-cifar100 --only method=pfedhn-pc,clients=50 --set weight_decay=0 --out ...
+    python results/jumps.py table1-cifar100 --only method=pfedhn-pc,clients=50 --seeds 0,1,2 \\
+        --out results/jumps.jsonl --with weight_decay=0.001 --with weight_decay=0.0001 --with weight_decay=0
+
+Every --with is a set of runs of its own; settings in one --with are divided by commas.
 
 A line per run: steps, validation and test accuracy, and at the same steps the norm of each trunk layer and of the head
 of the hypernetwork, of the embeddings (mean over clients), of the weights made for the clients (mean) and of their
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pfedhn.capture import set_up_gpu, side_by_side
-from pfedhn.experiment import build_simulation, find_run, select, with_assignments
+from pfedhn.experiment import Cell, build_simulation, find_run, select, with_assignments
 from pfedhn.paper import EXPERIMENTS
 from pfedhn.params import Params
 from pfedhn.run import rounds
@@ -61,27 +63,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=list(EXPERIMENTS))
     parser.add_argument("--only", default="method=pfedhn-pc,clients=50")
-    parser.add_argument("--set", action="append", default=[], dest="assignments")
+    parser.add_argument("--with", action="append", dest="variants")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    experiment = with_assignments(EXPERIMENTS[options.experiment], parse_assignments(options.assignments))
-    names = select(experiment, [options.only], [int(seed) for seed in options.seeds.split(",")])
-    if device == "cuda":
-        set_up_gpu("tf32", is_deterministic=False, num_runs=len(names))
+    seeds = [int(seed) for seed in options.seeds.split(",")]
     started = time.monotonic()
-    lines: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    runs = []
-    for name in names:
-        cell, seed = find_run(experiment, name)
-        runs.append(watched(build_simulation(cell, seed, device=device), lines[name]))
+    planned: list[tuple[str, str, Cell, int]] = []
+    for variant in options.variants or [""]:
+        assignments = parse_assignments(list(filter(None, variant.split(","))))
+        experiment = with_assignments(EXPERIMENTS[options.experiment], assignments)
+        planned += [(variant, name, *find_run(experiment, name)) for name in select(experiment, [options.only], seeds)]
+    if device == "cuda":
+        set_up_gpu("tf32", is_deterministic=False, num_runs=len(planned))
+    lines: list[list[dict[str, Any]]] = [[] for _ in planned]
+    runs = [
+        watched(build_simulation(cell, seed, device=device), seen)
+        for (_, _, cell, seed), seen in zip(planned, lines, strict=True)
+    ]
     for _ in side_by_side(runs):
         pass
     with options.out.open("a") as file:
-        for name in names:
-            columns = {key: [line[key] for line in lines[name]] for key in lines[name][0]}
-            about = {"run": name, "set": options.assignments, "seconds": round(time.monotonic() - started, 1)}
+        for (variant, name, _, _), seen in zip(planned, lines, strict=True):
+            columns = {key: [line[key] for line in seen] for key in seen[0]}
+            about = {"run": name, "with": variant, "seconds": round(time.monotonic() - started, 1)}
             file.write(json.dumps(about | {"environment": environment(device)} | columns) + "\n")
 
 
