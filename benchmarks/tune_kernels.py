@@ -245,6 +245,10 @@ class LinearProblem(NamedTuple):
     def blocks(self) -> Any:
         return linear.blocks_for(self.kind, self.runs, BATCH, self.layer.inputs, self.layer.outputs)
 
+    @property
+    def most_rows(self) -> int:
+        return 128 if self.kind == "linear_forward" else linear.MAX_BACKWARD_ROWS
+
     def allows(self, blocks: Any) -> bool:
         inputs, outputs = self.layer.inputs, self.layer.outputs
         rows, columns, depth = (
@@ -252,7 +256,7 @@ class LinearProblem(NamedTuple):
         )
         return (
             min(blocks) >= 1
-            and 16 <= blocks.rows <= min(128, kernels.tile(rows))
+            and 16 <= blocks.rows <= min(self.most_rows, kernels.tile(rows))
             and 16 <= blocks.columns <= min(128, kernels.tile(columns))
             and 16 <= blocks.depth <= min(256, kernels.tile(depth))
             and blocks.warps <= 8

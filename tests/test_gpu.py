@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import assert_close, finish, memories_of, model, simulate
+from torch import Tensor
+from torch.func import functional_call, grad
+from torch.nn import functional
 
+from pfedhn import kernels
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.capture import CapturedRun, side_by_side
 from pfedhn.checkpoint import load_state, save_state
 from pfedhn.federation import Federation
+from pfedhn.models import LeNet
 from pfedhn.run import rounds
 from pfedhn.simulate import Simulation, State
 
@@ -115,3 +120,32 @@ def test_runs_side_by_side_are_the_runs_alone(federation: Federation) -> None:
         pass
     for state, expected in zip(states, alone, strict=True):
         assert_close(memories_of(state), expected)
+
+
+@pytest.mark.parametrize("classes", [10, 47, 100, 1000])
+def test_the_same_gradient_every_time(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.Card, "runs", 24)
+    torch.manual_seed(0)
+    net = LeNet(classes).cuda()
+    x, y = torch.randn(64, 3, 32, 32, device="cuda"), torch.randint(classes, (64,), device="cuda")
+    weights = dict(net.named_parameters())
+
+    def slope() -> Tensor:
+        found = grad(lambda w: functional.cross_entropy(functional_call(net, w, (x,)), y))(weights)
+        return torch.cat([value.flatten() for value in found.values()])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        first = slope()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            again = slope()
+            count = torch.zeros((), device="cuda")  # captured: set to zero by every replay
+            count += (again != first).any()
+        differences = torch.zeros((), device="cuda")
+        for _ in range(20_000):
+            graph.replay()
+            differences += count
+    torch.cuda.synchronize()
+    assert differences.item() == 0

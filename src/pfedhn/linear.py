@@ -96,6 +96,11 @@ def blocks_for(kind: str, runs: int, batch: int, inputs: int, outputs: int) -> B
     return CONFIGS[key] if key in CONFIGS else default_blocks(key)
 
 
+MAX_BACKWARD_ROWS = 32
+"""From 64 on, Hopper cards multiply asynchronously, and Triton (3.6 to 3.9) copies the next tile of a factor that is
+also summed, as the gradient is for the bias, over the one that the product still reads. tests/test_races.py looks."""
+
+
 def default_blocks(key: ConfigKey) -> Blocks:
     kind, inputs, outputs, _, batch, runs = key
     many = runs == "many"
@@ -104,8 +109,9 @@ def default_blocks(key: ConfigKey) -> Blocks:
             return Blocks(min(tile(batch), 64), min(tile(outputs), 32), min(tile(inputs), 32), warps=4, stages=3)
         return Blocks(16, 16 if outputs <= 512 else 64, min(tile(inputs), 128), warps=4, stages=3)
     if many:
-        return Blocks(min(tile(min(batch, outputs)), 64), min(tile(inputs), 64), 32, warps=4, stages=2)
-    return Blocks(32 if outputs <= 512 else 64, min(tile(inputs), 32), 64, warps=4, stages=2)
+        rows = min(tile(min(batch, outputs)), MAX_BACKWARD_ROWS)
+        return Blocks(rows, min(tile(inputs), 64), 32, warps=4, stages=2)
+    return Blocks(MAX_BACKWARD_ROWS, min(tile(inputs), 32), 64, warps=4, stages=2)
 
 
 def linear_forward_kernel(
