@@ -1,7 +1,9 @@
 """The bench compares equals, and measures what it says."""
 
+import importlib.util
 import resource
 import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -77,3 +79,13 @@ def test_freed_memory_is_kept() -> None:
 
     faults()
     assert min(faults() for _ in range(5)) < num_bytes / 4096 / 10
+
+
+def test_what_is_timed_against_a_graph_by_hand_is_the_same_work() -> None:
+    spec = importlib.util.spec_from_file_location("gpu", Path(__file__).parents[1] / "benchmarks" / "gpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    gpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu)
+    by_engine, by_hand = gpu.roads(torch.device("cpu"), Workload(num_clients=2, rows_per_client=80, local_steps=5))
+    torch.testing.assert_close(by_engine(), by_hand(), rtol=1e-4, atol=1e-6)
