@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy
 
-from pfedhn.experiment import build_federation
+from pfedhn.experiment import build_federation, find_run
 from pfedhn.results import read_file
 
+METHODS = ("pfedhn", "pfedhn-pc")
 NUM_CLASSES, NUM_DRAWS = 10, 2_000
 
 
@@ -24,7 +25,9 @@ def main() -> None:
     accuracies: dict[tuple[str, int], dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
     ours: dict[tuple[str, int], list[float]] = defaultdict(list)
     for name, result in runs.results.items():
-        cell, seed = next(value for key, value in runs.experiment.runs().items() if key == name)
+        cell, seed = find_run(runs.experiment, name)
+        if cell.method not in METHODS:
+            continue
         federation = build_federation(cell, seed)
         test, key = result["test"], (cell.method, cell.clients)
         ours[key].append(100 * test["sample_mean"])

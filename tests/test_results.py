@@ -487,8 +487,12 @@ def test_a_baseline_far_from_the_paper_needs_an_explanation(tmp_path: Path) -> N
     assert generator.unexplained(reports, "### FedPer\n\n### fedavg and others\n") == ["FedAvg"]
     assert generator.unexplained(reports, "### FedAvg\n") == []
     section = generator.page(reports, "### FedAvg\n\nBecause.\n", []).split("## Baselines that differ")[1]
-    assert row(section, "FedAvg") == ["FedAvg", "cifar10", "50", "49.90", "47.79 ± 4.48", "+2.11"]
+    assert row(section, "FedAvg") == ["FedAvg", "cifar10", "50", "49.90", "47.79 ± 4.48", "+2.11", "0 of 5,000"]
     assert "Because." in section.split("\n## ")[0]
+    (entry,) = generator.far_from_paper(reports)
+    assert generator.steps_to(entry, 99.0) == "never"
+    rising = [{"step": step, "test": {"client_mean": step / 5_000}} for step in (0, 2_500, 5_000)]
+    assert generator.steps_to(replace(entry, metrics={0: rising}), 47.79) == "2,500 of 5,000"
 
 
 def test_results_of_other_settings_than_today_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,55 @@
+"""Draws what jumps.py wrote: a column for each setting, a line for each seed.
+
+python results/jumps_picture.py results/jumps/pfedhn-pc-cifar100-50.jsonl docs/pictures/jumps.png
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+ROWS = {
+    "validation": "validation accuracy, %",
+    "velocity": "server's velocity (norm)",
+    "head.lenet": "hypernetwork's head (norm)",
+}
+TICKS = {"velocity": (0.1, 0.3, 1, 3), "head.lenet": (20, 50, 100, 200)}
+COLOURS = ("#0072B2", "#D55E00", "#009E73")
+FIRST_STEP = 150  # before it everything rises
+
+
+def main(source: Path, picture: Path) -> None:
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for line in source.read_text().splitlines():
+        run = json.loads(line)
+        runs.setdefault(run["with"], []).append(run)
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    grid = figure.subplots(len(ROWS), len(runs), sharex=True, sharey="row", squeeze=False)
+    for column, (name, found) in enumerate(runs.items()):
+        for row, (key, label) in enumerate(ROWS.items()):
+            axes = grid[row][column]
+            for colour, run in zip(COLOURS, found, strict=False):
+                scale = 100 if key == "validation" else 1
+                points = [(step, scale * value) for step, value in zip(run["step"], run[key], strict=True)]
+                shown = [point for point in points if point[0] >= FIRST_STEP]
+                seed = run["run"].rpartition("-")[2].replace("seed", "seed ")
+                axes.plot(*zip(*shown, strict=True), color=colour, linewidth=1.2, label=seed)
+            if key != "validation":
+                axes.set_yscale("log")
+                axes.set_yticks(ticks := TICKS[key], [f"{tick:g}" for tick in ticks])
+                axes.minorticks_off()
+            axes.grid(color="#E6E6E6", linewidth=0.7)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(length=0, labelsize=9)
+            if column == 0:
+                axes.set_ylabel(label, fontsize=10)
+        grid[0][column].set_title(name.replace("_", " ").replace("=", " "), loc="left", fontsize=11)
+        grid[-1][column].set_xlabel("communication steps", fontsize=10)
+    grid[0][0].legend(frameon=False, fontsize=9)
+    figure.savefig(picture, dpi=90)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
