@@ -9,6 +9,8 @@ from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedme import PFedMe
 from pfedhn.federation import Federation
+from pfedhn.kernels import ConvBlock
+from pfedhn.linear import Linear
 from pfedhn.models import MLP, LeNet, OmniglotNet
 from pfedhn.partition import by_classes, by_coarse_class, by_group, dirichlet
 from pfedhn.run import NewClient, Run, train
@@ -17,11 +19,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ALGORITHMS",
+    "ConvBlock",
     "FedAvg",
     "FedPer",
     "Federation",
     "LGFedAvg",
     "LeNet",
+    "Linear",
     "Local",
     "MLP",
     "NewClient",
