@@ -313,6 +313,18 @@ def test_the_demo_compares_methods_at_one_number_of_steps() -> None:
         ("there is no method 'pfedn'; did you mean 'pfedhn'?", "run demo --set method=pfedn"),
         ("there is no data set 'digit'; did you mean 'digits'?", "run demo --set dataset=digit"),
         ("--set: no cell has a field 'setps'; did you mean 'steps'?", "run demo --set setps=3"),
+        (
+            "--set momentum=0 changes none of the chosen runs (fedavg); did you mean 'local_momentum'?",
+            "run demo --only method=fedavg --set momentum=0",
+        ),
+        (
+            "--set pfedhn.lr=1 changes none of the chosen runs (fedavg);",
+            "run demo --only method=fedavg --set pfedhn.lr=1",
+        ),
+        (
+            "--set momentum=0 changes none of the chosen runs (fedavg); did you mean 'local_momentum'?",
+            "tune demo --only method=fedavg --set momentum=0",
+        ),
         ("steps = 'ten' does not fit; it must be a whole number.", "run demo --set steps=ten"),
         ("'steps' is not of the form field=value.", "run demo --set steps"),
         ("the seeds are given as --seeds 0,1,2.", "run demo --set seeds=3"),

@@ -91,6 +91,8 @@ def test_the_command_in_a_result_carries_everything_that_matters() -> None:
         "--device cpu --executor loop --threads 3 --data-dir /data"
     )
     exact = Options("demo", device="cuda", precision="fp32", deterministic=True)
+    mixed = Options(assignments=("pfedhn.lr=0.5", "fedavg.local_lr=0.1", "steps=7"))
+    assert "--set fedavg.local_lr=0.1 --set steps=7 --device" in rerun_command(SMALL, SMALL.cells[0], 0, mixed)
     assert rerun_command(DEMO, DEMO.cells[0], 0, exact).endswith("--device cuda --precision fp32 --deterministic")
 
 

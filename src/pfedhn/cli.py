@@ -332,6 +332,8 @@ def run(
         chosen = experiments.with_assignments(chosen, parse_assignments(assignments or []))
         experiments.check(chosen)
         names = experiments.select(chosen, only or [], _numbers(seeds))
+        runs = experiments.with_pretraining(chosen, names)
+        experiments.refuse_without_effect(assignments or [], [experiments.find_run(chosen, run)[0] for run in runs])
         options = Options(source=source, assignments=tuple(assignments or []), rates=rates)
     if data_dir is not None:
         options = replace(options, data_dir=data_dir.expanduser().resolve())
@@ -496,6 +498,8 @@ def tune(
     experiments.check(chosen)
     numbers = _numbers(seeds)
     study = tuning.plan(chosen, only or [], numbers, fraction=fraction, finalists=finalists, assigned=values)
+    cells = [point.cell for method in study.methods for point in study.points_of(method)]
+    experiments.refuse_without_effect(assignments or [], cells)
     if save is None and experiment not in EXPERIMENTS:
         save = experiments.rates_file(Path(source))
     path = out or Path("runs") / f"{chosen.name}-tuning"

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +28,17 @@ from pfedhn.run import (
     build_algorithm,
     build_model,
 )
-from pfedhn.settings import SettingError, build, checked, closest, describe, fits, parse_value, to_toml
+from pfedhn.settings import (
+    SettingError,
+    build,
+    checked,
+    closest,
+    describe,
+    fits,
+    parse_assignments,
+    parse_value,
+    to_toml,
+)
 from pfedhn.simulate import Schedule, Simulation
 
 PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
@@ -340,6 +350,9 @@ def _distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
     return tuple({cell_digest(cell): cell for cell in cells}.values())
 
 
+CELL_TABLES = ("partition", "settings", "columns")  # fields that are tables, which "partition.alpha" reaches into
+
+
 def _with_values(cell: Cell, values: Mapping[str, Any]) -> Cell:
     """A cell with some fields or method settings changed; "partition.alpha" reaches into a table."""
     names = [item.name for item in fields(Cell)]
@@ -348,7 +361,7 @@ def _with_values(cell: Cell, values: Mapping[str, Any]) -> Cell:
         head, _, rest = name.partition(".")
         if name in names:
             table[name] = _joined(name, table[name], value) if isinstance(value, Mapping) else value
-        elif rest and head in ("partition", "settings", "columns"):
+        elif rest and head in CELL_TABLES:
             table[head] = _joined(head, table[head], {rest: value})
         else:
             table["settings"] = {**table["settings"], name: value}
@@ -364,27 +377,49 @@ def _joined(name: str, before: Any, change: Mapping[str, Any]) -> dict[str, Any]
 def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Experiment:
     """`--set`: a field of every cell, a setting of every method that has it, or "method.setting" for one method."""
     cells = list(experiment.cells)
-    names = {item.name for item in fields(Cell)}
     # A new partition rule first: it clears the settings of the old one, not those given beside it.
     for name, value in sorted(values.items(), key=lambda item: not item[0].endswith("partition.rule")):
-        head, _, rest = name.partition(".")
-        target = rest if head in ALGORITHMS and rest else name
-        reached = False
-        for number, cell in enumerate(cells):
-            if target != name and head != cell.method:
-                continue
-            is_field = target in names or target.partition(".")[0] in ("partition", "settings", "columns")
-            if target == "dataset" and isinstance(value, str):
-                value = _absolute(value, Path.cwd())
-            if is_field or target in _setting_names(cell.method):
-                cells[number] = _with_values(cell, {target: value})
-                reached = True
-        if not reached:
+        if not any(_aim(name, cell) for cell in cells):
             if name == "seeds":
                 raise SettingError("--set changes fields of cells; the seeds are given as --seeds 0,1,2.")
-            known = sorted(names.union(*(_setting_names(cell.method) for cell in cells)))
-            raise SettingError(f"--set: no cell has a field {name!r}; {closest(name, known)}")
+            raise SettingError(f"--set: no cell has a field {name!r}; {closest(name, _names_to_set(cells))}")
+        for number, cell in enumerate(cells):
+            if (target := _aim(name, cell)) is not None:
+                if target == "dataset" and isinstance(value, str):
+                    value = _absolute(value, Path.cwd())
+                cells[number] = _with_values(cell, {target: value})
     return replace(experiment, cells=_distinct(cells))
+
+
+def assignments_for(texts: Iterable[str], cells: Collection[Cell]) -> list[str]:
+    """Those of the texts given to `--set` that change one of the cells."""
+    return [text for text in texts if any(_aim(name, cell) for name in parse_assignments([text]) for cell in cells)]
+
+
+def refuse_without_effect(texts: Sequence[str], cells: Collection[Cell]) -> None:
+    """What was given to `--set` must be a field or setting of a run that was chosen, or nobody would notice a slip."""
+    for text in texts:
+        if not assignments_for([text], cells):
+            methods = ", ".join(dict.fromkeys(cell.method for cell in cells))
+            name = text.partition("=")[0].strip()
+            raise SettingError(
+                f"--set {text} changes none of the chosen runs ({methods}); {closest(name, _names_to_set(cells))}"
+            )
+
+
+def _aim(name: str, cell: Cell) -> str | None:
+    """What an assignment changes in a cell: a field, or a setting of its method; None if it is not meant."""
+    head, _, rest = name.partition(".")
+    if head in ALGORITHMS and rest:
+        if head != cell.method:
+            return None
+        name = rest
+    is_field = name in {item.name for item in fields(Cell)} or name.partition(".")[0] in CELL_TABLES
+    return name if is_field or name in _setting_names(cell.method) else None
+
+
+def _names_to_set(cells: Iterable[Cell]) -> list[str]:
+    return sorted({item.name for item in fields(Cell)}.union(*(_setting_names(cell.method) for cell in cells)))
 
 
 def _setting_names(method: str) -> set[str]:

@@ -38,6 +38,7 @@ from pfedhn.executors import EXECUTORS
 from pfedhn.experiment import (
     Cell,
     Experiment,
+    assignments_for,
     build_simulation,
     cell_algorithm,
     cell_names,
@@ -777,7 +778,8 @@ def rerun_command(experiment: Experiment, cell: Cell, seed: int, options: Option
         "--seeds",
         str(seed),
     ]
-    for text in options.assignments:
+    earlier = [] if cell.pretrain is None else [pretraining_cell(experiment, cell)]
+    for text in assignments_for(options.assignments, [cell, *earlier]):  # others would be refused
         words += ["--set", text]
     if options.rates is not None:
         words += ["--rates", str(options.rates)]
