@@ -147,7 +147,12 @@ Accuracy is that of each client's own model on its own test rows, in per cent, a
 once, as the authors' program does. ± is the sample deviation over seeds (n - 1). The paper's ± is over three seeds.
 
 A cell of the tables has our accuracy over clients (and the number of seeds), the paper's, and the difference. {NOT_RUN}
-means *not run yet*; *1 seed* marks a number that no second seed has confirmed."""
+means *not run yet*; *1 seed* marks a number that no second seed has confirmed.
+
+Before you quote a number, read [what explains the differences from the
+paper](#baselines-that-differ-from-the-paper) and [which runs had a
+fault](#a-fault-that-the-runs-of-cifar-100-still-have). Wall times are of runs that shared the card with up to 47
+others; a run alone takes [half a minute](performance.md)."""
 
 
 def grid(report: Report) -> list[list[str]]:
@@ -223,7 +228,8 @@ BAR_TEXT = """\
 A cell of pFedHN or pFedHN-PC must not lie more than two standard errors of the difference under what is known to be
 reachable: under *r - 2 s √(1/n + 1/m)*. *r* is the mean of *m* runs of a faithful re-implementation, written for this
 purpose and thrown away, or where it was not run the paper's mean of 3; *s* is the largest of our deviation, that one's
-and the paper's; *n* is our number of runs. These accuracies are over samples. A cell that fails has a fault to find."""
+and the paper's; *n* is our number of runs. These accuracies are over samples. Of a cell that fails, either
+the fault must be found or shown why there is none: [what was looked at](#pfedhn-under-its-bar-what-was-looked-at)."""
 
 
 def bars(reports: Sequence[Report]) -> list[list[str]]:

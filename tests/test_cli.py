@@ -405,10 +405,10 @@ def test_only_prints_what_it_chose() -> None:
 
 
 def test_another_experiment_in_the_directory_is_refused(finished: Path) -> None:
-    sentence = "holds another experiment ('mine', or other settings of it); give another --out"
     arguments = ["--out", str(finished / "runs")]
+    sentence = "of it: steps is 40 there and 41 here; give another --out"
     refused(2, sentence, "run", str(finished / "mine.toml"), "--set", "steps=41", *arguments)
-    refused(2, sentence, "run", "demo", *arguments)
+    refused(2, "of it: name is mine there and demo here; give another --out", "run", "demo", *arguments)
 
 
 def test_a_directory_that_cannot_be_written_is_said_with_code_1() -> None:

@@ -190,7 +190,7 @@ def test_a_damaged_cache_is_refused_until_made_again(damage: str, tmp_path: Path
         text = "{" if damage == "record" else json.dumps(record | {"format": 0})
         (cache / "mnist.json").write_text(text)
     for use in (load, get):
-        with pytest.raises(DataError, match="run `pfedhn data get mnist --again`"):
+        with pytest.raises(DataError, match="run `pfedhn data get mnist --data-dir FOLDER --again`"):
             use("mnist", tmp_path / "data")
     get("mnist", tmp_path / "data", again=True)
     assert path.read_bytes() == whole

@@ -187,6 +187,18 @@ def test_a_folder_of_clients_is_found_from_where_the_file_lies(tmp_path: Path) -
     assert next(iter(experiment.runs())) == "pfedhn-clinics-3-seed0"
 
 
+def test_every_client_of_a_table_has_its_share_of_test_rows(tmp_path: Path) -> None:
+    lines = ["site,age,outcome", *(f"{site},{row},{row % 2}" for row in range(20) for site in ("a", "b", "c"))]
+    (tmp_path / "visits.csv").write_text("\n".join(lines))
+    cell = Cell(dataset=str(tmp_path / "visits.csv"), clients=3, columns={"client": "site", "label": "outcome"})
+    pools = build_federation(cell, seed=0).pools
+    assert {name: rows.size.tolist() for name, rows in pools.items()} == {
+        "train": [14] * 3,
+        "validation": [3] * 3,
+        "test": [3] * 3,
+    }
+
+
 def test_a_table_says_which_columns_are_client_and_label(tmp_path: Path) -> None:
     lines = ["site,age,dose,outcome"]
     lines += [f"{site},{row},{row % 3},{'ill' if row % 2 else 'well'}" for site in ("a", "b") for row in range(20)]

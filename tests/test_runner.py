@@ -21,6 +21,7 @@ from conftest import SMALL, mlp
 from pfedhn import runner as module
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.checkpoint import checkpoints
 from pfedhn.experiment import (
     cell_algorithm,
     from_table,
@@ -134,12 +135,12 @@ def test_a_directory_refuses_another_experiment(tmp_path: Path) -> None:
     directory = Directory(tmp_path)
     directory.open(SMALL, [])
     directory.refuse_other(SMALL)
-    with pytest.raises(RunError, match=r"holds another experiment \('small', or other settings of it\); give another"):
+    with pytest.raises(RunError, match=r"or other settings of it: steps is .* there and 31 here; give another"):
         directory.open(with_assignments(SMALL, {"steps": 31}), [])
     other_rates = with_assignments(SMALL, {"local_lr": 0.3})
     with pytest.raises(RunError, match=r"holds 'small' with other learning rates: --rates, .*; give another --out, or"):
         directory.open(other_rates, [])
-    with pytest.raises(RunError, match="'small', or other settings of it"):
+    with pytest.raises(RunError, match="or other settings of it: steps is 30 there"):
         directory.open(with_assignments(other_rates, {"steps": 31}), [])
     assert directory.read()[0] == SMALL
 
@@ -294,10 +295,12 @@ def test_an_error_of_ours_leaves_its_traceback_beside_the_run(tmp_path: Path, mo
     assert "raise TypeError" in log.read_text()
 
 
-def test_what_a_run_says_is_heard(tmp_path: Path) -> None:
+def test_what_a_run_says_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "fedavg-digits-6-seed0"
     options = Options(threads=1, checkpoint_every=10)
-    run_many(tmp_path, SMALL, [name], jobs=1, options=options)
+    with monkeypatch.context() as patch:  # as if it had ended before it could write its result
+        patch.setattr(module, "remove_old", lambda folder, num_kept: None)
+        run_many(tmp_path, SMALL, [name], jobs=1, options=options)
     (tmp_path / name / "result.json").unlink()
     (tmp_path / name / "checkpoint-000000030.safetensors").write_bytes(b"half")
     heard: list[Event] = []
@@ -305,6 +308,7 @@ def test_what_a_run_says_is_heard(tmp_path: Path) -> None:
     assert set(outcome.results) == {name}
     said = [event.sentence for event in heard if isinstance(event, Said)]
     assert said == ["checkpoint-000000030.safetensors is truncated or was changed, and was not used."]
+    assert [file.stem for file in checkpoints(tmp_path / name)] == ["checkpoint-000000030"], "large, and of no more use"
 
 
 def test_stopping_the_runs_side_by_side_leaves_checkpoints_to_go_on_from(tmp_path: Path, in_turn: Path) -> None:

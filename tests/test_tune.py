@@ -319,9 +319,9 @@ def test_another_tuning_in_the_folder_is_named_as_it_was_given() -> None:
     study = plan(with_assignments(from_toml(Path("mine.toml")), {"steps": 10}), ["method=fedavg"])
     for stage, experiment in study.stages.items():
         Directory(Path("tuning", stage)).open(experiment, [])
-    refused("error: tuning holds another experiment ('mine-first', or other", *arguments, "--set", "steps=20")
-    refused("error: tuning holds another experiment ('mine-first', or other", *arguments, "--fraction", "0.5")
-    refused("error: tuning holds another experiment ('mine-finals', or other", *arguments, "--set", "steps=9")
+    refused("error: tuning holds another experiment, or other settings of it: ", *arguments, "--set", "steps=20")
+    refused("error: tuning holds another experiment, or other settings of it: ", *arguments, "--fraction", "0.5")
+    refused("of it: steps is 10 there and 9 here; give another --out", *arguments, "--set", "steps=9")
 
 
 # The files of rates

@@ -1,5 +1,12 @@
 """Personalized federated learning with hypernetworks: a model of its own for every client."""
 
+import os
+
+# Before PyTorch is loaded: its threads wait for each other by spinning, and where another program has taken a core they
+# spin at the one they wait for, which made a round ten times as long. A short wait costs nothing on a quiet machine.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedper import FedPer

@@ -100,7 +100,12 @@ def save_state(directory: Path, state: State, simulation: Simulation) -> None:
     name = f"checkpoint-{step:09d}"
     write_atomically(directory / f"{name}.safetensors", content)
     write_atomically(directory / f"{name}.json", json.dumps(record).encode())
-    for old in checkpoints(directory)[NUM_KEPT:]:
+    remove_old(directory, NUM_KEPT)
+
+
+def remove_old(directory: Path, num_kept: int) -> None:
+    """Only the newest stay. They are large: four times a hypernetwork, or twice a model."""
+    for old in checkpoints(directory)[num_kept:]:
         old.unlink()
         old.with_suffix(".safetensors").unlink(missing_ok=True)
 

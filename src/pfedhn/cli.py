@@ -717,7 +717,8 @@ def doctor() -> None:
     )
     table.add_row("cache", escape(f"{cache}: {state}"))
     for name in datasets.DATASETS:
-        hint = f": pfedhn data get {name}" if _data_state(name) == "not cached" else ""
+        where = " --data-dir FOLDER" if datasets.DATASETS[name].hub is None else ""
+        hint = f": pfedhn data get {name}{where}" if _data_state(name) == "not cached" else ""
         table.add_row(f"data {name}", _data_state(name) + hint)
     Console().print(table)
     try:

@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import io
 import json
+import logging
 import os
 import re
 import tempfile
@@ -402,6 +403,7 @@ def _hub_tables(name: str, source: Source, folder: Path | None) -> Iterator[Any]
     except ImportError as error:
         raise DataError(f"reading {name} needs the Hugging Face library: pip install 'pfedhn[data]'") from error
     if folder is None:
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries say nothing that helps
         try:
             tables = datasets.load_dataset(source.hub)
         except Exception as error:  # the library's failures have no common type, and all mean: not from there
@@ -619,7 +621,8 @@ def _verify(name: str, path: Path, data_dir: str | Path | None) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         whole = False
     if not whole:
-        raise DataError(f"the cached copy {path} is damaged or outdated; run `pfedhn data get {name} --again`.")
+        where = " --data-dir FOLDER" if data_dir or _source(name).hub is None else ""
+        raise DataError(f"the cached copy {path} is damaged or outdated; run `pfedhn data get {name}{where} --again`.")
     # The folder may be gone by now; but where it is there, it is what the user asked for.
     try:
         folder = _folder(name, data_dir)

@@ -89,6 +89,7 @@ class Entry:
     num_planned: int
     published: tuple[float, float] | None = None
     steps_before: int = 0  # of the run it starts from
+    title: str = ""  # of its experiment
 
     @property
     def column(self) -> Column:
@@ -225,7 +226,8 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
             f"{cell.method}/{cell.clients}"
         )
         before = pretraining_cell(experiment, cell).steps if cell.pretrain is not None else 0
-        entries.append(Entry(label, cell, dict(sorted(results.items())), metrics, len(seeds), known, before))
+        title = experiment.title or experiment.name
+        entries.append(Entry(label, cell, dict(sorted(results.items())), metrics, len(seeds), known, before, title))
     return entries
 
 
@@ -642,9 +644,14 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
     _label_ends(axes, drawn)
 
 
+MANY_EVALUATIONS = 20
+
+
 def _show_upper_part(axes: Any, entries: Sequence[Entry], average: Average) -> None:
     """Every run starts near chance; leave that to the first steps and give the height to where they differ."""
     curves = [entry.curve(seed, average) for entry in entries for seed in entry.metrics]
+    if max(map(len, curves)) < MANY_EVALUATIONS:
+        return  # a short run is mostly its start
     late = [value for curve in curves for step, value in curve.items() if step >= 0.15 * max(curve)]
     lowest, highest = min(late), max(late)
     margin = max(0.06 * (highest - lowest), 0.5)
@@ -675,7 +682,15 @@ def _label_ends(axes: Any, drawn: Sequence[tuple[Entry, str, float, float]]) -> 
             fontweight="bold",
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "alpha": 0.6, "shrinkA": 2, "shrinkB": 0},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.6,
+                "alpha": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 2,
+                "shrinkB": 0,
+            },
         )
 
 
@@ -744,7 +759,8 @@ def draw_curves(report: Report, column: Column, average: Average = "clients", dp
     figure = _figure(8.0, 4.8)
     axes = figure.subplots()
     plot_curves(axes, report.in_column(column), average)
-    axes.set_title(f"{report.title}\n{column_text(column)}", loc="left", fontsize=11)
+    titles = dict.fromkeys(entry.title for entry in report.in_column(column))
+    axes.set_title("\n".join([*titles, column_text(column)]), loc="left", fontsize=11)
     return _png(figure, dpi)
 
 

@@ -33,7 +33,7 @@ import numpy
 import torch
 
 from pfedhn.capture import set_up_gpu
-from pfedhn.checkpoint import CheckpointError, load_state, write_atomically
+from pfedhn.checkpoint import CheckpointError, load_state, remove_old, write_atomically
 from pfedhn.executors import EXECUTORS
 from pfedhn.experiment import (
     Cell,
@@ -122,9 +122,10 @@ class Directory:
                     f"{named} holds {stored.name!r} with other learning rates: --rates, --set or the experiment's "
                     ".rates.toml has changed since; give another --out, or the rates it was made with."
                 )
+            difference = _first_difference(_plain(asdict(stored)), _plain(asdict(experiment)))
             raise RunError(
-                f"{named} holds another experiment ({stored.name!r}, or other settings of it); "
-                "give another --out, or the command it was made with."
+                f"{named} holds another experiment, or other settings of it: {difference}; give another --out, or the "
+                "settings it was made with."
             )
         if self.path.exists() and any(self.path.iterdir()):
             raise RunError(f"{named} is not empty and holds no experiment; give another --out.")
@@ -179,6 +180,20 @@ class Directory:
             return tomllib.loads(file.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise RunError(f"{file} is damaged ({error}); give another --out.") from None
+
+
+def _first_difference(there: Any, here: Any, where: str = "") -> str:
+    """Where two experiments part, as "steps is 20 there and 5000 here"."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for name in dict.fromkeys([*there, *here]):
+            if there.get(name) != here.get(name):
+                return _first_difference(there.get(name), here.get(name), name if name != "cells" else "")
+    if isinstance(there, list) and isinstance(here, list) and all(isinstance(part, dict) for part in (*there, *here)):
+        if len(there) != len(here):
+            return f"it has {len(there)} cells and this {len(here)}"
+        pair = next((one, other) for one, other in zip(there, here, strict=True) if one != other)
+        return _first_difference(*pair)
+    return f"{where} is {there} there and {here} here"
 
 
 def _without_rates(experiment: Experiment) -> Experiment:
@@ -269,6 +284,7 @@ def running_one(
             "environment": environment(device),
         }
         write_atomically(folder / "result.json", json.dumps(result, indent=1).encode())
+        remove_old(folder, 1)  # nothing goes on from the one before any more
     return result
 
 
