@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLES = ("table1-cifar10", "table1-cifar100", "table1-omniglot", "table1-mnist")
 NOT_RUN = "—"
 NUM_PAPER_RUNS = 3
-SEEDS = (0, 1, 2)
+SEEDS = EXPERIMENTS[TABLES[0]].seeds
 FAR = 2.0  # points of accuracy: further from the paper than this, a baseline needs an explanation
 OURS = ("pfedhn", "pfedhn-pc")
 DPI = 90  # legible at the width of a page, and under 150 kB
@@ -164,8 +164,8 @@ and 2, on which all methods have the same splits.
 
 Before you quote a number, read [what explains the differences from the
 paper](#baselines-that-differ-from-the-paper) and [which runs had a
-fault](#a-fault-that-the-runs-of-cifar-100-still-have). Wall times are of runs that shared the card with up to 47
-others; a run alone takes [half a minute](performance.md)."""
+fault](#a-fault-that-the-runs-of-cifar-100-still-have). Wall times are of runs that shared the card with others; what
+one takes alone is on the page on [performance](performance.md)."""
 
 
 def grid(report: Report) -> list[list[str]]:
@@ -363,8 +363,11 @@ A `.jsonl` file that was made on another machine goes in the same way: `pfedhn r
 To check a cell, take `command` from its line and run it at its `commit` with an `--out` of its own. If
 `environment.deterministic` is true, the same device and versions give the same bits: the same correct rows of every
 client and the same losses. Otherwise the order of sums on a GPU may differ, and the result lies within the spread over
-seeds. Steps and bytes of LG-FedAvg include the FedAvg run that it starts from. Wall time is of a run while
-others share the device; what one alone takes is on the page on [performance](performance.md)."""
+seeds. Steps and bytes of LG-FedAvg include the FedAvg run that it starts from.
+
+`results/jumps/` has what `results/jumps.py` wrote, `results/checks/` the runs and comparisons that the text above
+quotes and no table holds: runs on a CPU, the first series of a cell, and what `results/same_seed.py` found of runs made
+twice."""
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:

@@ -1,13 +1,13 @@
 """What happens inside a run whose accuracy jumps: norms beside the learning curve, for several runs side by side.
 
     python results/jumps.py table1-cifar100 --only method=pfedhn-pc,clients=50 --seeds 0,1,2 \\
-        --out results/jumps.jsonl --with weight_decay=0.001 --with weight_decay=0.0001 --with weight_decay=0
+        --out jumps.jsonl --with weight_decay=0.001 --with weight_decay=0.0001 --with weight_decay=0
 
 Every --with is a set of runs of its own; settings in one --with are divided by commas.
 
 A line per run: steps, validation and test accuracy, and at the same steps the norm of each trunk layer and of the head
-of the hypernetwork, of the embeddings (mean over clients), of the weights made for the clients (mean) and of their
-last layer, and of the server's velocity. On a GPU if there is one.
+of the hypernetwork, of the embeddings (mean over clients), of the weights made for the clients (mean) and of the
+server's velocity. On a GPU if there is one.
 """
 
 import argparse

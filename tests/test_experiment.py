@@ -197,6 +197,9 @@ def test_every_client_of_a_table_has_its_share_of_test_rows(tmp_path: Path) -> N
         "validation": [3] * 3,
         "test": [3] * 3,
     }
+    stratified = build_federation(replace(cell, stratify=True, split=(0.5, 0.3, 0.2)), seed=0)
+    for client in range(3):  # ten rows of each class
+        assert stratified.y[stratified.pools["test"].of(client)].bincount().tolist() == [2, 2]
 
 
 def test_a_table_says_which_columns_are_client_and_label(tmp_path: Path) -> None:

@@ -519,16 +519,13 @@ def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device
 
 
 def _own_federation(cell: Cell, seed: int) -> Federation:
-    if not cell.dataset.lower().endswith(TABLE_ENDINGS):
-        _, clients = datasets.from_folders(cell.dataset)
-        return Federation.from_clients(clients, split=cell.split, seed=seed)
-    table = _table(cell)
-    if not cell.stratify:  # as for folders: each client's rows are cut apart, so that a small one has its share too
+    if cell.dataset.lower().endswith(TABLE_ENDINGS):
+        table = _table(cell)
         rows = [numpy.flatnonzero(table.groups == client) for client in range(len(table.client_names))]
-        return Federation.from_clients([(table.x[own], table.y[own]) for own in rows], split=cell.split, seed=seed)
-    return Federation.from_arrays(
-        table.x, table.y, partition.by_group(), split=cell.split, seed=seed, groups=table.groups, stratify=True
-    )
+        clients = [(table.x[own], table.y[own]) for own in rows]
+    else:
+        _, clients = datasets.from_folders(cell.dataset)
+    return Federation.from_clients(clients, split=cell.split, stratify=cell.stratify, seed=seed)
 
 
 def _table(cell: Cell) -> datasets.Table:

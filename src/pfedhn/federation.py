@@ -138,12 +138,14 @@ class Federation:
         clients: Sequence[Arrays | Mapping[str, Arrays]],
         *,
         split: tuple[float, float, float] = (0.7, 0.15, 0.15),
+        stratify: bool = False,
         seed: int = 0,
     ) -> "Federation":
         """A federation of clients that bring their own data.
 
         clients: for each, either (x, y), which is split at random, or the pools themselves, as
             {"train": (x, y), "validation": (x, y), "test": (x, y)}.
+        stratify: draw each client's split within each of its classes instead of over all its rows.
         """
         if not clients:
             raise ValueError("a federation needs at least one client.")
@@ -167,7 +169,7 @@ class Federation:
             else:
                 x, y = _tensor(client[0]), _tensor(client[1])
                 _check_lengths(x, y)
-                parts = _split(y.numpy(), split, False, keys.fold(seed, "partition", "split", number))
+                parts = _split(y.numpy(), split, stratify, keys.fold(seed, "partition", "split", number))
                 for name, part in zip(POOLS, parts, strict=True):
                     owned[name].append(start + part)
                 xs.append(x)
