@@ -108,7 +108,8 @@ def _table1_cell(method: str, clients: int, common: Cell) -> Cell:
     if common.dataset == "omniglot" and method in ("local", "fedper", "pfedhn-pc"):
         cell = replace(cell, labels="within-group")  # a head of the client's own need not know other alphabets
     if method == "local":
-        return replace(cell, steps=40 * clients)  # 40 rounds of 50 steps for everybody
+        # 40 rounds of 50 steps for everybody, each followed by an evaluation
+        return replace(cell, steps=40 * clients, evaluate_every=min(clients, cell.evaluate_every))
     if method == "lg-fedavg":
         return replace(cell, steps=1_000, pretrain="fedavg")
     return cell
