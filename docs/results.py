@@ -310,7 +310,10 @@ def unexplained(reports: Sequence[Report], notes: str) -> list[str]:
 RATES_TEXT = """\
 pFedHN and pFedHN-PC run with their authors' rates. A baseline's are chosen by `pfedhn tune` on the paper's grids:
 learning rates 0.1, 0.05, 0.01, 0.005 and personal ones 0.05, 0.01, 0.005, 0.001, on validation rows, with 50 clients,
-and kept for 10 and 100. LG-FedAvg takes FedAvg's."""
+and kept for 10 and 100. LG-FedAvg takes FedAvg's. Where the rate that one seed chose diverged with another of the
+table's seeds, that point is out: Local on Omniglot was tuned again on all three, and pFedMe on Omniglot took its
+second-best point (0.1 and 0.01), as the best diverged with seed 2 at step 4,320. pFedHN and pFedHN-PC were tuned on
+CIFAR-100 only to see [what the paper's search would choose](#runs-that-jump); the table does not use it."""
 
 
 def tuning_section(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -319,7 +322,9 @@ def tuning_section(records: Sequence[Mapping[str, Any]]) -> list[str]:
         return ["No tuning is stored yet."]
     parts = []
     for record in records:
-        parts.append(f"### {record['experiment']}")
+        heading = f"### {record['experiment']}"
+        if heading not in parts:
+            parts.append(heading)
         for method, found in record["methods"].items():
             names = list(found["points"][0]["rates"])
             stages = {
@@ -400,7 +405,7 @@ def draw(reports: Sequence[Report]) -> dict[str, bytes]:
 
 def read_tuning(folder: Path) -> list[dict[str, Any]]:
     records = []
-    for file in sorted(folder.glob("tuning-*.json")):
+    for file in sorted(folder.glob("tuning-*.json"), key=lambda file: file.stem):
         try:
             record = json.loads(file.read_text())
             tuning_section([record])
