@@ -195,6 +195,15 @@ def test_settings_of_cells_that_were_not_run_do_not_matter(file: Path, tmp_path:
     assert runs_in(file)[-1] == "pfedhn-digits-5-seed7"
 
 
+def test_a_cell_takes_the_settings_of_whoever_has_run_it(tmp_path: Path) -> None:
+    file = tmp_path / "joined.jsonl"
+    export([make(tmp_path / "first", ["fedavg-digits-5-seed0"])], file)
+    other = replace(TINY, cells=tuple(replace(cell, steps=4) for cell in TINY.cells))
+    assert export([make(tmp_path / "second", ["pfedhn-digits-5-seed0"], other)], file) == (1, 0, 2)
+    (runs,) = read_file(file)
+    assert [cell.steps for cell in runs.experiment.cells] == [6, 4, 4]
+
+
 def test_a_result_that_could_not_be_read_again_is_not_written(made: Path, file: Path, tmp_path: Path) -> None:
     older = tmp_path / "older"
     shutil.copytree(made, older)

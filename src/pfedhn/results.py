@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pfedhn.checkpoint import one_at_a_time, write_atomically
-from pfedhn.experiment import Cell, Experiment, find_run, from_table
+from pfedhn.experiment import Cell, Experiment, cell_names, find_run, from_table
 from pfedhn.run import RunError
 from pfedhn.runner import Directory, read_result
 from pfedhn.settings import build
@@ -306,13 +306,19 @@ def _one_for_both(
     given: Experiment,
     given_lines: Mapping[str, Any],
 ) -> Experiment:
-    """The experiment that both the stored and the new runs belong to; other settings of it are refused."""
-    if not (misfits := _misfits(given, stored, stored_lines)):
-        return given
-    if not _misfits(stored, given, given_lines):
-        return stored
+    """The experiment that both the stored and the new runs belong to: of a cell that has stored runs, their settings.
+
+    A cell of which both have runs, with other settings, is refused.
+    """
+    have_runs = {name.rpartition("-seed")[0] for name in stored_lines}
+    kept = {name: cell for name, cell in zip(cell_names(stored.cells), stored.cells, strict=True) if name in have_runs}
+    cells = [kept.get(name, cell) for name, cell in zip(cell_names(given.cells), given.cells, strict=True)]
+    for both in (replace(given, cells=tuple(cells)), stored):
+        if not _misfits(both, stored, stored_lines) and not _misfits(both, given, given_lines):
+            return both
+    misfit, *_ = _misfits(given, stored, stored_lines)
     raise RunError(
-        f"{file} holds runs of other settings of {given.name!r} (such as {misfits[0]}); remove their lines, or give "
+        f"{file} holds runs of other settings of {given.name!r} (such as {misfit}); remove their lines, or give "
         "another file."
     )
 
