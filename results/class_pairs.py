@@ -1,10 +1,10 @@
-"""How hard were the splits of the CIFAR-10 runs? A client's task is to tell two classes apart, and pairs differ.
+"""How hard were the splits of the runs on CIFAR-10 and MNIST? A client tells two classes apart, and pairs differ.
 
     python results/class_pairs.py
 
-Reads table1-cifar10.jsonl beside it, makes each run's split again (the data set must be cached), and compares three
-things: our accuracy, what the same accuracy per pair gives when every pair is as frequent as the rule makes it on
-average, and how far that varies from one draw of a split to the next.
+Reads their tables beside it, makes each run's split again (the data sets must be cached), and compares three things:
+our accuracy, what the same accuracy per pair gives when every pair is as frequent as the rule makes it on average, and
+how far that varies from one draw of a split to the next.
 """
 
 from collections import defaultdict
@@ -16,12 +16,22 @@ import numpy
 from pfedhn.experiment import build_federation, find_run
 from pfedhn.results import read_file
 
+TABLES = ("table1-cifar10", "table1-mnist")
 METHODS = ("pfedhn", "pfedhn-pc")
 NUM_CLASSES, NUM_DRAWS = 10, 2_000
 
 
 def main() -> None:
-    (runs,) = read_file(Path(__file__).with_name("table1-cifar10.jsonl"))
+    print(
+        "| data set | method | clients | ours | with pairs as frequent as on average | deviation from split to split |"
+    )
+    print("|---|---|---:|---:|---:|---:|")
+    for table in TABLES:
+        compare(table)
+
+
+def compare(table: str) -> None:
+    (runs,) = read_file(Path(__file__).with_name(f"{table}.jsonl"))
     accuracies: dict[tuple[str, int], dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
     ours: dict[tuple[str, int], list[float]] = defaultdict(list)
     for name, result in runs.results.items():
@@ -36,8 +46,6 @@ def main() -> None:
             accuracies[key][pair].append(100 * correct / count)
     pairs = list(combinations(range(NUM_CLASSES), 2))
     generator = numpy.random.default_rng(0)
-    print("| method | clients | ours | with pairs as frequent as on average | deviation from split to split |")
-    print("|---|---:|---:|---:|---:|")
     for (method, clients), by_pair in accuracies.items():
         if clients < len(pairs):
             continue  # too few clients to know every pair
@@ -54,7 +62,11 @@ def main() -> None:
             for _ in range(NUM_DRAWS)
         ]
         columns = numpy.mean(ours[method, clients]), numpy.mean(list(known.values())), numpy.std(draws)
-        print(f"| {method} | {clients} | " + " | ".join(f"{value:.2f}" for value in columns) + " |")
+        print(
+            f"| {table.removeprefix('table1-')} | {method} | {clients} | "
+            + " | ".join(f"{value:.2f}" for value in columns)
+            + " |"
+        )
 
 
 if __name__ == "__main__":

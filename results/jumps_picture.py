@@ -1,6 +1,7 @@
-"""Draws what jumps.py wrote: a column for each setting, a line for each seed.
+"""Draws what jumps.py wrote: a row for each setting, a line for each seed.
 
-python results/jumps_picture.py results/jumps/pfedhn-pc-cifar100-50.jsonl docs/pictures/jumps.png
+python results/jumps_picture.py results/jumps/pfedhn-pc-cifar100-50.jsonl docs/pictures/jumps-50.png
+python results/jumps_picture.py results/jumps/pfedhn-cifar100-10.jsonl docs/pictures/jumps-10.png
 """
 
 import json
@@ -10,13 +11,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-ROWS = {
+COLUMNS = {
     "validation": "validation accuracy, %",
     "velocity": "server's velocity (norm)",
     "head.lenet": "hypernetwork's head (norm)",
 }
-TICKS = {"velocity": (0.1, 0.3, 1, 3), "head.lenet": (20, 50, 100, 200)}
-COLOURS = ("#0072B2", "#D55E00", "#009E73")
+TICKS = {"velocity": (0.1, 0.3, 1, 3, 10), "head.lenet": (20, 50, 100, 200)}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 FIRST_STEP = 150  # before it everything rises
 
 
@@ -25,11 +26,10 @@ def main(source: Path, picture: Path) -> None:
     for line in source.read_text().splitlines():
         run = json.loads(line)
         runs.setdefault(run["with"], []).append(run)
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    grid = figure.subplots(len(ROWS), len(runs), sharex=True, sharey="row", squeeze=False)
-    for column, (name, found) in enumerate(runs.items()):
-        for row, (key, label) in enumerate(ROWS.items()):
-            axes = grid[row][column]
+    figure = Figure(figsize=(10, 0.8 + 2.3 * len(runs)), layout="constrained")
+    grid = figure.subplots(len(runs), len(COLUMNS), sharex=True, sharey="col", squeeze=False)
+    for axes_of_row, (name, found) in zip(grid, runs.items(), strict=True):
+        for axes, (key, label) in zip(axes_of_row, COLUMNS.items(), strict=True):
             for colour, run in zip(COLOURS, found, strict=False):
                 scale = 100 if key == "validation" else 1
                 points = [(step, scale * value) for step, value in zip(run["step"], run[key], strict=True)]
@@ -43,11 +43,12 @@ def main(source: Path, picture: Path) -> None:
             axes.grid(color="#E6E6E6", linewidth=0.7)
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(length=0, labelsize=9)
-            if column == 0:
-                axes.set_ylabel(label, fontsize=10)
-        grid[0][column].set_title(name.replace("_", " ").replace("=", " "), loc="left", fontsize=11)
-        grid[-1][column].set_xlabel("communication steps", fontsize=10)
-    grid[0][0].legend(frameon=False, fontsize=9)
+            axes.set_title(label if axes in grid[0] else "", loc="left", fontsize=10)
+        axes_of_row[0].set_ylabel(name.replace("_", " ").replace("=", " "), fontsize=10)
+    for axes in grid[-1]:
+        axes.set_xlabel("communication steps", fontsize=10)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=9)
     figure.savefig(picture, dpi=90)
 
 
