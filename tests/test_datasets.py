@@ -18,7 +18,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from pfedhn import datasets
-from pfedhn.datasets import DATASETS, DataError, from_folders, from_table, get, load
+from pfedhn.datasets import DATASETS, DataError, cache_state, from_folders, from_table, get, load
 
 CHARACTERS = {
     ("Greek", 1): 2,
@@ -177,7 +177,9 @@ def test_the_cache_is_two_files_of_bytes_and_leaves_no_scraps(tmp_path: Path, ca
 @pytest.mark.parametrize("damage", ["bytes", "length", "record", "format", "gone"])
 def test_a_damaged_cache_is_refused_until_made_again(damage: str, tmp_path: Path, cache: Path) -> None:
     write_hub_folder(tmp_path / "data", "mnist")
+    assert cache_state("mnist") == "not cached"
     path = get("mnist", tmp_path / "data")
+    assert cache_state("mnist") == "cached"
     whole = path.read_bytes()
     if damage == "bytes":
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -189,6 +191,7 @@ def test_a_damaged_cache_is_refused_until_made_again(damage: str, tmp_path: Path
         record = json.loads((cache / "mnist.json").read_text())
         text = "{" if damage == "record" else json.dumps(record | {"format": 0})
         (cache / "mnist.json").write_text(text)
+    assert cache_state("mnist") == "damaged"
     for use in (load, get):
         with pytest.raises(DataError, match="run `pfedhn data get mnist --data-dir FOLDER --again`"):
             use("mnist", tmp_path / "data")

@@ -718,8 +718,9 @@ def doctor() -> None:
     table.add_row("cache", escape(f"{cache}: {state}"))
     for name in datasets.DATASETS:
         where = " --data-dir FOLDER" if datasets.DATASETS[name].hub is None else ""
-        hint = f": pfedhn data get {name}{where}" if _data_state(name) == "not cached" else ""
-        table.add_row(f"data {name}", _data_state(name) + hint)
+        state = _data_state(name)
+        again = {"not cached": "", "damaged": " --again"}.get(state)
+        table.add_row(f"data {name}", state if again is None else f"{state}: pfedhn data get {name}{where}{again}")
     Console().print(table)
     try:
         datasets.load("digits")
@@ -748,11 +749,7 @@ def _write_trouble(folder: Path) -> str | None:
 
 
 def _data_state(name: str) -> str:
-    if name == "digits":
-        return "always there"
-    if datasets.cache_path(name).with_suffix(".json").exists():
-        return "cached"
-    return "not cached"
+    return "always there" if name == "digits" else datasets.cache_state(name)
 
 
 @data_app.command("list")

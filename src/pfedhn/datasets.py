@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy
 import torch
@@ -613,14 +613,27 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _verify(name: str, path: Path, data_dir: str | Path | None) -> None:
+def _whole_record(path: Path) -> dict[str, Any] | None:
+    """What is written down of a cached copy; None if the copy is not as it was written, or by another version."""
     try:
-        record = json.loads(path.with_suffix(".json").read_text())
-        whole = record["format"] == CACHE_FORMAT and record["sha256"] == _sha256(path)
-        made_from = record["made_from"]
+        record: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
+        whole = record["format"] == CACHE_FORMAT and record["sha256"] == _sha256(path) and "made_from" in record
     except (OSError, ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
+        return None
+    return record if whole else None
+
+
+def cache_state(name: str) -> Literal["cached", "not cached", "damaged"]:
+    """Of a data set's copy in the cache; it is read in whole for that."""
+    path = cache_path(name)
+    if not path.with_suffix(".json").exists():
+        return "not cached"
+    return "damaged" if _whole_record(path) is None else "cached"
+
+
+def _verify(name: str, path: Path, data_dir: str | Path | None) -> None:
+    record = _whole_record(path)
+    if record is None:
         where = " --data-dir FOLDER" if data_dir or _source(name).hub is None else ""
         raise DataError(f"the cached copy {path} is damaged or outdated; run `pfedhn data get {name}{where} --again`.")
     # The folder may be gone by now; but where it is there, it is what the user asked for.
@@ -628,7 +641,7 @@ def _verify(name: str, path: Path, data_dir: str | Path | None) -> None:
         folder = _folder(name, data_dir)
     except DataError:
         return
-    if folder is not None and _made_from(name, folder) != made_from:
+    if folder is not None and _made_from(name, folder) != record["made_from"]:
         raise DataError(
             f"the cached copy {path} was not made from the files in {folder}; run `pfedhn data get {name} "
             f"--data-dir {folder} --again` to use those, or leave the data folder out."
