@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from pfedhn.checkpoint import write_atomically
 from pfedhn.experiment import Cell, cell_algorithm, find_run
-from pfedhn.paper import EXPERIMENTS
+from pfedhn.paper import EXPERIMENTS, RATES_TAKEN_FROM
 from pfedhn.report import (
     Column,
     Entry,
@@ -151,8 +151,8 @@ OPENING = f"""\
 
 # Results
 
-The paper's tables, run by this package. Every number comes from a line in `results/` of the repository, and every line
-names the command that makes it again ([how](#how-a-result-is-stored-and-rerun)).
+The paper's tables, run by this package. Every number of ours in them comes from a line in `results/` of the repository,
+and the line names the command that makes it again ([how](#how-a-result-is-stored-and-rerun)).
 
 Accuracy is that of each client's own model on its own test rows, in per cent, at the round chosen on validation.
 *Over clients* is the mean of the clients' accuracies, as the paper defines it; *over samples* counts every test row
@@ -227,7 +227,8 @@ def rates_text(entry: Entry) -> str:
     values = {name: settings[name] for name in names if settings.get(name) is not None}
     listed = ", ".join(f"{name} {value:g}" for name, value in values.items())
     if any(name in entry.cell.settings for name in names):
-        return f"{listed} (tuned)"
+        source = RATES_TAKEN_FROM.get(f"table1-{entry.cell.dataset}")
+        return f"{listed} (tuned)" if source is None else f"{listed} (tuned for {source})"
     return f"{listed} (the authors')" if entry.cell.method in OURS else f"{listed} (not tuned)"
 
 
@@ -308,15 +309,18 @@ def unexplained(reports: Sequence[Report], notes: str) -> list[str]:
 
 RATES_TEXT = """\
 pFedHN and pFedHN-PC run with their authors' rates. A baseline's are chosen by `pfedhn tune` on the paper's grids:
-learning rates 0.1, 0.05, 0.01, 0.005 and personal ones 0.05, 0.01, 0.005, 0.001, on validation rows, with 50 clients,
-and kept for 10 and 100. LG-FedAvg takes FedAvg's. Where the rate that one seed chose diverged with another of the
-table's seeds, that point is out: Local on Omniglot was tuned again on all three, and pFedMe on Omniglot took its
-second-best point (0.1 and 0.01), as the best diverged with seed 2 at step 4,320. pFedHN and pFedHN-PC were tuned on
-CIFAR-100 only to see [what the paper's search would choose](#runs-that-jump); the table does not use it.
+learning rates 0.1, 0.05, 0.01, 0.005 and personal ones 0.05, 0.01, 0.005, 0.001, on validation rows, with 50 clients
+and seed 0: every point for a fifth of the steps, the best three for all of them. They are kept for 10 and 100
+clients. LG-FedAvg takes FedAvg's rate, MNIST takes CIFAR-10's. Points that are closer than a point or so cannot be
+told apart by one seed. Where the rate that one seed chose diverged with another of the table's seeds, it is out:
+Local on Omniglot was tuned again on all three, and pFedMe on Omniglot took its second-best point (0.1 and 0.01), as
+the best diverged with seed 2. pFedHN and pFedHN-PC were tuned on CIFAR-100 only to see [what the paper's search
+would choose](#runs-that-jump); the table does not use it.
 
-The baselines of CIFAR-100 were tuned with a version whose linear layer got one minibatch in about 200,000 wrong (two
-copies raced on the card; it is mended, and the runs of CIFAR-100 and Omniglot in the tables are later; ten classes were
-never concerned). Per-FedAvg's grid was run again for 1,000 steps and has the same best three."""
+The baselines of CIFAR-100 were tuned with a version whose linear layer got, by our estimate, one minibatch in
+200,000 wrong (two copies raced on the card; it is mended, and the runs of CIFAR-100 and Omniglot in the tables are
+later; ten classes were never concerned). Per-FedAvg's grid was run again for 1,000 steps: the best three are the
+same, but 0.005 and 0.005 comes first among them, as it may by chance; they were not run in full again."""
 
 
 def tuning_section(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -370,8 +374,8 @@ A `.jsonl` file that was made on another machine goes in the same way: `pfedhn r
 
 To check a cell, take `command` from its line and run it at its `commit` with an `--out` of its own. If
 `environment.deterministic` is true, the same device and versions give the same bits: the same correct rows of every
-client and the same losses. Otherwise the order of sums on a GPU may differ, and the result lies within the spread over
-seeds. Steps and bytes of LG-FedAvg include the FedAvg run that it starts from.
+client and the same losses. Otherwise the order of sums on a GPU may differ, and the result lies about as far away as
+that of another seed. Steps and bytes of LG-FedAvg include the FedAvg run that it starts from.
 
 `results/jumps/` has what `results/jumps.py` wrote, `results/checks/` the runs and comparisons that the text above
 quotes and no table holds: runs on a CPU, Per-FedAvg's Hessian-free form and its grid, and what `results/same_seed.py`
