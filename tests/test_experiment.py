@@ -133,7 +133,7 @@ def test_set_another_partition_rule_drops_the_settings_of_the_old_one() -> None:
 
 def test_set_that_makes_cells_equal_leaves_one() -> None:
     table1 = EXPERIMENTS["table1-cifar10"]
-    changed = with_assignments(table1, {"clients": 20, "steps": 10, "pretrain": "none"})
+    changed = with_assignments(table1, {"clients": 20, "steps": 10, "evaluate_every": 10, "pretrain": "none"})
     assert [cell.method for cell in changed.cells] == list(dict.fromkeys(cell.method for cell in table1.cells))
 
 
