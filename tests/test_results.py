@@ -202,6 +202,9 @@ def test_a_cell_takes_the_settings_of_whoever_has_run_it(tmp_path: Path) -> None
     assert export([make(tmp_path / "second", ["pfedhn-digits-5-seed0"], other)], file) == (1, 0, 2)
     (runs,) = read_file(file)
     assert [cell.steps for cell in runs.experiment.cells] == [6, 4, 4]
+    smaller = replace(TINY, cells=TINY.cells[:1])
+    assert export([make(tmp_path / "third", ["fedavg-digits-5-seed1"], smaller)], file) == (1, 0, 3)
+    assert runs_in(file) == ["fedavg-digits-5-seed0", "fedavg-digits-5-seed1", "pfedhn-digits-5-seed0"]
 
 
 def test_a_result_that_could_not_be_read_again_is_not_written(made: Path, file: Path, tmp_path: Path) -> None:

@@ -306,21 +306,20 @@ def _one_for_both(
     given: Experiment,
     given_lines: Mapping[str, Any],
 ) -> Experiment:
-    """The experiment that both the stored and the new runs belong to: of a cell that has stored runs, their settings.
+    """The given experiment, but with the stored one's cells that have runs: a cell is as it was run.
 
     A cell of which both have runs, with other settings, is refused.
     """
-    have_runs = {name.rpartition("-seed")[0] for name in stored_lines}
-    kept = {name: cell for name, cell in zip(cell_names(stored.cells), stored.cells, strict=True) if name in have_runs}
-    cells = [kept.get(name, cell) for name, cell in zip(cell_names(given.cells), given.cells, strict=True)]
-    for both in (replace(given, cells=tuple(cells)), stored):
-        if not _misfits(both, stored, stored_lines) and not _misfits(both, given, given_lines):
-            return both
-    misfit, *_ = _misfits(given, stored, stored_lines)
-    raise RunError(
-        f"{file} holds runs of other settings of {given.name!r} (such as {misfit}); remove their lines, or give "
-        "another file."
-    )
+    named = dict(zip(cell_names(given.cells), given.cells, strict=True))
+    named |= {name.rpartition("-seed")[0]: find_run(stored, name)[0] for name in stored_lines}
+    both = replace(given, cells=tuple(named.values()))
+    misfits = _misfits(both, given, given_lines) + _misfits(both, stored, stored_lines)
+    if misfits:
+        raise RunError(
+            f"{file} holds runs of other settings of {given.name!r} (such as {misfits[0]}); remove their lines, or "
+            "give another file."
+        )
+    return both
 
 
 def _misfits(experiment: Experiment, owner: Experiment, names: Iterable[str]) -> list[str]:
