@@ -37,7 +37,7 @@ docs: $(SETUP)
 	$(BIN)/mkdocs build --strict
 
 results: $(SETUP)
-	$(BIN)/python docs/results.py
+	$(BIN)/python tools/results_page.py
 
 clean:
 	rm -rf $(VENV) site build dist

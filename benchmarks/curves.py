@@ -3,7 +3,7 @@
     python benchmarks/curves.py --out benchmarks/results/cpu-curves.jsonl
 
 One thing is varied at a time, from the paper's CIFAR-10 run, and measured in turns with the textbook. The least of
-several turns counts: a neighbour only ever adds to it. The GPU's lines come from `benchmarks/gpu.py --only sweep`, the
+several turns counts: a neighbor only ever adds to it. The GPU's lines come from `benchmarks/gpu.py --only sweep`, the
 number of clients from `pfedhn bench`. `benchmarks/plots.py` draws them.
 """
 
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pfedhn.bench import SIZES, Program, Worker, Workload, in_turns, together
-from pfedhn.runner import environment
+from pfedhn.bench.measure import SIZES, Program, Worker, Workload, in_turns, together
+from pfedhn.experiments.provenance import environment
 
 PROGRAMS = (Program("textbook"), Program("traced"))
 

@@ -25,18 +25,20 @@ from torch.func import functional_call, grad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from pfedhn import bench, keys
-from pfedhn.algorithm import Model
+from pfedhn import keys
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
-from pfedhn.capture import CapturedRun, compile_graph, set_up_gpu, side_by_side
-from pfedhn.executors import TracedScan
-from pfedhn.federation import Federation
+from pfedhn.bench import measure as bench
+from pfedhn.data.federation import Federation
+from pfedhn.engine.capture import CapturedRun, compile_graph, set_up_gpu, side_by_side
+from pfedhn.engine.executors import TracedScan
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import Schedule
+from pfedhn.experiments.provenance import commit
+from pfedhn.model import Model
 from pfedhn.models import MLP, LeNet, OmniglotNet, cross_entropy, is_correct
 from pfedhn.params import pack, take
-from pfedhn.runner import commit
 from pfedhn.sgd import scanning
-from pfedhn.simulate import Schedule, Simulation
 
 DEVICE = torch.device("cuda")
 TARGETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
@@ -50,12 +52,12 @@ def images(num_clients: int, rows: int, shape: tuple[int, ...], num_classes: int
     generator = torch.Generator().manual_seed(seed)
     clients = []
     for _ in range(num_clients):
-        pools = {}
-        for pool, count in (("train", rows), ("validation", rows // 4), ("test", rows // 4)):
+        splits = {}
+        for split, count in (("train", rows), ("validation", rows // 4), ("test", rows // 4)):
             y = torch.randint(num_classes, (count,), generator=generator)
             x = torch.randn(count, *shape, generator=generator) + y.view(-1, *[1] * len(shape)) / num_classes
-            pools[pool] = (x, y)
-        clients.append(pools)
+            splits[split] = (x, y)
+        clients.append(splits)
     return Federation.from_clients(clients)
 
 
@@ -93,7 +95,7 @@ def check_equal(write: Any, methods: list[str]) -> None:
                 one = simulation(method, federation, model, schedule, 0, executor, **settings)
                 state = one.initial_state()
                 steps = CapturedRun(one, state).rounds() if executor == "captured" else one.rounds(state)
-                scores = [p.evaluation.pools["validation"].loss for p in steps if p.evaluation]
+                scores = [p.evaluation.splits["validation"].loss for p in steps if p.evaluation]
                 torch.cuda.synchronize()
                 private = [table.take(list(range(federation.num_clients))) for table in state.memories.private.values()]
                 states[executor] = (state.memories.shared, state.memories.rows, private, scores)

@@ -3,7 +3,7 @@
     python benchmarks/tune_kernels.py --check                # are the kernels right here? about a minute
     python benchmarks/tune_kernels.py [--seconds 220] [--output FILE] [--compare] [--only lenet16]
 
-A first generation of random candidates per kernel, then neighbours of the best until the time is up; other processes
+A first generation of random candidates per kernel, then neighbors of the best until the time is up; other processes
 compile while this one measures. Candidates are checked before they are timed: on small integers every sum is exact,
 in tf32 too, so results must be equal to float64's. The file is rewritten after each generation and whenever one ends.
 """
@@ -192,7 +192,7 @@ class Problem(NamedTuple):
         allowed = [blocks for blocks in itertools.starmap(Blocks, choices) if self.allows(blocks)]
         return list(dict.fromkeys(known + random.Random(str(self)).sample(allowed, min(count, len(allowed)))))
 
-    def neighbours(self, blocks: Any) -> Iterator[Any]:
+    def neighbors(self, blocks: Any) -> Iterator[Any]:
         for field in Blocks._fields:
             value = getattr(blocks, field)
             for other in (value - 1, value + 1) if field == "stages" else (value // 2, value * 2):
@@ -272,8 +272,8 @@ class LinearProblem(NamedTuple):
         allowed = [blocks for blocks in itertools.starmap(Blocks, choices) if self.allows(blocks)]
         return list(dict.fromkeys(known + random.Random(str(self)).sample(allowed, min(count, len(allowed)))))
 
-    def neighbours(self, blocks: Any) -> Iterator[Any]:
-        return Problem.neighbours(self, blocks)  # type: ignore[arg-type]
+    def neighbors(self, blocks: Any) -> Iterator[Any]:
+        return Problem.neighbors(self, blocks)  # type: ignore[arg-type]
 
     def call(self, blocks: Any, tensors: dict[str, Tensor], precision: str = "tf32") -> list[Tensor]:
         kernels.CONFIGS[self.key] = blocks
@@ -532,7 +532,7 @@ def tune(arguments: argparse.Namespace) -> int:
             tuning.generation(candidates, pool)
             candidates = {
                 problem: [
-                    blocks for blocks in problem.neighbours(best) if blocks not in tuning.tried.get(problem, set())
+                    blocks for blocks in problem.neighbors(best) if blocks not in tuning.tried.get(problem, set())
                 ]
                 for problem, (_, best) in tuning.best.items()
             }

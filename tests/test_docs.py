@@ -24,11 +24,13 @@ import typer
 import pfedhn
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
-from pfedhn.cli import app
-from pfedhn.experiment import Cell, Experiment, build_federation, check, from_table
-from pfedhn.paper import DEMO, EXPERIMENTS
-from pfedhn.partition import Labels, by_classes
-from pfedhn.runner import run_one
+from pfedhn.cli.app import app
+from pfedhn.data.partition import Labels, by_classes
+from pfedhn.experiments.build import build_federation, check
+from pfedhn.experiments.execute import run_one
+from pfedhn.experiments.grid import from_table
+from pfedhn.experiments.paper import DEMO, EXPERIMENTS
+from pfedhn.experiments.spec import Cell, Experiment
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -75,7 +77,7 @@ def test_readme_code_is_short() -> None:
 def test_the_demo_is_told_as_it_is(page: Path) -> None:
     text = " ".join(page.read_text().split())
     (cell, *_) = DEMO.cells
-    mean = build_federation(cell, DEMO.seeds[0]).pools["train"].size.double().mean()
+    mean = build_federation(cell, DEMO.seeds[0]).splits["train"].size.double().mean()
     held = f"each has {cell.partition['classes_per_client']} of the 10 digits and about {mean:.0f} training rows"
     assert held in text
     assert f"{cell.clients} clients" in text
@@ -246,12 +248,12 @@ def test_api_page_has_every_export() -> None:
 def test_the_tree_is_the_source() -> None:
     (tree,) = (block for block in blocks(ROOT / "docs" / "architecture.md", "text") if "keys.py" in block)
     source = ROOT / "src" / "pfedhn"
-    modules = {file.name for file in source.glob("*.py") if not file.name.startswith("__")} | {"algorithms/"}
-    listed = re.findall(r"^  (\S+)", tree, re.MULTILINE)
-    assert set(listed) == modules
-    (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    layers = [name.removeprefix("pfedhn.") for name in reversed(contract["layers"])]
-    assert [name for name in (re.sub(r"\.py$|/$", "", name) for name in listed) if name in layers] == layers
+    modules = {file.name for file in source.glob("*.py") if not file.name.startswith("__")}
+    folders = {f"{folder.name}/" for folder in source.iterdir() if (folder / "__init__.py").exists()}
+    assert set(re.findall(r"^  (\S+)", tree, re.MULTILINE)) == modules | folders
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+    named = {name.removeprefix("pfedhn.") for layer in layers for name in layer.split(" | ")}
+    assert named == {re.sub(r"\.py$|/$", "", name) for name in modules | folders}
     for target in re.findall(r"\]\((src/[^)]+)\)", (ROOT / "README.md").read_text()):
         assert (ROOT / target).exists()
 
@@ -260,9 +262,9 @@ def test_used_rows_of_the_two_shares() -> None:
     for clients, *cells in rows_after((ROOT / "docs" / "splits.md").read_text(), "How much of 40,000 training rows"):
         cases = [(10, 2, "paper"), (10, 2, "reference"), (100, 10, "paper"), (100, 10, "reference")]
         for cell, (num_classes, per_client, shares) in zip(cells, cases, strict=True):
-            pools = {"train": Labels(numpy.arange(40_000) % num_classes)}
+            splits = {"train": Labels(numpy.arange(40_000) % num_classes)}
             rule = by_classes(per_client, num_clients=int(clients), shares=shares)  # type: ignore[arg-type]
-            used = 1 - len(rule.assign(pools, key=0).unused["train"]) / 40_000
+            used = 1 - len(rule.assign(splits, key=0).unused["train"]) / 40_000
             assert float(cell.removesuffix(" %")) == pytest.approx(100 * used, abs=1), (clients, shares)
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
-from pfedhn.settings import SettingError, build, checked, closest, fits, parse_assignments, to_toml
+from pfedhn.errors import UserError, closest
+from pfedhn.settings import build, checked, fits, parse_assignments, to_toml
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def test_values_that_fit_are_taken_as_the_spec_wants_them() -> None:
 
 def test_none_has_a_word_where_it_fits_and_only_there() -> None:
     assert checked(Spec, {"clip": "none"}, "it") == {"clip": None}
-    with pytest.raises(SettingError, match="steps = 'none' does not fit"):
+    with pytest.raises(UserError, match="steps = 'none' does not fit"):
         build(Spec, {"steps": "none"}, "it")
 
 
@@ -56,19 +57,19 @@ def test_none_has_a_word_where_it_fits_and_only_there() -> None:
     ],
 )
 def test_a_wrong_type_is_named_with_what_would_fit(name: str, value: Any, must_be: str) -> None:
-    with pytest.raises(SettingError) as caught:
+    with pytest.raises(UserError) as caught:
         build(Spec, {name: value}, "the cell")
     assert f"the cell: {name} = " in str(caught.value)
     assert str(caught.value).endswith(f"does not fit; it must be {must_be}.")
 
 
 def test_an_unknown_field_names_the_nearest() -> None:
-    with pytest.raises(SettingError, match=r"the cell has no field 'step'; did you mean 'steps'\? Known: steps, lr,"):
+    with pytest.raises(UserError, match=r"the cell has no field 'step'; did you mean 'steps'\? There are steps, lr,"):
         build(Spec, {"step": 1}, "the cell")
 
 
 def test_closest_does_not_guess_wildly() -> None:
-    assert closest("xyz", ["pfedhn", "local"]) == "Known: pfedhn, local."
+    assert closest("xyz", ["pfedhn", "local"]) == "there are pfedhn, local."
 
 
 def test_assignments_are_toml_values_or_bare_words() -> None:
@@ -85,7 +86,7 @@ def test_assignments_are_toml_values_or_bare_words() -> None:
 
 @pytest.mark.parametrize("text", ["steps", "=3", ""])
 def test_an_assignment_needs_a_name_and_a_value(text: str) -> None:
-    with pytest.raises(SettingError, match="is not of the form field=value"):
+    with pytest.raises(UserError, match="is not of the form field=value"):
         parse_assignments([text])
 
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Conv, assert_close, model
+from support import Conv, assert_close, model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from pfedhn import keys
-from pfedhn.executors import EXECUTORS, TogetherScan, TracedScan
+from pfedhn.engine.executors import EXECUTORS, TogetherScan, TracedScan
 from pfedhn.params import Params, clip, pick
 from pfedhn.sgd import SGD, Batches, scan, scanning
 
@@ -29,20 +29,20 @@ def plain(
 ) -> tuple[Params, Params, list[float]]:
     net = Conv().double()
     net.load_state_dict(start)
-    optimiser = torch.optim.SGD(net.parameters(), float(sgd.lr), sgd.momentum, weight_decay=sgd.weight_decay)
+    optimizer = torch.optim.SGD(net.parameters(), float(sgd.lr), sgd.momentum, weight_decay=sgd.weight_decay)
     for name, value in net.named_parameters():
         if velocity and name in velocity:
-            optimiser.state[value]["momentum_buffer"] = velocity[name].clone()
+            optimizer.state[value]["momentum_buffer"] = velocity[name].clone()
     norms = []
     for x, y, mask in zip(*data, strict=True):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         cross_entropy(net(x[mask]), y[mask]).backward()
         chosen = [value for name, value in net.named_parameters() if clipped is None or name in clipped]
         norms.append(float(clip_grad_norm_(chosen, math.inf if sgd.clip is None else sgd.clip)))
-        optimiser.step()
+        optimizer.step()
     weights = {name: value.detach() for name, value in net.named_parameters()}
     buffers = {
-        name: optimiser.state[value].get("momentum_buffer", torch.zeros_like(value))
+        name: optimizer.state[value].get("momentum_buffer", torch.zeros_like(value))
         for name, value in net.named_parameters()
     }
     return weights, buffers, norms

@@ -15,11 +15,11 @@ from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedme import PFedMe
-from pfedhn.federation import Federation
-from pfedhn.kernels import ConvBlock
-from pfedhn.linear import Linear
+from pfedhn.data.federation import Federation
+from pfedhn.data.partition import by_classes, by_coarse_class, by_group, dirichlet
+from pfedhn.kernels.conv import ConvBlock
+from pfedhn.kernels.linear import Linear
 from pfedhn.models import MLP, LeNet, OmniglotNet
-from pfedhn.partition import by_classes, by_coarse_class, by_group, dirichlet
 from pfedhn.run import NewClient, Run, train
 
 __version__ = "0.1.0"

@@ -120,7 +120,7 @@ def normal(key: Key, count: int, device: torch.device | None = None) -> Tensor:
 
 
 def torch_generator(key: Key) -> torch.Generator:
-    """A CPU generator for code that draws by itself, such as a module's initialisation."""
+    """A CPU generator for code that draws by itself, such as a module's initialization."""
     return torch.Generator().manual_seed(int(key) & ((1 << 63) - 1))
 
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pfedhn.kernels import ConvBlock
-from pfedhn.linear import Linear
+from pfedhn.kernels.conv import ConvBlock
+from pfedhn.kernels.linear import Linear
 
 
 class LeNet(nn.Module):

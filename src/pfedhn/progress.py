@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from pfedhn.simulate import Progress as RunProgress
-from pfedhn.simulate import Simulation
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import Progress as RunProgress
 
 SECONDS_BETWEEN_UPDATES = 0.1  # a round may take a millisecond, and drawing one line takes about as long
 
@@ -75,27 +75,27 @@ def score_text(run: Any) -> str:
     return f"validation {100 * validation['sample_mean']:.1f} %"
 
 
-def result_text(result: Mapping[str, Any], pool: str = "test") -> str:
-    """One finished run in a line, with its scores on one pool."""
-    scores = result[pool]
-    text = f"{pool} loss {scores['loss']:.4f}"
+def result_text(result: Mapping[str, Any], split: str = "test") -> str:
+    """One finished run in a line, with its scores on one split."""
+    scores = result[split]
+    text = f"{split} loss {scores['loss']:.4f}"
     if scores.get("rows") == 0:
-        text = f"no {pool} rows"
+        text = f"no {split} rows"
     elif "client_mean" in scores:
         over_clients, over_samples = (f"{100 * scores[name]:.2f} %" for name in ("client_mean", "sample_mean"))
-        text = f"{pool} {over_clients} over clients, {over_samples} over samples"
+        text = f"{split} {over_clients} over clients, {over_samples} over samples"
     return f"{text}, {result['seconds']:.1f} s"
 
 
 class Display:
     """Draws events: live lines on a terminal; elsewhere only what ends or goes wrong, a line each.
 
-    pool: whose scores the line of a finished run has.
+    split: whose scores the line of a finished run has.
     """
 
-    def __init__(self, num_runs: int, console: Console | None = None, pool: str = "test") -> None:
+    def __init__(self, num_runs: int, console: Console | None = None, split: str = "test") -> None:
         self.console = console or Console(stderr=True)
-        self.pool = pool
+        self.split = split
         self.num_runs = num_runs
         self.lines: dict[str, TaskID] = {}
         self.progress = _progress(self.console)
@@ -124,7 +124,7 @@ class Display:
             case Said(run, sentence):
                 self.console.print(f"{escape(run)}: {escape(sentence)}", highlight=False, soft_wrap=True)
             case Finished(run, result):
-                self._end(run, f"[green]done[/]    {escape(run)}: {escape(result_text(result, self.pool))}")
+                self._end(run, f"[green]done[/]    {escape(run)}: {escape(result_text(result, self.split))}")
             case Failed(run, _):  # why is said at the end, where it can be seen
                 self._end(run, f"[red]failed[/]  {escape(run)}")
 

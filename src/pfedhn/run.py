@@ -20,15 +20,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.algorithm import Algorithm, Factory, Group, Model, PerExample
+from pfedhn.algorithm import Algorithm, Group
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.checkpoint import load_state, save_state, write_atomically
-from pfedhn.evaluate import Chunk, PoolResult, evaluate, personal_weights, plan, to_pools
-from pfedhn.federation import Federation, LazyFederation
+from pfedhn.data.federation import Federation, LazyFederation
+from pfedhn.engine.checkpoint import load_state, save_state
+from pfedhn.engine.evaluate import Chunk, SplitResult, evaluate, personal_weights, plan, to_splits
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Progress, Schedule, State
+from pfedhn.errors import UserError, closest
+from pfedhn.files import write_atomically
+from pfedhn.model import Factory, Model, PerExample
 from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.params import Params, stack, take
-from pfedhn.settings import build, closest
-from pfedhn.simulate import EVALUATED_POOLS, Diverged, Evaluation, Memories, Progress, Schedule, Simulation, State
+from pfedhn.settings import build
 
 logger = logging.getLogger("pfedhn")
 
@@ -39,10 +43,6 @@ AnyAlgorithm = Algorithm[Any, Any, Any]
 Result = TypeVar("Result")
 
 
-class RunError(RuntimeError):
-    """A run that cannot start or go on; the message says what to do."""
-
-
 def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | None = None) -> AnyAlgorithm:
     """An algorithm from its name and settings, or one that is built already, its settings checked."""
     if not isinstance(method, str):
@@ -50,7 +50,7 @@ def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | No
         build(type(method), values, type(method).__name__)
         return method
     if method not in ALGORITHMS:
-        raise RunError(f"there is no method {method!r}; {closest(method, ALGORITHMS)}")
+        raise UserError(f"there is no method {method!r}; {closest(method, ALGORITHMS)}")
     usual: AnyAlgorithm = ALGORITHMS[method]()
     build(type(usual), settings or {}, method)
     ready = {name: tuple(value) if isinstance(value, list) else value for name, value in (settings or {}).items()}
@@ -85,8 +85,8 @@ def build_model(
 def _check_model(model: Model, federation: Federation) -> Any:
     """Run the network once on real rows: what would be silently wrong later is refused now."""
     if not model.shapes:
-        raise RunError(f"the network {model.name!r} has no trainable parameters; there is nothing to learn.")
-    x, y = federation.rows(federation.pools["train"].of(0)[:4])
+        raise UserError(f"the network {model.name!r} has no trainable parameters; there is nothing to learn.")
+    x, y = federation.rows(federation.splits["train"].of(0)[:4])
     module = model.with_weights(model.fresh(0)).train()
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -95,13 +95,13 @@ def _check_model(model: Model, federation: Federation) -> Any:
             outputs = module(x)
         except Exception as error:
             reason = str(error).strip().splitlines()[0]
-            raise RunError(
+            raise UserError(
                 f"the network {model.name!r} does not take rows of shape {tuple(x.shape[1:])}: {reason}"
             ) from error
         changed = [name for name, buffer in module.named_buffers() if not torch.equal(buffer, before[name])]
         if changed:
             layers = sorted({name.rpartition(".")[0] or name for name in changed})
-            raise RunError(
+            raise UserError(
                 f"the forward pass of {model.name!r} changes buffers of the layers {', '.join(layers)}; a client's "
                 "weights would then depend on who trained before it. Use GroupNorm or LayerNorm instead of BatchNorm, "
                 "or track_running_stats=False."
@@ -110,7 +110,7 @@ def _check_model(model: Model, federation: Federation) -> Any:
             num_outputs, top = outputs.shape[-1], int(federation.y.max())
             if top >= num_outputs:
                 row = int((federation.y == top).nonzero()[0][0])
-                raise RunError(
+                raise UserError(
                     f"row {row} has the label {top}, but the network {model.name!r} has {num_outputs} outputs "
                     f"(labels 0 to {num_outputs - 1}); give the network more outputs or mend the labels."
                 )
@@ -119,13 +119,13 @@ def _check_model(model: Model, federation: Federation) -> Any:
         if not model.is_random and any(
             not torch.equal(a, b) for a, b in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(again), strict=True)
         ):
-            raise RunError(
+            raise UserError(
                 f"the forward pass of {model.name!r} draws random numbers outside of a dropout layer, which cannot be "
                 "keyed by client and round; use nn.Dropout instead of functional dropout, or take the noise out."
             )
         values = model.per_example_loss(outputs, y)
     if values.shape != y.shape[:1]:
-        raise RunError(
+        raise UserError(
             f"the loss returned the shape {tuple(values.shape)} for {len(y)} rows; it must return one value per row, "
             "e.g. with reduction='none'."
         )
@@ -134,7 +134,7 @@ def _check_model(model: Model, federation: Federation) -> Any:
 
 def _with_num_outputs(federation: LazyFederation, models: Iterable[Model]) -> LazyFederation:
     """Labels of clients that are loaded later can only be checked then."""
-    x, _ = federation.rows(federation.pools["train"].of(0)[:4])
+    x, _ = federation.rows(federation.splits["train"].of(0)[:4])
     classifiers = [model for model in models if model.per_example_loss is cross_entropy]
     found = [model.outputs(model.fresh(0), x).shape[-1] for model in classifiers]
     return replace(federation, num_outputs=min(found, default=None))
@@ -161,7 +161,7 @@ class Run:
     @property
     def accuracy(self) -> NDArray[numpy.float64]:
         """[clients]: test accuracy of each client's own model at the chosen round; NaN where it has no test rows."""
-        test = self.chosen.pools["test"]
+        test = self.chosen.splits["test"]
         values: NDArray[numpy.float64] = (
             -test.loss / test.count if test.metric is None else test.client_metric
         ).numpy()
@@ -176,18 +176,20 @@ class Run:
         simulation, memories = self.simulation, self.memories(last)
         num_clients = simulation.federation.num_clients
         if not 0 <= client < num_clients:
-            raise RunError(f"there is no client {client}; this federation has the clients 0 to {num_clients - 1}.")
+            raise UserError(f"there is no client {client}; this federation has the clients 0 to {num_clients - 1}.")
         model = simulation.model_of(client)
         if architecture is not None:
             if architecture not in simulation.models:
-                raise RunError(f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}")
+                raise UserError(
+                    f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}"
+                )
             model = simulation.models[architecture]
         number = self.state.round if last else self.chosen.round
         member = torch.tensor([client], device=simulation.federation.x.device)
         batches = simulation.federation.batches(
             member,
-            simulation.personalise_key(number),
-            simulation.algorithm.num_personalise_batches,
+            simulation.personalize_key(number),
+            simulation.algorithm.num_personalize_batches,
             simulation.schedule.batch_size,
         )
         private = take(memories.private[model.name].take([client]), 0)
@@ -228,7 +230,7 @@ class Run:
         simulation, memories = self.simulation, self.memories(last)
         algorithm = simulation.algorithm
         if architecture is not None and architecture not in simulation.models:
-            raise RunError(f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}")
+            raise UserError(f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}")
         model = simulation.models[architecture] if architecture else simulation.model_of(0)
         data = Federation.from_clients([(x, y)], split=split, seed=seed)
         data = data.to(simulation.federation.x.device, model.dtype if data.x.is_floating_point() else None)
@@ -239,7 +241,7 @@ class Run:
         member = torch.zeros(1, dtype=torch.int64, device=data.x.device)
         best: NewClient | None = None
 
-        chunks = plan(data, lambda client: model, EVALUATED_POOLS, one_by_one=True)
+        chunks = plan(data, lambda client: model, EVALUATED_SPLITS, one_by_one=True)
 
         def private_of(value: Any) -> Callable[[Chunk], Any]:
             return lambda chunk: stack([value])
@@ -257,12 +259,12 @@ class Run:
                 look,
                 simulation.schedule.batch_size,
             )
-            pools = to_pools(results, data, EVALUATED_POOLS, model.per_example_metric is not None)
-            chosen_on = pools["validation"] if int(pools["validation"].count.sum()) else None
-            if best is None or chosen_on is None or chosen_on.score > best.pools["validation"].score:
-                batches = data.batches(member, look, algorithm.num_personalise_batches, simulation.schedule.batch_size)
+            splits = to_splits(results, data, EVALUATED_SPLITS, model.per_example_metric is not None)
+            chosen_on = splits["validation"] if int(splits["validation"].count.sum()) else None
+            if best is None or chosen_on is None or chosen_on.score > best.splits["validation"].score:
+                batches = data.batches(member, look, algorithm.num_personalize_batches, simulation.schedule.batch_size)
                 weights = personal_weights(algorithm, model, memories.shared, row, private, take(batches, 0))
-                best = NewClient(model.with_weights(weights), weights, row, private, pools, number)
+                best = NewClient(model.with_weights(weights), weights, row, private, splits, number)
             if number == rounds:
                 break
             batches = data.batches(
@@ -271,7 +273,7 @@ class Run:
             received = algorithm.send(model, memories.shared, row)
             with model.seeded(torch.as_tensor(keys.fold(key, "noise", number))):
                 update, private = algorithm.train(model, received, private, take(batches, 0))
-            group = Group(model, stack([row]), stack([update]), data.pools["train"].size)
+            group = Group(model, stack([row]), stack([update]), data.splits["train"].size)
             row = take(algorithm.receive(memories.shared, [group])[1][0], 0)
         assert best is not None
         return best
@@ -281,11 +283,11 @@ class Run:
         if wanted.shape[1] == 0:
             return None
         if given is None:
-            labels = data.y[data.pools["train"].of(0)]
+            labels = data.y[data.splits["train"].of(0)]
             given = torch.bincount(labels, minlength=wanted.shape[1]) / len(labels)
         value = torch.as_tensor(given).to(wanted)
         if value.shape != wanted.shape[1:]:
-            raise RunError(
+            raise UserError(
                 f"the descriptor has the shape {tuple(value.shape)}; this run's have {tuple(wanted.shape[1:])}."
             )
         return value
@@ -297,8 +299,8 @@ class Run:
             "chosen_step": chosen.step,
             "steps": state.round * self.simulation.clients_per_round,
             "rounds": state.round,
-            "validation": pool_record(chosen.pools["validation"]),
-            "test": pool_record(chosen.pools["test"]),
+            "validation": split_record(chosen.splits["validation"]),
+            "test": split_record(chosen.splits["test"]),
             "bytes_down": state.bytes_down,
             "bytes_up": state.bytes_up,
             "seconds": round(self.seconds, 3),
@@ -313,17 +315,17 @@ class NewClient:
     weights: Params
     row: Any  # the server's memory of it: for pFedHN its embedding
     private: Any
-    pools: dict[str, PoolResult]
+    splits: dict[str, SplitResult]
     round: int  # of joining, chosen on its validation rows
 
     @property
     def accuracy(self) -> float:
         """On the new client's test rows; minus the loss for a task without accuracy."""
-        return self.pools["test"].score
+        return self.splits["test"].score
 
 
-def pool_record(result: PoolResult, per_client: bool = True) -> dict[str, Any]:
-    """A pool's scores as plain numbers; per client, the number of correct rows (or summed metric) and of rows."""
+def split_record(result: SplitResult, per_client: bool = True) -> dict[str, Any]:
+    """A split's scores as plain numbers; per client, the number of correct rows (or summed metric) and of rows."""
     record: dict[str, Any] = {"loss": result.mean_loss, "rows": int(result.count.sum())}
     if result.metric is not None:
         record |= {"client_mean": result.client_mean, "sample_mean": result.sample_mean}
@@ -336,9 +338,9 @@ def pool_record(result: PoolResult, per_client: bool = True) -> dict[str, Any]:
 
 def metrics_record(evaluation: Evaluation, state: State, seconds: float) -> dict[str, Any]:
     record: dict[str, Any] = {"step": evaluation.step, "round": evaluation.round}
-    for pool, result in evaluation.pools.items():
-        record[pool] = pool_record(result, len(result.count) <= NUM_CLIENTS_IN_METRICS)
-        record[pool].pop("client_rows", None)
+    for split, result in evaluation.splits.items():
+        record[split] = split_record(result, len(result.count) <= NUM_CLIENTS_IN_METRICS)
+        record[split].pop("client_rows", None)
     return record | {"bytes_down": state.bytes_down, "bytes_up": state.bytes_up, "seconds": round(seconds, 3)}
 
 
@@ -447,7 +449,7 @@ def rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
 
 def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
     """Captured where that is possible; where a network or method cannot be, it is said once and the round is run."""
-    from pfedhn.capture import CapturedRun
+    from pfedhn.engine.capture import CapturedRun
 
     run = None
     try:
@@ -481,13 +483,13 @@ def _claim(directory: Path, simulation: Simulation) -> None:
         except ValueError:
             stored = {}
         if different := [name for name in identity if stored.get(name) != identity[name]]:
-            raise RunError(
+            raise UserError(
                 f"{directory} holds another run (its {', '.join(different)} differ); give another directory, or the "
                 "settings it was made with."
             )
         return
     if directory.exists() and any(directory.glob("checkpoint-*")):
-        raise RunError(f"{directory} holds checkpoints of a run that is not known; give another directory.")
+        raise UserError(f"{directory} holds checkpoints of a run that is not known; give another directory.")
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(identity, indent=1).encode())
 
@@ -495,7 +497,7 @@ def _claim(directory: Path, simulation: Simulation) -> None:
 def partition_digest(federation: Federation) -> str:
     """A name for who owns which rows."""
     digest = hashlib.sha256()
-    for rows in federation.pools.values():
+    for rows in federation.splits.values():
         for part in (rows.index, rows.offset, rows.size):
             digest.update(part.cpu().numpy().tobytes())
     return digest.hexdigest()
@@ -596,21 +598,21 @@ def train(
     (12,)
     """
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise RunError("PyTorch finds no GPU here; use device='cpu'.")
+        raise UserError("PyTorch finds no GPU here; use device='cpu'.")
     federation = federation.to(device)
     factories = dict(model) if isinstance(model, Mapping) else {"model": model}
     if any(isinstance(factory, nn.Module) for factory in factories.values()):
-        raise RunError(
+        raise UserError(
             "model is a network; give a function that makes it (its class, or lambda: MyNetwork(10)), so that every "
             "seed starts from weights of its own."
         )
     if federation.architectures is None and len(factories) > 1:
-        raise RunError(
+        raise UserError(
             "several target networks need federation.with_architectures(...) to say which client runs which."
         )
     unknown = set(federation.architectures or ()) - set(factories)
     if unknown:
-        raise RunError(f"there is no target network {sorted(unknown)[0]!r}; {closest(sorted(unknown)[0], factories)}")
+        raise UserError(f"there is no target network {sorted(unknown)[0]!r}; {closest(sorted(unknown)[0], factories)}")
     models = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
     if isinstance(federation, LazyFederation):
         federation = _with_num_outputs(federation, models.values())

@@ -1,6 +1,5 @@
 """Settings from outside (a TOML file, a command line, a keyword) checked against the fields of a frozen dataclass."""
 
-import difflib
 import json
 import math
 import re
@@ -12,18 +11,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from torch import Tensor
 
+from pfedhn.errors import UserError, closest
+
 Spec = TypeVar("Spec")
-
-
-class SettingError(ValueError):
-    """A setting that does not exist or does not fit; the message says what would."""
-
-
-def closest(name: str, known: Iterable[str]) -> str:
-    """A hint for a name that does not exist: the known one that looks most like it, then all of them."""
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(names)}."
 
 
 def build(spec: type[Spec], values: Mapping[str, Any], what: str) -> Spec:
@@ -38,12 +28,12 @@ def checked(spec: type[Any], values: Mapping[str, Any], what: str) -> dict[str, 
     ready: dict[str, Any] = {}
     for name, value in values.items():
         if name not in names:
-            raise SettingError(f"{what} has no field {name!r}; {closest(name, names)}")
+            raise UserError(f"{what} has no field {name!r}; {closest(name, names)}")
         ready[name] = tuple(value) if isinstance(value, list) else value
         if value == "none" and fits(None, hints[name]):
             ready[name] = None
         if not fits(ready[name], hints[name]):
-            raise SettingError(f"{what}: {name} = {_shown(value)} does not fit; it must be {describe(hints[name])}.")
+            raise UserError(f"{what}: {name} = {_shown(value)} does not fit; it must be {describe(hints[name])}.")
     return ready
 
 
@@ -96,7 +86,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
     for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name.strip():
-            raise SettingError(f"{text!r} is not of the form field=value.")
+            raise UserError(f"{text!r} is not of the form field=value.")
         values[name.strip()] = parse_value(value.strip())
     return values
 

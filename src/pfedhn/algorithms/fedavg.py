@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfedhn.algorithm import Group, Model, Rule, client_weights, only_group, several_architectures
+from pfedhn.algorithm import Group, Rule, client_weights, only_group, several_architectures
+from pfedhn.errors import UserError
 from pfedhn.keys import Key
+from pfedhn.model import Model
 from pfedhn.params import Params, pick, subtract, weighted_sum
 from pfedhn.sgd import SGD, Batches, Rate
 
@@ -31,7 +33,7 @@ class FedAvg:
 
     usual_cohort_size = 5
     communicates = True
-    num_personalise_batches = 0
+    num_personalize_batches = 0
 
     @property
     def num_batches(self) -> int:
@@ -68,7 +70,7 @@ class FedAvg:
         group = only_group(groups, type(self).__name__)
         return subtract(shared, weighted_sum(group.updates, client_weights(self.rule, group.sizes))), [group.rows]
 
-    def personalise(self, model: Model, received: Params, private: Params, batches: Batches) -> Params:
+    def personalize(self, model: Model, received: Params, private: Params, batches: Batches) -> Params:
         return received | private
 
 
@@ -77,9 +79,9 @@ def shared_model(
 ) -> Params:
     """The one model that an averaging method shares, less what clients keep; several architectures are refused."""
     if len(models) != 1:
-        raise ValueError(several_architectures(method, ", ".join(models)))
+        raise UserError(several_architectures(method, ", ".join(models)))
     ((name, model),) = models.items()
     shared = {key: value for key, value in starts[name].items() if key not in kept(model)}
     if not shared:
-        raise ValueError(f"{method} has no layer left to share: its settings keep all of them with the client.")
+        raise UserError(f"{method} has no layer left to share: its settings keep all of them with the client.")
     return shared

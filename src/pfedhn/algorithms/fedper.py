@@ -7,8 +7,9 @@ server   base <- base - sum_i |T_i| (base - base_i) / sum_i |T_i|         receiv
 
 from dataclasses import dataclass
 
-from pfedhn.algorithm import Model, layer_names
 from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.layers import layer_names
+from pfedhn.model import Model
 
 
 @dataclass(frozen=True)

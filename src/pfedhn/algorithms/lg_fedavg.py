@@ -11,8 +11,10 @@ their definition, and chooses rounds on test data. This is the definition; `glob
 
 from dataclasses import dataclass
 
-from pfedhn.algorithm import Model, Rule, layer_names
+from pfedhn.algorithm import Rule
 from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.layers import layer_names
+from pfedhn.model import Model
 
 
 @dataclass(frozen=True)

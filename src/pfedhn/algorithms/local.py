@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pfedhn.algorithm import Group, Model
+from pfedhn.algorithm import Group
 from pfedhn.keys import Key
+from pfedhn.model import Model
 from pfedhn.params import Params, zeros_like
 from pfedhn.sgd import SGD, Batches, Rate
 
@@ -32,7 +33,7 @@ class Local:
 
     usual_cohort_size = 5
     communicates = False
-    num_personalise_batches = 0
+    num_personalize_batches = 0
 
     @property
     def num_batches(self) -> int:
@@ -63,5 +64,5 @@ class Local:
     def receive(self, shared: tuple[()], groups: Sequence[Group]) -> tuple[tuple[()], list[tuple[()]]]:
         return shared, [group.rows for group in groups]
 
-    def personalise(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
+    def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         return private.weights

@@ -7,7 +7,7 @@
                  g  -= alpha (grad L(w_i + d g; B3) - grad L(w_i - d g; B3)) / (2 d)      Hessian-free form only
                  w_i = w_i - beta g
     server   w <- w - mean_i (w - w_i)                                                    receive
-    client   tested with w - alpha grad L(w; a batch of its TRAINING data)                personalise
+    client   tested with w - alpha grad L(w; a batch of its TRAINING data)                personalize
 
 Differs: the program that papers of 2020-21 used adapts on test batches, with two steps; this adapts on training data.
 """
@@ -19,9 +19,10 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pfedhn.algorithm import Group, Model, Rule, client_weights, only_group
+from pfedhn.algorithm import Group, Rule, client_weights, only_group
 from pfedhn.algorithms.fedavg import shared_model
 from pfedhn.keys import Key
+from pfedhn.model import Model
 from pfedhn.params import Params, pack, subtract, take, weighted_sum
 from pfedhn.sgd import SGD, Batches, Rate, gradient, scan
 
@@ -50,7 +51,7 @@ class PerFedAvg:
         return 2 if self.form == "first-order" else 3
 
     @property
-    def num_personalise_batches(self) -> int:
+    def num_personalize_batches(self) -> int:
         return self.adaptation_steps
 
     def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "PerFedAvg":
@@ -96,5 +97,5 @@ class PerFedAvg:
         group = only_group(groups, "Per-FedAvg")
         return subtract(shared, weighted_sum(group.updates, client_weights(self.rule, group.sizes))), [group.rows]
 
-    def personalise(self, model: Model, received: Params, private: tuple[()], batches: Batches) -> Params:
+    def personalize(self, model: Model, received: Params, private: tuple[()], batches: Batches) -> Params:
         return SGD(self.personal_lr).run(model.loss, received, batches)[0]

@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from pfedhn import keys
-from pfedhn.algorithm import Group, Model, Rule, client_weights, layer_names
-from pfedhn.embeddings import Row, caught_up, step_powers
-from pfedhn.hypernetwork import Hypernetwork, default_embedding_dim
+from pfedhn.algorithm import Group, Rule, client_weights
+from pfedhn.algorithms.embeddings import Row, caught_up, step_powers
+from pfedhn.algorithms.hypernetwork import Hypernetwork, default_embedding_dim
+from pfedhn.errors import UserError
 from pfedhn.keys import Key
+from pfedhn.layers import layer_names
+from pfedhn.model import Model
 from pfedhn.params import Params, clip, pick, pull_back, subtract, zeros_like
 from pfedhn.sgd import SGD, Batches, Rate
 
@@ -67,7 +70,7 @@ class PFedHN:
 
     usual_cohort_size = 1
     communicates = True
-    num_personalise_batches = 0
+    num_personalize_batches = 0
 
     @property
     def num_batches(self) -> int:
@@ -75,7 +78,7 @@ class PFedHN:
 
     def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "PFedHN":
         if self.embedding == "fixed" and self.embedding_dim and descriptor_dim not in (None, self.embedding_dim):
-            raise ValueError(
+            raise UserError(
                 f"embedding_dim is {self.embedding_dim}, but the federation describes a client by {descriptor_dim} "
                 "numbers; leave embedding_dim out."
             )
@@ -85,7 +88,7 @@ class PFedHN:
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Shared:
         shapes = {name: self.generated(model) for name, model in models.items()}
         if not all(shapes.values()):
-            raise ValueError("personal names every layer, so nothing is left to generate; use local instead.")
+            raise UserError("personal names every layer, so nothing is left to generate; use local instead.")
         like = next(iter(next(iter(starts.values())).values()))
         phi = {name: value.to(like) for name, value in self.hypernetwork.init(shapes, key).items()}
         spectral = self.hypernetwork.init_spectral(phi, shapes, keys.fold(key, "spectral"))
@@ -155,7 +158,7 @@ class PFedHN:
         spectral = shared.spectral | self.hypernetwork.power_step(phi, shared.spectral, shapes)
         return Shared(phi, velocity, spectral, shared.powers, step), rows
 
-    def personalise(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
+    def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         return received | private.head
 
     def up_to_date(self, rows: Row, shared: Shared) -> Row:

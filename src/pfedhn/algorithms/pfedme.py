@@ -6,7 +6,7 @@
                  x_i -= lr lambda (x_i - theta)
              keep theta_i = theta; return w - x_i
     server   w <- w - beta sum_i |T_i| (w - x_i) / sum_i |T_i|                         receive
-    client   tested with theta_i                                                       personalise
+    client   tested with theta_i                                                       personalize
 
 Differs: the authors' program overwrites its personal model with x_i before it is tested; `tested="x"` does as it does.
 Only chosen clients work; the others keep their last theta_i, and one never chosen is tested with w.
@@ -19,9 +19,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pfedhn.algorithm import Group, Model, Rule, client_weights, only_group
+from pfedhn.algorithm import Group, Rule, client_weights, only_group
 from pfedhn.algorithms.fedavg import shared_model
 from pfedhn.keys import Key
+from pfedhn.model import Model
 from pfedhn.params import Params, pack, subtract, weighted_sum
 from pfedhn.sgd import Batches, Rate, gradient, scan
 
@@ -47,7 +48,7 @@ class PFedMe:
 
     usual_cohort_size = 5
     communicates = True
-    num_personalise_batches = 0
+    num_personalize_batches = 0
 
     @property
     def num_batches(self) -> int:
@@ -92,7 +93,7 @@ class PFedMe:
         weights = self.mixing * client_weights(self.rule, group.sizes)
         return subtract(shared, weighted_sum(group.updates, weights)), [group.rows]
 
-    def personalise(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
+    def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         return {
             name: torch.where(private.has_trained, private.personal[name], value) for name, value in received.items()
         }

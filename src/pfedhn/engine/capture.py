@@ -1,0 +1,500 @@
+"""The whole round as one CUDA graph, so that the host only replays it; many runs share a card on streams of their own.
+
+What a round does is written in the algorithm and in `simulate`; here it is cut into three functions of plain tensors
+(before, the local steps, after), each traced, compiled and captured. Axes: [C]lients of a cohort, [K] steps.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias, get_type_hints
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from pfedhn import keys
+from pfedhn.algorithm import Algorithm, Group
+from pfedhn.data.catalogue import cache_path
+from pfedhn.data.federation import Rows, cohort, draw_batches
+from pfedhn.engine.evaluate import evaluate, plan, to_splits
+from pfedhn.engine.executors import EXECUTORS, Function, TogetherScan, Traced, TracedScan
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Progress, State
+from pfedhn.kernels import conv as kernels
+from pfedhn.model import Model
+from pfedhn.params import Params, copy, num_bytes, stack, take
+from pfedhn.sgd import Batches, Rate, scanning
+
+Signature: TypeAlias = tuple[tuple[str, int], ...]
+"""The make-up of a cohort: how many clients of each architecture."""
+
+_compiled: dict[Any, Function] = {}
+_borrowed: dict[Any, Traced | TracedScan] = {}
+MAX_BORROWED = 256
+MAX_TOGETHER = 32  # clients whose minibatches are in memory at a time; they fill a card
+MIN_ROUNDS = 8192  # the schedule's length: runs of other lengths, as in tuning, are not compiled for anew
+
+
+def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool = True) -> Function:
+    """Compile a traced graph; runs with the same graph and shapes share the result, whatever their seeds and rates.
+
+    Only a local step, which a round repeats K times, is worth choosing kernels for by timing them.
+    """
+    if not arguments[0].is_cuda:
+        return graph.forward  # a CPU gains nothing that would pay for the compiler
+    constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    shapes = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments)
+    key = (graph.code, shapes, id(graph) if constants else None)
+    if key not in _compiled:
+        import torch._inductor.config as inductor
+
+        inductor.max_autotune_gemm_backends = "TRITON"  # cuBLAS chooses slow kernels for products this small
+        inductor.max_pointwise_cat_inputs = 64  # a gradient is put together from its parts where it is used
+        inductor.combo_kernels = True  # small independent kernels become one
+        inductor.autotune_num_choices_displayed = 0
+        mode = "max-autotune-no-cudagraphs" if is_step and is_autotuned() else None
+        while len(_compiled) >= MAX_BORROWED:  # runs that use it hold on to it; nobody else needs one with constants
+            del _compiled[next(iter(_compiled))]
+        _compiled[key] = torch.compile(graph, dynamic=False, fullgraph=True, mode=mode)
+    return _compiled[key]
+
+
+def compile_once(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
+    """Compile what a round does once."""
+    return compile_graph(graph, arguments, is_step=False)
+
+
+def borrow(key: Any, make: Callable[[], Traced | TracedScan]) -> Any:
+    """What an equal run has traced already; tracing a round takes a second, and an experiment has hundreds of runs."""
+    found = _borrowed.get(key)
+    if found is None or found.has_constants:
+        while len(_borrowed) >= MAX_BORROWED:
+            del _borrowed[next(iter(_borrowed))]
+        found = _borrowed[key] = make()
+    return found
+
+
+def form(network: nn.Module) -> Any:
+    """What a network computes, as far as its parts tell: one factory may make another if it reads a variable."""
+
+    def settings(part: nn.Module) -> str:
+        return repr({name: value for name, value in vars(part).items() if not name.startswith("_")})
+
+    shapes = tuple((name, value.shape, value.requires_grad) for name, value in network.named_parameters())
+    return shapes, tuple((name, type(part), settings(part)) for name, part in network.named_modules())
+
+
+def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> None:
+    """How all runs of this process compute on a GPU. tf32 rounds the factors of products to 10 bits, and is faster.
+
+    num_runs: how many will take turns; unless the same bits are wanted whatever their number, kernels suit themselves.
+    """
+    kernels.Card.runs = 1 if is_deterministic else num_runs
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    if is_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["PFEDHN_AUTOTUNE"] = "0"  # kernels chosen by timing are not always the same ones
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def keep_compiled() -> None:
+    """Let the compilers keep what they make in the package's cache: by default it lies in /tmp, which does not last."""
+    folder = cache_path("").parent / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+
+
+def is_autotuned() -> bool:
+    """PFEDHN_AUTOTUNE=1 spends a minute on choosing kernels by timing, for rounds of many runs 5 % faster."""
+    return os.environ.get("PFEDHN_AUTOTUNE", "0") == "1"
+
+
+def rates(algorithm: Any, dtype: torch.dtype, device: torch.device) -> Params:
+    """The settings that a grid varies, as tensors: graphs take them as data, so that a grid compiles once."""
+    hints = get_type_hints(type(algorithm))
+    names = [name for name, hint in hints.items() if hint in (Rate, Rate | None)]
+    given = {name: getattr(algorithm, name) for name in names}
+    return {
+        name: torch.as_tensor(value, dtype=dtype, device=device) for name, value in given.items() if value is not None
+    }
+
+
+def with_rates(algorithm: Algorithm[Any, Any, Any], rates: Mapping[str, Any]) -> Algorithm[Any, Any, Any]:
+    changed: Algorithm[Any, Any, Any] = replace(algorithm, **rates)  # type: ignore[type-var]
+    return changed
+
+
+def send_to_all(algorithm: Algorithm[Any, Any, Any], model: Model, shared: Any, rows: Any, count: int) -> Params:
+    """What [C] clients receive, stacked; a method without rows sends one thing to all of them."""
+    if pytree.tree_leaves(rows):
+        result: Params = torch.vmap(lambda row: algorithm.send(model, shared, row))(rows)
+        return result
+    return {name: value.expand(count, *value.shape) for name, value in algorithm.send(model, shared, rows).items()}
+
+
+def before_training(algorithm: Algorithm[Any, Any, Any], models: Mapping[str, Model], signature: Signature) -> Function:
+    """Who takes part, what they receive and what they remember."""
+
+    def before(rates: Params, counter: Tensor, schedule: Tensor, memories: Any, slots: Any) -> Any:
+        shared, rows_table, private_tables = memories
+        # schedule[counter] would ask the host. Where everybody takes part in every round, the schedule has one line.
+        everybody = schedule.index_select(0, counter.remainder(len(schedule)).reshape(1)).squeeze(0)
+        results = []
+        start = 0
+        for name, count in signature:
+            members = everybody[start : start + count]
+            start += count
+            rows = take(rows_table, members)
+            private = take(private_tables[name], slots[name][members])
+            received = send_to_all(with_rates(algorithm, rates), models[name], shared, rows, count)
+            results.append((members, rows, received, private))
+        return results
+
+    return before
+
+
+def drawing(width: int) -> Function:
+    """The rows that some clients train on in a round."""
+
+    def draw(counter: Tensor, batch_key: Tensor, members: Tensor, data: Any) -> Batches:
+        x, y, index, offset, size, steps = data
+        return draw_batches(x, y, Rows(index, offset, size), members, keys.fold(batch_key, counter), steps, width)
+
+    return draw
+
+
+def after_training(algorithm: Algorithm[Any, Any, Any], models: Mapping[str, Model], signature: Signature) -> Function:
+    """The server step, and everything that is remembered written back, unless a number is not finite."""
+
+    def after(
+        rates: Params, counter: Tensor, bad: Tensor, memories: Any, slots: Any, sizes: Tensor, returned: Any
+    ) -> None:
+        shared, rows_table, private_tables = memories
+        groups = [
+            Group(models[name], rows, updates, sizes[members])
+            for (name, _), (members, rows, updates, _) in zip(signature, returned, strict=True)
+        ]
+        finite = torch.cat([_finite(updates, private, len(members)) for members, _, updates, private in returned])
+        everybody = torch.cat([members for members, *_ in returned])
+        is_good = finite.all() & (bad[0] < 0)
+        new_shared, new_rows = with_rates(algorithm, rates).receive(shared, groups)
+        for old, new in zip(pytree.tree_leaves(shared), pytree.tree_leaves(new_shared), strict=True):
+            old.copy_(torch.where(is_good, new, old))
+        for (name, _), (members, rows, _, private), rows_after in zip(signature, returned, new_rows, strict=True):
+            _write(rows_table, members, rows, rows_after, is_good)
+            places = slots[name][members]
+            _write(private_tables[name], places, take(private_tables[name], places), private, is_good)
+        first_bad = torch.stack(
+            [counter, everybody.index_select(0, (~finite).to(torch.int8).argmax().reshape(1)).squeeze(0)]
+        )
+        bad.copy_(torch.where(is_good | (bad[0] >= 0), bad, first_bad))
+        counter.add_(1)
+
+    return after
+
+
+@dataclass
+class Repeated:
+    """Stands in for a CUDA graph on a CPU, where the tests check what a GPU would replay."""
+
+    replay: Callable[[], None]
+
+
+@dataclass(eq=False)
+class CapturedRun:
+    """One simulation's buffers and graphs on a GPU. The state's own tensors are the buffers, written in place."""
+
+    simulation: Simulation
+    state: State
+    graphs: dict[Signature, torch.cuda.CUDAGraph | Repeated] = field(default_factory=dict)
+    scans: dict[tuple[str, int], TracedScan] = field(default_factory=dict)
+    evaluation_graph: torch.cuda.CUDAGraph | Repeated | None = None
+
+    def __post_init__(self) -> None:
+        simulation, state = self.simulation, self.state
+        device = simulation.federation.x.device
+        self.is_cuda = device.type == "cuda"
+        if self.is_cuda:
+            keep_compiled()
+        self.stream = torch.cuda.Stream(device) if self.is_cuda else None  # a bare one is the first card's
+        self.pool = torch.cuda.graph_pool_handle() if self.is_cuda else None  # no two graphs of a run work at a time
+        self.counter = torch.tensor(state.round, device=device)
+        self.bad = torch.full((2,), -1, device=device)  # first round and client whose numbers were not finite
+        self.batch_key = torch.tensor(keys.fold(simulation.seed, "batches"), device=device)
+        # Made here: the compiler takes an arange inside a graph for 32-bit indices, and keys need 64 bits.
+        self.steps = torch.arange(simulation.algorithm.num_batches, device=device)
+        self.rates = rates(simulation.algorithm, next(iter(simulation.models.values())).dtype, device)
+        self.personalize_key = torch.tensor(keys.fold(simulation.seed, "personalise"), device=device)
+        index = simulation.federation.splits["train"].index
+        # As long as the data: seeds leave a few rows more or less to nobody, and must not be compiled for one by one.
+        self.index = functional.pad(index, (0, max(0, len(simulation.federation.x) - len(index))))
+        is_everybody = simulation.clients_per_round == simulation.federation.num_clients
+        members = cohort(
+            keys.fold(simulation.seed, "rounds"),
+            torch.arange(1 if is_everybody else simulation.num_rounds),
+            simulation.federation.num_clients,
+            simulation.clients_per_round,
+        ).reshape(-1, simulation.clients_per_round)
+        order = {name: number for number, name in enumerate(simulation.models)}
+        self.signatures: list[Signature] = []
+        if len(order) > 1:  # one graph per make-up of the cohort: clients of one architecture side by side
+            names = [[simulation.model_of(client).name for client in row] for row in members.tolist()]
+            ranks = torch.tensor([[order[name] for name in row] for row in names])
+            members = members.gather(1, ranks.argsort(dim=1, stable=True))
+            counts = [Counter(row) for row in names]
+            self.signatures = [tuple((name, count[name]) for name in order if count[name]) for count in counts]
+        else:
+            self.signatures = [((next(iter(order)), simulation.clients_per_round),)] * simulation.num_rounds
+        if is_everybody:
+            self.signatures = self.signatures[:1] * simulation.num_rounds
+        spare = 0 if is_everybody else max(MIN_ROUNDS, kernels.power_of_two(len(members))) - len(members)
+        self.schedule = functional.pad(members, (0, 0, 0, spare)).to(device)
+        self.slots = {}
+        for name, table in state.memories.private.items():
+            clients = [i for i in range(simulation.federation.num_clients) if simulation.model_of(i).name == name]
+            if not clients:
+                continue  # an architecture that nobody runs
+            table.take(clients)  # everybody's private memory is made now: a graph cannot make it later
+            slots = torch.zeros(simulation.federation.num_clients, dtype=torch.int64)
+            slots[clients] = torch.tensor([table.slots[client] for client in clients])
+            self.slots[name] = slots.to(device)
+        shape = (simulation.federation.num_clients, len(EVALUATED_SPLITS), 2)
+        self.scores = torch.zeros(shape, dtype=torch.float64, device=device)
+        width = min(simulation.schedule.batch_size, simulation.federation.largest_train_size)
+        self.draw = borrow(self._key("draw", width), lambda: Traced(drawing(width), compile_once))
+        about = (simulation.algorithm, simulation.models)
+        self.before: dict[Signature, Traced] = {}
+        self.after: dict[Signature, Traced] = {}
+        for s in set(self.signatures):
+            before = partial(Traced, before_training(*about, s), compile_once)
+            after = partial(Traced, after_training(*about, s), compile_once, writes=True)
+            self.before[s] = borrow(self._key("before", s), before)
+            self.after[s] = borrow(self._key("after", s), after)
+        self.evaluator = EXECUTORS["vectorized"]()
+        self.chunks = plan(simulation.federation, simulation.model_of, EVALUATED_SPLITS, one_by_one=False)
+
+    def _key(self, *parts: Any) -> Any:
+        """Runs with equal keys trace alike: rates, seeds and data are arguments of what is traced."""
+        simulation = self.simulation
+        settings = with_rates(simulation.algorithm, dict.fromkeys(self.rates))
+        how = (str(self.counter.device), kernels.dot_precision(), kernels.Card.runs)
+        models = tuple((model, form(model.training_module)) for model in simulation.models.values())
+        return (*parts, type(settings), repr(settings), tuple(self.rates), models, how)
+
+    def _memories(self) -> Any:
+        memories = self.state.memories
+        private = {name: table.tree for name, table in memories.private.items() if name in self.slots}
+        return memories.shared, memories.rows, private
+
+    def _round(self, signature: Signature) -> None:
+        memories, train = self._memories(), self.simulation.federation.splits["train"]
+        prepared = self.before[signature](self.rates, self.counter, self.schedule, memories, self.slots)
+        trained = self._train_all(
+            [
+                (self.simulation.models[name], members, received, private)
+                for (name, _), (members, _, received, private) in zip(signature, prepared, strict=True)
+            ]
+        )
+        stacked = [(members, rows, *result) for (members, rows, *_), result in zip(prepared, trained, strict=True)]
+        self.after[signature](self.rates, self.counter, self.bad, memories, self.slots, train.size, stacked)
+
+    def _train_all(self, groups: Sequence[tuple[Model, Tensor, Params, Any]]) -> list[tuple[Params, Any]]:
+        """Every group's local steps, on branches of the graph that do not wait for one another."""
+        if not self.is_cuda or len(groups) == 1:
+            return [self._train_group(*group) for group in groups]
+        main = torch.cuda.current_stream()
+        results = []
+        branches = [torch.cuda.Stream() for _ in groups]
+        for branch, group in zip(branches, groups, strict=True):
+            branch.wait_stream(main)
+            with torch.cuda.stream(branch):
+                results.append(self._train_group(*group))
+        for branch in branches:
+            main.wait_stream(branch)
+        return results
+
+    def _train_group(self, model: Model, members: Tensor, received: Params, private: Any) -> tuple[Params, Any]:
+        """The clients [C, ...] of one architecture, so many at a time that their minibatches take bounded memory."""
+        federation = self.simulation.federation
+        train = federation.splits["train"]
+        data = (federation.x, federation.y, self.index, train.offset, train.size, self.steps)
+        results = []
+        for some in torch.arange(len(members)).tensor_split(-(-len(members) // MAX_TOGETHER)):
+            part = slice(int(some[0]), int(some[-1]) + 1)
+            batches = self.draw(self.counter, self.batch_key, members[part], data)
+            results.append(self._train(model, *take((received, private), part), batches))
+        return results[0] if len(results) == 1 else pytree.tree_map(lambda *parts: torch.cat(parts), *results)
+
+    def _train(self, model: Model, received: Params, private: Any, batches: Batches) -> tuple[Params, Any]:
+        """The clients of one architecture, all arguments [C, ...]: together, so that a kernel serves all of them."""
+        count = batches.mask.shape[0]
+        kind = TracedScan if count == 1 else TogetherScan
+        if (model.name, count) not in self.scans:
+            self.scans[model.name, count] = borrow(self._key("steps", model.name, count), lambda: kind(compile_graph))
+        scan = self.scans[model.name, count]
+        scan.position = 0
+        algorithm = with_rates(self.simulation.algorithm, self.rates)
+
+        def train(received: Params, private: Any, batches: Batches) -> tuple[Params, Any]:
+            return algorithm.train(model, received, private, batches)
+
+        with scanning(scan):
+            if count == 1:
+                return stack([train(*take((received, private, batches), 0))])
+            result: tuple[Params, Any] = torch.vmap(train)(received, private, batches)
+            return result
+
+    def _evaluate(self) -> None:
+        shared, rows, private = self._memories()
+        simulation = self.simulation
+        results = evaluate(
+            simulation.algorithm,
+            self.chunks,
+            simulation.federation,
+            shared,
+            rows,
+            lambda chunk: take(private[chunk.model.name], self.slots[chunk.model.name][chunk.members]),
+            lambda model: self.evaluator,
+            keys.fold(self.personalize_key, self.counter),
+            simulation.schedule.batch_size,
+        )
+        self.scores.copy_(results)
+
+    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | Repeated:
+        """Warm up on the capturing stream, then capture."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with self._on_stream():  # which is also left where capturing fails: `torch.cuda.graph` then stays on its stream
+            kept = copy((self.counter, self.bad))  # here: rounds before this may still be counting on the stream
+            self.bad.zero_()  # as if a number had not been finite: nothing is written
+            work()
+            _restore((self.counter, self.bad), kept)
+            if self.stream is None:
+                return Repeated(work)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                work()
+        return graph
+
+    def prepare(self) -> None:
+        """Compile and capture what the first rounds need; nothing where none are left."""
+        if self.state.round >= self.simulation.num_rounds:
+            return
+        self.graph_of(self.signatures[self.state.round])
+        if self.evaluation_graph is None:
+            self.evaluation_graph = self._capture(self._evaluate)
+
+    def graph_of(self, signature: Signature) -> torch.cuda.CUDAGraph | Repeated:
+        if signature not in self.graphs:
+            self.graphs[signature] = self._capture(lambda: self._round(signature))
+        return self.graphs[signature]
+
+    def rounds(self) -> Iterator[Progress]:
+        """As `Simulation.rounds`; yields between launches so that several runs can take turns on the card."""
+        simulation, state = self.simulation, self.state
+        self.prepare()
+        state.bad = self.bad
+        size = simulation.clients_per_round
+        one_way = self._bytes_one_way()
+        if state.round == 0 and state.best is None:
+            yield from self._evaluated(one_way)
+        for number in range(state.round, simulation.num_rounds):
+            signature = self.signatures[number]
+            graph = self.graph_of(signature)
+            with self._on_stream():
+                graph.replay()
+            state.round = number + 1
+            state.bytes_down += one_way[signature]
+            state.bytes_up += one_way[signature]
+            if simulation.schedule.is_evaluated(number * size, (number + 1) * size):
+                yield from self._evaluated(one_way)
+            else:
+                yield Progress((number + 1) * size, None)
+        if self.stream is not None:
+            self.stream.synchronize()  # the state is whole for whoever reads it next, on whatever stream
+
+    def _evaluated(self, one_way: Mapping[Signature, int]) -> Iterator[Progress]:
+        simulation, state = self.simulation, self.state
+        assert self.evaluation_graph is not None
+        with self._on_stream():
+            self.evaluation_graph.replay()
+            scores, bad = _to_host(self.scores), _to_host(self.bad)
+            done = torch.cuda.Event() if self.is_cuda else None
+            if done is not None:
+                done.record()
+        # Let the other runs queue their work.
+        yield Progress(state.round * simulation.clients_per_round, None, is_pause=True)
+        if done is not None:
+            done.synchronize()
+        if int(bad[0]) >= 0:
+            for number in range(int(bad[0]), state.round):
+                state.bytes_down -= one_way[self.signatures[number]]
+                state.bytes_up -= one_way[self.signatures[number]]
+            state.round, state.bad = int(bad[0]), None
+            raise Diverged.at(int(bad[0]), int(bad[1]))
+        splits = to_splits(scores, simulation.federation, EVALUATED_SPLITS, simulation.has_metric)
+        with self._on_stream():
+            evaluation = simulation.choose(state, splits)
+        yield Progress(evaluation.step, evaluation)
+
+    def _on_stream(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def _bytes_one_way(self) -> dict[Any, int]:
+        """What one round of each make-up sends down; as much comes back, since update names are sent names."""
+        shared, rows, _ = self._memories()
+        each = {
+            name: num_bytes(self.simulation.algorithm.send(model, shared, take(rows, 0)))
+            for name, model in self.simulation.models.items()
+        }
+        return {s: sum(count * each[name] for name, count in s) for s in set(self.signatures)}
+
+
+def _finite(updates: Params, private: Any, count: int) -> Tensor:
+    """[C]: whether everything a client produced is finite."""
+    leaves = [leaf for leaf in pytree.tree_leaves((updates, private)) if leaf.is_floating_point()]
+    checks = [torch.isfinite(leaf.reshape(count, -1)).all(1) for leaf in leaves]
+    return torch.stack(checks).all(0)
+
+
+def _write(table: Any, index: Tensor, old: Any, new: Any, is_good: Tensor) -> None:
+    for leaf, before, after in zip(
+        pytree.tree_leaves(table), pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True
+    ):
+        leaf.index_copy_(0, index, torch.where(is_good, after, before))
+
+
+def _to_host(value: Tensor) -> Tensor:
+    """A copy that the host may read after the stream has got there."""
+    if not value.is_cuda:
+        return value.clone()
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+
+
+def _restore(tree: Any, kept: Any) -> None:
+    for leaf, value in zip(pytree.tree_leaves(tree), pytree.tree_leaves(kept), strict=True):
+        leaf.copy_(value)
+
+
+def side_by_side(runs: Sequence[Iterator[Progress]]) -> Iterator[tuple[int, Progress]]:
+    """Let runs take turns, a round each: streams overlap only if their work is queued in turns."""
+    going = dict(enumerate(runs))
+    while going:
+        for number in list(going):
+            progress = next(going[number], None)
+            if progress is None:
+                del going[number]
+            else:
+                yield number, progress

@@ -1,0 +1,171 @@
+"""A run's state on disk: tensors in safetensors, the rest in JSON, written atomically and verified on load.
+
+The JSON file is written last and carries a digest of both files: where it is missing or does not match, the checkpoint
+does not count and the one before it is used.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pfedhn.engine.evaluate import SplitResult
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import Best, Diverged, Evaluation, Memories, PrivateTable, State
+from pfedhn.errors import RunError
+from pfedhn.files import write_atomically
+from pfedhn.params import take
+
+FORMAT = 1
+
+
+NUM_KEPT = 2  # the newest, and the one before it in case the newest is damaged
+
+
+class CheckpointError(RunError):
+    """No checkpoint in a directory can be trusted."""
+
+
+def save_state(directory: Path, state: State, simulation: Simulation) -> None:
+    """Write `state`; older checkpoints than the last two are removed. A state that has diverged is not written."""
+    if simulation.federation.x.is_cuda:
+        # A captured run writes on a stream of its own, which nothing here would wait for.
+        torch.cuda.synchronize(simulation.federation.x.device)
+    if state.bad is not None and int(state.bad[0]) >= 0:
+        return  # its rounds count on while its memories stand still; the next evaluation notices
+    if not all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(state.memories.shared)):
+        raise Diverged(
+            f"training diverged before round {state.round}: the server's numbers are no longer finite; lower the "
+            "learning rates. The last good checkpoint is kept."
+        )
+    step = state.round * simulation.clients_per_round
+    tensors, slots = _memories_to_tensors("now", state.memories)
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "round": state.round,
+        "step": step,
+        "bytes_down": state.bytes_down,
+        "bytes_up": state.bytes_up,
+        "slots": slots,
+        "best": None,
+    }
+    if state.best is not None:
+        best_tensors, best_slots = _memories_to_tensors("best", state.best.memories)
+        tensors |= best_tensors
+        evaluation = state.best.evaluation
+        record["best"] = {"step": evaluation.step, "round": evaluation.round, "slots": best_slots}
+        for split, result in evaluation.splits.items():
+            for name in ("loss", "metric", "count"):
+                if (value := getattr(result, name)) is not None:
+                    tensors[f"evaluation/{split}/{name}"] = value
+    content = save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
+    record["tensors_sha256"] = hashlib.sha256(content).hexdigest()
+    record["sha256"] = _digest(record)
+    name = f"checkpoint-{step:09d}"
+    write_atomically(directory / f"{name}.safetensors", content)
+    write_atomically(directory / f"{name}.json", json.dumps(record).encode())
+    remove_old(directory, NUM_KEPT)
+
+
+def remove_old(directory: Path, num_kept: int) -> None:
+    """Only the newest stay. They are large: four times a hypernetwork, or twice a model."""
+    for old in checkpoints(directory)[num_kept:]:
+        old.unlink()
+        old.with_suffix(".safetensors").unlink(missing_ok=True)
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The JSON files of the checkpoints, newest first."""
+    found = [path for path in directory.glob("checkpoint-*.json") if re.fullmatch(r"checkpoint-\d+", path.stem)]
+    return sorted(found, reverse=True)
+
+
+def load_state(directory: Path, simulation: Simulation) -> tuple[State | None, list[str]]:
+    """The newest sound checkpoint (None if there is none at all), and a sentence for each that was refused."""
+    refused = []
+    for path in checkpoints(directory):
+        try:
+            record = _verified(path)
+        except CheckpointError as error:
+            refused.append(str(error))
+            continue
+        return _to_state(load_file(path.with_suffix(".safetensors")), record, simulation), refused
+    if refused:
+        raise CheckpointError(f"{refused[0]} No sound checkpoint is left in {directory}; start the run anew elsewhere.")
+    return None, []
+
+
+def _verified(path: Path) -> dict[str, Any]:
+    tensors = path.with_suffix(".safetensors")
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+        digest = record.pop("sha256")
+    except (ValueError, KeyError, AttributeError):
+        raise CheckpointError(f"{path.name} is damaged and was not used.") from None
+    if digest != _digest(record):
+        raise CheckpointError(f"{path.name} was changed after it was written and was not used.")
+    if record["format"] != FORMAT:
+        raise CheckpointError(f"{path.name} has format {record['format']}; this version of pfedhn reads {FORMAT}.")
+    if not tensors.exists():
+        raise CheckpointError(f"{tensors.name} is missing, so {path.name} was not used.")
+    if hashlib.sha256(tensors.read_bytes()).hexdigest() != record["tensors_sha256"]:
+        raise CheckpointError(f"{tensors.name} is truncated or was changed, and was not used.")
+    return record
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _memories_to_tensors(prefix: str, memories: Memories) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    trees = {"shared": memories.shared, "rows": memories.rows}
+    slots = {}
+    for name, table in memories.private.items():
+        slots[name] = sorted(table.slots, key=table.slots.__getitem__)
+        trees[f"private/{name}"] = () if table.tree is None else take(table.tree, slice(len(table.slots)))
+    return {name: leaf for part, tree in trees.items() for name, leaf in _named(f"{prefix}/{part}", tree)}, slots
+
+
+def _named(prefix: str, tree: Any) -> list[tuple[str, Tensor]]:
+    pairs, _ = pytree.tree_flatten_with_path(tree)
+    return [(prefix + pytree.keystr(path), leaf) for path, leaf in pairs]
+
+
+def _to_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any], simulation: Simulation) -> State:
+    template = simulation.initial_state()
+    memories = _to_memories("now", tensors, record["slots"], template.memories)
+    best = None
+    if record["best"] is not None:
+        splits = {
+            split: SplitResult(
+                tensors[f"evaluation/{split}/loss"],
+                tensors.get(f"evaluation/{split}/metric"),
+                tensors[f"evaluation/{split}/count"],
+            )
+            for split in ("validation", "test")
+        }
+        evaluation = Evaluation(record["best"]["step"], record["best"]["round"], splits)
+        best = Best(evaluation, _to_memories("best", tensors, record["best"]["slots"], template.memories))
+    return State(record["round"], memories, best, record["bytes_down"], record["bytes_up"])
+
+
+def _to_memories(
+    prefix: str, tensors: Mapping[str, Tensor], slots: Mapping[str, Sequence[int]], template: Memories
+) -> Memories:
+    def fill(part: str, tree: Any) -> Any:
+        # Cloned into memory of their own: libraries choose kernels by alignment, and a file's tensors lie anywhere.
+        leaves = [tensors[name].clone().to(leaf.device) for name, leaf in _named(f"{prefix}/{part}", tree)]
+        return pytree.tree_unflatten(leaves, pytree.tree_structure(tree))
+
+    private = {}
+    for name, table in template.private.items():
+        tree = fill(f"private/{name}", table.make(slots[name][0])) if slots[name] else None
+        private[name] = PrivateTable(table.make, {client: slot for slot, client in enumerate(slots[name])}, tree)
+    return Memories(fill("shared", template.shared), fill("rows", template.rows), private)

@@ -1,0 +1,188 @@
+"""How good is each client's own model, on its own rows: the one evaluation path of every method.
+
+Axes: [N] clients, [C]lients of a chunk, [R]ows.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pfedhn import keys
+from pfedhn.algorithm import Algorithm
+from pfedhn.data.federation import Federation
+from pfedhn.engine.executors import Executor
+from pfedhn.keys import Key
+from pfedhn.model import Model
+from pfedhn.params import Params, take
+from pfedhn.sgd import Batches
+
+ROWS_PER_CHUNK = 4096  # of padded rows evaluated at once: bounds memory, whatever the federation
+
+
+@dataclass(frozen=True)
+class SplitResult:
+    """What clients scored on one split; sums over each client's rows."""
+
+    loss: Tensor  # [N]
+    metric: Tensor | None  # [N], number of correct rows, or the sum of the user's metric
+    count: Tensor  # [N]
+
+    @property
+    def client_metric(self) -> Tensor:
+        """[N]: each client's accuracy; NaN for a client without rows in this split."""
+        assert self.metric is not None
+        return self.metric / self.count
+
+    @property
+    def client_mean(self) -> float:
+        """Accuracy averaged over the clients that have rows."""
+        return float(self.client_metric[self.count > 0].mean())
+
+    @property
+    def sample_mean(self) -> float:
+        """Accuracy averaged over rows."""
+        assert self.metric is not None
+        return float(self.metric.sum() / self.count.sum())
+
+    @property
+    def mean_loss(self) -> float:
+        return float(self.loss.sum() / self.count.sum())
+
+    @property
+    def score(self) -> float:
+        """What a round is chosen by: sample-weighted accuracy, or minus the loss where a task has no accuracy."""
+        return self.sample_mean if self.metric is not None else -self.mean_loss
+
+
+def personal_weights(
+    algorithm: Algorithm[Any, Any, Any], model: Model, shared: Any, row: Any, private: Any, batches: Batches
+) -> Params:
+    """The weights ONE client would use now."""
+    return algorithm.personalize(model, algorithm.send(model, shared, row), private, batches)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Clients of one architecture and like size that are evaluated together, or one client's rows in part."""
+
+    model: Model
+    clients: list[int]
+    members: Tensor  # [C], the clients again
+    index: Tensor  # [C, R], their rows of all splits one after the other
+    masks: Tensor  # [C, splits, R], which rows belong to which split
+
+
+def plan(
+    federation: Federation, model_of: Callable[[int], Model], splits: Sequence[str], one_by_one: bool
+) -> list[Chunk]:
+    """How to evaluate every client that has rows; filling up to a rectangle costs little among clients of like size."""
+    num_rows = sum(
+        (federation.splits[split].size for split in splits), torch.zeros_like(federation.splits["train"].size)
+    )
+    counts: list[int] = num_rows.tolist()
+    ordered = sorted(
+        (client for client in range(federation.num_clients) if counts[client]),
+        key=lambda client: (model_of(client).name, counts[client]),
+    )
+    groups: list[list[int]] = []
+    for client in ordered:
+        last = groups[-1] if groups and not one_by_one else None
+        if last and model_of(last[0]) is model_of(client) and (len(last) + 1) * counts[client] <= ROWS_PER_CHUNK:
+            last.append(client)
+        else:
+            groups.append([client])
+    return [chunk for group in groups for chunk in _chunks(federation, model_of(group[0]), group, splits)]
+
+
+def _chunks(federation: Federation, model: Model, clients: list[int], splits: Sequence[str]) -> list[Chunk]:
+    lists = [[federation.splits[split].of(client).cpu() for split in splits] for client in clients]
+    width = max(sum(len(part) for part in parts) for parts in lists)
+    index = torch.zeros(len(clients), width, dtype=torch.int64)
+    masks = torch.zeros(len(clients), len(splits), width, dtype=torch.bool)
+    for number, parts in enumerate(lists):
+        start = 0
+        for split, part in enumerate(parts):
+            index[number, start : start + len(part)] = part
+            masks[number, split, start : start + len(part)] = True
+            start += len(part)
+    members, index, masks = (value.to(federation.x.device) for value in (torch.tensor(clients), index, masks))
+    # Only a client that is alone has more rows than this.
+    parts_of_rows = zip(index.split(ROWS_PER_CHUNK, -1), masks.split(ROWS_PER_CHUNK, -1), strict=True)
+    return [Chunk(model, clients, members, *part) for part in parts_of_rows]
+
+
+def score(
+    algorithm: Algorithm[Any, Any, Any],
+    chunk: Chunk,
+    federation: Federation,
+    shared: Any,
+    rows: Any,
+    private: Any,
+    executor: Executor,
+    key: Key,
+    batch_size: int,
+) -> Tensor:
+    """[C, splits, 2]: summed loss and metric of each client's personal model; `rows` and `private` are [C, ...]."""
+    model = chunk.model
+
+    def one_client(
+        noise: Tensor, row: Any, private: Any, batches: Batches, x: Tensor, y: Tensor, masks: Tensor
+    ) -> Tensor:
+        with model.seeded(noise), executor.running(model.name, "personalize"):
+            weights = personal_weights(algorithm, model, shared, row, private, batches)
+        outputs = model.outputs(weights, x)
+        loss = model.per_example_loss(outputs, y)
+        metric = torch.zeros_like(loss) if model.per_example_metric is None else model.per_example_metric(outputs, y)
+        both = torch.stack([loss, metric.to(loss)])
+        return torch.where(masks[:, None], both, 0.0).sum(-1)
+
+    batches = federation.batches(chunk.members, key, algorithm.num_personalize_batches, batch_size)
+    noise = keys.fold(key, "noise", chunk.members)
+    x, y = federation.rows(chunk.index)
+    result: Tensor = executor.map(one_client)(noise, rows, private, batches, x, y, chunk.masks)
+    return result
+
+
+def evaluate(
+    algorithm: Algorithm[Any, Any, Any],
+    chunks: Sequence[Chunk],
+    federation: Federation,
+    shared: Any,
+    rows: Any,
+    private: Callable[[Chunk], Any],
+    executor: Callable[[Model], Executor],
+    key: Key,
+    batch_size: int,
+) -> Tensor:
+    """[N, splits, 2]: summed loss and metric of every client's personal model on its rows of each split."""
+    num_splits, device = chunks[0].masks.shape[1], federation.x.device
+    results = torch.zeros(federation.num_clients, num_splits, 2, dtype=torch.float64, device=device)
+    for chunk in chunks:
+        # Added: a client may stand in several chunks, though never twice in one.
+        results[chunk.members] += score(
+            algorithm,
+            chunk,
+            federation,
+            shared,
+            take(rows, chunk.members),
+            private(chunk),
+            executor(chunk.model),
+            key,
+            batch_size,
+        ).to(results)
+    return results
+
+
+def to_splits(
+    results: Tensor, federation: Federation, splits: Sequence[str], has_metric: bool
+) -> dict[str, SplitResult]:
+    values = results.double().cpu()
+    return {
+        split: SplitResult(
+            values[:, number, 0], values[:, number, 1] if has_metric else None, federation.splits[split].size.cpu()
+        )
+        for number, split in enumerate(splits)
+    }

@@ -1,0 +1,130 @@
+"""What a run is at one moment, and how long it is: values that are written, read and moved along.
+
+Axes: [N] clients.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pfedhn.engine.evaluate import SplitResult
+from pfedhn.errors import RunError
+from pfedhn.params import copy, put, stack, take
+
+EVALUATED_SPLITS = ("validation", "test")
+
+
+class Diverged(RunError):
+    """A client's local training left the finite numbers. The state is that of the round before."""
+
+    @staticmethod
+    def at(number: int, client: int) -> "Diverged":
+        return Diverged(
+            f"training diverged in round {number} at client {client}: its weights are no longer finite; "
+            "lower the learning rates. The run stands as it was before that round."
+        )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run is and how often it is looked at, counted in communication steps (one client, once)."""
+
+    steps: int = 5_000
+    cohort_size: int = 1
+    batch_size: int = 64
+    evaluate_every: int = 30
+
+    def num_rounds(self, num_clients: int, communicates: bool) -> int:
+        size = self.clients_per_round(num_clients, communicates)
+        return -(-self.steps // size)
+
+    def clients_per_round(self, num_clients: int, communicates: bool) -> int:
+        """A method that sends nothing trains everybody in every round."""
+        return self.cohort_size if communicates else num_clients
+
+    def is_evaluated(self, steps_before: int, steps_after: int) -> bool:
+        return steps_after // self.evaluate_every > steps_before // self.evaluate_every or steps_after >= self.steps
+
+
+class Evaluation(NamedTuple):
+    step: int
+    round: int
+    splits: dict[str, SplitResult]
+
+
+class Memories(NamedTuple):
+    """The three memories of a federation."""
+
+    shared: Any
+    rows: Any  # [N, ...]
+    private: dict[str, "PrivateTable"]  # by architecture
+
+
+@dataclass
+class PrivateTable:
+    """The private memories of the clients of one architecture, made at first contact: absent clients cost nothing."""
+
+    make: Callable[[int], Any]
+    slots: dict[int, int] = field(default_factory=dict)
+    tree: Any = None  # [slots, ...], with room to grow
+
+    def take(self, clients: Sequence[int]) -> Any:
+        places = self._places(clients)  # first: it may make the tree
+        return take(self.tree, places)
+
+    def put(self, clients: Sequence[int], values: Any) -> None:
+        places = self._places(clients)
+        put(self.tree, places, values)
+
+    def copy(self, into: "PrivateTable | None" = None) -> "PrivateTable":
+        tree = None if self.tree is None else copy(self.tree, into and into.tree)
+        return PrivateTable(self.make, dict(self.slots), tree)
+
+    def _places(self, clients: Sequence[int]) -> Tensor:
+        for client in clients:
+            if client not in self.slots:
+                self._add(client, self.make(client))
+        leaves = pytree.tree_leaves(self.tree)
+        return torch.tensor([self.slots[client] for client in clients], device=leaves[0].device if leaves else None)
+
+    def _add(self, client: int, value: Any) -> None:
+        if self.tree is None:
+            self.tree = copy(stack([value]))  # memory of its own: `value` may be the initial model itself
+        leaves = pytree.tree_leaves(self.tree)
+        slot = len(self.slots)
+        if leaves and slot == leaves[0].shape[0]:
+            self.tree = pytree.tree_map(lambda leaf: torch.cat([leaf, torch.zeros_like(leaf)]), self.tree)
+        self.slots[client] = slot
+        put(self.tree, slot, value)
+
+
+@dataclass
+class Best:
+    """The first evaluation with the strictly best validation score, and the memories of that round."""
+
+    evaluation: Evaluation
+    memories: Memories
+
+
+@dataclass
+class State:
+    """Everything a run is at one moment: write it and read it back, and the run goes on with the same bits."""
+
+    round: int
+    memories: Memories
+    best: Best | None = None
+    bytes_down: int = 0
+    bytes_up: int = 0
+    bad: Tensor | None = (
+        None  # [2] of a captured run: the round and client at which it diverged unnoticed so far, or -1
+    )
+
+
+class Progress(NamedTuple):
+    step: int
+    evaluation: Evaluation | None
+    is_pause: bool = False  # a round is done and its evaluation is not: no moment to stop or to be written

@@ -1,0 +1,37 @@
+"""What a person can mend: one kind of error, whose message is a sentence that says what to do."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Something the person at the keyboard can mend; the message is one sentence that says how.
+
+    Only this becomes a sentence on the command line. Every other exception is a defect of ours and keeps its traceback.
+    """
+
+    exit_code = 2  # the input was wrong; 1 where the input was right and something happened on the way
+
+
+class RunError(UserError):
+    """The input was right, and something happened on the way: a full disk, a damaged file, training that diverged."""
+
+    exit_code = 1
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """A hint for a name that does not exist: the known one that looks most like it, then all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name.lower(), names, n=1)
+    listed = ", ".join(names)
+    return f"did you mean {near[0]!r}? There are {listed}." if near else f"there are {listed}."
+
+
+def first_line(error: BaseException) -> str:
+    """An exception of another library in one line, to stand inside a sentence."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(".: ")[:200]
+
+
+def missing_extra(purpose: str, extra: str) -> UserError:
+    """The error for a library that is not installed because it belongs to an extra."""
+    return UserError(f"{purpose} needs an optional part of pfedhn; install it with: pip install 'pfedhn[{extra}]'.")

@@ -1,0 +1,212 @@
+"""A cell as data, network and method: what a run of it needs."""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import get_type_hints
+
+import numpy
+import torch
+
+import pfedhn.models as models
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.data import catalogue as datasets
+from pfedhn.data import partition
+from pfedhn.data.federation import Federation, share_out
+from pfedhn.data.files import Table, from_folders, from_table
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import Schedule
+from pfedhn.errors import UserError, closest
+from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, is_own_data, pretraining_cell
+from pfedhn.model import Factory
+from pfedhn.params import Params
+from pfedhn.run import AnyAlgorithm, build_algorithm, build_model
+from pfedhn.settings import checked, describe, fits
+
+PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
+    "by_classes": partition.by_classes,
+    "dirichlet": partition.dirichlet,
+    "by_group": partition.by_group,
+    "by_coarse_class": partition.by_coarse_class,
+}
+
+
+LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
+
+
+COUNTS = ("local_steps", "outer_steps", "inner_steps", "embedding_dim", "hidden_dim")
+"""Settings of methods of which there must be one; of all other numbers, none may be negative."""
+
+
+def check(experiment: Experiment) -> None:
+    """Refuse what could not run before anything is written."""
+    if not experiment.cells:
+        raise UserError(f"the experiment {experiment.name!r} has no cells.")
+    if not re.fullmatch(r"[\w.=+-]+", experiment.name) or set(experiment.name) == {"."}:
+        raise UserError(f"name = {experiment.name!r} does not fit; it names a folder, so use letters, digits, - and _.")
+    for cell in experiment.cells:
+        cell_algorithm(cell)
+        if cell.dataset not in datasets.DATASETS and not is_own_data(cell.dataset):
+            raise UserError(f"there is no data set {cell.dataset!r}; {closest(cell.dataset, datasets.DATASETS)}")
+        for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size"):
+            if (value := getattr(cell, name)) is not None and value < 1:
+                raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
+        build_partition(cell)
+        check_model_name(cell.model)
+        if cell.pretrain is not None:
+            if cell.pretrain not in ALGORITHMS:
+                raise UserError(f"pretrain names no method: {cell.pretrain!r}; {closest(cell.pretrain, ALGORITHMS)}")
+            pretraining_cell(experiment, cell)
+
+
+def cell_algorithm(cell: Cell) -> AnyAlgorithm:
+    kind = type(build_algorithm(cell.method))
+    settings = checked(kind, cell.settings, cell.method)
+    for name, value in settings.items():
+        least = 1 if name in COUNTS else 0
+        if isinstance(value, int | float) and value < least:
+            raise UserError(f"{cell.method}: {name} = {value} does not fit; it must be at least {least}.")
+    return build_algorithm(cell.method, settings)
+
+
+def build_partition(cell: Cell) -> partition.Partition:
+    settings = {name: None if value == "none" else value for name, value in cell.partition.items()}
+    rule = settings.pop("rule", None)
+    if rule not in PARTITIONS:
+        raise UserError(f"partition: there is no rule {rule!r}; {closest(str(rule), PARTITIONS)}")
+    known = inspect.signature(PARTITIONS[rule]).parameters
+    if "num_clients" in known:
+        settings.setdefault("num_clients", cell.clients)
+    hints = get_type_hints(PARTITIONS[rule])
+    for name, value in settings.items():
+        if name not in known:
+            raise UserError(f"partition {rule} has no setting {name!r}; {closest(name, known)}")
+        if not fits(value, hints[name]):
+            raise UserError(f"partition {rule}: {name} = {value!r} does not fit; it must be {describe(hints[name])}.")
+    missing = [n for n, p in known.items() if p.default is p.empty and n not in settings]
+    if missing:
+        raise UserError(f"partition {rule} needs {', '.join(missing)}.")
+    return PARTITIONS[rule](**settings)
+
+
+@lru_cache(maxsize=2)
+def _dataset(name: str, data_dir: Path | None) -> datasets.Dataset:
+    return datasets.load(name, data_dir)
+
+
+@lru_cache(maxsize=2)
+def _rows_on(name: str, data_dir: Path | None, device: str) -> torch.Tensor:
+    """All rows of a data set, test rows last, on a device: runs side by side share them."""
+    data = _dataset(name, data_dir)
+    x = data.x if data.test_x is None else torch.cat([data.x, data.test_x])
+    x = x.to(device)
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+
+
+def forget_datasets() -> None:
+    """Let go of the data sets that were read; worker processes read their own."""
+    _dataset.cache_clear()
+    _rows_on.cache_clear()
+
+
+def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device: str = "cpu") -> Federation:
+    seed = seed if cell.data_seed is None else cell.data_seed
+    own = is_own_data(cell.dataset)
+    federation = _own_federation(cell, seed) if own else _known_federation(cell, seed, data_dir, device)
+    fixed = own or cell.partition["rule"] in ("by_group", "by_coarse_class")
+    if fixed and federation.num_clients != cell.clients:
+        number = federation.num_clients
+        raise UserError(f"clients = {cell.clients}, but {cell.dataset} has {number} clients; set clients = {number}.")
+    return federation
+
+
+def _own_federation(cell: Cell, seed: int) -> Federation:
+    if cell.dataset.lower().endswith(TABLE_ENDINGS):
+        table = _table(cell)
+        rows = [numpy.flatnonzero(table.groups == client) for client in range(len(table.client_names))]
+        clients = [(table.x[own], table.y[own]) for own in rows]
+    else:
+        _, clients = from_folders(cell.dataset)
+    return Federation.from_clients(clients, split=cell.split, stratify=cell.stratify, seed=seed)
+
+
+def _table(cell: Cell) -> Table:
+    if missing := [name for name in ("client", "label") if name not in cell.columns]:
+        raise UserError(
+            f'{cell.dataset} is a table; say which column is the {missing[0]}: columns.{missing[0]} = "...".'
+        )
+    return from_table(cell.dataset, cell.columns["client"], cell.columns["label"])
+
+
+def names_in_data(cell: Cell) -> tuple[list[str], list[str]]:
+    """What a person's own data call the clients and the classes; nothing where they have numbers only."""
+    if not is_own_data(cell.dataset):
+        return [], []
+    if not cell.dataset.lower().endswith(TABLE_ENDINGS):
+        return from_folders(cell.dataset)[0], []
+    table = _table(cell)
+    return table.client_names, table.label_names
+
+
+def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:
+    data = _dataset(cell.dataset, data_dir)
+    labels = data.y
+    if cell.labels == "within-group":
+        if data.within is None:
+            raise UserError(f"{cell.dataset} has no groups to number labels within; use labels = 'global'.")
+        labels = data.within
+    splits, unused = share_out(
+        data.y,
+        build_partition(cell),
+        split=cell.split,
+        seed=seed,
+        test_labels=data.test_y,
+        groups=None if data.groups is None else data.groups.numpy(),
+        coarse=None if data.coarse is None else data.coarse.numpy(),
+        test_coarse=None if data.test_coarse is None else data.test_coarse.numpy(),
+        stratify=cell.stratify,
+    )
+    y = labels if data.test_y is None else torch.cat([labels, data.test_y])
+    rows = Federation(_rows_on(cell.dataset, data_dir, device), y, splits, unused)
+    return rows.with_training_rows()
+
+
+def check_model_name(name: str) -> None:
+    """A target network by name: lenet-s, lenet (m), lenet-l, omniglot, or mlp-32-16 for hidden layers of 32 and 16."""
+    if name not in LENET_SIZES and name != "omniglot" and not re.fullmatch(r"mlp(-[1-9]\d*)*", name):
+        raise UserError(f"there is no target network {name!r}; {closest(name, [*LENET_SIZES, 'omniglot', 'mlp-32'])}")
+
+
+def build_factory(cell: Cell, federation: Federation) -> Factory:
+    check_model_name(cell.model)
+    return _factory(cell.model, federation.num_classes or 1, tuple(federation.x.shape[1:]))
+
+
+@lru_cache
+def _factory(name: str, num_classes: int, shape: tuple[int, ...]) -> Factory:
+    """The same object for the same network: runs whose models are equal share what was traced and compiled."""
+    if name in LENET_SIZES:
+        return lambda: models.LeNet(num_classes, LENET_SIZES[name], shape[0])
+    if name == "omniglot":
+        return lambda: models.OmniglotNet(num_classes)
+    hidden = [int(width) for width in name.split("-")[1:]]
+    return lambda: models.MLP(int(numpy.prod(shape)), *hidden, num_classes)
+
+
+def build_simulation(
+    cell: Cell,
+    seed: int,
+    *,
+    data_dir: Path | None = None,
+    device: str = "cpu",
+    executor: str = "auto",
+    starts: Mapping[str, Params] | None = None,
+) -> Simulation:
+    federation = build_federation(cell, seed, data_dir, device).to(device)
+    model = build_model(cell.model, build_factory(cell, federation), federation)
+    algorithm = cell_algorithm(cell).for_clients(federation.num_clients, federation.descriptor_dim)
+    size = min(algorithm.usual_cohort_size, federation.num_clients) if cell.cohort_size is None else cell.cohort_size
+    schedule = Schedule(cell.steps, size, cell.batch_size, cell.evaluate_every)
+    return Simulation(algorithm, {model.name: model}, federation, schedule, seed, executor, starts)

@@ -1,0 +1,221 @@
+"""Experiments from files and command lines: grids, `--set` and `--only`."""
+
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.data import catalogue as datasets
+from pfedhn.errors import UserError, closest
+from pfedhn.experiments.rates import rates_file, rates_for, with_rates
+from pfedhn.experiments.spec import CELL_TABLES, Cell, Experiment, distinct, flat_fields, is_own_data
+from pfedhn.run import build_algorithm
+from pfedhn.settings import build, fits, parse_assignments, parse_value
+
+
+def from_toml(path: Path) -> Experiment:
+    """A user's own experiment; lists in scalar fields make a grid, `[methods.NAME]` holds what differs by method.
+
+    The rates that `pfedhn tune` chose for it are read from the file beside it: `mine.rates.toml` for `mine.toml`.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}.") from None
+    experiment = from_table(table, path.stem)
+    cells = [replace(cell, dataset=_absolute(cell.dataset, path.parent)) for cell in experiment.cells]
+    experiment = replace(experiment, cells=tuple(cells))
+    chosen = rates_file(path)
+    return with_rates(experiment, rates_for(experiment.name, chosen)) if chosen.exists() else experiment
+
+
+def _absolute(dataset: str, base: Path) -> str:
+    """A path is meant from where its file lies, or from here; made absolute, a run can be resumed from anywhere."""
+    is_path = is_own_data(dataset) or (dataset not in datasets.DATASETS and (base / dataset).is_dir())
+    return str((base / dataset).resolve()) if is_path else dataset
+
+
+def from_table(table: Mapping[str, Any], name: str) -> Experiment:
+    """An experiment from the content of a TOML file: a grid, or the list of cells that a run directory keeps."""
+    table = {key: value for key, value in table.items() if key not in ("planned", "options")}  # a directory's own
+    heading = {key: table.pop(key, default) for key, default in (("name", name), ("title", ""))}
+    for key, value in heading.items():
+        if not isinstance(value, str):
+            raise UserError(f"{key} = {value!r} does not fit; it must be a text.")
+    seeds = table.pop("seeds", [0, 1, 2])
+    if not isinstance(seeds, list) or not seeds or not all(fits(seed, int) for seed in seeds):
+        raise UserError(f"seeds = {seeds!r} does not fit; it must be a list of whole numbers.")
+    published = _published(table.pop("published", {}))
+    if "cells" in table:
+        listed = table.pop("cells")
+        if not isinstance(listed, list) or not all(isinstance(cell, Mapping) for cell in listed):
+            raise UserError("cells does not fit; write each cell under a heading [[cells]].")
+        cells = [build(Cell, cell, f"cell {number}") for number, cell in enumerate(listed)]
+        if table:
+            raise UserError(f"beside `cells` stands {next(iter(table))!r}; a file has either cells or a grid.")
+    else:
+        cells = list(_cells_of_grid(table, heading["name"]))
+    return Experiment(heading["name"], distinct(cells), tuple(dict.fromkeys(seeds)), heading["title"], published)
+
+
+def _published(table: Any) -> dict[str, tuple[float, float]]:
+    pairs: dict[str, tuple[Any, ...]] = {}
+    if isinstance(table, Mapping):
+        pairs = {name: tuple(value) for name, value in table.items() if isinstance(value, list)}
+    if not isinstance(table, Mapping) or len(pairs) != len(table) or not all(map(_is_pair, pairs.values())):
+        raise UserError('published does not fit; write lines such as "pfedhn/50" = [88.38, 0.29].')
+    return {name: (mean, deviation) for name, (mean, deviation) in pairs.items()}
+
+
+def _is_pair(value: Any) -> bool:
+    return fits(value, tuple[float, float])
+
+
+def _cells_of_grid(table: dict[str, Any], name: str) -> Iterator[Cell]:
+    by_method = table.pop("methods", {})
+    if not isinstance(by_method, Mapping) or not all(isinstance(part, Mapping) for part in by_method.values()):
+        raise UserError("methods does not fit; write what differs by method under headings such as [methods.pfedhn].")
+    methods = table.pop("method", list(by_method) or ["pfedhn"])
+    methods = methods if isinstance(methods, list) else [methods]
+    for method in by_method:
+        if method not in ALGORITHMS:
+            raise UserError(f"[methods.{method}] names no method; {closest(method, ALGORITHMS)}")
+        if method not in methods:
+            raise UserError(f"[methods.{method}] has no cell to change; add it to method = {methods!r}.")
+    for method in methods:
+        for point in _grid({"method": method} | table, {item.name: None for item in fields(Cell)}):
+            cell = build(Cell, point, name)
+            hints = get_type_hints(type(build_algorithm(method)))
+            for values in _grid(by_method.get(method, {}), hints):
+                for settings in _grid(cell.settings, hints):
+                    yield _with_values(replace(cell, settings=settings), values)
+
+
+def _grid(table: Mapping[str, Any], hints: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every combination of the values of the lists that stand where one value is meant."""
+    cell_hints = get_type_hints(Cell)
+    for key, value in table.items():
+        hint = hints.get(key) or cell_hints.get(key)
+        if isinstance(value, list) and hint is not None and not _takes_list(hint):
+            if not value:
+                raise UserError(f"{key} = [] does not fit; a list here stands for several runs, so name some.")
+            for entry in value:
+                yield from _grid({**table, key: entry}, hints)
+            return
+    yield dict(table)
+
+
+def _takes_list(hint: Any) -> bool:
+    return fits((), hint) or fits((0.0, 0.0, 0.0), hint)  # names of layers; the split
+
+
+def _with_values(cell: Cell, values: Mapping[str, Any]) -> Cell:
+    """A cell with some fields or method settings changed; "partition.alpha" reaches into a table."""
+    names = [item.name for item in fields(Cell)]
+    table = asdict(cell)
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        if name in names:
+            table[name] = _joined(name, table[name], value) if isinstance(value, Mapping) else value
+        elif rest and head in CELL_TABLES:
+            table[head] = _joined(head, table[head], {rest: value})
+        else:
+            table["settings"] = {**table["settings"], name: value}
+    return build(Cell, table, f"the {cell.method} cell")
+
+
+def _joined(name: str, before: Any, change: Mapping[str, Any]) -> dict[str, Any]:
+    """A table with some entries changed; the settings of one partition rule mean nothing to another."""
+    other_rule = name == "partition" and change.get("rule", before.get("rule")) != before.get("rule")
+    return dict(change) if other_rule else {**before, **change}
+
+
+def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Experiment:
+    """`--set`: a field of every cell, a setting of every method that has it, or "method.setting" for one method."""
+    cells = list(experiment.cells)
+    # A new partition rule first: it clears the settings of the old one, not those given beside it.
+    for name, value in sorted(values.items(), key=lambda item: not item[0].endswith("partition.rule")):
+        if not any(_aim(name, cell) for cell in cells):
+            if name == "seeds":
+                raise UserError("--set changes fields of cells; the seeds are given as --seeds 0,1,2.")
+            raise UserError(f"--set: no cell has a field {name!r}; {closest(name, _names_to_set(cells))}")
+        for number, cell in enumerate(cells):
+            if (target := _aim(name, cell)) is not None:
+                if target == "dataset" and isinstance(value, str):
+                    value = _absolute(value, Path.cwd())
+                cells[number] = _with_values(cell, {target: value})
+    return replace(experiment, cells=distinct(cells))
+
+
+def assignments_for(texts: Iterable[str], cells: Collection[Cell]) -> list[str]:
+    """Those of the texts given to `--set` that change one of the cells."""
+    return [text for text in texts if any(_aim(name, cell) for name in parse_assignments([text]) for cell in cells)]
+
+
+def refuse_without_effect(texts: Sequence[str], cells: Collection[Cell]) -> None:
+    """What was given to `--set` must be a field or setting of a run that was chosen, or nobody would notice a slip."""
+    for text in texts:
+        if not assignments_for([text], cells):
+            methods = ", ".join(dict.fromkeys(cell.method for cell in cells))
+            name = text.partition("=")[0].strip()
+            raise UserError(
+                f"--set {text} changes none of the chosen runs ({methods}); {closest(name, _names_to_set(cells))}"
+            )
+
+
+def _aim(name: str, cell: Cell) -> str | None:
+    """What an assignment changes in a cell: a field, or a setting of its method; None if it is not meant."""
+    head, _, rest = name.partition(".")
+    if head in ALGORITHMS and rest:
+        if head != cell.method:
+            return None
+        name = rest
+    is_field = name in {item.name for item in fields(Cell)} or name.partition(".")[0] in CELL_TABLES
+    return name if is_field or name in _setting_names(cell.method) else None
+
+
+def _names_to_set(cells: Iterable[Cell]) -> list[str]:
+    return sorted({item.name for item in fields(Cell)}.union(*(_setting_names(cell.method) for cell in cells)))
+
+
+def _setting_names(method: str) -> set[str]:
+    return {item.name for item in fields(type(build_algorithm(method)))}  # type: ignore[arg-type]
+
+
+def select(experiment: Experiment, only: Sequence[str], seeds: Sequence[int] | None) -> list[str]:
+    """`--only`: the names of the runs that match every field; a field given several times takes any of its values.
+
+    `name` is the run's folder without its seed.
+    """
+    wanted: dict[str, list[str]] = {}
+    known = list(dict.fromkeys(["name", *(key for cell in experiment.cells for key in flat_fields(cell))]))
+    for text in (part for entry in only for part in entry.split(",")):
+        name, separator, value = text.strip().partition("=")
+        if not separator:
+            raise UserError(f"--only takes field=value, not {text!r}.")
+        if name not in known:
+            raise UserError(f"--only: there is no field {name!r}; {closest(name, known)}")
+        wanted.setdefault(name, []).append(value)
+
+    def matches(run: str, cell: Cell) -> bool:
+        values = {"name": run.rpartition("-seed")[0], **flat_fields(cell)}
+        return all(
+            any(str(values.get(name)) == text or values.get(name) == parse_value(text) for text in texts)
+            for name, texts in wanted.items()
+        )
+
+    all_runs = replace(experiment, seeds=tuple(seeds or experiment.seeds)).runs()
+    chosen = [run for run, (cell, _) in all_runs.items() if matches(run, cell)]
+    if not chosen:
+        there = [f"{name} is {_values_of(name, all_runs)}" for name in wanted]
+        raise UserError(f"--only {' '.join(only)} leaves no run of {experiment.name!r}, where {'; '.join(there)}.")
+    return chosen
+
+
+def _values_of(field: str, runs: Mapping[str, tuple[Cell, int]]) -> str:
+    """Every value that a field of an experiment has; "pfedhn, local or fedavg"."""
+    values = [{"name": run.rpartition("-seed")[0], **flat_fields(cell)}.get(field) for run, (cell, _) in runs.items()]
+    words = list(dict.fromkeys("none" if value is None else str(value) for value in values))
+    return " or ".join([*([", ".join(words[:-1])] if words[:-1] else []), words[-1]])

@@ -1,0 +1,71 @@
+"""Learning rates by experiment and method, as `pfedhn tune` writes them and runs read them."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.errors import UserError, closest
+from pfedhn.experiments.spec import Experiment, distinct
+from pfedhn.files import one_at_a_time, write_atomically
+from pfedhn.run import build_algorithm
+from pfedhn.settings import checked, to_toml
+
+Rates: TypeAlias = dict[str, dict[str, Any]]
+"""Settings by method, as `pfedhn tune` chooses them."""
+
+RATES_HEADING = """\
+# Learning rates that `pfedhn tune` chose on validation rows: a heading for each experiment and method.
+# It writes this file anew and keeps the headings that it did not tune; comments are lost.
+"""
+
+
+def rates_file(experiment_file: Path) -> Path:
+    """Where the rates that were chosen for a user's experiment are kept."""
+    return experiment_file.with_suffix(".rates.toml")
+
+
+def read_rates(file: Path) -> dict[str, Rates]:
+    """The rates of a file by experiment, every method and setting checked."""
+    try:
+        table = tomllib.loads(file.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is damaged ({error}); mend or remove it.") from None
+    for experiment, by_method in table.items():
+        if not isinstance(by_method, Mapping) or not all(isinstance(part, Mapping) for part in by_method.values()):
+            raise UserError(f"{file}: {experiment!r} does not fit; write rates under headings [EXPERIMENT.METHOD].")
+        for method, settings in by_method.items():
+            if method not in ALGORITHMS:
+                raise UserError(f"{file}: [{experiment}.{method}] names no method; {closest(method, ALGORITHMS)}")
+            checked(type(build_algorithm(method)), settings, f"{file}: [{experiment}.{method}]")
+    return table
+
+
+def rates_for(experiment: str, file: Path, stand_in: str | None = None) -> Rates:
+    """The rates of one experiment, or of the one whose rates it takes if it has none of its own."""
+    table = read_rates(file)
+    for name in (experiment, stand_in):
+        if name in table:
+            return table[name]
+    held = f"it holds {', '.join(map(repr, table))}" if table else "it is empty"
+    raise UserError(f"{file} has no rates for {experiment!r}; {held}.")
+
+
+def with_rates(experiment: Experiment, rates: Rates) -> Experiment:
+    """The cells of the methods named with these settings; a method that is not named keeps its own."""
+    cells = [
+        replace(cell, settings={**cell.settings, **rates[cell.method]}) if cell.method in rates else cell
+        for cell in experiment.cells
+    ]
+    return replace(experiment, cells=distinct(cells))
+
+
+def save_rates(file: Path, experiment: str, rates: Rates) -> None:
+    """Put the rates of some methods of an experiment into a file, and keep what else it holds."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(file.parent):
+        table = read_rates(file) if file.exists() else {}
+        table[experiment] = {**table.get(experiment, {}), **rates}
+        write_atomically(file, f"{RATES_HEADING}\n{to_toml(table)}".encode())

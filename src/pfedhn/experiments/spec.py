@@ -1,0 +1,176 @@
+"""An experiment as a value: a named set of cells, each run with every seed."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pfedhn.data import catalogue as datasets
+from pfedhn.errors import UserError
+
+TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
+
+
+FEDERATION_FIELDS = ("dataset", "clients", "partition", "split", "stratify", "data_seed", "labels", "columns")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method on one federation; with a seed it is a run. The fields of an experiment file are these."""
+
+    method: str = "pfedhn"
+    dataset: str = "digits"  # or a path: a folder with a folder per client, or a table (.csv, .tsv, .parquet)
+    clients: int = 50
+    partition: Mapping[str, Any] = field(default_factory=lambda: {"rule": "by_classes", "classes_per_client": 5})
+    split: tuple[float, float, float] = (0.7, 0.15, 0.15)
+    stratify: bool = False
+    data_seed: int | None = None  # of the split; the run's seed by default
+    labels: Literal["global", "within-group"] = "global"
+    columns: Mapping[str, str] = field(default_factory=dict)  # of a table: which one names the client, which the label
+    model: str = "mlp-32"
+    steps: int = 5_000
+    cohort_size: int | None = None
+    batch_size: int = 64
+    evaluate_every: int = 30
+    pretrain: str | None = None  # the method whose last model every client starts from
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A named set of cells, each run with every seed."""
+
+    name: str
+    cells: tuple[Cell, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    title: str = ""
+    published: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # "method/clients" -> mean, deviation
+
+    def runs(self) -> dict[str, tuple[Cell, int]]:
+        """Every run by the name of its folder."""
+        names = cell_names(self.cells)
+        return {
+            f"{name}-seed{seed}": (cell, seed)
+            for name, cell in zip(names, self.cells, strict=True)
+            for seed in self.seeds
+        }
+
+
+def dataset_name(cell: Cell) -> str:
+    """The data set's name; of one given by its path, the last part."""
+    return Path(cell.dataset).stem if is_own_data(cell.dataset) else cell.dataset
+
+
+def is_own_data(dataset: str) -> bool:
+    return dataset not in datasets.DATASETS and (
+        os.sep in dataset or dataset.lower().endswith(TABLE_ENDINGS) or Path(dataset).is_dir()
+    )
+
+
+def flat_fields(cell: Cell) -> dict[str, Any]:
+    """Every value of a cell by the name that --set and --only take: `steps`, `partition.alpha`, the method's `lr`."""
+    values: dict[str, Any] = {}
+    for name, value in asdict(cell).items():
+        if name == "settings":
+            values |= value
+        elif isinstance(value, Mapping):
+            values |= {f"{name}.{key}": part for key, part in value.items()}
+        else:
+            values[name] = value
+    return values
+
+
+def distinctions(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """What tells each cell from the others of its method, data set and number of clients."""
+
+    def group(cell: Cell) -> tuple[str, str, int]:
+        return cell.method, cell.dataset, cell.clients
+
+    values = [flat_fields(cell) for cell in cells]
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for cell, mine in zip(cells, values, strict=True):
+        groups.setdefault(group(cell), []).append(mine)
+    return [
+        {
+            name: value
+            for name, value in mine.items()
+            if any(other.get(name) != value for other in groups[group(cell)]) and value is not None
+        }
+        for cell, mine in zip(cells, values, strict=True)
+    ]
+
+
+def cell_names(cells: Sequence[Cell]) -> list[str]:
+    """A folder's name for each cell: what a person would call it, and a digest only where that is not enough."""
+    names = []
+    for cell, different in zip(cells, distinctions(cells), strict=True):
+        words = [cell.method, dataset_name(cell), str(cell.clients)]
+        words += [f"{key.removeprefix('partition.')}={value}" for key, value in different.items()]
+        names.append(re.sub(r"[^A-Za-z0-9._=-]+", "_", "-".join(words)))
+    return [
+        f"{name[:80]}-{cell_digest(cell)[:8]}" if len(name) > 100 or names.count(name) > 1 else name
+        for name, cell in zip(names, cells, strict=True)
+    ]
+
+
+def cell_digest(cell: Cell) -> str:
+    return hashlib.sha256(json.dumps(asdict(cell), sort_keys=True).encode()).hexdigest()
+
+
+def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
+    return tuple({cell_digest(cell): cell for cell in cells}.values())
+
+
+CELL_TABLES = ("partition", "settings", "columns")  # fields that are tables, which "partition.alpha" reaches into
+
+
+def find_run(experiment: Experiment, name: str) -> tuple[Cell, int]:
+    """The cell and the seed of a run, also of a seed that was given on the command line."""
+    _, separator, seed = name.rpartition("-seed")
+    runs = replace(experiment, seeds=(int(seed),)).runs() if separator and re.fullmatch(r"-?\d+", seed) else {}
+    if name not in runs:
+        raise UserError(f"{experiment.name!r} has no run {name!r}.")
+    return runs[name]
+
+
+def pretraining_cell(experiment: Experiment, cell: Cell) -> Cell:
+    """The cell whose last model `cell` starts from: its `pretrain` method on the same federation and network."""
+    fitting = [
+        other
+        for other in experiment.cells
+        if other.method == cell.pretrain
+        and all(getattr(other, name) == getattr(cell, name) for name in (*FEDERATION_FIELDS, "model"))
+    ]
+    if not fitting:
+        raise UserError(
+            f"{cell.method} starts from a {cell.pretrain} run, which {experiment.name!r} does not have on the same "
+            "data and network; add that cell."
+        )
+    mine = flat_fields(cell)
+    return max(fitting, key=lambda other: sum(mine.get(key) == value for key, value in flat_fields(other).items()))
+
+
+def pretraining_run(experiment: Experiment, name: str) -> str | None:
+    """The run that has to be finished before the one named can start."""
+    cell, seed = find_run(experiment, name)
+    if cell.pretrain is None:
+        return None
+    earlier = pretraining_cell(experiment, cell)
+    return next(n for n, value in replace(experiment, seeds=(seed,)).runs().items() if value == (earlier, seed))
+
+
+def with_pretraining(experiment: Experiment, names: Iterable[str]) -> list[str]:
+    """The runs and those they start from, these first."""
+    ordered: dict[str, None] = {}
+    for name in names:
+        chain = [name]
+        while (earlier := pretraining_run(experiment, chain[0])) is not None:
+            if earlier in chain:
+                raise UserError(f"{name} would start from itself; mend its pretrain.")
+            chain.insert(0, earlier)
+        ordered |= dict.fromkeys(chain)
+    return list(ordered)

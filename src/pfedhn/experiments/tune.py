@@ -1,0 +1,323 @@
+"""Learning rates from the paper's grids, chosen on validation rows: every point briefly, then the best few in full.
+
+Both stages are experiments whose cells are the points, so they run, stop and go on as any other. There is no search
+library (Optuna was considered): a grid of 16 points is a list of cells, and the run directories are its storage.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal, TypeAlias
+
+from rich import box
+from rich.table import Table
+
+from pfedhn.errors import UserError, closest
+from pfedhn.experiments.directory import Directory
+from pfedhn.experiments.execute import Outcome
+from pfedhn.experiments.grid import select
+from pfedhn.experiments.rates import Rates
+from pfedhn.experiments.spec import Cell, Experiment, cell_digest, cell_names, find_run
+from pfedhn.files import write_atomically
+
+LEARNING_RATES = (1e-1, 5e-2, 1e-2, 5e-3)
+PERSONAL_RATES = (5e-2, 1e-2, 5e-3, 1e-3)
+
+GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
+    "local": {"local_lr": LEARNING_RATES},
+    "fedavg": {"local_lr": LEARNING_RATES},
+    "fedper": {"local_lr": LEARNING_RATES},
+    "per-fedavg": {"local_lr": LEARNING_RATES, "personal_lr": PERSONAL_RATES},
+    "pfedme": {"lr": LEARNING_RATES, "personal_lr": PERSONAL_RATES},
+    "pfedhn": {"lr": LEARNING_RATES, "local_lr": PERSONAL_RATES},
+    "pfedhn-pc": {"lr": LEARNING_RATES, "local_lr": PERSONAL_RATES},
+}
+"""Which setting of which method is tuned on which grid."""
+
+ONLY_WHEN_NAMED = ("pfedhn", "pfedhn-pc")  # their defaults are their authors' choice
+RATES_TAKEN_FROM = {"lg-fedavg": "fedavg"}  # it goes on with FedAvg's model
+
+CLIENTS = 50  # the paper tunes with 50 clients and keeps the rates for 10 and 100
+FRACTION = 0.2  # of a cell's steps in the first stage: 1,000 of the paper's 5,000
+FINALISTS = 3
+
+Stage: TypeAlias = Literal["first", "finals"]
+STAGES: tuple[Stage, ...] = ("first", "finals")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a method's grid, as the cell that is run in full."""
+
+    method: str
+    rates: Mapping[str, float]
+    cell: Cell
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is tried for an experiment, and by which rule one point of each method is chosen."""
+
+    experiment: Experiment
+    points: tuple[Point, ...]  # of every method that has a grid; those not tuned this time are never run
+    methods: tuple[str, ...]  # that are tuned
+    seeds: tuple[int, ...] = (0,)
+    fraction: float = FRACTION
+    finalists: int = FINALISTS
+
+    @cached_property
+    def stages(self) -> dict[Stage, Experiment]:
+        """Every point as a cell; of the finals only the best few are ever run.
+
+        All points are in both, so that other methods can be tuned in the same directory later.
+        """
+        name = self.experiment.name
+        short = [replace(p.cell, steps=max(1, round(self.fraction * p.cell.steps))) for p in self.points]
+        title = f"Tuning {name}: every point for {self.fraction:g} of the steps"
+        return {
+            "first": Experiment(f"{name}-first", tuple(short), (0,), title),
+            "finals": Experiment(
+                f"{name}-finals", tuple(p.cell for p in self.points), (0,), f"Tuning {name}: the best points in full"
+            ),
+        }
+
+    @cached_property
+    def _names(self) -> dict[Stage, list[str]]:
+        return {stage: cell_names(experiment.cells) for stage, experiment in self.stages.items()}
+
+    def points_of(self, method: str) -> list[Point]:
+        return [point for point in self.points if point.method == method]
+
+    def runs(self, stage: Stage, points: Iterable[Point]) -> list[str]:
+        """The runs of some points, by the names of their folders."""
+        names = [self._names[stage][self.points.index(point)] for point in points]
+        return [f"{name}-seed{seed}" for name in names for seed in self.seeds]
+
+    def steps(self, stage: Stage, point: Point) -> int:
+        return self.stages[stage].cells[self.points.index(point)].steps
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What came of the stages of a study so far."""
+
+    study: Study
+    first: Outcome
+    finals: Outcome = field(default_factory=Outcome)
+
+    def score(self, stage: Stage, point: Point) -> float | None:
+        """By validation, the mean over seeds; None if a run of the point diverged."""
+        names, results = self.study.runs(stage, [point]), self._results(stage)
+        found = [validation_score(results[name]) for name in names if name in results]
+        return fmean(found) if len(found) == len(names) else None
+
+    def finalists(self, method: str) -> list[Point]:
+        """The points that are run in full."""
+        return self._ranked("first", self.study.points_of(method))[: self.study.finalists]
+
+    def winner(self, method: str) -> Point | None:
+        """The best finalist; None if all diverged."""
+        return next(iter(self._ranked("finals", self.finalists(method))), None)
+
+    def rates(self) -> Rates:
+        """The rates of each method's winner, and of the methods that take them over."""
+        found = {method: self.winner(method) for method in self.study.methods}
+        rates: Rates = {method: dict(point.rates) for method, point in found.items() if point is not None}
+        present = {cell.method for cell in self.study.experiment.cells}
+        taken = {method: rates[source] for method, source in RATES_TAKEN_FROM.items() if source in rates}
+        return rates | {method: dict(part) for method, part in taken.items() if method in present}
+
+    def _ranked(self, stage: Stage, points: Sequence[Point]) -> list[Point]:
+        scored = [(score, point) for point in points if (score := self.score(stage, point)) is not None]
+        # Stable: of equals, the one that stands first in the grid.
+        return [point for _, point in sorted(scored, key=lambda pair: -pair[0])]
+
+    def _results(self, stage: Stage) -> Mapping[str, Mapping[str, Any]]:
+        return (self.first if stage == "first" else self.finals).results
+
+    def tables(self) -> Iterator[Table]:
+        """Every point with its validation scores, a table for each method."""
+        for method in self.study.methods:
+            points, finalists, winner = self.study.points_of(method), self.finalists(method), self.winner(method)
+            title = f"{method}, {points[0].cell.clients} clients: validation score"
+            table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+            table.min_width = len(title)  # else a narrow table breaks its own heading
+            for name in GRIDS[method]:
+                table.add_column(name, justify="right")
+            for stage in STAGES:
+                table.add_column(f"after {self.study.steps(stage, points[0]):,} steps", justify="right")
+            table.add_column("")
+            for point in points:
+                table.add_row(
+                    *(f"{rate:g}" for rate in point.rates.values()),
+                    _text(self.score("first", point)),
+                    _text(self.score("finals", point)) if point in finalists else "",
+                    "chosen" if point == winner else "",
+                    style="bold" if point == winner else None,
+                )
+            yield table
+
+    def record(self, command: str) -> dict[str, Any]:
+        """What `tuning.json` says of each method that was tuned by a command."""
+        study = self.study
+        methods: dict[str, Any] = {}
+        for method in study.methods:
+            points, finalists, winner = study.points_of(method), self.finalists(method), self.winner(method)
+            base = points[0].cell
+            fixed = {name: value for name, value in base.settings.items() if name not in GRIDS[method]}
+            methods[method] = {
+                "chosen": None if winner is None else dict(winner.rates),
+                "points": [
+                    {
+                        "rates": dict(point.rates),
+                        "first": self._stage_record("first", point),
+                        "finals": self._stage_record("finals", point) if point in finalists else None,
+                        "chosen": point == winner,
+                    }
+                    for point in points
+                ],
+                "cell": asdict(replace(base, settings=fixed)),
+                "seeds": list(study.seeds),
+                "fraction": study.fraction,
+                "finalists": study.finalists,
+                "command": command,
+                "environment": self._environment(winner),
+            }
+        return methods
+
+    def _environment(self, winner: Point | None) -> dict[str, Any] | None:
+        """Where the winner was run, which need not be where this runs now."""
+        if winner is None:
+            return None
+        environment: dict[str, Any] = self.finals.results[self.study.runs("finals", [winner])[0]]["environment"]
+        return environment
+
+    def _stage_record(self, stage: Stage, point: Point) -> dict[str, Any]:
+        results = self._results(stage)
+        names = self.study.runs(stage, [point])
+        return {
+            "runs": {name: validation_score(results[name]) if name in results else "diverged" for name in names},
+            "score": self.score(stage, point),
+            "steps": self.study.steps(stage, point),
+            "seconds": round(sum(results[name]["seconds"] for name in names if name in results), 3),
+        }
+
+
+def validation_score(result: Mapping[str, Any]) -> float:
+    """What rounds are chosen by too: accuracy over all validation rows, or minus the loss where there is none."""
+    validation = result["validation"]
+    return float(validation["sample_mean"]) if "sample_mean" in validation else -float(validation["loss"])
+
+
+def plan(
+    experiment: Experiment,
+    only: Sequence[str] = (),
+    seeds: Sequence[int] | None = None,
+    *,
+    fraction: float = FRACTION,
+    finalists: int = FINALISTS,
+    assigned: Iterable[str] = (),
+) -> Study:
+    """The points to try for an experiment, at 50 clients, or at the middle one of its numbers of clients.
+
+    only: as for runs; a method of `ONLY_WHEN_NAMED` is tuned if it is named here.
+    assigned: names that `--set` changes; none of them may be what is to be chosen.
+    """
+    if not 0 < fraction < 1:
+        raise UserError(f"--fraction is {fraction:g}; it must be between 0 and 1.")
+    if finalists < 1:
+        raise UserError(f"--finalists is {finalists}; it must be at least 1.")
+    parts = [part.strip() for entry in only for part in entry.split(",")]
+    named = [part.partition("=")[2].strip() for part in parts if part.startswith("method=")]
+    others = [part for part in parts if not part.startswith("method=")]
+    cells = [find_run(experiment, run)[0] for run in select(experiment, others, [0])]
+    numbers = sorted({cell.clients for cell in cells if cell.method in GRIDS})
+    if numbers:
+        clients = CLIENTS if CLIENTS in numbers else numbers[len(numbers) // 2]
+        cells = [cell for cell in cells if cell.clients == clients]
+    methods = _methods_to_tune(experiment, [cell.method for cell in cells], named)
+    for name in assigned:
+        head, _, rest = name.removeprefix("settings.").rpartition(".")
+        if any(rest in GRIDS[method] for method in methods if head in ("", method)):
+            raise UserError(f"--set {name} cannot be given: it is what is to be chosen.")
+    points: list[Point] = []
+    for method in dict.fromkeys(cell.method for cell in cells if cell.method in GRIDS):
+        bases = _bases(method, cells)
+        if method in methods and len(bases) > 1:
+            raise UserError(
+                f"{experiment.name!r} has {len(bases)} cells of {method} with {bases[0].clients} clients, which might "
+                "need different rates; choose one with --only."
+            )
+        if method in methods and bases[0].pretrain is not None:
+            raise UserError(f"{method} starts from {bases[0].pretrain} here; only methods with no pretrain are tuned.")
+        points += [point for base in bases if base.pretrain is None for point in _grid_points(base)]
+    return Study(experiment, tuple(points), tuple(methods), tuple(seeds or (0,)), fraction, finalists)
+
+
+def _methods_to_tune(experiment: Experiment, present: Iterable[str], named: Sequence[str]) -> list[str]:
+    """The methods in the order of the grids' table."""
+    for method in named:
+        if method in RATES_TAKEN_FROM:
+            raise UserError(f"{method} takes the rates of {RATES_TAKEN_FROM[method]}; tune that instead.")
+        if method not in GRIDS:
+            raise UserError(f"there is no grid for the method {method!r}; {closest(method, GRIDS)}")
+        if method not in present:
+            raise UserError(f"{experiment.name!r} has no such cell of {method} to tune.")
+    wanted = named or [method for method in GRIDS if method not in ONLY_WHEN_NAMED]
+    methods = [method for method in GRIDS if method in wanted and method in present]
+    if not methods:
+        known = [method for method in GRIDS if method in present]
+        hint = f"; --only method={known[0]} tunes {known[0]}" if known else ""
+        raise UserError(f"{experiment.name!r} has no method that is tuned unless it is named{hint}.")
+    return methods
+
+
+def _bases(method: str, cells: Iterable[Cell]) -> list[Cell]:
+    """The cells of a method that differ in more than what is tuned."""
+    first_point = {name: values[0] for name, values in GRIDS[method].items()}
+    alike = [replace(c, settings={**c.settings, **first_point}) for c in cells if c.method == method]
+    return list({cell_digest(cell): cell for cell in alike}.values())
+
+
+def _grid_points(base: Cell) -> Iterator[Point]:
+    grid = GRIDS[base.method]
+    for values in itertools.product(*grid.values()):
+        rates = dict(zip(grid, values, strict=True))
+        yield Point(base.method, rates, replace(base, settings={**base.settings, **rates}))
+
+
+def _text(score: float | None) -> str:
+    if score is None:
+        return "diverged"
+    return f"{100 * score:.2f} %" if score >= 0 else f"loss {-score:.4f}"
+
+
+def write_record(file: Path, experiment: Experiment, methods: Mapping[str, Any]) -> None:
+    """Write `tuning.json`; methods that were tuned there before stay in it."""
+    before = read_record(file)
+    table = {"experiment": experiment.name, "methods": {**before.get("methods", {}), **methods}}
+    write_atomically(file, json.dumps(table, indent=1).encode())
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        table = json.loads(file.read_text())
+    except ValueError:
+        raise UserError(f"{file} is damaged; remove it and tune again: the runs are still there.") from None
+    return table if isinstance(table, dict) else {}
+
+
+def refuse_other(directory: Path, study: Study) -> None:
+    """Only a new or empty directory, or one of an earlier tuning of the same experiment, will do."""
+    if not directory.exists():
+        return
+    if not (directory / "first" / "experiment.toml").exists() and any(directory.iterdir()):
+        raise UserError(f"{directory} is not empty and holds no tuning; give another --out.")
+    for stage, experiment in study.stages.items():
+        Directory(directory / stage).refuse_other(experiment, named=directory)

@@ -1,0 +1,151 @@
+"""Runs side by side in processes of their own, each told what to do over a pipe."""
+
+import multiprocessing
+import signal
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import connection as pipes
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pfedhn.experiments.directory import Options
+from pfedhn.experiments.execute import Failure, Queue, failure, running
+from pfedhn.experiments.spec import Experiment
+from pfedhn.progress import Event, Said, Update
+from pfedhn.run import drain, stop_requests
+
+
+class _Stopped(NamedTuple):
+    """A worker's answer to a request to stop: the run stands in its checkpoint."""
+
+    run: str
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+    run: str | None = None
+
+
+def run_side_by_side(queue: Queue, directory: Path, jobs: int, options: Options) -> None:
+    """Hand runs to worker processes over a pipe each; no lock is shared, so a killed worker cannot block the others."""
+    workers: list[_Worker] = []
+    told_to_stop = False
+    requests: list[int] = []
+    with stop_requests(requests.append):
+        try:
+            while True:
+                if requests and not told_to_stop:
+                    told_to_stop = True
+                    for worker in workers:
+                        with suppress(OSError):  # it may just have ended; `_hear` will find out
+                            worker.pipe.send(None)
+                if len(requests) > 1:
+                    raise KeyboardInterrupt
+                if not requests:
+                    _hand_out(queue, workers, directory, jobs, options)
+                busy = [worker for worker in workers if worker.run is not None]
+                if not busy:
+                    break
+                pipes.wait([worker.pipe for worker in busy], timeout=0.1)
+                for worker in busy:
+                    if not _hear(queue, worker):
+                        workers.remove(worker)
+        finally:
+            for worker in workers:  # what they had to write is written
+                worker.pipe.close()
+                worker.process.kill()
+            for worker in workers:
+                worker.process.join()
+    if requests:
+        raise KeyboardInterrupt
+
+
+def _hand_out(queue: Queue, workers: list[_Worker], directory: Path, jobs: int, options: Options) -> None:
+    while any(worker.run is None for worker in workers) or len(workers) < jobs:
+        name = queue.take()
+        if name is None:
+            return
+        idle = next((worker for worker in workers if worker.run is None), None)
+        if idle is None:
+            idle = _start_worker(directory, queue.experiment, options)
+            workers.append(idle)
+        idle.run = name
+        idle.pipe.send(name)
+
+
+def _start_worker(directory: Path, experiment: Experiment, options: Options) -> _Worker:
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs, directory, experiment, options), daemon=True)
+    # A terminal sends Ctrl-C to every process of a group, and a second one means "at once". A worker therefore never
+    # hears a signal, only its parent. Blocked before it starts, since libraries start threads while they are imported.
+    if hasattr(signal, "pthread_sigmask"):
+        resource_tracker.ensure_running()  # starting it later would lift the block
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    else:
+        process.start()
+    theirs.close()
+    return _Worker(process, mine)
+
+
+def _hear(queue: Queue, worker: _Worker) -> bool:
+    """Take in what a worker said; False once it is gone."""
+    name = worker.run
+    assert name is not None
+    try:
+        while worker.run is not None and worker.pipe.poll():
+            match worker.pipe.recv():
+                case Update() | Said() as event:
+                    queue.listen(event)
+                case _Stopped():
+                    worker.run = None
+                case ending:
+                    worker.run = None
+                    queue.end(name, ending)
+    except (EOFError, OSError):
+        worker.run = None
+        worker.pipe.close()
+        worker.process.join()
+        queue.end(name, _failure_from_exit(worker.process.exitcode or 0))
+        return False
+    return True
+
+
+def _failure_from_exit(code: int) -> Failure:
+    cause = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+    hint = ", perhaps for want of memory (fewer --jobs need less)" if code == -signal.SIGKILL else ""
+    return Failure(f"its process {cause}{hint}; the same command goes on from the last checkpoint.", False)
+
+
+def _work(pipe: Connection, directory: Path, experiment: Experiment, options: Options) -> None:
+    """A worker process: runs what its parent names, one after the other, and reports how they go."""
+    stop = threading.Event()
+
+    def listen(event: Event) -> None:
+        try:
+            pipe.send(event)
+            if not stop.is_set() and pipe.poll() and pipe.recv() is None:
+                stop.set()
+        except (EOFError, OSError):  # the parent is gone
+            stop.set()
+
+    with suppress(EOFError, OSError):
+        while (name := pipe.recv()) is not None:
+            try:
+                ending: dict[str, Any] | Failure = drain(running(directory, experiment, name, options, listen, stop))
+            except KeyboardInterrupt:
+                pipe.send(_Stopped(name))
+                return
+            except Exception as error:
+                ending = failure(error, directory / name)
+            pipe.send(ending)

@@ -1,0 +1,103 @@
+"""A target network as a value: the shapes of its weights, its loss and how it is made."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pfedhn.keys import Key
+from pfedhn.params import Params
+from pfedhn.sgd import Batches
+
+Factory: TypeAlias = Callable[[], nn.Module]
+
+
+PerExample: TypeAlias = Callable[[Any, Tensor], Tensor]
+"""(outputs, y) -> one value per example."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """An architecture: the shapes of its weights, its loss and its factory. Holds no trained weights."""
+
+    name: str
+    factory: Factory
+    per_example_loss: PerExample
+    per_example_metric: PerExample | None = None
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        _ = self.testing_module  # made now: a module cannot be made inside a vmap, a gradient or a trace
+
+    @cached_property
+    def training_module(self) -> nn.Module:
+        return self._build(0).train()
+
+    @cached_property
+    def testing_module(self) -> nn.Module:
+        return copy.deepcopy(self.training_module).eval()
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the trainable parameters. Frozen parameters and buffers are constants of the architecture."""
+        return {name: value.shape for name, value in _trainable(self.training_module).items()}
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether every parameter belongs to a linear layer, so that many clients batch into one product."""
+        owners = [module for module in self.training_module.modules() if list(module.parameters(recurse=False))]
+        return all(isinstance(module, nn.Linear) for module in owners)
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether the forward pass draws random numbers while training (dropout)."""
+        return any(
+            (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0)
+            or (isinstance(rate := getattr(module, "dropout", None), float) and rate > 0)
+            for module in self.training_module.modules()
+        )
+
+    @contextmanager
+    def seeded(self, noise: Tensor) -> Iterator[None]:
+        """Key the random numbers that the forward pass draws by itself, if it draws any."""
+        if not self.is_random:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(noise) & ((1 << 63) - 1))
+            yield
+
+    def _build(self, key: Key) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(key) & ((1 << 63) - 1))
+            return self.factory().to(self.device, self.dtype)
+
+    def fresh(self, key: Key) -> Params:
+        """Newly initialized weights, a function of the key alone."""
+        return {name: value.detach() for name, value in _trainable(self._build(key)).items()}
+
+    def loss(self, weights: Params, batch: Batches) -> Tensor:
+        """Mean loss over the rows of one batch [B, ...] that the mask keeps."""
+        outputs = functional_call(self.training_module, weights, (batch.x,))
+        values = self.per_example_loss(outputs, batch.y)
+        return torch.where(batch.mask, values, 0.0).sum() / batch.mask.sum()
+
+    def outputs(self, weights: Params, x: Tensor) -> Any:
+        return functional_call(self.testing_module, weights, (x,))
+
+    def with_weights(self, weights: Params) -> nn.Module:
+        """A plain module of this architecture that carries `weights`."""
+        module = copy.deepcopy(self.testing_module)
+        module.load_state_dict({name: value.detach() for name, value in weights.items()}, strict=False)
+        return module
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: value for name, value in module.named_parameters() if value.requires_grad}

@@ -1,0 +1,258 @@
+"""What every row of ALGORITHMS promises, in one table, with no exception for any of them."""
+
+import re
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    NUM_CLIENTS,
+    assert_close,
+    assert_same_bits,
+    finish,
+    memories_of,
+    model,
+    personal,
+    simulate,
+)
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pfedhn import keys
+from pfedhn.algorithm import Algorithm, Group
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.data.federation import Federation
+from pfedhn.engine.capture import CapturedRun
+from pfedhn.engine.executors import EXECUTORS
+from pfedhn.engine.simulate import Simulation
+from pfedhn.params import copy, stack, take
+from pfedhn.sgd import Batches
+
+SMALL = {"local_steps": 3, "outer_steps": 3, "inner_steps": 2, "hidden_dim": 7, "embedding_dim": 3, "local_lr": 0.1}
+every_method = pytest.mark.parametrize("method", ALGORITHMS)
+every_target = pytest.mark.parametrize("target", ["mlp", "conv"])
+
+
+def small(method: str) -> Any:
+    """The method as users get it by name, with fewer steps and a smaller hypernetwork where it has them."""
+    spec = ALGORITHMS[method]()
+    return replace(spec, **{field.name: SMALL[field.name] for field in fields(spec) if field.name in SMALL})
+
+
+class Parts:
+    """One cohort in the middle of a run, and the arguments of each function of the protocol."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        state = finish(simulation)  # nothing is at rest any more
+        self.algorithm, self.model = simulation.algorithm, simulation.model_of(0)
+        self.clients = [2, 3, 0]
+        index = torch.tensor(self.clients)
+        self.shared, self.all_rows = state.memories.shared, state.memories.rows
+        self.rows = take(self.all_rows, index)
+        self.private = state.memories.private[self.model.name].take(self.clients)
+        federation, size = simulation.federation, simulation.schedule.batch_size
+        self.batches = federation.batches(index, 1, self.algorithm.num_batches, size)
+        self.extra = federation.batches(index, 2, self.algorithm.num_personalize_batches, size)
+        self.sizes = federation.splits["train"].size[index]
+
+    def send(self, place: int) -> Any:
+        return self.algorithm.send(self.model, self.shared, take(self.rows, place))
+
+    def train(self, place: int) -> Any:
+        private, batches = take((self.private, self.batches), place)
+        return self.algorithm.train(self.model, self.send(place), private, Batches(*batches))
+
+    def personalize(self, place: int) -> Any:
+        private, batches = take((self.private, self.extra), place)
+        return self.algorithm.personalize(self.model, self.send(place), private, Batches(*batches))
+
+    def receive(self, order: list[int]) -> Any:
+        updates = stack([self.train(place)[0] for place in order])
+        index = torch.tensor(order)
+        group = Group(self.model, take(self.rows, index), updates, self.sizes[index])
+        return self.algorithm.receive(self.shared, [group])
+
+    def inputs(self) -> Any:
+        return self.shared, self.all_rows, self.rows, self.private, self.batches, self.extra, self.sizes
+
+
+@pytest.fixture
+def parts(federation: Federation, method: str, target: str) -> Parts:
+    return Parts(simulate(small(method), federation, target, rounds=3, cohort=2))
+
+
+def form(tree: Any) -> Any:
+    """What has to stay the same for a memory to be written back: names, shapes and types."""
+    leaves, spec = pytree.tree_flatten(tree)
+    return spec, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+@every_method
+def test_is_a_frozen_specification_of_the_protocol(method: str) -> None:
+    spec = ALGORITHMS[method]()
+    assert isinstance(spec, Algorithm)
+    assert is_dataclass(spec)
+    assert hash(spec) == hash(ALGORITHMS[method]())
+    assert spec.for_clients(50).for_clients(50) == spec.for_clients(50)
+    assert spec.num_batches > 0
+
+
+@every_method
+@every_target
+def test_inputs_are_unchanged(parts: Parts) -> None:
+    """By value and by version: a tensor written in place and written back would pass the first."""
+    leaves = pytree.tree_leaves(parts.inputs())
+    before, versions = copy(parts.inputs()), [leaf._version for leaf in leaves]
+    received, sent = parts.send(1), copy(parts.send(1))
+    for function in (parts.send, parts.train, parts.personalize):
+        function(1)
+    parts.receive([0, 1, 2])
+    parts.algorithm.join_row(parts.shared, parts.all_rows, None)
+    assert_same_bits(received, sent)
+    assert_same_bits(parts.inputs(), before)
+    assert [leaf._version for leaf in leaves] == versions
+
+
+@every_method
+@every_target
+def test_same_inputs_give_same_bits(parts: Parts) -> None:
+    for function in (parts.send, parts.train, parts.personalize):
+        assert_same_bits(function(0), function(0))
+    assert_same_bits(parts.receive([0, 1, 2]), parts.receive([0, 1, 2]))
+
+
+@every_method
+@every_target
+def test_memories_are_trees_of_tensors_that_keep_their_form(parts: Parts) -> None:
+    assert all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(parts.inputs()))
+    shared, (rows,) = parts.receive([0, 1, 2])
+    assert form(shared) == form(parts.shared)
+    assert form(rows) == form(parts.rows)
+    assert form(parts.train(0)[1]) == form(take(parts.private, 0))
+    assert form(parts.algorithm.join_row(parts.shared, parts.all_rows, None)) == form(take(parts.rows, 0))
+    memories = (shared, rows, parts.train(0)[1])
+    assert not any(leaf.requires_grad for leaf in pytree.tree_leaves(memories))
+
+
+@every_method
+@every_target
+def test_an_update_has_the_names_of_what_was_sent(parts: Parts) -> None:
+    sent, update = parts.send(0), parts.train(0)[0]
+    assert form(dict(sorted(update.items()))) == form(dict(sorted(sent.items())))
+    assert bool(sent) == parts.algorithm.communicates
+    assert set(sent) <= set(parts.model.shapes)
+
+
+@every_method
+@every_target
+def test_an_update_is_received_minus_trained(parts: Parts) -> None:
+    """Whatever is trained, an update of nothing is zero: with all rates at 0 the difference vanishes."""
+    rates = {field.name: 0.0 for field in fields(parts.algorithm) if field.name.endswith("lr")}
+    parts.algorithm = replace(parts.algorithm, **rates)
+    update, _ = parts.train(0)
+    assert all(bool((value == 0).all()) for value in update.values())
+
+
+@every_method
+@every_target
+def test_personalize_covers_the_model(parts: Parts) -> None:
+    weights = parts.personalize(2)
+    assert {name: value.shape for name, value in weights.items()} == parts.model.shapes
+    assert all(bool(torch.isfinite(value).all()) for value in weights.values())
+
+
+@every_method
+@every_target
+def test_the_order_of_clients_does_not_matter(parts: Parts) -> None:
+    shared, (rows,) = parts.receive([0, 1, 2])
+    other, (other_rows,) = parts.receive([2, 0, 1])
+    assert_close(other, shared, rtol=1e-12, atol=1e-14)
+    assert_close(take(other_rows, torch.tensor([1, 2, 0])), rows, rtol=1e-12, atol=1e-14)
+
+
+def road(simulation: Simulation) -> Any:
+    """Everything a run leaves behind, by the road its executor names."""
+    state = simulation.initial_state()
+    captured = simulation.executor == "captured"
+    for _ in CapturedRun(simulation, state).rounds() if captured else simulation.rounds(state):
+        pass
+    assert state.best is not None
+    scores = {name: (p.loss, p.metric, p.count) for name, p in state.best.evaluation.splits.items()}
+    return memories_of(state), personal(simulation, state), scores, state.bytes_up, state.bytes_down, state.round
+
+
+@every_method
+@pytest.mark.parametrize(("target", "cohort"), [("mlp", 3), ("conv", 1)])
+def test_executors_agree(federation: Federation, method: str, target: str, cohort: int) -> None:
+    results = {
+        executor: road(simulate(small(method), federation, target, rounds=5, cohort=cohort, executor=executor))
+        for executor in EXECUTORS
+    }
+    for result in results.values():
+        assert_close(result, results["loop"])
+
+
+@every_method
+def test_several_architectures_are_refused_or_served_alike_by_every_executor(
+    federation: Federation, method: str
+) -> None:
+    kinds = ("mlp", "conv", "wide", "conv", "mlp", "wide")
+    models = {name: model(name) for name in dict.fromkeys(kinds)}
+    several = simulate(small(method), federation.with_architectures(kinds), models, rounds=4, cohort=3)
+    refusal = ""
+    try:
+        several.initial_state()
+    except ValueError as error:
+        refusal = str(error)
+    if refusal:
+        assert re.search(r"mlp, conv, wide .*use pfedhn", refusal)
+        return
+    results = {name: road(replace(several, executor=name)) for name in (*EXECUTORS, "captured")}
+    for result in results.values():
+        assert_close(result, results["loop"])
+
+
+@every_method
+def test_evaluation_is_the_personal_model_on_the_clients_own_rows(federation: Federation, method: str) -> None:
+    simulation = simulate(small(method), federation, rounds=4, cohort=2)
+    state = finish(simulation)
+    found = simulation.evaluate(state)
+    for split in ("validation", "test"):
+        for client, weights in enumerate(personal(simulation, state)):
+            rows = federation.splits[split].of(client)
+            outputs = simulation.model_of(client).with_weights(weights)(federation.x[rows]).detach()
+            losses = torch.nn.functional.cross_entropy(outputs, federation.y[rows], reduction="sum")
+            assert_close(found[split].loss[client], losses)
+            assert found[split].metric[client] == (outputs.argmax(1) == federation.y[rows]).sum()
+        assert found[split].count.tolist() == federation.splits[split].size.tolist()
+
+
+@every_method
+@every_target
+def test_evaluating_more_often_changes_no_bit(federation: Federation, method: str, target: str) -> None:
+    often, seldom = (
+        finish(simulate(small(method), federation, target, rounds=5, cohort=2, evaluate_every=every))
+        for every in (1, 1_000)
+    )
+    assert_same_bits(memories_of(often), memories_of(seldom))
+    assert (often.bytes_up, often.bytes_down) == (seldom.bytes_up, seldom.bytes_down)
+
+
+@every_method
+def test_another_seed_is_another_start(federation: Federation, method: str) -> None:
+    first, second = (simulate(small(method), federation, seed=seed) for seed in (0, 1))
+    a, b = (personal(simulation, simulation.initial_state())[0] for simulation in (first, second))
+    assert all(not torch.equal(a[name], b[name]) for name in a)
+
+
+@every_method
+def test_rows_and_private_memories_start_from_keys_alone(federation: Federation, method: str) -> None:
+    """A party makes its own memory from the seed and its number: it need not see the others."""
+    simulation = simulate(small(method), federation)
+    algorithm, state, start = simulation.algorithm, simulation.initial_state(), simulation.initial_models()["mlp"]
+    for client in range(NUM_CLIENTS):
+        row = algorithm.init_row(keys.fold(keys.fold(simulation.seed, "row"), torch.tensor(client)), None)
+        assert_same_bits(take(state.memories.rows, client), row)
+        private = algorithm.init_private(model(), start, keys.fold(simulation.seed, "private", client))
+        assert_same_bits(take(state.memories.private["mlp"].take([client]), 0), private)

@@ -1,0 +1,523 @@
+"""Each method, several rounds through the engine, against a plain version of it: modules, torch.optim, autograd.
+
+Both sides get the same clients and the same minibatches; everything they remember must be equal to rounding.
+"""
+
+import copy
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    MEAN,
+    NUM_CLIENTS,
+    STD,
+    TRAIN_SIZES,
+    assert_close,
+    finish,
+    model,
+    personal,
+    simulate,
+    uint8_images,
+)
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear, normalize
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import TensorDataset
+
+from pfedhn import keys
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.fedper import FedPer
+from pfedhn.algorithms.lg_fedavg import LGFedAvg
+from pfedhn.algorithms.local import Local
+from pfedhn.algorithms.per_fedavg import PerFedAvg
+from pfedhn.algorithms.pfedhn import PFedHN, pfedhn_pc
+from pfedhn.algorithms.pfedme import PFedMe
+from pfedhn.bench import textbook
+from pfedhn.bench.measure import Images
+from pfedhn.data.federation import Federation
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import State
+from pfedhn.model import Model
+from pfedhn.params import Params, take
+
+Minibatch = tuple[Tensor, Tensor]
+CLIENTS = range(NUM_CLIENTS)
+SIZES = dict(enumerate(TRAIN_SIZES))
+LOCAL = {"local_lr": 0.1, "local_steps": 4, "local_momentum": 0.9, "local_weight_decay": 0.01}
+
+
+# What both sides are given.
+
+
+def minibatches(simulation: Simulation, key: keys.Key, client: int, count: int) -> list[Minibatch]:
+    one = simulation.federation.batches(torch.tensor([client]), key, count, simulation.schedule.batch_size)
+    return [(x[mask], y[mask]) for x, y, mask in zip(one.x[0], one.y[0], one.mask[0], strict=True)]
+
+
+def training_batches(simulation: Simulation, number: int, client: int) -> list[Minibatch]:
+    key = keys.fold(simulation.seed, "batches", number)
+    return minibatches(simulation, key, client, simulation.algorithm.num_batches)
+
+
+def cohorts(simulation: Simulation) -> list[list[int]]:
+    """Who takes part; refuses a schedule in which no client comes twice, since that would hide what is remembered."""
+    chosen = [simulation.cohort(number) for number in range(simulation.num_rounds)]
+    counts = Counter(client for clients in chosen for client in clients)
+    assert len(chosen) >= 6
+    assert max(counts.values()) >= 2
+    return chosen
+
+
+# Plain pieces.
+
+
+def network(architecture: Model, weights: Params) -> nn.Module:
+    module = copy.deepcopy(architecture.training_module)
+    module.load_state_dict(weights)
+    return module
+
+
+def weights_of(module: nn.Module) -> Params:
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def optimizer(spec: Any, parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, spec.local_lr, spec.local_momentum, weight_decay=spec.local_weight_decay)
+
+
+def descend(
+    net: nn.Module,
+    optimizers: list[torch.optim.SGD],
+    batches: list[Minibatch],
+    clip: float | None,
+    clipped: list[nn.Parameter] | None = None,
+) -> list[float]:
+    """One step per minibatch; the gradient norms met."""
+    norms = []
+    for x, y in batches:
+        net.zero_grad()
+        cross_entropy(net(x), y).backward()
+        norm = clip_grad_norm_(list(net.parameters()) if clipped is None else clipped, clip or math.inf)
+        norms.append(float(norm))
+        for each in optimizers:
+            each.step()
+    return norms
+
+
+def server_weights(rule: str, clients: list[int]) -> dict[int, float]:
+    total = sum(SIZES[client] for client in clients)
+    return {client: {"mean": 1 / len(clients), "sum": 1.0, "size": SIZES[client] / total}[rule] for client in clients}
+
+
+def average(rule: str, models: dict[int, Params]) -> Params:
+    weights = server_weights(rule, list(models))
+    names = next(iter(models.values()))
+    return {name: sum(weights[client] * models[client][name] for client in models) for name in names}
+
+
+# Local
+
+
+@pytest.mark.parametrize("target", ["mlp", "conv"])
+def test_local(federation: Federation, target: str) -> None:
+    simulation = simulate(Local(**LOCAL, local_clip=0.8), federation, target, rounds=6)
+    spec, (start,) = simulation.algorithm, simulation.initial_models().values()
+    nets = [network(model(target), start) for _ in CLIENTS]
+    optimizers = [optimizer(spec, net.parameters()) for net in nets]
+    norms = []
+    for number, clients in enumerate(cohorts(simulation)):
+        for client in clients:
+            batches = training_batches(simulation, number, client)
+            norms += descend(nets[client], [optimizers[client]], batches, spec.local_clip)
+    assert max(norms) > spec.local_clip > min(norms)
+
+    state = finish(simulation)
+    assert_close(personal(simulation, state), [weights_of(net) for net in nets])
+    for client in CLIENTS:
+        private = take(state.memories.private[target].take([client]), 0)
+        assert_close(private.velocity, velocity_of(nets[client], optimizers[client]))
+
+
+def velocity_of(net: nn.Module, optimizer: torch.optim.SGD) -> Params:
+    state = optimizer.state
+    return {name: state[value]["momentum_buffer"] for name, value in net.named_parameters() if value in state}
+
+
+# FedAvg, FedPer, LG-FedAvg
+
+
+def averaging_twin(simulation: Simulation, kept: set[str], rule: str) -> tuple[Params, list[Params], list[float]]:
+    """The shared weights, what every client keeps, and the gradient norms met."""
+    ((name, start),) = simulation.initial_models().items()
+    spec = simulation.algorithm
+    shared = {name: value for name, value in start.items() if name not in kept}
+    own = [{name: value for name, value in start.items() if name in kept} for _ in CLIENTS]
+    norms = []
+    for number, clients in enumerate(cohorts(simulation)):
+        trained = {}
+        for client in clients:
+            net = network(model(name), shared | own[client])
+            batches = training_batches(simulation, number, client)
+            norms += descend(net, [optimizer(spec, net.parameters())], batches, spec.local_clip)
+            weights = weights_of(net)
+            own[client] = {name: weights[name] for name in kept}
+            trained[client] = {name: weights[name] for name in shared}
+        shared = average(rule, trained)
+    return shared, own, norms
+
+
+FIRST = {"mlp": {"1.weight", "1.bias"}, "conv": {"conv.weight", "conv.bias"}}
+LAST = {"mlp": {"3.weight", "3.bias"}, "conv": {"out.weight", "out.bias"}}
+NONE: dict[str, set[str]] = {"mlp": set(), "conv": set()}
+
+
+@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize(
+    ("spec", "rule", "kept"),
+    [
+        (FedAvg(**LOCAL), "size", NONE),
+        (FedAvg(**LOCAL, local_clip=0.8, rule="mean"), "mean", NONE),
+        (FedPer(**LOCAL, local_clip=0.8), "size", LAST),
+        (LGFedAvg(**LOCAL), "mean", FIRST),
+    ],
+    ids=["fedavg", "fedavg-mean-clipped", "fedper-clipped", "lg-fedavg"],
+)
+def test_averaging(federation: Federation, target: str, spec: FedAvg, rule: str, kept: dict[str, set[str]]) -> None:
+    simulation = simulate(spec, federation, target, cohort=3)
+    shared, own, norms = averaging_twin(simulation, kept[target], rule)
+    assert spec.local_clip is None or max(norms) > spec.local_clip > min(norms)
+
+    state = finish(simulation)
+    assert_close(state.memories.shared, shared)
+    assert_close([take(state.memories.private[target].take([i]), 0) for i in CLIENTS], own)
+    assert_close(personal(simulation, state), [shared | part for part in own])
+
+
+def test_lg_fedavg_starts_from_another_run(federation: Federation) -> None:
+    before = finish(simulate(FedAvg(**LOCAL), federation, cohort=3))
+    simulation = simulate(LGFedAvg(**LOCAL), federation, cohort=3, starts={"mlp": before.memories.shared})
+    shared, own, _ = averaging_twin(simulation, {"1.weight", "1.bias"}, "mean")
+    assert_close(personal(simulation, finish(simulation)), [shared | part for part in own])
+
+
+# Per-FedAvg
+
+
+def gradient(net: nn.Module, weights: Params, batch: Minibatch) -> Params:
+    net.load_state_dict(weights)
+    x, y = batch
+    values = torch.autograd.grad(cross_entropy(net(x), y), list(net.parameters()))
+    return dict(zip(weights, values, strict=True))
+
+
+@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("form", ["first-order", "hessian-free"])
+def test_per_fedavg(federation: Federation, target: str, form: str) -> None:
+    alpha, beta, d, tau = 0.3, 0.2, 1e-3, 3
+    spec = PerFedAvg(local_lr=beta, personal_lr=alpha, local_steps=tau, form=form, adaptation_steps=2)
+    simulation = simulate(spec, federation, target, cohort=3)
+    (w,) = simulation.initial_models().values()
+    net = network(model(target), w)
+    per_step = {"first-order": 2, "hessian-free": 3}[form]
+    for number, clients in enumerate(cohorts(simulation)):
+        trained = {}
+        for client in clients:
+            batches = training_batches(simulation, number, client)
+            assert len(batches) == tau * per_step
+            w_i = w
+            for step in range(tau):
+                first, second, *third = batches[step * per_step : (step + 1) * per_step]
+                g = gradient(net, w_i, first)
+                u = {name: w_i[name] - alpha * g[name] for name in w}
+                q = gradient(net, u, second)
+                if form == "hessian-free":
+                    up = gradient(net, {name: w_i[name] + d * q[name] for name in w}, third[0])
+                    down = gradient(net, {name: w_i[name] - d * q[name] for name in w}, third[0])
+                    q = {name: q[name] - alpha * (up[name] - down[name]) / (2 * d) for name in w}
+                w_i = {name: w_i[name] - beta * q[name] for name in w}
+            trained[client] = w_i
+        w = average("mean", trained)
+
+    adapted = []
+    for client in CLIENTS:
+        net = network(model(target), w)
+        batches = minibatches(simulation, simulation.personalize_key(simulation.num_rounds), client, 2)
+        descend(net, [torch.optim.SGD(net.parameters(), alpha)], batches, None)
+        adapted.append(weights_of(net))
+    state = finish(simulation)
+    assert_close(state.memories.shared, w)
+    assert_close(personal(simulation, state), adapted)
+
+
+# pFedMe
+
+
+@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("tested", ["theta", "x"])
+def test_pfedme(federation: Federation, target: str, tested: str) -> None:
+    lr, lr_p, lam, mu, beta = 0.02, 0.05, 7.0, 0.05, 0.8
+    spec = PFedMe(lr, lr_p, lam, beta, outer_steps=4, inner_steps=3, decay=mu, tested=tested)
+    simulation = simulate(spec, federation, target, cohort=2, rounds=6, seed=1)
+    (w,) = simulation.initial_models().values()
+    kept: dict[int, Params] = {}
+    for number, clients in enumerate(cohorts(simulation)):
+        trained = {}
+        for client in clients:
+            net, x_i = network(model(target), w), w
+            theta = torch.optim.SGD(net.parameters(), lr_p)
+            for batch in training_batches(simulation, number, client):
+                for _ in range(3):
+                    theta.zero_grad()
+                    envelope = sum((v - x_i[n]).square().sum() for n, v in net.named_parameters()) * lam / 2
+                    decay = sum(value.square().sum() for value in net.parameters()) * mu / 2
+                    (cross_entropy(net(batch[0]), batch[1]) + envelope + decay).backward()
+                    theta.step()
+                x_i = {name: x_i[name] - lr * lam * (x_i[name] - v) for name, v in weights_of(net).items()}
+            trained[client] = x_i
+            kept[client] = weights_of(net) if tested == "theta" else x_i
+        mean = average("size", trained)
+        w = {name: (1 - beta) * w[name] + beta * mean[name] for name in w}
+    assert 2 <= len(kept) < NUM_CLIENTS  # some client is never chosen, and is tested with w
+
+    state = finish(simulation)
+    assert_close(state.memories.shared, w)
+    assert_close(personal(simulation, state), [kept.get(client, w) for client in CLIENTS])
+
+
+# pFedHN against the textbook
+
+
+HYPER = {"hidden_dim": 6, "num_hidden": 2, "embedding_dim": 3, "lr": 0.3, "weight_decay": 0.05, "clip": None}
+
+
+@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize(
+    ("settings", "images"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"clip": 0.05, "local_clip": 1.2}, True),
+        ({"embedding_lr": 1.1}, False),
+        ({"num_hidden": 0, "lr": 0.05}, False),
+        ({"momentum": 0.0}, False),
+    ],
+    ids=["plain", "images", "images-clipped", "embedding-lr", "no-hidden", "no-momentum"],
+)
+def test_pfedhn_textbook(federation: Federation, target: str, settings: dict[str, Any], images: bool) -> None:
+    simulation = simulate(PFedHN(**(LOCAL | HYPER | settings)), federation, target, rounds=10)
+    assert len(cohorts(simulation)) == 10
+    start, state = simulation.initial_state(), finish(simulation)
+    data = Images(uint8_images(), federation.y, MEAN, STD) if images else TensorDataset(federation.x, federation.y)
+    *_, h = textbook.rounds(simulation, start, data)
+
+    memories = state.memories
+    assert_close(memories.shared.phi, h.phi())
+    rows = simulation.algorithm.up_to_date(memories.rows, memories.shared)
+    assert_close(rows.embedding, h.embedding.weight.detach())
+    expected = [{n: v.detach() for n, v in h(torch.tensor(client)).items()} for client in CLIENTS]
+    assert_close(personal(simulation, state), expected)
+
+
+# pFedHN in all its forms
+
+
+class Hyper(nn.Module):
+    """One `nn.Linear` per trunk layer and per target tensor of every architecture, from the engine's first weights."""
+
+    def __init__(self, simulation: Simulation, state: State) -> None:
+        super().__init__()
+        self.spec = simulation.algorithm
+        shared, rows = state.memories.shared, state.memories.rows
+        depth = 0 if self.spec.linear else 1 + self.spec.num_hidden
+        self.trunk = nn.ModuleList(self._layer(shared, f"trunk.{i}", f"trunk.{i}") for i in range(depth))
+        self.shapes = {name: self.spec.generated(m) for name, m in simulation.models.items()}
+        self.heads = nn.ModuleDict()
+        for name, shapes in self.shapes.items():
+            heads, first = [], 0
+            for tensor, shape in shapes.items():
+                part = slice(first, first + shape.numel())
+                heads.append(self._layer(shared, f"head.{name}", f"head.{name}.{tensor}", part))
+                first = part.stop
+            self.heads[name] = nn.ModuleList(heads)
+        self.embedding = nn.Embedding.from_pretrained(rows.embedding.clone(), freeze=self.spec.embedding == "fixed")
+        for parameter in self.parameters():
+            # Zeros, not None: torch.optim skips a parameter without a gradient, and then it would not decay.
+            parameter.grad = torch.zeros_like(parameter)
+
+    def _layer(self, shared: Any, name: str, vector: str, part: slice = slice(None)) -> nn.Linear:
+        weight, bias = shared.phi[f"{name}.weight"][part], shared.phi.get(f"{name}.bias")
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+        layer.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias[part]}))
+        if self.spec.spectral_norm:
+            layer.u = shared.spectral[vector].clone()
+        return layer
+
+    def apply_layer(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        if not self.spec.spectral_norm:
+            return layer(x)
+        with torch.no_grad():
+            v = normalize(layer.weight.T @ layer.u, dim=0)
+        return linear(x, layer.weight / torch.dot(layer.u, layer.weight @ v), layer.bias)
+
+    @torch.no_grad()
+    def power_step(self) -> None:
+        for layer in self.modules():
+            if hasattr(layer, "u"):
+                v = normalize(layer.weight.T @ layer.u, dim=0)
+                layer.u = normalize(layer.weight @ v, dim=0)
+
+    def forward(self, name: str, client: int) -> Params:
+        x = self.embedding(torch.tensor(client))
+        for i, layer in enumerate(self.trunk):
+            x = self.apply_layer(layer, x if i == 0 else x.relu())
+        flat = [self.apply_layer(head, x) for head in self.heads[name]]
+        return {tensor: f.reshape(s) for (tensor, s), f in zip(self.shapes[name].items(), flat, strict=True)}
+
+    def phi(self, value: Any = lambda parameter: parameter.detach()) -> Params:
+        parts = ("weight",) if self.spec.linear else ("weight", "bias")
+        trunk = {
+            f"trunk.{i}.{part}": value(getattr(layer, part)) for i, layer in enumerate(self.trunk) for part in parts
+        }
+        return trunk | {
+            f"head.{name}.{part}": torch.cat([value(getattr(layer, part)) for layer in layers])
+            for name, layers in self.heads.items()
+            for part in parts
+        }
+
+
+def check_pfedhn(simulation: Simulation) -> None:
+    start = simulation.initial_state()
+    spec, h = simulation.algorithm, Hyper(simulation, start)
+    layers = [*h.trunk.parameters(), *h.heads.parameters()]
+    groups: list[dict[str, Any]] = [{"params": layers}]
+    if spec.embedding == "trained":
+        rate = spec.lr if spec.embedding_lr is None else spec.embedding_lr
+        groups.append({"params": [h.embedding.weight], "lr": rate})
+    server = torch.optim.SGD(groups, spec.lr, spec.momentum, weight_decay=spec.weight_decay)
+
+    nets, head_optimizers = [], []
+    for client in CLIENTS:
+        architecture = simulation.model_of(client)
+        net = network(architecture, architecture.fresh(keys.fold(simulation.seed, "private", client)))
+        omega = [value for name, value in net.named_parameters() if name not in h.shapes[architecture.name]]
+        nets.append(net)
+        head_optimizers.append([optimizer(spec, omega)] if omega else [])
+
+    local_norms, server_norms = [], []
+    for number, clients in enumerate(cohorts(simulation)):
+        server.zero_grad(set_to_none=False)
+        weights = server_weights(spec.rule, clients)
+        for client in clients:
+            theta = h(simulation.model_of(client).name, client)
+            net = nets[client]
+            net.load_state_dict(theta, strict=False)
+            generated = [value for name, value in net.named_parameters() if name in theta]
+            optimizers = [optimizer(spec, generated), *head_optimizers[client]]
+            batches = training_batches(simulation, number, client)
+            local_norms += descend(net, optimizers, batches, spec.local_clip, clipped=generated)
+            tilde = weights_of(net)
+            (weights[client] / 2 * sum((theta[n] - tilde[n]).square().sum() for n in theta)).backward()
+        server_norms.append(float(clip_grad_norm_(h.parameters(), spec.clip or math.inf)))
+        server.step()
+        h.power_step()
+    if spec.clip is not None:
+        assert max(local_norms) > spec.local_clip > min(local_norms)
+        assert max(server_norms) > spec.clip
+
+    state = finish(simulation)
+    shared, rows = state.memories.shared, state.memories.rows
+    assert_close(shared.phi, h.phi())
+    assert_close(shared.velocity, h.phi(lambda parameter: server.state[parameter]["momentum_buffer"]))
+    if spec.embedding == "trained":
+        now = spec.up_to_date(rows, shared)
+        assert_close(now.embedding, h.embedding.weight.detach())
+        assert_close(now.velocity, server.state[h.embedding.weight]["momentum_buffer"])
+    else:
+        assert_close(rows.embedding, simulation.descriptors())
+    if spec.spectral_norm:
+        ((name, heads),) = h.heads.items()
+        vectors = {f"trunk.{i}": layer.u for i, layer in enumerate(h.trunk)}
+        vectors |= {f"head.{name}.{t}": layer.u for t, layer in zip(h.shapes[name], heads, strict=True)}
+        assert_close(shared.spectral, vectors)
+    expected = []
+    for client, net in enumerate(nets):
+        theta = {n: v.detach() for n, v in h(simulation.model_of(client).name, client).items()}
+        expected.append(theta | {n: v for n, v in weights_of(net).items() if n not in theta})
+        if spec.personal:
+            private = take(state.memories.private[simulation.model_of(client).name].take([client]), 0)
+            velocity = velocity_of(net, head_optimizers[client][0]) or {
+                n: torch.zeros_like(v) for n, v in private.head.items()
+            }
+            assert_close(private.velocity, velocity)
+    assert_close(personal(simulation, state), expected)
+
+
+CLIPPED = {"clip": 0.05, "local_clip": 1.2}
+
+
+@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize(
+    ("spec", "cohort"),
+    [
+        (pfedhn_pc(**LOCAL, **HYPER), 1),
+        (pfedhn_pc(**LOCAL, **(HYPER | CLIPPED)), 2),
+        (PFedHN(**LOCAL, **HYPER), 3),
+        (PFedHN(**LOCAL, **HYPER, rule="sum"), 3),
+        (PFedHN(**LOCAL, **(HYPER | CLIPPED), rule="size"), 3),
+        (PFedHN(**LOCAL, **HYPER, embedding_lr=1.5), 2),
+        (PFedHN(**LOCAL, **HYPER, spectral_norm=True), 1),
+        (pfedhn_pc(**LOCAL, **(HYPER | CLIPPED), spectral_norm=True), 2),
+        (PFedHN(**LOCAL, **HYPER, linear=True), 1),
+        (PFedHN(**LOCAL, **(HYPER | CLIPPED), linear=True), 2),
+    ],
+    ids=[
+        "pc",
+        "pc-clipped",
+        "mean",
+        "sum",
+        "size-clipped",
+        "embedding-lr",
+        "spectral",
+        "spectral-pc",
+        "linear",
+        "linear-clipped",
+    ],
+)
+def test_pfedhn(federation: Federation, target: str, spec: PFedHN, cohort: int) -> None:
+    check_pfedhn(simulate(spec, federation, target, rounds=10 if cohort == 1 else 6, cohort=cohort))
+
+
+@pytest.mark.parametrize("settings", [{}, CLIPPED | {"rule": "size"}, {"linear": True}], ids=str)
+def test_pfedhn_fixed_embeddings(federation: Federation, settings: dict[str, Any]) -> None:
+    """Descriptors are data: they neither move nor decay, and their gradient does not count in the clipped norm.
+
+    They are the clients' class shares (4 numbers) where nothing else (3 numbers) is given.
+    """
+    spec = PFedHN(**(LOCAL | HYPER | {"embedding": "fixed", "embedding_dim": None} | settings))
+    check_pfedhn(simulate(spec, federation, cohort=2))
+    given = federation.with_descriptors(keys.uniform(1, NUM_CLIENTS * 3).reshape(NUM_CLIENTS, 3))
+    check_pfedhn(simulate(spec, given.to("cpu", torch.float64), cohort=2))
+
+
+@pytest.mark.parametrize("cohort", [1, 3])
+@pytest.mark.parametrize(
+    "spec", [PFedHN(**LOCAL, **HYPER), pfedhn_pc(**LOCAL, **(HYPER | CLIPPED))], ids=["plain", "pc"]
+)
+def test_pfedhn_architectures(federation: Federation, spec: PFedHN, cohort: int) -> None:
+    """Clients of three kinds on one trunk; the head of a kind that sits a round out still decays and still moves."""
+    kinds = ("mlp", "conv", "wide", "conv", "mlp", "wide")
+    models = {name: model(name) for name in ("mlp", "conv", "wide")}
+    simulation = simulate(spec, federation.with_architectures(kinds), models, cohort=cohort)
+    present = [{kinds[client] for client in clients} for clients in cohorts(simulation)]
+    assert any(len(names) < len(models) for names in present)
+    assert cohort == 1 or any(len(names) > 1 for names in present)
+    check_pfedhn(simulation)
+
+
+def test_every_method_has_a_twin() -> None:
+    twins = {PFedHN, Local, FedAvg, PerFedAvg, PFedMe, LGFedAvg, FedPer}
+    assert {type(make()) for make in ALGORITHMS.values()} == twins

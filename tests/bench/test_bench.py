@@ -1,0 +1,91 @@
+"""The bench compares equals, and measures what it says."""
+
+import importlib.util
+import resource
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from pfedhn.bench import measure as bench
+from pfedhn.bench.measure import Images, Program, Worker, Workload, is_equal, rounds_of
+from pfedhn.engine.executors import keep_freed_memory
+
+SMALL = Workload("mlp", num_clients=4, rows_per_client=20, local_steps=2, batch_size=8)
+
+
+def numbers(program: Program) -> dict[str, numpy.ndarray]:
+    return {name: value.detach().numpy().copy() for name, value in next(rounds_of(program, SMALL, "cpu"))().items()}
+
+
+@pytest.mark.parametrize("program", [Program(name) for name in ("textbook-images", "loop", "traced", "captured")])
+def test_programs_compute_the_same(program: Program) -> None:
+    assert is_equal(numbers(program), numbers(Program("textbook")))
+
+
+def test_difference_is_noticed() -> None:
+    right = numbers(Program("textbook"))
+    wrong = {name: value * 1.01 for name, value in right.items()}
+    assert not is_equal(wrong, right)
+
+
+def test_plain_layers_are_the_engine_s() -> None:
+    for workload in (Workload(), SMALL):
+        shapes = [{n: p.shape for n, p in workload.target(plain)().named_parameters()} for plain in (True, False)]
+        assert shapes[0] == shapes[1]
+    x = torch.randn(2, 3, 32, 32)
+    plain, ours = Workload().target(True)(), Workload().target(False)()
+    ours.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(plain(x), ours(x))
+
+
+@pytest.mark.parametrize("open_image", [Image.fromarray, numpy.asarray])
+def test_images_are_converted_one_by_one(open_image: object) -> None:
+    workload = Workload(num_clients=1, rows_per_client=3)
+    images, y = workload.images()
+    data = Images(images, y, *workload.scale(), open_image)  # type: ignore[arg-type]
+    x = torch.stack([data[row][0] for row in range(3)])
+    assert torch.equal(x, workload.federation().x)
+    assert [data[row][1] for row in range(3)] == y.tolist()
+
+
+def test_operators_are_counted_without_views() -> None:
+    a = torch.randn(3, 4)
+    assert bench.count_kernels(lambda: (a.t() @ a.view(3, 4)).relu().sum(), "cpu") == 3
+
+
+def test_worker_measures_a_program() -> None:
+    worker = Worker.start(Program("traced"), SMALL, "cpu")
+    assert is_equal(worker.first(), numbers(Program("textbook")))
+    assert worker.turn() > 0
+    peak, kernels = worker.end()
+    assert 100 < peak < 2_000
+    assert 10 < kernels < 200
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_freed_memory_is_kept() -> None:
+    """Pages of a large block are fetched once, not at every use."""
+    keep_freed_memory()
+    num_bytes = 64 * 2**20
+
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.zeros(num_bytes // 4)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults()
+    assert min(faults() for _ in range(5)) < num_bytes / 4096 / 10
+
+
+def test_what_is_timed_against_a_graph_by_hand_is_the_same_work() -> None:
+    spec = importlib.util.spec_from_file_location("gpu", Path(__file__).parents[2] / "benchmarks" / "gpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    gpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu)
+    by_engine, by_hand = gpu.roads(torch.device("cpu"), Workload(num_clients=2, rows_per_client=80, local_steps=5))
+    torch.testing.assert_close(by_engine(), by_hand(), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,563 @@
+"""Data sets: tiny copies in the Hub's layout, decoded, cached, verified, refused. Nothing here needs the network."""
+
+import io
+import json
+import os
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pyarrow
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+
+from pfedhn.data import catalogue as datasets
+from pfedhn.data.catalogue import DATASETS, cache_state, get, load
+from pfedhn.data.files import from_folders, from_table
+from pfedhn.errors import UserError
+
+CHARACTERS = {
+    ("Greek", 1): 2,
+    ("Greek", 3): 2,
+    ("Angelic", 2): 3,
+    ("Angelic", 10): 1,
+}  # (alphabet, character): drawings
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PFEDHN_DATA_DIR", raising=False)
+    return tmp_path / "cache"
+
+
+def encoded(pixels: numpy.ndarray, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG", **options)
+    return stream.getvalue()
+
+
+def write_table(path: Path, columns: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    images = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    arrays = {
+        name: pyarrow.array([{"bytes": blob, "path": None} for blob in values], images)
+        if isinstance(values[0], bytes)
+        else pyarrow.array(values)
+        for name, values in columns.items()
+    }
+    parquet.write_table(pyarrow.table(arrays), path)
+
+
+def images(name: str, count: int, seed: int) -> numpy.ndarray:
+    """Random pictures as Pillow wants them: [N, H, W] or [N, H, W, 3]."""
+    channels, height, width = DATASETS[name].shape
+    shape = (count, height, width, 3) if channels == 3 else (count, height, width)
+    return numpy.random.default_rng(seed).integers(0, 256, shape, dtype=numpy.uint8)
+
+
+def write_hub_folder(folder: Path, name: str, order: int = 0, train: int = 12, test: int = 6) -> None:
+    """A tiny data set as on the Hub: two train shards and one test shard, rows in the order that `order` seeds."""
+    source = DATASETS[name]
+    for split, count, num_shards in (("train", train, 2), ("test", test, 1)):
+        pictures, labels = images(name, count, seed=len(split)), numpy.arange(count) % 4
+        rows = numpy.random.default_rng(order).permutation(count)
+        for shard, part in enumerate(numpy.array_split(rows, num_shards)):
+            columns = {source.image: [encoded(pictures[row]) for row in part], source.label: labels[part].tolist()}
+            if source.coarse:
+                columns[source.coarse] = (labels[part] // 2).tolist()
+            write_table(folder / f"{split}-{shard:05d}-of-{num_shards:05d}.parquet", columns)
+
+
+def drawings() -> list[tuple[str, int, int, bytes]]:
+    """(alphabet, character, drawer, PNG): one bit, a black square on white, its place and size from the numbers."""
+    result = []
+    for (alphabet, character), count in CHARACTERS.items():
+        for drawer in range(1, count + 1):
+            paper = numpy.ones((105, 105), dtype=bool)
+            start = 10 + 3 * character + len(alphabet)
+            paper[start : start + 15 * drawer, start : start + 30] = False
+            result.append((alphabet, character, drawer, encoded(paper)))
+    return result
+
+
+def write_omniglot(folder: Path, form: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if form == "parquet":
+        columns = list(zip(*drawings(), strict=True))
+        names = ["alphabet", "character", "drawer", "image"]
+        write_table(folder / "train-00000-of-00001.parquet", dict(zip(names, columns, strict=True)))
+        return
+    for alphabet, character, drawer, blob in reversed(drawings()):
+        part = "images_background" if alphabet == "Greek" else "images_evaluation"
+        member = f"{part}/{alphabet}/character{character:02d}/0001_{drawer:02d}.png"
+        if form == "folders":
+            (folder / member).parent.mkdir(parents=True, exist_ok=True)
+            (folder / member).write_bytes(blob)
+        else:
+            with zipfile.ZipFile(folder / f"{part}.zip", "a") as archive:
+                archive.writestr(member, blob)
+
+
+def as_rows(x: torch.Tensor, y: torch.Tensor) -> set[tuple[int, bytes]]:
+    return {(int(label), row.numpy().tobytes()) for row, label in zip(x, y, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
+def test_a_folder_as_on_the_hub_loads_normalized(name: str, tmp_path: Path) -> None:
+    write_hub_folder(tmp_path / "data" / name, name)
+    data, source = load(name, tmp_path / "data"), DATASETS[name]
+    assert data.test_x is not None
+    assert data.test_y is not None
+    for x, y, count, split in ((data.x, data.y, 12, "train"), (data.test_x, data.test_y, 6, "test")):
+        pictures = images(name, count, seed=len(split)).reshape(count, *source.shape[1:], -1).transpose(0, 3, 1, 2)
+        mean, std = (numpy.array(values).reshape(-1, 1, 1) for values in (source.mean, source.std))
+        expected = torch.from_numpy((pictures / 255 - mean) / std).to(torch.float32)
+        assert x.shape == (count, *source.shape)
+        assert x.dtype == torch.float32
+        assert y.dtype == torch.int64
+        assert y.tolist() == sorted(y.tolist())
+        for row, label in zip(expected, numpy.arange(count) % 4, strict=True):
+            distance = (x - row).abs().flatten(1).amax(1)
+            assert distance.min() < 1e-5
+            assert y[distance.argmin()] == label
+    assert (data.num_classes, data.mean, data.std) == (source.num_classes, source.mean, source.std)
+    if name == "cifar100":
+        assert data.coarse is not None
+        assert data.test_coarse is not None
+        assert torch.equal(data.coarse, data.y // 2)
+        assert torch.equal(data.test_coarse, data.test_y // 2)
+    else:
+        assert data.coarse is None
+    assert data.groups is None
+
+
+def test_order_comes_from_content_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+    for order in (0, 1):
+        write_hub_folder(tmp_path / f"copy{order}", "mnist", order=order)
+        monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path / f"cache{order}"))
+        copies.append(get("mnist", tmp_path / f"copy{order}").read_bytes())
+    assert copies[0] == copies[1]
+
+
+def test_data_folder_may_come_from_the_environment_or_be_the_files_folder_itself(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_hub_folder(tmp_path / "clone" / "plain_text", "cifar10")
+    write_hub_folder(tmp_path / "clone" / "mnist", "mnist")  # another data set next to it is passed by
+    monkeypatch.setenv("PFEDHN_DATA_DIR", str(tmp_path / "clone"))
+    assert get("cifar10") == cache / "cifar10.safetensors"
+    assert len(load("cifar10").x) == 12
+    assert load("mnist").x.shape == (12, 1, 28, 28)
+
+
+def test_the_cache_serves_without_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hub_folder(tmp_path / "data" / "mnist", "mnist")
+    first = load("mnist", tmp_path / "data")
+    (tmp_path / "data").rename(tmp_path / "gone")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for second in (load("mnist"), load("mnist", tmp_path / "data"), load("mnist", tmp_path / "gone")):
+        assert torch.equal(first.x, second.x)
+        assert torch.equal(first.y, second.y)
+
+
+def test_the_cache_is_two_files_of_bytes_and_leaves_no_scraps(tmp_path: Path, cache: Path) -> None:
+    write_hub_folder(tmp_path / "data", "mnist", train=100, test=100)
+    path = get("mnist", tmp_path / "data")
+    assert sorted(file.name for file in cache.iterdir()) == ["mnist.json", "mnist.safetensors"]
+    assert path.stat().st_size < 200 * (28 * 28 + 2) + 1000
+    assert json.loads((cache / "mnist.json").read_text())["rows"] == {"x": 100, "test_x": 100}
+
+
+@pytest.mark.parametrize("damage", ["bytes", "length", "record", "format", "gone"])
+def test_a_damaged_cache_is_refused_until_made_again(damage: str, tmp_path: Path, cache: Path) -> None:
+    write_hub_folder(tmp_path / "data", "mnist")
+    assert cache_state("mnist") == "not cached"
+    path = get("mnist", tmp_path / "data")
+    assert cache_state("mnist") == "cached"
+    whole = path.read_bytes()
+    if damage == "bytes":
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    elif damage == "length":
+        path.write_bytes(whole[:-10])
+    elif damage == "gone":
+        path.unlink()
+    else:
+        record = json.loads((cache / "mnist.json").read_text())
+        text = "{" if damage == "record" else json.dumps(record | {"format": 0})
+        (cache / "mnist.json").write_text(text)
+    assert cache_state("mnist") == "damaged"
+    for use in (load, get):
+        with pytest.raises(UserError, match="run `pfedhn data get mnist --data-dir FOLDER --again`"):
+            use("mnist", tmp_path / "data")
+    get("mnist", tmp_path / "data", again=True)
+    assert path.read_bytes() == whole
+    assert len(load("mnist").x) == 12
+
+
+def test_a_cache_made_from_other_files_is_not_passed_off_as_these(tmp_path: Path) -> None:
+    write_hub_folder(tmp_path / "one", "mnist")
+    write_hub_folder(tmp_path / "two", "mnist", train=20)
+    get("mnist", tmp_path / "one")
+    with pytest.raises(UserError, match=r"was not made from the files in .*two; run `pfedhn data get mnist --data-dir"):
+        load("mnist", tmp_path / "two")
+    get("mnist", tmp_path / "two", again=True)
+    assert len(load("mnist", tmp_path / "two").x) == 20
+
+
+def test_progress_counts_all_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "CHUNK", 5)
+    write_hub_folder(tmp_path / "data", "mnist", train=12, test=6)
+    calls: list[tuple[int, int]] = []
+    get("mnist", tmp_path / "data", progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(5, 18), (10, 18), (12, 18), (17, 18), (18, 18)]
+
+
+@pytest.mark.parametrize("form", ["parquet", "archives", "folders"])
+def test_omniglot_from_each_of_its_forms(form: str, tmp_path: Path) -> None:
+    write_omniglot(tmp_path / "data" / "omniglot", form)
+    data = load("omniglot", tmp_path / "data")
+    numbers = {pair: place for place, pair in enumerate(sorted(CHARACTERS))}
+    expected = sorted((numbers[alphabet, character], blob) for alphabet, character, _, blob in drawings())
+    assert data.y.tolist() == [label for label, _ in expected]
+    assert data.num_classes == 4
+    assert data.group_names == ("Angelic", "Greek")
+    assert data.groups is not None
+    assert data.within is not None
+    assert data.groups.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert data.within.tolist() == [0, 0, 0, 1, 0, 0, 1, 1]
+    assert data.test_x is None
+    # Ink is 1 and the reduction is bilinear with antialiasing, whatever program does it.
+    inks = []
+    for label, blob in expected:
+        paper = torch.from_numpy(numpy.asarray(Image.open(io.BytesIO(blob)), dtype=numpy.float32))
+        small = torch.nn.functional.interpolate(1 - paper[None, None], (28, 28), mode="bilinear", antialias=True)
+        inks.append((label, (small[0] - 0.08) / 0.25))
+    for label, ink in inks:
+        distance = (data.x - ink).abs().flatten(1).amax(1)
+        assert distance.min() < 0.02
+        assert data.y[distance.argmin()] == label
+
+
+def test_omniglots_forms_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = set()
+    for form in ("parquet", "archives", "folders"):
+        write_omniglot(tmp_path / form, form)
+        monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path / f"cache-{form}"))
+        copies.add(get("omniglot", tmp_path / form).read_bytes())
+    assert len(copies) == 1
+
+
+def test_digits_are_embedded_and_in_canonical_order() -> None:
+    from sklearn.datasets import load_digits
+
+    data = load("digits")
+    assert data.x.shape == (1797, 64)
+    assert data.x.dtype == torch.float32
+    assert data.y.tolist() == sorted(data.y.tolist())
+    assert data.test_x is None
+    original = load_digits()
+    x = torch.from_numpy(original.data / 16).to(torch.float32)
+    assert as_rows(data.x, data.y) == as_rows(x, torch.from_numpy(original.target))
+    assert get("digits").exists()
+
+
+class Refusals:
+    """Each writes what is wrong and returns the arguments of `get`; the docstring is part of the sentence."""
+
+    @staticmethod
+    def unknown_name(root: Path) -> tuple[Any, ...]:
+        """no data set 'cifar-10'; did you mean 'cifar10'?"""
+        return ("cifar-10",)
+
+    @staticmethod
+    def nothing_like_it(root: Path) -> tuple[Any, ...]:
+        """no data set 'imagenet'; there are digits, mnist, cifar10, cifar100, omniglot"""
+        return ("imagenet",)
+
+    @staticmethod
+    def no_folder(root: Path) -> tuple[Any, ...]:
+        """does not exist; make it, or leave it out"""
+        return "mnist", root / "nowhere"
+
+    @staticmethod
+    def empty_folder(root: Path) -> tuple[Any, ...]:
+        """holds mnist; put its parquet files, named as on the Hub, there"""
+        return "mnist", root
+
+    @staticmethod
+    def empty_omniglot(root: Path) -> tuple[Any, ...]:
+        """put its images_background.zip and images_evaluation.zip there."""
+        return "omniglot", root
+
+    @staticmethod
+    def omniglot_from_the_hub(root: Path) -> tuple[Any, ...]:
+        """the Hugging Face Hub has no omniglot"""
+        return ("omniglot",)
+
+    @staticmethod
+    def half_of_omniglot(root: Path) -> tuple[Any, ...]:
+        """images_evaluation.zip is missing"""
+        write_omniglot(root, "archives")
+        (root / "images_evaluation.zip").unlink()
+        return "omniglot", root
+
+    @staticmethod
+    def broken_archive(root: Path) -> tuple[Any, ...]:
+        """not a whole zip archive"""
+        write_omniglot(root, "archives")
+        (root / "images_evaluation.zip").write_bytes(b"PK")
+        return "omniglot", root
+
+    @staticmethod
+    def alphabets_without_names(root: Path) -> tuple[Any, ...]:
+        """store the alphabets' names"""
+        write_table(root / "all.parquet", {"image": [drawings()[0][3]], "alphabet": [3], "character": [1]})
+        return "omniglot", root
+
+    @staticmethod
+    def missing_shard(root: Path) -> tuple[Any, ...]:
+        """train-00001-of-00002.parquet is missing"""
+        write_hub_folder(root, "mnist")
+        (root / "train-00001-of-00002.parquet").unlink()
+        return "mnist", root
+
+    @staticmethod
+    def missing_split(root: Path) -> tuple[Any, ...]:
+        """has no test file"""
+        write_hub_folder(root, "mnist")
+        (root / "test-00000-of-00001.parquet").unlink()
+        return "mnist", root
+
+    @staticmethod
+    def unnamed_split(root: Path) -> tuple[Any, ...]:
+        """are named neither train nor test"""
+        write_table(root / "rows.parquet", {"image": [b""], "label": [0]})
+        return "mnist", root
+
+    @staticmethod
+    def broken_parquet(root: Path) -> tuple[Any, ...]:
+        """cannot be read"""
+        write_hub_folder(root, "mnist")
+        (root / "test-00000-of-00001.parquet").write_bytes(b"PAR1 nothing")
+        return "mnist", root
+
+    @staticmethod
+    def another_data_set(root: Path) -> tuple[Any, ...]:
+        """have the columns image, label but not 'img'"""
+        write_hub_folder(root, "mnist")
+        return "cifar10", root
+
+    @staticmethod
+    def wrong_size(root: Path) -> tuple[Any, ...]:
+        """image 1 of mnist is 5x4 and not 28x28"""
+        small = [encoded(numpy.zeros(size, dtype=numpy.uint8)) for size in ((28, 28), (4, 5))]
+        for split in ("train", "test"):
+            write_table(root / f"{split}.parquet", {"image": small, "label": [0, 1]})
+        return "mnist", root
+
+    @staticmethod
+    def not_an_image(root: Path) -> tuple[Any, ...]:
+        """image 0 of mnist cannot be decoded"""
+        for split in ("train", "test"):
+            write_table(root / f"{split}.parquet", {"image": [b"hello"], "label": [0]})
+        return "mnist", root
+
+    @staticmethod
+    def label_out_of_range(root: Path) -> tuple[Any, ...]:
+        """labels from -1 to 3"""
+        write_hub_folder(root, "mnist")
+        blank = encoded(numpy.zeros((28, 28), dtype=numpy.uint8))
+        write_table(root / "test-00000-of-00001.parquet", {"image": [blank, blank], "label": [-1, 3]})
+        return "mnist", root
+
+
+@pytest.mark.parametrize("case", [case for case in vars(Refusals) if not case.startswith("_")])
+def test_bad_data_is_refused_with_a_sentence(case: str, tmp_path: Path, cache: Path) -> None:
+    prepare = getattr(Refusals, case)
+    (tmp_path / "data").mkdir()
+    arguments = prepare(tmp_path / "data")
+    with pytest.raises(UserError) as caught:
+        get(*arguments)
+    assert prepare.__doc__ in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not [file for file in cache.rglob("*") if file.is_file()]
+
+
+def test_without_network_the_sentence_names_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets as hugging_face
+
+    def unreachable(name: str) -> None:
+        raise ConnectionError(f"Couldn't reach '{name}' on the Hub\nand a second line")
+
+    monkeypatch.setattr(hugging_face, "load_dataset", unreachable)
+    with pytest.raises(UserError, match=r"Couldn't reach 'uoft-cs/cifar10' on the Hub.*--data-dir.*copy") as caught:
+        load("cifar10")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_hub_is_asked_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the Hub returns is read as the folder is: here the library's answer is a folder's."""
+    import datasets as hugging_face
+
+    write_hub_folder(tmp_path / "hub", "cifar100")
+    real = hugging_face.load_dataset
+    monkeypatch.setattr(
+        hugging_face,
+        "load_dataset",
+        lambda name: {"uoft-cs/cifar100": real(str(tmp_path / "hub"), cache_dir=str(tmp_path / "scratch"))}[name],
+    )
+    assert load("cifar100").x.shape == (12, 3, 32, 32)
+
+
+def test_without_the_library_the_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hub_folder(tmp_path / "data", "mnist")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'pfedhn\[data\]'"):
+        load("mnist", tmp_path / "data")
+
+
+def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hub_folder(tmp_path / "data", "mnist")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UserError, match="set PFEDHN_CACHE to another folder"):
+        get("mnist", tmp_path / "data")
+
+
+def test_a_full_disk_says_so_and_leaves_no_cache(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hub_folder(tmp_path / "data", "mnist")
+
+    def full(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        get("mnist", tmp_path / "data")
+    assert not list(cache.iterdir())
+
+
+def test_from_folders_reads_a_client_per_folder(tmp_path: Path) -> None:
+    for client, labels in (("b", ["cat", "ant"]), ("a", ["bee", "cat"])):
+        (tmp_path / client).mkdir()
+        numpy.save(tmp_path / client / "x.npy", numpy.full((2, 3), ord(client)))
+        numpy.save(tmp_path / client / "y.npy", numpy.array(labels))
+    (tmp_path / ".hidden").mkdir()
+    names, clients = from_folders(tmp_path)
+    assert names == ["a", "b"]
+    assert [y.tolist() for _, y in clients] == [[1, 2], [2, 0]]
+    assert [x[0, 0] for x, _ in clients] == [ord("a"), ord("b")]
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "sentence"),
+    [
+        (numpy.zeros((2, 3)), None, r"y\.npy is missing"),
+        (
+            numpy.zeros((2, 3)),
+            numpy.zeros(3, int),
+            r"x of shape \(2, 3\) and y of shape \(3,\); give one label per row",
+        ),
+        (numpy.zeros((2, 3)), numpy.array([1, "a"], dtype=object), "not an array of numbers or text"),
+    ],
+)
+def test_from_folders_refuses(x: numpy.ndarray, y: numpy.ndarray | None, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "client").mkdir()
+    numpy.save(tmp_path / "client" / "x.npy", x)
+    if y is not None:
+        numpy.save(tmp_path / "client" / "y.npy", y, allow_pickle=True)
+    with pytest.raises(UserError, match=sentence):
+        from_folders(tmp_path)
+
+
+def test_from_folders_needs_folders(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no folders"):
+        from_folders(tmp_path)
+    with pytest.raises(UserError, match="is not a folder"):
+        from_folders(tmp_path / "nowhere")
+
+
+COLUMNS = {
+    "height": [1.5, 2.0, 0.25, 3.0],
+    "site": ["10", "2", "10", "3"],
+    "label": ["pear", "fig", "fig", "pear"],
+    "ripe": [1, 0, 0, 1],
+}
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "parquet"])
+def test_from_table_reads_every_form_alike(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"fruit.{ending}"
+    if ending == "parquet":
+        parquet.write_table(pyarrow.table(COLUMNS), path)
+    else:
+        between = "," if ending == "csv" else "\t"
+        lines = [COLUMNS, *zip(*COLUMNS.values(), strict=True)]
+        path.write_text("\ufeff" + "\n".join(between.join(map(str, line)) for line in lines) + "\n\n", encoding="utf-8")
+    table = from_table(path, "site", "label")
+    assert table.x.dtype == numpy.float32
+    assert table.x.tolist() == [[1.5, 1], [2, 0], [0.25, 0], [3, 1]]
+    assert table.feature_names == ["height", "ripe"]
+    assert table.y.tolist() == [1, 0, 0, 1]
+    assert table.label_names == ["fig", "pear"]
+    assert table.client_names == ["2", "3", "10"]
+    assert table.groups.tolist() == [2, 0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected", "kind"),
+    [
+        (["3", "0", "1"], [3, 0, 1], "i"),
+        (["3.0", "0.0", "1"], [3, 0, 1], "i"),
+        (["0.5", "2", "1"], [0.5, 2, 1], "f"),
+        (["1", "x", "2"], [0, 2, 1], "i"),
+    ],
+)
+def test_labels_of_a_table(labels: list[str], expected: list[float], kind: str, tmp_path: Path) -> None:
+    rows = "\n".join(f"007,{label},1" if row else f"7,{label},1" for row, label in enumerate(labels))
+    (tmp_path / "rows.csv").write_text(f"who,what,feature\n{rows}")
+    table = from_table(tmp_path / "rows.csv", "who", "what")
+    assert table.y.tolist() == expected
+    assert table.y.dtype.kind == kind
+    assert table.client_names == ["007", "7"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("who,what,a\n1,2,3\n1,2\n", "row 2 of rows.csv has 2 cells and the header 3"),
+        ("who,what,a\n1,2,3\n1,2,x\n", "row 2 of column 'a' of rows.csv is 'x' and not a number"),
+        ("who,what,a\n1,2,\n", "row 1 of column 'a' of rows.csv is '' and not a number"),
+        ("who,what,a\n1,2,3\n1,2,nan\n", "row 2 of column 'a' of rows.csv is 'nan' and not a finite number"),
+        ("who,what,a\n1,2,3\n1,,3\n", "row 2 of column 'what' of rows.csv is empty"),
+        ("whom,what,a\n1,2,3\n", "no column 'who'; did you mean 'whom'"),
+        ("who,what\n1,2\n", "no feature columns"),
+        ("who,what,a\n", "has no rows"),
+        ("who,what,what\n1,2,3\n", "must name every column once"),
+        ("", "must name every column once"),
+    ],
+)
+def test_from_table_refuses(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        from_table(tmp_path / "rows.csv", "who", "what")
+
+
+def test_from_table_refuses_other_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a file"):
+        from_table(tmp_path / "rows.csv", "who", "what")
+    (tmp_path / "rows.xlsx").write_text("")
+    with pytest.raises(UserError, match=r"neither \.csv, \.tsv nor \.parquet"):
+        from_table(tmp_path / "rows.xlsx", "who", "what")
+    (tmp_path / "rows.parquet").write_text("")
+    with pytest.raises(UserError, match="not a whole parquet file"):
+        from_table(tmp_path / "rows.parquet", "who", "what")
+    parquet.write_table(pyarrow.table({"who": [1, 2], "what": [0, 1], "a": [0.5, None]}), tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"column 'a' of rows\.parquet has empty cells"):
+        from_table(tmp_path / "rows.parquet", "who", "what")

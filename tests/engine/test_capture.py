@@ -1,0 +1,352 @@
+"""What a GPU would replay, run on a CPU: the captured round is the loop's, for every method."""
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from support import assert_close, assert_same_bits, finish, memories_of, model, simulate
+from torch import nn
+
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.data.federation import Federation
+from pfedhn.engine import capture, executors
+from pfedhn.engine.capture import CapturedRun, keep_compiled, rates, side_by_side
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import Diverged, State
+from pfedhn.params import copy
+from pfedhn.run import rounds
+
+
+def algorithm(method: str):  # type: ignore[no-untyped-def]
+    return ALGORITHMS[method](**({"outer_steps": 3} if method == "pfedme" else {"local_steps": 3}))
+
+
+def captured(simulation: Simulation) -> tuple[State, list[float]]:
+    state = simulation.initial_state()
+    run = CapturedRun(simulation, state)
+    losses = [p.evaluation.splits["test"].mean_loss for p in run.rounds() if p.evaluation]
+    return state, losses
+
+
+@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("cohort", [1, 3])
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_captured_is_the_loop(method: str, cohort: int, target: str, federation: Federation) -> None:
+    loop = simulate(algorithm(method), federation, target, rounds=5, cohort=cohort, evaluate_every=2, executor="loop")
+    expected = loop.initial_state()
+    losses = [p.evaluation.splits["test"].mean_loss for p in loop.rounds(expected) if p.evaluation]
+    fast = simulate(algorithm(method), federation, target, rounds=5, cohort=cohort, evaluate_every=2)
+    state, fast_losses = captured(fast)
+    assert_close(memories_of(state), memories_of(expected))
+    assert fast_losses == pytest.approx(losses, rel=1e-6)
+    assert (state.round, state.bytes_down, state.bytes_up) == (expected.round, expected.bytes_down, expected.bytes_up)
+    assert state.best is not None
+    assert expected.best is not None
+    assert state.best.evaluation.step == expected.best.evaluation.step
+
+
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_memories_share_nothing_with_one_another_or_the_start(method: str, federation: Federation) -> None:
+    """They are written in place; with one client nothing was ever copied, and pFedMe's shared model was its private."""
+    start = {"mlp": model().fresh(3)}
+    before = copy(start)
+    client = federation.splits["train"].of(2)
+    alone = Federation.from_clients([(federation.x[client], federation.y[client])]).to("cpu", torch.float64)
+    runs = [simulate(algorithm(method), alone, rounds=3, executor=name, starts=start) for name in ("loop", "captured")]
+    states = [run.initial_state() for run in runs]
+    for run, state in zip(runs, states, strict=True):
+        list(rounds(run, state))
+    assert_close(memories_of(states[1]), memories_of(states[0]))
+    assert_same_bits(start, before)
+
+
+@pytest.mark.parametrize("method", ["local", "fedper", "pfedhn-pc"])
+def test_a_large_cohort_trains_some_at_a_time(
+    method: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "MAX_TOGETHER", 2)
+    batches = []
+    train = CapturedRun._train
+    monkeypatch.setattr(
+        CapturedRun, "_train", lambda self, *arguments: batches.append(arguments[-1]) or train(self, *arguments)
+    )
+    expected = finish(simulate(algorithm(method), federation, rounds=3, cohort=5, executor="loop"))
+    state, _ = captured(simulate(algorithm(method), federation, rounds=3, cohort=5))
+    assert_close(memories_of(state), memories_of(expected))
+    assert {len(some.mask) for some in batches} <= {1, 2}
+
+
+@pytest.mark.parametrize("cohort", [1, 4])
+def test_several_architectures(cohort: int, federation: Federation) -> None:
+    models = {name: model(name) for name in ("mlp", "wide")}
+    mixed = federation.with_architectures(["mlp", "wide"] * 3)
+    runs = [simulate(PFedHN(local_steps=2), mixed, models, rounds=6, cohort=cohort, executor="loop") for _ in range(2)]
+    expected = finish(runs[0])
+    state, _ = captured(runs[1])
+    assert_close(memories_of(state), memories_of(expected))
+
+
+def test_an_architecture_that_nobody_runs(federation: Federation, caplog: pytest.LogCaptureFixture) -> None:
+    models = {name: model(name) for name in ("mlp", "wide")}
+    alike = federation.with_architectures(["mlp"] * 6)
+    runs = [simulate(PFedHN(local_steps=2), alike, models, rounds=3, executor=name) for name in ("loop", "captured")]
+    states = [run.initial_state() for run in runs]
+    for run, state in zip(runs, states, strict=True):
+        list(rounds(run, state))
+    assert_close(memories_of(states[1]), memories_of(states[0]))
+    assert not caplog.records
+
+
+def test_a_finished_run_captures_nothing(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next round would lie behind the schedule, which is an error that a GPU does not recover from."""
+    simulation = simulate(PFedHN(local_steps=2), federation, rounds=3)
+    state, _ = captured(simulation)
+    monkeypatch.setattr(CapturedRun, "_round", lambda *_: pytest.fail("there is no round left"))
+    assert list(CapturedRun(simulation, state).rounds()) == []
+
+
+def test_a_make_up_met_late_is_captured_behind_the_rounds_before_it(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the counter is read on the run's stream: on another it might not have been counted up yet."""
+    depth = [0]
+
+    @contextmanager
+    def on_stream(self: CapturedRun) -> Iterator[None]:
+        depth[0] += 1
+        yield
+        depth[0] -= 1
+
+    def watched(tree: object) -> object:
+        reads.append(depth[0])
+        return copy(tree)
+
+    reads: list[int] = []
+    monkeypatch.setattr(CapturedRun, "_on_stream", on_stream)
+    monkeypatch.setattr(capture, "copy", watched)
+    models = {name: model(name) for name in ("mlp", "wide")}
+    mixed = federation.with_architectures(["mlp", "wide"] * 3)
+    captured(simulate(PFedHN(local_steps=2), mixed, models, rounds=6))
+    assert reads == [1] * 3  # two make-ups and the evaluation
+
+
+def test_divergence_keeps_the_round_before(federation: Federation) -> None:
+    """The flag on the device names the first bad round and client, and nothing is written after it."""
+    wild = PFedHN(local_steps=40, local_lr=1e30, local_clip=None)
+    loop = simulate(wild, federation, rounds=6, evaluate_every=4, executor="loop")
+    expected = loop.initial_state()
+    with pytest.raises(Diverged) as by_loop:
+        list(loop.rounds(expected))
+    fast = simulate(wild, federation, rounds=6, evaluate_every=4)
+    state = fast.initial_state()
+    with pytest.raises(Diverged) as by_capture:
+        list(CapturedRun(fast, state).rounds())
+    assert str(by_capture.value) == str(by_loop.value)
+    assert state.round == expected.round
+    assert_close(memories_of(state)[:2], memories_of(expected)[:2])
+
+
+def test_runs_side_by_side_are_the_runs_alone(federation: Federation) -> None:
+    def some() -> list[Simulation]:
+        return [
+            simulate(PFedHN(local_steps=2, lr=lr), federation, rounds=4, seed=seed) for lr, seed in ((0.1, 1), (0.3, 2))
+        ]
+
+    alone = [captured(simulation)[0] for simulation in some()]
+    states = [simulation.initial_state() for simulation in some()]
+    together = [CapturedRun(simulation, state).rounds() for simulation, state in zip(some(), states, strict=True)]
+    steps = [number for number, _ in side_by_side(together)]
+    assert set(steps[:2]) == {0, 1}  # they take turns
+    for state, expected in zip(states, alone, strict=True):
+        assert_close(memories_of(state), memories_of(expected))
+
+
+def test_rates_are_data() -> None:
+    """A grid over learning rates runs from one graph: no rate is written into it."""
+    assert set(rates(PFedHN(), torch.float32, torch.device("cpu"))) == {"lr", "local_lr"}
+    assert set(rates(PFedHN(embedding_lr=1.0), torch.float32, torch.device("cpu"))) == {
+        "lr",
+        "local_lr",
+        "embedding_lr",
+    }
+
+
+def test_splits_of_other_lengths_share_what_was_traced(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows more or less that nobody has, as from seed to seed, or a longer run, compile nothing anew."""
+    traces: list[object] = []
+    trace = executors.make_fx
+    monkeypatch.setattr(capture, "_borrowed", {})
+    monkeypatch.setattr(executors, "make_fx", lambda function: traces.append(function) or trace(function))
+    rows = federation.splits["train"]
+    fewer = replace(rows, index=rows.index[:-1], size=rows.size - (torch.arange(len(rows)) == len(rows) - 1).long())
+    shorter = replace(federation, splits={**federation.splits, "train": fewer})
+    target = {"mlp": model()}
+    captured(simulate(PFedHN(local_steps=2), federation, target, rounds=2))
+    so_far = len(traces)
+    state, _ = captured(simulate(PFedHN(local_steps=2), shorter, target, rounds=3))
+    assert len(traces) == so_far > 0
+    expected = finish(simulate(PFedHN(local_steps=2), shorter, target, rounds=3, executor="loop"))
+    assert_close(memories_of(state), memories_of(expected))
+
+
+@pytest.mark.parametrize("method", ALGORITHMS)
+def test_points_of_a_grid_share_what_was_traced(
+    method: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other rates and seeds trace nothing anew and are not taken for the first ones; other settings are traced."""
+    traces: list[object] = []
+    trace = executors.make_fx
+    monkeypatch.setattr(capture, "_borrowed", {})
+    monkeypatch.setattr(executors, "make_fx", lambda function: traces.append(function) or trace(function))
+    target = {"mlp": model()}
+    first = algorithm(method)
+    names = rates(first, torch.float32, torch.device("cpu"))
+    other = replace(first, **{name: 0.5 * float(value) for name, value in names.items()})
+    captured(simulate(first, federation, target, rounds=3, cohort=2))
+    so_far = len(traces)
+    assert so_far > 0
+    state, _ = captured(simulate(other, federation, target, rounds=3, cohort=2, seed=5))
+    assert len(traces) == so_far
+    expected = finish(simulate(other, federation, target, rounds=3, cohort=2, seed=5, executor="loop"))
+    assert_close(memories_of(state), memories_of(expected))
+    captured(simulate(replace(first, **SETTINGS[method]), federation, target, rounds=3, cohort=2))
+    assert len(traces) > so_far
+
+
+@pytest.mark.parametrize("change", ["activation", "slope", "width"])
+def test_one_factory_may_make_other_networks(change: str, federation: Federation) -> None:
+    """A function that reads a variable is the same function after the variable has changed."""
+    hidden = {"activation": nn.Identity, "slope": 0.1, "width": 5}
+
+    def make() -> nn.Module:
+        layers = [nn.Linear(72, hidden["width"]), hidden["activation"](), nn.LeakyReLU(hidden["slope"])]
+        return nn.Sequential(nn.Flatten(), *layers, nn.Linear(hidden["width"], 4))
+
+    for value in (None, {"activation": nn.Tanh, "slope": 0.5, "width": 6}[change]):
+        hidden[change] = value or hidden[change]
+        target = {"mlp": replace(model(), factory=make)}
+        expected = finish(simulate(PFedHN(local_steps=3), federation, target, rounds=3, executor="loop"))
+        state, _ = captured(simulate(PFedHN(local_steps=3), federation, target, rounds=3))
+        assert_close(memories_of(state), memories_of(expected))
+
+
+SETTINGS: dict[str, dict[str, float]] = {method: {"local_momentum": 0.5} for method in ALGORITHMS} | {
+    "per-fedavg": {"local_steps": 2},
+    "pfedme": {"outer_steps": 2},
+}
+
+
+def test_what_cannot_be_captured_runs_all_the_same(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once why, and nothing of the attempt is left in the state."""
+
+    attempts: list[weakref.ref[CapturedRun]] = []
+
+    def refuse(self: CapturedRun) -> None:
+        attempts.append(weakref.ref(self))
+        raise RuntimeError("operation not permitted when stream is capturing\nand much more")
+
+    monkeypatch.setattr(CapturedRun, "_evaluate", refuse)
+    runs = [simulate(PFedHN(local_steps=2), federation, rounds=3, executor=name) for name in ("loop", "captured")]
+    states = [run.initial_state() for run in runs]
+    list(rounds(runs[0], states[0]))
+    for _ in rounds(runs[1], states[1]):
+        gc.collect()
+        assert attempts[0]() is None  # nor is anything of it left in memory
+    assert_close(memories_of(states[1]), memories_of(states[0]))
+    assert caplog.text.count("cannot be captured") == 1
+    assert "not permitted" in caplog.text
+    assert "much more" not in caplog.text
+
+
+def test_a_capture_that_fails_leaves_the_stream(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for `torch.cuda.graph`, which does not go back to the stream before when capturing fails."""
+    streams = ["default"]
+
+    class Graph:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __enter__(self) -> None:
+            streams.append("capturing")
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("capture failed")
+
+    @contextmanager
+    def on_stream(self: CapturedRun) -> Iterator[None]:
+        before = list(streams)
+        try:
+            yield
+        finally:
+            streams[:] = before
+
+    run = CapturedRun(simulation := simulate(PFedHN(local_steps=2), federation), simulation.initial_state())
+    run.stream = Mock()
+    monkeypatch.setattr(CapturedRun, "_on_stream", on_stream)
+    for name in ("current_stream", "synchronize", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    with pytest.raises(RuntimeError, match="capture failed"):
+        run.prepare()
+    assert streams == ["default"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_captured_on_another_card(federation: Federation) -> None:
+    there = federation.to("cuda:1", torch.float32)
+    target = {"mlp": replace(model(dtype=torch.float32), device=torch.device("cuda:1"))}
+    runs = [simulate(PFedHN(local_steps=2), there, target, rounds=3, executor=name) for name in ("loop", "captured")]
+    states = [run.initial_state() for run in runs]
+    for run, state in zip(runs, states, strict=True):
+        list(rounds(run, state))
+    assert_close(memories_of(states[1]), memories_of(states[0]), rtol=1e-4, atol=1e-6)
+
+
+def test_a_network_that_cannot_be_traced_runs_step_by_step(
+    federation: Federation, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Choosy(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = super().forward(x)
+            return y if float(y.detach().sum()) > 0 else 2 * y  # a branch on a value
+
+    plain = model()
+    choosy = replace(plain, factory=lambda: Choosy(*plain.factory().children()))
+    runs = [simulate(PFedHN(local_steps=3), federation, {"mlp": choosy}, executor=name) for name in ("loop", "traced")]
+    expected, state = (finish(run) for run in runs)
+    assert_close(memories_of(state), memories_of(expected))
+    assert caplog.text.count("cannot be traced") == 1
+
+
+def test_what_was_compiled_for_runs_of_the_past_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network with buffers is compiled for each run, since they are constants of its graph."""
+    monkeypatch.setattr(capture, "_compiled", {})
+    monkeypatch.setattr(capture, "MAX_BORROWED", 2)
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+    on_gpu = Mock(is_cuda=True, shape=(), dtype=torch.float32)
+    for number in range(3):
+        constant = torch.tensor(float(number))
+        graph = executors.make_fx(constant.add)(torch.tensor(1.0))
+        compiled = capture.compile_graph(graph, [on_gpu])
+        assert compiled(torch.tensor(1.0)) == 1 + number
+    assert len(capture._compiled) == 2
+
+
+def test_what_is_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the package's cache, unless somebody has said where."""
+    monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
+    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
+    del os.environ["TORCHINDUCTOR_CACHE_DIR"]

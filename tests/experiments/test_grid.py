@@ -1,0 +1,235 @@
+"""Experiments: cells from files and command lines, and your own data."""
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from support import SMALL
+
+from pfedhn.errors import UserError
+from pfedhn.experiments.build import build_federation, cell_algorithm, check
+from pfedhn.experiments.grid import from_table, from_toml, select, with_assignments
+from pfedhn.experiments.paper import EXPERIMENTS
+from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.settings import parse_assignments, to_toml
+
+# Files and tables
+
+
+def test_every_experiment_of_the_package_survives_the_way_through_toml() -> None:
+    for experiment in EXPERIMENTS.values():
+        table = tomllib.loads(to_toml(asdict(experiment)))
+        assert from_table(table, "another name") == experiment
+        check(experiment)
+
+
+def test_lists_make_a_grid_and_methods_differ_where_they_say_so() -> None:
+    text = """
+    clients = [6, 8]
+    steps = 30
+    settings = {local_steps = [2, 4]}
+    [methods.local]
+    steps = 60
+    [methods.pfedhn]
+    lr = [0.1, 0.2]
+    personal = ["last"]
+    """
+    experiment = from_table(tomllib.loads(text), "grid")
+    assert len(experiment.cells) == 2 * 2 + 2 * 2 * 2
+    assert {cell.steps for cell in experiment.cells if cell.method == "local"} == {60}
+    ours = [cell for cell in experiment.cells if cell.method == "pfedhn"]
+    assert {cell.steps for cell in ours} == {30}
+    points = {(cell.clients, cell.settings["local_steps"], cell.settings["lr"]) for cell in ours}
+    assert points == {(n, k, lr) for n in (6, 8) for k in (2, 4) for lr in (0.1, 0.2)}
+    assert all(cell.settings["personal"] == ["last"] for cell in ours)
+    check(experiment)
+    assert "pfedhn-digits-6-local_steps=2-lr=0.1-seed0" in experiment.runs()
+    assert len(experiment.runs()) == 3 * len(experiment.cells)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("stepz = 3", "mine has no field 'stepz'; did you mean 'steps'?"),
+        ("steps = '3'", "mine: steps = '3' does not fit; it must be a whole number."),
+        ("steps = []", "steps = [] does not fit; a list here stands for several runs, so name some."),
+        ("seeds = 3", "seeds = 3 does not fit; it must be a list of whole numbers."),
+        ("seeds = []", "seeds = [] does not fit; it must be a list of whole numbers."),
+        ("name = 3", "name = 3 does not fit; it must be a text."),
+        ("name = 'a/b'", "name = 'a/b' does not fit; it names a folder, so use letters, digits, - and _."),
+        ("method = 'pfedn'", "there is no method 'pfedn'; did you mean 'pfedhn'?"),
+        ("dataset = 'digit'", "there is no data set 'digit'; did you mean 'digits'?"),
+        ("model = 'lenett'", "there is no target network 'lenett'; did you mean 'lenet'?"),
+        ("clients = 0", "clients = 0 does not fit; it must be at least 1."),
+        ("clients = [6, 0]", "clients = 0 does not fit; it must be at least 1."),
+        ("partition = {rule = 'by_class'}", "partition: there is no rule 'by_class'; did you mean 'by_classes'?"),
+        ("partition = {rule = 'dirichlet'}", "partition dirichlet needs alpha."),
+        (
+            "partition = {rule = 'by_classes', classes_per_client = 2, alpha = 1}",
+            "partition by_classes has no setting 'alpha'; there are classes_per_client,",
+        ),
+        (
+            "partition = {rule = 'by_classes', classes_per_client = 'two'}",
+            "partition by_classes: classes_per_client = 'two' does not fit; it must be a whole number.",
+        ),
+        ("settings = {lr = 'fast'}", "pfedhn: lr = 'fast' does not fit; it must be a number."),
+        ("settings = {llr = 1}", "pfedhn has no field 'llr'; did you mean 'lr'?"),
+        ("[methods.pfedn]\nlr = 1", "[methods.pfedn] names no method; did you mean 'pfedhn'?"),
+        ("method = 'local'\n[methods.pfedhn]\nlr = 1", "[methods.pfedhn] has no cell to change; add it to method ="),
+        ("methods = 3", "methods does not fit; write what differs by method under headings"),
+        ("steps = 3\n[[cells]]\nsteps = 3", "beside `cells` stands 'steps'; a file has either cells or a grid."),
+        ("cells = [1]", "cells does not fit; write each cell under a heading [[cells]]."),
+        ("[[cells]]\nstepz = 3", "cell 0 has no field 'stepz'; did you mean 'steps'?"),
+        ("[published]\n'pfedhn/50' = 3", "published does not fit; write lines such as"),
+        ("method = 'lg-fedavg'\npretrain = 'fedavg'", "lg-fedavg starts from a fedavg run, which 'mine' does not have"),
+        ("pretrain = 'fedavgg'", "pretrain names no method: 'fedavgg'; did you mean 'fedavg'?"),
+        ("steps = ", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        check(from_toml(file))
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_published_numbers_can_stand_in_a_file() -> None:
+    experiment = from_table(tomllib.loads("[published]\n'pfedhn/50' = [88.38, 0.29]"), "mine")
+    assert experiment.published == {"pfedhn/50": (88.38, 0.29)}
+
+
+# The command line's assignments and choices
+
+
+def test_set_reaches_fields_settings_and_one_method() -> None:
+    values = parse_assignments(["steps=7", "local_steps=3", "pfedhn.lr=0.5", "fedavg.batch_size=4", "clip=none"])
+    fedavg, pfedhn = with_assignments(SMALL, values).cells
+    assert (fedavg.steps, fedavg.batch_size, fedavg.settings) == (7, 4, {"local_steps": 3})
+    assert (pfedhn.steps, pfedhn.batch_size) == (7, 8)
+    assert pfedhn.settings == {"local_steps": 3, "lr": 0.5, "clip": "none"}
+    assert cell_algorithm(pfedhn).clip is None  # type: ignore[attr-defined]
+
+
+def test_set_another_partition_rule_drops_the_settings_of_the_old_one() -> None:
+    changed = with_assignments(SMALL, parse_assignments(["partition.alpha=0.5", "partition.rule=dirichlet"]))
+    assert all(cell.partition == {"rule": "dirichlet", "alpha": 0.5} for cell in changed.cells)
+    check(changed)
+
+
+def test_set_that_makes_cells_equal_leaves_one() -> None:
+    table1 = EXPERIMENTS["table1-cifar10"]
+    changed = with_assignments(table1, {"clients": 20, "steps": 10, "evaluate_every": 10, "pretrain": "none"})
+    assert [cell.method for cell in changed.cells] == list(dict.fromkeys(cell.method for cell in table1.cells))
+
+
+def test_set_of_an_unknown_field_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"--set: no cell has a field 'local_step'; did you mean 'local_steps'\?"):
+        with_assignments(SMALL, {"local_step": 3})
+
+
+def test_only_takes_any_of_several_values_of_a_field() -> None:
+    table1 = EXPERIMENTS["table1-cifar10"]
+    chosen = select(table1, ["method=pfedhn,method=fedavg", "clients=50"], [0, 7])
+    assert sorted(chosen) == [f"{m}-cifar10-50-seed{s}" for m in ("fedavg", "pfedhn") for s in (0, 7)]
+    assert len(select(table1, [], None)) == len(table1.cells) * 3
+    assert select(table1, ["name=pfedhn-cifar10-10"], [1]) == ["pfedhn-cifar10-10-seed1"]
+
+
+@pytest.mark.parametrize(
+    ("only", "sentence"),
+    [
+        ("metod=pfedhn", "--only: there is no field 'metod'; did you mean 'method'?"),
+        ("pfedhn", "--only takes field=value, not 'pfedhn'."),
+        ("clients=51", "--only clients=51 leaves no run of 'table1-cifar10', where clients is 10, 50 or 100."),
+    ],
+)
+def test_only_refuses_what_it_does_not_understand(only: str, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        select(EXPERIMENTS["table1-cifar10"], [only], None)
+    assert sentence in str(caught.value)
+
+
+# Own data
+
+
+def write_clients(folder: Path, spoil: Callable[[int, Any, Any], None] = lambda client, x, y: None) -> None:
+    for client in range(3):
+        (folder / f"client{client}").mkdir(parents=True)
+        x = numpy.arange(80, dtype=numpy.float32).reshape(20, 4) % 7
+        y = numpy.arange(20) % 2
+        spoil(client, x, y)
+        numpy.save(folder / f"client{client}" / "x.npy", x)
+        numpy.save(folder / f"client{client}" / "y.npy", y)
+
+
+def test_a_folder_of_clients_is_found_from_where_the_file_lies(tmp_path: Path) -> None:
+    write_clients(tmp_path / "clinics")
+    (tmp_path / "mine.toml").write_text("dataset = 'clinics'\nclients = 3\nmodel = 'mlp-4'")
+    experiment = from_toml(tmp_path / "mine.toml")
+    check(experiment)
+    federation = build_federation(experiment.cells[0], seed=0)
+    assert [int(size) for size in federation.splits["train"].size] == [14, 14, 14]
+    assert next(iter(experiment.runs())) == "pfedhn-clinics-3-seed0"
+
+
+def test_every_client_of_a_table_has_its_share_of_test_rows(tmp_path: Path) -> None:
+    lines = ["site,age,outcome", *(f"{site},{row},{row % 2}" for row in range(20) for site in ("a", "b", "c"))]
+    (tmp_path / "visits.csv").write_text("\n".join(lines))
+    cell = Cell(dataset=str(tmp_path / "visits.csv"), clients=3, columns={"client": "site", "label": "outcome"})
+    splits = build_federation(cell, seed=0).splits
+    assert {name: rows.size.tolist() for name, rows in splits.items()} == {
+        "train": [14] * 3,
+        "validation": [3] * 3,
+        "test": [3] * 3,
+    }
+    stratified = build_federation(replace(cell, stratify=True, split=(0.5, 0.3, 0.2)), seed=0)
+    for client in range(3):  # ten rows of each class
+        assert stratified.y[stratified.splits["test"].of(client)].bincount().tolist() == [2, 2]
+
+
+def test_a_table_says_which_columns_are_client_and_label(tmp_path: Path) -> None:
+    lines = ["site,age,dose,outcome"]
+    lines += [f"{site},{row},{row % 3},{'ill' if row % 2 else 'well'}" for site in ("a", "b") for row in range(20)]
+    (tmp_path / "visits.csv").write_text("\n".join(lines))
+    cell = Cell(dataset=str(tmp_path / "visits.csv"), clients=2, columns={"client": "site", "label": "outcome"})
+    check(Experiment("mine", (cell,)))
+    federation = build_federation(cell, seed=0)
+    assert federation.num_clients == 2
+    assert federation.x.shape == (40, 2)
+    with pytest.raises(UserError, match=r'say which column is the label: columns\.label = "\.\.\."'):
+        build_federation(replace(cell, columns={"client": "site"}), seed=0)
+    with pytest.raises(UserError, match=r"clients = 5, but .* has 2 clients; set clients = 2\."):
+        build_federation(replace(cell, clients=5), seed=0)
+
+
+def put_nan(client: int, x: Any, y: Any) -> None:
+    x[3, 1] = numpy.nan if client == 1 else x[3, 1]
+
+
+def put_negative(client: int, x: Any, y: Any) -> None:
+    y[5] = -1 if client == 2 else y[5]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (put_nan, "row 23 of x holds NaN or infinity; clean the data before federating it."),
+        (put_negative, "row 45 has the label -1; class labels start at 0."),
+    ],
+)
+def test_spoilt_data_is_refused_with_its_row(tmp_path: Path, spoil: Callable[..., None], sentence: str) -> None:
+    write_clients(tmp_path / "clinics", spoil)
+    cell = Cell(dataset=str(tmp_path / "clinics"), clients=3)
+    with pytest.raises(ValueError, match=sentence):
+        build_federation(cell, seed=0)
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a folder"):
+        build_federation(Cell(dataset=str(tmp_path / "nowhere")), seed=0)

@@ -1,0 +1,399 @@
+"""Run directories, the command that repeats a run, and runs side by side."""
+
+import json
+import multiprocessing
+import os
+import shlex
+import signal
+import subprocess
+import threading
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import SMALL, mlp
+
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.data.federation import Federation
+from pfedhn.engine.checkpoint import checkpoints
+from pfedhn.errors import UserError
+from pfedhn.experiments import directory as directory_module
+from pfedhn.experiments import execute as execute_module
+from pfedhn.experiments import runner as module
+from pfedhn.experiments.build import cell_algorithm
+from pfedhn.experiments.directory import Directory, Options
+from pfedhn.experiments.execute import Queue, run_one
+from pfedhn.experiments.grid import from_table, from_toml, select, with_assignments
+from pfedhn.experiments.paper import DEMO, EXPERIMENTS
+from pfedhn.experiments.provenance import commit, rerun_command
+from pfedhn.experiments.runner import prepare, run_many
+from pfedhn.experiments.spec import pretraining_run, with_pretraining
+from pfedhn.experiments.workers import run_side_by_side
+from pfedhn.progress import Event, Failed, Finished, Said, Update
+from pfedhn.run import train
+
+WITH_LG = replace(
+    SMALL,
+    cells=(
+        replace(SMALL.cells[0], method="lg-fedavg", steps=10, pretrain="fedavg"),
+        SMALL.cells[0],
+    ),
+    seeds=(0,),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_core() -> Iterator[None]:
+    """Tests run side by side; and the bits are those of one thread."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory_module, "num_cores", lambda: 1)
+        yield
+
+
+def scores(directory: Path, name: str) -> Any:
+    """Everything a run found, less what depends on the clock and the place."""
+    metrics = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((directory / name / "result.json").read_text())
+    tensors = (directory / name / f"checkpoint-{result['steps']:09d}.safetensors").read_bytes()
+    for record in metrics:
+        del record["seconds"]
+    for key in ("seconds", "environment", "command"):
+        del result[key]
+    result.get("pretrain", {}).pop("seconds", None)
+    return metrics, result, tensors
+
+
+# The command in a result
+
+
+def test_the_command_in_a_result_selects_that_run_alone() -> None:
+    grid = from_table(
+        tomllib.loads("method=['pfedhn', 'local']\nclients=[6, 8]\nsteps=[10, 20]\n[methods.pfedhn]\nlr=[0.1, 1e-05]"),
+        "grid",
+    )
+    for experiment in (grid, *EXPERIMENTS.values()):
+        for name, (cell, seed) in experiment.runs().items():
+            words = shlex.split(rerun_command(experiment, cell, seed, Options()))
+            assert words[:3] == ["pfedhn", "run", experiment.name]
+            given = dict(zip(words[3::2], words[4::2], strict=True))
+            assert select(experiment, [given["--only"]], [int(given["--seeds"])]) == [name]
+
+
+def test_the_command_in_a_result_carries_everything_that_matters() -> None:
+    options = Options("my file.toml", ("steps=3", "model=mlp-4"), Path("/data"), "cpu", "loop", 5, threads=3)
+    command = rerun_command(SMALL, SMALL.cells[1], 1, options)
+    assert command == (
+        "pfedhn run 'my file.toml' --only method=pfedhn --seeds 1 --set steps=3 --set model=mlp-4 "
+        "--device cpu --executor loop --threads 3 --data-dir /data"
+    )
+    exact = Options("demo", device="cuda", precision="fp32", deterministic=True)
+    mixed = Options(assignments=("pfedhn.lr=0.5", "fedavg.local_lr=0.1", "steps=7"))
+    assert "--set fedavg.local_lr=0.1 --set steps=7 --device" in rerun_command(SMALL, SMALL.cells[0], 0, mixed)
+    assert rerun_command(DEMO, DEMO.cells[0], 0, exact).endswith("--device cuda --precision fp32 --deterministic")
+
+
+def test_a_result_of_changed_source_does_not_pass_for_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"rev-parse": "abc\n", "status": " M src/pfedhn/run.py\n"}
+    monkeypatch.delenv("PFEDHN_COMMIT", raising=False)
+    monkeypatch.setattr(
+        subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0, stdout=answers[words[3]])
+    )
+    commit.cache_clear()
+    try:
+        assert commit() == "abc+changes"
+        answers["status"] = ""
+        commit.cache_clear()
+        assert commit() == "abc"
+    finally:
+        commit.cache_clear()
+
+
+# Directories
+
+
+def test_a_directory_keeps_the_experiment_what_was_asked_for_and_how(tmp_path: Path) -> None:
+    directory = Directory(tmp_path / "runs")
+    options = Options("small.toml", ("steps=30",), Path("/data"), checkpoint_every=5)
+    odd = replace(SMALL.cells[1], settings={"personal": ("last",), "clip": None}, data_seed=3)
+    experiment = replace(SMALL, cells=(*SMALL.cells, odd), published={"pfedhn/6": (1.0, 2.0)})
+    directory.open(experiment, ["a-seed0"], options)
+    directory.open(experiment, ["b-seed1", "a-seed0"], options)
+    stored, planned = directory.read()
+    assert planned == ["a-seed0", "b-seed1"]
+    assert directory.options() == options
+    assert stored.cells[:2] == SMALL.cells
+    assert cell_algorithm(stored.cells[2]) == cell_algorithm(odd)
+    assert from_toml(directory.path / "experiment.toml") == stored
+
+
+def test_a_directory_refuses_another_experiment(tmp_path: Path) -> None:
+    directory = Directory(tmp_path)
+    directory.open(SMALL, [])
+    directory.refuse_other(SMALL)
+    with pytest.raises(UserError, match=r"or other settings of it: steps is .* there and 31 here; give another"):
+        directory.open(with_assignments(SMALL, {"steps": 31}), [])
+    other_rates = with_assignments(SMALL, {"local_lr": 0.3})
+    with pytest.raises(UserError, match="holds 'small' with other learning rates: --rates, "):
+        directory.open(other_rates, [])
+    with pytest.raises(UserError, match="or other settings of it: steps is 30 there"):
+        directory.open(with_assignments(other_rates, {"steps": 31}), [])
+    assert directory.read()[0] == SMALL
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.doc").write_text("years of work")
+    with pytest.raises(UserError, match="is not empty and holds no experiment; give another --out"):
+        Directory(tmp_path).open(SMALL, [])
+    with pytest.raises(UserError, match="holds no experiment to go on with"):
+        Directory(tmp_path).read()
+
+
+@pytest.mark.parametrize("content", ["name = ", "name = 'x'\nplanned = []\n[[cells]]\nstepz = 3", "name = 'x'"])
+def test_a_damaged_directory_is_said(tmp_path: Path, content: str) -> None:
+    (tmp_path / "experiment.toml").write_text(content)
+    with pytest.raises(UserError, match=r"experiment\.toml is damaged"):
+        Directory(tmp_path).read()
+
+
+def test_a_damaged_result_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a-seed0").mkdir()
+    (tmp_path / "a-seed0" / "result.json").write_text("{")
+    with pytest.raises(UserError, match=r"result\.json is damaged; remove it and run again"):
+        Directory(tmp_path).results()
+
+
+def test_a_run_keeps_a_second_process_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute_module, "SECONDS_FOR_A_LOCK", 0.0)
+    (tmp_path / "run").mkdir()
+    with (
+        execute_module._claimed(tmp_path / "run"),
+        pytest.raises(UserError, match="is being run by another process"),
+        execute_module._claimed(tmp_path / "run"),
+    ):
+        pass
+
+
+def test_a_run_that_has_begun_keeps_its_threads(tmp_path: Path) -> None:
+    name = "fedavg-digits-6-seed0"
+
+    def stop(progress: Any, run: Any) -> None:
+        if progress.step >= 10:
+            raise KeyboardInterrupt
+
+    before = torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt):
+        run_one(tmp_path, SMALL, name, threads=before + 1, watch=lambda run, simulation: stop)
+    result = run_one(tmp_path, SMALL, name, threads=before + 2)
+    assert result["environment"]["threads"] == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_the_spec_of_a_run_shows_the_settings_that_nobody_gave(tmp_path: Path) -> None:
+    run_one(tmp_path, SMALL, "pfedhn-digits-6-seed0")
+    settings = tomllib.loads((tmp_path / "pfedhn-digits-6-seed0" / "spec.toml").read_text())["settings"]
+    assert settings.items() >= {"local_steps": 2, "lr": 0.01, "local_lr": 0.005, "embedding_dim": 2}.items()
+    assert settings["embedding_lr"] == "none"
+
+
+def test_preparing_refuses_a_client_without_rows_before_anything_is_written(tmp_path: Path) -> None:
+    crowded = with_assignments(SMALL, {"clients": 900})
+    with pytest.raises(ValueError, match="would have no training rows; use fewer clients"):
+        prepare(tmp_path / "new", crowded, select(crowded, [], None), Options())
+    assert not (tmp_path / "new").exists()
+
+
+# Side by side
+
+
+def test_a_run_waits_for_the_one_it_starts_from() -> None:
+    name = "lg-fedavg-digits-6-seed0"
+    assert pretraining_run(WITH_LG, name) == "fedavg-digits-6-seed0"
+    assert with_pretraining(WITH_LG, [name]) == ["fedavg-digits-6-seed0", name]
+    assert pretraining_run(SMALL, "fedavg-digits-6-seed5") is None
+    with pytest.raises(UserError, match="has no run 'fedavg-digits-7-seed0'"):
+        pretraining_run(SMALL, "fedavg-digits-7-seed0")
+
+
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of all experiments here, one after the other in this process."""
+    path = tmp_path_factory.mktemp("in-turn")
+    for experiment in (SMALL, WITH_LG):
+        outcome = run_many(path, experiment, list(experiment.runs()), jobs=1, options=Options(threads=1))
+        assert not outcome.failures
+    return path
+
+
+def test_side_by_side_gives_the_bits_of_one_after_the_other(tmp_path: Path, in_turn: Path) -> None:
+    broken = replace(SMALL.cells[1], method="pfedhn-pc", settings={"local_lr": 1e30})
+    experiment = replace(WITH_LG, cells=(*WITH_LG.cells, SMALL.cells[1], broken))
+    names = [name for name in experiment.runs() if not name.startswith("fedavg")]  # it comes by itself
+    heard: list[Event] = []
+    outcome = run_many(tmp_path, experiment, names, jobs=2, listen=heard.append)
+    good = {"fedavg-digits-6-seed0", "lg-fedavg-digits-6-seed0", "pfedhn-digits-6-seed0"}
+    assert set(outcome.results) == good
+    for name in good:
+        assert scores(tmp_path, name) == scores(in_turn, name)
+    ((name, failure),) = outcome.failures.items()
+    assert name == "pfedhn-pc-digits-6-seed0"
+    assert failure.sentence.startswith("training diverged in round 0 at client ")
+    assert not failure.is_bad_input
+    assert {event.run for event in heard if isinstance(event, Finished)} == good
+    assert {event.run for event in heard if isinstance(event, Failed)} == {name}
+    assert any(isinstance(event, Update) and event.score.startswith("validation ") for event in heard)
+    ends = [event.run for event in heard if isinstance(event, Finished)]
+    assert ends.index("fedavg-digits-6-seed0") < ends.index("lg-fedavg-digits-6-seed0")
+    starts = [e.run for e in heard if isinstance(e, Update) and e.score == "starting"]
+    assert starts.count("fedavg-digits-6-seed0") == 1
+    again = run_many(tmp_path, experiment, sorted(good), jobs=2, listen=heard.append)
+    assert set(again.results) == good
+
+
+def test_what_starts_from_a_failed_run_fails_too(tmp_path: Path) -> None:
+    broken = replace(WITH_LG, cells=(WITH_LG.cells[0], replace(WITH_LG.cells[1], settings={"local_lr": 1e30})))
+    outcome = run_many(tmp_path, broken, list(broken.runs()), jobs=1)
+    assert outcome.failures["lg-fedavg-digits-6-seed0"].sentence == (
+        "the run it starts from, fedavg-digits-6-seed0, failed."
+    )
+
+
+def test_a_killed_worker_costs_its_run_alone(tmp_path: Path) -> None:
+    killed: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Update) and event.run == "pfedhn-digits-6-seed0" and not killed:
+            killed.append(event.run)
+            for process in multiprocessing.active_children():
+                os.kill(process.pid or 0, signal.SIGKILL)
+
+    long = with_assignments(SMALL, {"pfedhn.steps": 100_000})
+    names = ["pfedhn-digits-6-seed0", "fedavg-digits-6-seed0"]
+    # One worker at a time, so that the process to kill is the one that was heard.
+    monkey = Queue(long, [names[0]], execute_module.Outcome(), listen)
+    run_side_by_side(monkey, tmp_path, 1, Options(threads=1))
+    assert killed
+    assert monkey.outcome.failures[names[0]].sentence == (
+        "its process was ended by signal 9, perhaps for want of memory (fewer --jobs need less); "
+        "the same command goes on from the last checkpoint."
+    )
+
+
+def test_an_error_of_ours_leaves_its_traceback_beside_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise TypeError("unsupported operand")
+
+    monkeypatch.setattr(execute_module, "executing", fail)
+    outcome = run_many(tmp_path, SMALL, ["fedavg-digits-6-seed0"], jobs=1)
+    log = tmp_path / "fedavg-digits-6-seed0" / "error.txt"
+    (failure,) = outcome.failures.values()
+    assert failure.sentence == (f"TypeError: unsupported operand (an error inside pfedhn; the details are in {log}).")
+    assert "raise TypeError" in log.read_text()
+
+
+def test_what_a_run_says_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "fedavg-digits-6-seed0"
+    options = Options(threads=1, checkpoint_every=10)
+    with monkeypatch.context() as patch:  # as if it had ended before it could write its result
+        patch.setattr(execute_module, "remove_old", lambda folder, num_kept: None)
+        run_many(tmp_path, SMALL, [name], jobs=1, options=options)
+    (tmp_path / name / "result.json").unlink()
+    (tmp_path / name / "checkpoint-000000030.safetensors").write_bytes(b"half")
+    heard: list[Event] = []
+    outcome = run_many(tmp_path, SMALL, [name], jobs=1, options=options, listen=heard.append)
+    assert set(outcome.results) == {name}
+    said = [event.sentence for event in heard if isinstance(event, Said)]
+    assert said == ["checkpoint-000000030.safetensors is truncated or was changed, and was not used."]
+    assert [file.stem for file in checkpoints(tmp_path / name)] == ["checkpoint-000000030"], "large, and of no more use"
+
+
+def test_stopping_the_runs_side_by_side_leaves_checkpoints_to_go_on_from(tmp_path: Path, in_turn: Path) -> None:
+    stopped = threading.Event()
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Update) and event.step >= 10 and not stopped.is_set():
+            stopped.set()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    names = ["pfedhn-digits-6-seed0", "pfedhn-digits-6-seed1"]
+    with pytest.raises(KeyboardInterrupt):
+        run_many(tmp_path, SMALL, names, jobs=2, listen=listen)
+    assert stopped.is_set()
+    assert any((tmp_path / name).glob("checkpoint-*.json") for name in names)
+    assert not multiprocessing.active_children()
+    outcome = run_many(tmp_path, SMALL, names, jobs=1, options=Options(threads=1))
+    assert not outcome.failures
+    for name in names:
+        assert scores(tmp_path, name) == scores(in_turn, name)
+
+
+def test_runs_that_take_turns_on_a_device_are_the_runs_alone(tmp_path: Path, in_turn: Path) -> None:
+    """As on a GPU, where runs share one process and queue their rounds in turns."""
+    names = list(SMALL.runs())
+    queue = Queue(SMALL, list(names), execute_module.Outcome(), lambda event: None)
+    module._take_turns(queue, tmp_path, None, Options(threads=1))
+    assert queue.outcome.failures == {}
+    for name in names:
+        alone = json.loads((in_turn / name / "result.json").read_text())
+        assert queue.outcome.results[name]["test"] == alone["test"]
+        assert queue.outcome.results[name]["chosen_step"] == alone["chosen_step"]
+
+
+@pytest.mark.parametrize("moment", [0, 10])
+def test_stopping_runs_that_take_turns_leaves_a_checkpoint_of_each(tmp_path: Path, moment: int) -> None:
+    """Also of those whose turn was before the signal, and where it comes while another run is starting."""
+    names = ["pfedhn-digits-6-seed0", "pfedhn-digits-6-seed1"]
+    heard: list[Event] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Update) and event.run == names[1] and event.step >= moment and not heard:
+            heard.append(event)
+            signal.raise_signal(signal.SIGINT)
+
+    queue = Queue(SMALL, list(names), execute_module.Outcome(), listen)
+    with pytest.raises(KeyboardInterrupt):
+        module._take_turns(queue, tmp_path, None, Options(threads=1))
+    assert heard
+    for name in names:
+        assert any((tmp_path / name).glob("checkpoint-*.json"))
+
+
+@pytest.mark.parametrize(("device", "way"), [("cuda", "_take_turns"), ("cpu", "run_side_by_side")])
+def test_what_others_wait_for_and_what_takes_longest_starts_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, way: str
+) -> None:
+    started: list[str] = []
+
+    def record(queue: Queue, *arguments: Any) -> None:
+        while (name := queue.take()) is not None:
+            started.append(name.split("-digits")[0])
+            queue.end(name, {})
+
+    monkeypatch.setattr(module, "set_up_gpu", lambda *arguments: None)
+    monkeypatch.setattr(module, way, record)
+    cells = [*WITH_LG.cells, SMALL.cells[1], replace(SMALL.cells[1], method="pfedhn-pc", steps=40)]
+    experiment = replace(WITH_LG, cells=tuple(cells))
+    run_many(tmp_path, experiment, list(experiment.runs()), jobs=2, options=Options(device=device, threads=1))
+    assert started == ["fedavg", "pfedhn-pc", "pfedhn", "lg-fedavg"]  # by rounds: 6 and awaited, 40, 30, 2
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [("fedavg", "fedavg"), (PFedHN(), "pfedhn"), (ALGORITHMS["per-fedavg"](), "per-fedavg")]
+)
+def test_the_bar_names_a_method_as_it_is_registered(
+    federation: Federation, method: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    @contextmanager
+    def bar() -> Iterator[Any]:
+        yield lambda name, simulation: names.append(name)
+
+    monkeypatch.setattr("pfedhn.progress.bar", bar)
+    train(method, federation, mlp, steps=1)
+    assert names == [name]

@@ -1,0 +1,410 @@
+"""Tuning: which points, chosen by what, stopped and gone on with, and where the chosen rates go."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from pfedhn.cli import app as cli
+from pfedhn.errors import UserError
+from pfedhn.experiments import directory as directory_module
+from pfedhn.experiments import execute as execute_module
+from pfedhn.experiments import paper, tune
+from pfedhn.experiments.directory import Directory
+from pfedhn.experiments.execute import Outcome
+from pfedhn.experiments.grid import from_toml, with_assignments
+from pfedhn.experiments.paper import EXPERIMENTS
+from pfedhn.experiments.rates import rates_for, read_rates, save_rates, with_rates
+from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.experiments.tune import Findings, Study, plan
+
+MINE = """
+method = ["fedavg", "lg-fedavg", "pfedhn"]
+clients = [4, 6, 8]
+split = [0.5, 0.25, 0.25]
+model = "mlp-4"
+steps = 50
+batch_size = 8
+evaluate_every = 10
+seeds = [0]
+settings = {local_steps = 1}
+[methods.lg-fedavg]
+pretrain = "fedavg"
+steps = 5
+"""
+TABLE1 = EXPERIMENTS["table1-cifar10"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Away from the sources and on one core: tests run side by side."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(directory_module, "num_cores", lambda: 1)
+    monkeypatch.setenv("COLUMNS", "100")
+    Path("mine.toml").write_text(MINE)
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def succeed(*arguments: str) -> Result:
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(sentence: str, *arguments: str) -> None:
+    result = invoke(*arguments)
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.exit_code == 2, result.output
+    assert len(errors) == 1, result.stderr
+    assert sentence in errors[0]
+
+
+# Which points
+
+
+def test_each_method_has_its_settings_on_the_grids_of_the_paper() -> None:
+    rates, personal = {0.1, 0.05, 0.01, 0.005}, {0.05, 0.01, 0.005, 0.001}
+    expected = {
+        "local": {"local_lr": rates},
+        "fedavg": {"local_lr": rates},
+        "fedper": {"local_lr": rates},
+        "per-fedavg": {"local_lr": rates, "personal_lr": personal},
+        "pfedme": {"lr": rates, "personal_lr": personal},
+        "pfedhn": {"lr": rates, "local_lr": personal},
+        "pfedhn-pc": {"lr": rates, "local_lr": personal},
+    }
+    study = plan(TABLE1)
+    for method, settings in expected.items():
+        points = study.points_of(method)
+        tried = {tuple(point.cell.settings[name] for name in settings) for point in points}
+        assert len(tried) == len(points) == 4 ** len(settings), method
+        for place, (name, values) in enumerate(settings.items()):
+            assert {point[place] for point in tried} == values, (method, name)
+    assert {point.method for point in study.points} == set(expected)  # lg-fedavg takes fedavg's
+
+
+def test_the_authors_rates_stay_unless_asked_and_fifty_clients_are_used() -> None:
+    study = plan(TABLE1)
+    assert study.methods == ("local", "fedavg", "fedper", "per-fedavg", "pfedme")
+    assert {point.cell.clients for point in study.points} == {50}
+    assert plan(TABLE1, ["method=pfedhn,method=fedavg"]).methods == ("fedavg", "pfedhn")
+    assert plan(TABLE1, ["method=fedavg"]).points == study.points  # so that one directory holds both
+    assert {point.cell.clients for point in plan(TABLE1, ["clients=10"]).points} == {10}
+    assert {point.cell.clients for point in plan(from_toml(Path("mine.toml"))).points} == {6}
+
+
+def test_the_first_stage_has_a_fifth_of_every_cells_steps() -> None:
+    study = plan(TABLE1)
+    steps = {
+        point.method: (study.steps("first", point), study.steps("finals", point), point.cell.steps)
+        for point in study.points
+    }
+    assert steps["fedavg"] == (1_000, 5_000, 5_000)
+    assert steps["local"] == (400, 2_000, 2_000)
+    assert study.runs("first", study.points_of("fedavg")[:1]) == ["fedavg-cifar10-50-local_lr=0.1-seed0"]
+
+
+def test_tuned_settings_of_the_file_do_not_matter_but_others_do() -> None:
+    cells = tuple(Cell(method="fedavg", settings={"local_lr": rate}) for rate in (0.3, 0.4))
+    study = plan(Experiment("mine", cells))
+    assert [point.cell.settings for point in study.points] == [{"local_lr": rate} for rate in tune.LEARNING_RATES]
+    other = replace(cells[0], batch_size=3)
+    with pytest.raises(UserError, match=r"'mine' has 2 cells of fedavg with 50 clients.*choose one with --only\."):
+        plan(Experiment("mine", (*cells, other)))
+    assert len(plan(Experiment("mine", (*cells, other)), ["batch_size=3"]).points) == 4
+
+
+@pytest.mark.parametrize(
+    ("sentence", "arguments"),
+    [
+        ("lg-fedavg takes the rates of fedavg; tune that instead.", "--only method=lg-fedavg"),
+        ("there is no grid for the method 'fedavgg'; did you mean 'fedavg'?", "--only method=fedavgg"),
+        ("'mine' has no such cell of local to tune.", "--only method=local"),
+        ("--only clients=5 leaves no run of 'mine', where clients is 4, 6 or 8.", "--only clients=5"),
+        ("--set local_lr cannot be given: it is what is to be chosen.", "--set local_lr=0.1"),
+        ("--set fedavg.local_lr cannot be given", "--set fedavg.local_lr=0.1"),
+        ("unless it is named; --only method=pfedhn tunes pfedhn.", "--set method=pfedhn --set pretrain=none"),
+        ("fedavg starts from fedavg here; only methods with no pretrain are tuned.", "--set fedavg.pretrain=fedavg"),
+        ("--fraction is 0; it must be between 0 and 1.", "--fraction 0"),
+        ("--finalists is 0; it must be at least 1.", "--finalists 0"),
+        ("--jobs is 0; it must be at least 1.", "--jobs 0"),
+        ("full is not empty and holds no tuning; give another --out.", "--out full"),
+        ("spoilt.toml is damaged", "--save spoilt.toml"),
+        ("full is a folder; the rates need a file.", "--save full"),
+        ("thesis.doc/rates.toml cannot be written (Not a directory)", "--save full/thesis.doc/rates.toml"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_code_2(sentence: str, arguments: str) -> None:
+    Path("full").mkdir()
+    Path("full/thesis.doc").write_text("years of work")
+    Path("spoilt.toml").write_text("[mine")
+    refused(sentence, "tune", "mine.toml", *arguments.split())
+    assert not Path("runs").exists()
+
+
+# Chosen by what
+
+
+def outcome(study: Study, stage: tune.Stage, scores: dict[float, float | None]) -> Outcome:
+    """Results of FedAvg's points by rate; test scores say the opposite of validation."""
+    found = Outcome()
+    for point in study.points_of("fedavg"):
+        score = scores.get(point.rates["local_lr"])
+        for name in study.runs(stage, [point]):
+            if score is not None:
+                splits = {"validation": {"sample_mean": score}, "test": {"sample_mean": 1 - score}}
+                found.results[name] = {**splits, "seconds": 1.0, "environment": {"device": "cpu"}}
+    return found
+
+
+def test_the_best_three_and_the_winner_are_those_of_validation() -> None:
+    study = plan(TABLE1, ["method=fedavg"])
+    found = Findings(study, outcome(study, "first", {0.1: 0.2, 0.05: 0.6, 0.01: 0.7, 0.005: 0.5}))
+    assert [point.rates["local_lr"] for point in found.finalists("fedavg")] == [0.01, 0.05, 0.005]
+    found = replace(found, finals=outcome(study, "finals", {0.05: 0.8, 0.01: 0.75, 0.005: 0.9}))
+    assert found.rates() == {"fedavg": {"local_lr": 0.005}, "lg-fedavg": {"local_lr": 0.005}}
+
+
+def test_a_point_that_diverged_is_worse_than_any_other() -> None:
+    study = plan(TABLE1, ["method=fedavg"])
+    found = Findings(study, outcome(study, "first", {0.1: None, 0.05: 0.0, 0.01: None, 0.005: 0.5}))
+    assert [point.rates["local_lr"] for point in found.finalists("fedavg")] == [0.005, 0.05]
+    found = replace(found, finals=outcome(study, "finals", {0.05: 0.1, 0.005: None}))
+    assert found.rates()["fedavg"] == {"local_lr": 0.05}
+    assert replace(found, finals=Outcome()).rates() == {}
+
+
+def test_with_several_seeds_the_mean_decides_and_one_that_diverged_spoils_it() -> None:
+    study = plan(TABLE1, ["method=fedavg"], [0, 1])
+    first = outcome(study, "first", {0.1: 0.5, 0.05: 0.6, 0.01: 0.7, 0.005: 0.1})
+    names = study.runs("first", study.points_of("fedavg"))
+    assert len(names) == 8
+    first.results["fedavg-cifar10-50-local_lr=0.1-seed1"]["validation"]["sample_mean"] = 0.8
+    del first.results["fedavg-cifar10-50-local_lr=0.01-seed1"]
+    found = Findings(study, first)
+    assert found.score("first", study.points_of("fedavg")[0]) == pytest.approx(0.65)
+    assert [point.rates["local_lr"] for point in found.finalists("fedavg")] == [0.1, 0.05, 0.005]
+
+
+# On the command line
+
+
+@pytest.fixture
+def with_a_bad_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tune.GRIDS, "fedavg", {"local_lr": (1e30, 0.1, 0.05)})
+
+
+@pytest.mark.usefixtures("with_a_bad_rate")
+def test_tune_writes_the_table_the_record_and_rates_that_run_then_uses() -> None:
+    said = succeed("tune", "mine.toml", "--finalists", "2", "--jobs", "1")
+    shown = said.stdout
+    assert ": validation " in said.stderr  # a test score that is seen is a test score that chooses
+    assert ": test " not in said.stderr
+    assert "Not tuned, and kept as it was: pfedhn (--only method=pfedhn tunes it)." in shown
+    assert shown.endswith("Next: `pfedhn run mine.toml` uses them.\n")
+    record = json.loads(Path("runs/mine-tuning/tuning.json").read_text())
+    assert record["experiment"] == "mine"
+    fedavg = record["methods"]["fedavg"]
+    bad, *good = fedavg["points"]
+    assert bad["first"]["runs"] == {"fedavg-digits-6-local_lr=1e_30-seed0": "diverged"}
+    assert bad["finals"] is None
+    assert [(point["first"]["steps"], point["finals"]["steps"]) for point in good] == [(10, 50)] * 2
+    best = max(good, key=lambda point: point["finals"]["score"])
+    assert fedavg["chosen"] == best["rates"]
+    assert [point["chosen"] for point in fedavg["points"]] == [point is best for point in fedavg["points"]]
+    assert fedavg["environment"]["device"].startswith("cpu: ")
+    assert (fedavg["seeds"], fedavg["fraction"], fedavg["finalists"]) == ([0], 0.2, 2)
+    rows = [line.split() for line in shown.splitlines() if "%" in line or "diverged" in line]
+    assert rows[0] == ["1e+30", "diverged"]
+    for row, point in zip(rows[1:], good, strict=True):
+        expected = [f"{100 * point[stage]['score']:.2f}" for stage in ("first", "finals")]
+        assert [row[1], row[3]] == expected
+        assert (row[-1] == "chosen") == point["chosen"]
+    result_file = Path("runs/mine-tuning/finals/fedavg-digits-6-local_lr=0.1-seed0/result.json")
+    result = json.loads(result_file.read_text())
+    assert result["validation"]["sample_mean"] == good[0]["finals"]["score"]
+
+    chosen = {"fedavg": best["rates"], "lg-fedavg": best["rates"]}
+    assert read_rates(Path("runs/mine-tuning/rates.toml")) == read_rates(Path("mine.rates.toml")) == {"mine": chosen}
+    used = succeed("run", "mine.toml", "--only", "method=lg-fedavg,clients=4")
+    assert f"Learning rates: {Path('mine.rates.toml').resolve()}" in used.stderr
+    for method in ("fedavg", "lg-fedavg"):
+        result = json.loads(Path(f"runs/mine/{method}-digits-4-seed0/result.json").read_text())
+        assert result["cell"]["settings"] == {"local_steps": 1, **best["rates"]}
+
+    # The command in a result repeats a point of the grid, which no cell of mine.toml is.
+    words = shlex.split(json.loads(result_file.read_text())["command"])
+    succeed(*words[1:], "--out", "again")
+    again = json.loads(Path("again", result_file.parent.name, "result.json").read_text())
+    assert again["test"] == json.loads(result_file.read_text())["test"]
+
+    # Another method later, in the same directory.
+    monkey = succeed("tune", "mine.toml", "--only", "method=pfedhn", "--finalists", "1", "--jobs", "1")
+    assert "pfedhn, 6 clients" in monkey.stdout
+    record = json.loads(Path("runs/mine-tuning/tuning.json").read_text())
+    assert list(record["methods"]) == ["fedavg", "pfedhn"]
+    assert record["methods"]["fedavg"] == fedavg
+    assert {name: rates_for("mine", Path("mine.rates.toml"))[name] for name in chosen} == chosen
+    assert set(rates_for("mine", Path("mine.rates.toml"))["pfedhn"]) == {"lr", "local_lr"}
+
+
+def test_when_every_point_diverges_nothing_is_chosen_and_the_code_is_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tune.GRIDS, "fedavg", {"local_lr": (1e30, 1e31)})
+    result = invoke("tune", "mine.toml", "--jobs", "1")
+    assert result.exit_code == 1
+    assert "error: every point of fedavg diverged; no rate was chosen for it." in result.stderr
+    assert not Path("mine.rates.toml").exists()
+
+
+def test_a_failure_that_is_no_divergence_ends_the_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise TypeError("unsupported operand")
+
+    monkeypatch.setattr(execute_module, "executing", fail)
+    result = invoke("tune", "mine.toml", "--jobs", "1")
+    assert result.exit_code == 1
+    assert result.stderr.count("TypeError: unsupported operand (an error inside pfedhn;") == 4
+    assert not Path("runs/mine-tuning/finals").exists()
+    assert not Path("runs/mine-tuning/tuning.json").exists()
+
+
+def test_after_kill_9_the_finished_points_are_only_read() -> None:
+    succeed("tune", "mine.toml", "--jobs", "1", "--out", "whole")
+    Path("mine.rates.toml").unlink()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pfedhn", "tune", "mine.toml", "--jobs", "1", "--out", "killed"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (finished := list(Path("killed").glob("*/*/result.json"))) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert finished
+    assert not Path("killed/tuning.json").exists(), "too late to be a test"
+    before = {file: file.stat().st_mtime_ns for file in Path("killed").glob("*/*/result.json")}
+    shown = succeed("tune", "mine.toml", "--jobs", "1", "--out", "killed")
+    assert " of 4 runs are finished already." in shown.stderr
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    scores = [json.loads(Path(out, "tuning.json").read_text())["methods"]["fedavg"] for out in ("whole", "killed")]
+    for record in scores:
+        for point in record["points"]:
+            for stage in ("first", "finals"):
+                (point[stage] or {}).pop("seconds", None)
+    assert scores[0]["points"] == scores[1]["points"]
+
+
+def test_another_tuning_in_the_folder_is_named_as_it_was_given() -> None:
+    arguments = ["tune", "mine.toml", "--only", "method=fedavg", "--set", "steps=10", "--out", "tuning"]
+    study = plan(with_assignments(from_toml(Path("mine.toml")), {"steps": 10}), ["method=fedavg"])
+    for stage, experiment in study.stages.items():
+        Directory(Path("tuning", stage)).open(experiment, [])
+    refused("error: tuning holds another experiment, or other settings of it: ", *arguments, "--set", "steps=20")
+    refused("error: tuning holds another experiment, or other settings of it: ", *arguments, "--fraction", "0.5")
+    refused("of it: steps is 10 there and 9 here; give another --out", *arguments, "--set", "steps=9")
+
+
+# The files of rates
+
+
+def test_saving_keeps_what_else_a_file_holds(tmp_path: Path) -> None:
+    file = tmp_path / "rates.toml"
+    save_rates(file, "a", {"fedavg": {"local_lr": 0.1}, "pfedme": {"lr": 0.1, "personal_lr": 0.05}})
+    save_rates(file, "b.c", {"local": {"local_lr": 0.01}})
+    save_rates(file, "a", {"fedavg": {"local_lr": 0.005}})
+    assert read_rates(file) == {
+        "a": {"fedavg": {"local_lr": 0.005}, "pfedme": {"lr": 0.1, "personal_lr": 0.05}},
+        "b.c": {"local": {"local_lr": 0.01}},
+    }
+    assert file.read_text().startswith("# Learning rates that `pfedhn tune` chose")
+
+
+def test_rates_reach_the_cells_of_their_methods_alone() -> None:
+    changed = with_rates(TABLE1, {"fedavg": {"local_lr": 0.3}})
+    for before, after in zip(TABLE1.cells, changed.cells, strict=True):
+        is_tuned = before.method == "fedavg"
+        assert after == (replace(before, settings={**before.settings, "local_lr": 0.3}) if is_tuned else before)
+
+
+def test_the_option_and_set_come_after_and_show_in_the_command() -> None:
+    Path("mine.rates.toml").write_text("[mine.fedavg]\nlocal_lr = 0.3")
+    Path("other.toml").write_text("[mine.fedavg]\nlocal_lr = 0.2\n[mine.lg-fedavg]\nlocal_lr = 0.25")
+    short = ["--only", "method=fedavg,clients=4", "--set", "steps=10"]
+    succeed("run", "mine.toml", *short, "--out", "beside")
+    succeed("run", "mine.toml", *short, "--rates", "other.toml", "--out", "given")
+    succeed("run", "mine.toml", *short, "--rates", "other.toml", "--set", "local_lr=0.1", "--out", "set")
+    for out, rate in (("beside", 0.3), ("given", 0.2), ("set", 0.1)):
+        folder = Path(out, "fedavg-digits-4-seed0")
+        result = json.loads((folder / "result.json").read_text())
+        assert result["cell"]["settings"]["local_lr"] == rate
+        assert tomllib.loads((folder / "spec.toml").read_text())["settings"]["local_lr"] == rate
+        assert (f"--rates {Path('other.toml').resolve()}" in result["command"]) == (out != "beside")
+    assert Directory(Path("given")).options().rates == Path("other.toml").resolve()
+    succeed("run", "--resume", "given")
+    refused("so --rates cannot be given with it.", "run", "--resume", "given", "--rates", "other.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[mine.fedavgg]\nlocal_lr = 0.1", "[mine.fedavgg] names no method; did you mean 'fedavg'?"),
+        ("[mine.fedavg]\nlocal_lrr = 0.1", "[mine.fedavg] has no field 'local_lrr'; did you mean 'local_lr'?"),
+        ("[mine.fedavg]\nlocal_lr = 'fast'", "[mine.fedavg]: local_lr = 'fast' does not fit; it must be a number."),
+        ("[mine.fedavg", "mine.rates.toml is damaged"),
+        ("[mine]\nfedavg = 0.1", "'mine' does not fit; write rates under headings [EXPERIMENT.METHOD]."),
+        ("[other.fedavg]\nlocal_lr = 0.1", "mine.rates.toml has no rates for 'mine'; it holds 'other'."),
+        ("", "mine.rates.toml has no rates for 'mine'; it is empty."),
+    ],
+)
+def test_wrong_rates_get_one_sentence_and_code_2(text: str, sentence: str) -> None:
+    Path("mine.rates.toml").write_text(text)
+    for command in ("run", "tune"):
+        refused(sentence, command, "mine.toml")
+    Path("mine.rates.toml").rename("other.rates.toml")
+    refused(sentence.replace("mine.rates", "other.rates"), "run", "mine.toml", "--rates", "other.rates.toml")
+    refused("nowhere.toml.", "run", "mine.toml", "--rates", "nowhere.toml")
+    assert not Path("runs").exists()
+
+
+def test_the_packages_own_file_is_sound_and_holds_only_what_is_tuned() -> None:
+    for name, rates in read_rates(paper.RATES_FILE).items():
+        assert name in EXPERIMENTS
+        for method, settings in rates.items():
+            assert set(settings) == set(tune.GRIDS[tune.RATES_TAKEN_FROM.get(method, method)])
+
+
+def test_mnist_takes_the_rates_of_cifar10_unless_it_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rates.toml"
+    monkeypatch.setattr(paper, "RATES_FILE", file)
+
+    def rates_of(name: str) -> set[Any]:
+        tuned: Callable[[Experiment], Experiment] = paper._tuned
+        return {cell.settings.get("local_lr") for cell in tuned(EXPERIMENTS[name]).cells if cell.method == "fedavg"}
+
+    file.write_text("")
+    plain = rates_of("table1-mnist")
+    save_rates(file, "table1-cifar10", {"fedavg": {"local_lr": 0.25}, "local": {"local_lr": 0.125}})
+    assert rates_of("table1-cifar10") == rates_of("table1-mnist") == {0.25}
+    assert rates_of("table1-cifar100") != {0.25}
+    assert plain != {0.25}
+    save_rates(file, "table1-mnist", {"fedavg": {"local_lr": 0.5}})
+    assert rates_of("table1-mnist") == {0.5}

@@ -1,0 +1,416 @@
+"""Reports of hand-made run directories: every number is worked out here from what was written there."""
+
+import csv
+import io
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from pfedhn.errors import UserError
+from pfedhn.experiments.directory import Directory
+from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.report.entries import Report, collect, compare, summarize
+from pfedhn.report.figures import draw_demo, pictures_of, plot_curves
+from pfedhn.report.page import to_html, write
+from pfedhn.report.tables import (
+    accuracy_text,
+    bytes_text,
+    caption,
+    details,
+    grid,
+    seconds_text,
+    sentence,
+    steps_text,
+    to_csv,
+    to_latex,
+    to_markdown,
+    to_terminal,
+)
+
+ROWS = [4, 4, 2, 0]  # test rows of each client; the last has none
+CELLS = tuple(Cell(method=method, clients=4, steps=20) for method in ("local", "fedavg", "pfedhn"))
+EXPERIMENT = Experiment("made", CELLS, (0, 1, 2), "Made by hand", published={"pfedhn/4": (80.0, 1.5)})
+
+
+def record(correct: Sequence[int]) -> dict[str, Any]:
+    """The test scores of one moment, from each client's number of correct rows."""
+    shares = [c / rows for c, rows in zip(correct, ROWS, strict=True) if rows]
+    return {
+        "loss": 1.0 - sum(correct) / 10,
+        "rows": sum(ROWS),
+        "client_mean": statistics.fmean(shares),
+        "sample_mean": sum(correct) / sum(ROWS),
+        "clients": list(correct),
+        "client_rows": ROWS,
+    }
+
+
+def put_run(directory: Path, name: str, correct: Sequence[int] | None, *, seconds: float = 2.0, **more: Any) -> None:
+    """A finished run, or (without `correct`) one that has only begun."""
+    folder = directory / name
+    folder.mkdir(parents=True)
+    moments = [[1, 1, 0, 0], correct or [2, 1, 0, 0]]
+    lines = [
+        json.dumps({"step": 10 * number, "round": number, "test": record(moment), "validation": record(moment)})
+        for number, moment in enumerate(moments, 1)
+    ]
+    ending = "\n" if correct else '\n{"step": 30, "te'  # killed while it was writing
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + ending)
+    if correct is None:
+        return
+    result = {
+        "name": name,
+        "test": record(correct),
+        "validation": record(correct),
+        "steps": 20,
+        "bytes_up": 1_500_000,
+        "bytes_down": 2_500_000,
+        "seconds": seconds,
+        "partition_sha256": name[-1],
+        "command": f"pfedhn run made --only name={name}",
+        "environment": {"device": "cpu: abacus", "threads": 1},
+    }
+    (folder / "result.json").write_text(json.dumps(result | more))
+
+
+CORRECT: Mapping[str, Sequence[Sequence[int]]] = {
+    "local": ([2, 2, 1, 0], [1, 3, 1, 0], [2, 1, 2, 0]),
+    "pfedhn": ([4, 2, 1, 0], [3, 4, 1, 0], [1, 3, 2, 0]),
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """local: three seeds; pfedhn: two finished and one begun; fedavg: planned, not begun."""
+    path = tmp_path / "made"
+    Directory(path).open(EXPERIMENT, list(EXPERIMENT.runs()))
+    for seed in range(3):
+        put_run(path, f"local-digits-4-seed{seed}", CORRECT["local"][seed], seconds=1.0 + seed)
+    for seed in range(2):
+        put_run(path, f"pfedhn-digits-4-seed{seed}", CORRECT["pfedhn"][seed])
+    put_run(path, "pfedhn-digits-4-seed2", None)
+    return path
+
+
+@pytest.fixture
+def found(directory: Path) -> Report:
+    (report,) = collect([directory])
+    return report
+
+
+def client_means(method: str, seeds: int) -> list[float]:
+    return [100 * record(correct)["client_mean"] for correct in CORRECT[method][:seeds]]
+
+
+def test_mean_and_sample_deviation_over_finished_seeds(found: Report) -> None:
+    local, fedavg, pfedhn = found.entries
+    values = client_means("local", 3)
+    assert values[0] == pytest.approx(100 * (2 / 4 + 2 / 4 + 1 / 2) / 3)  # the client without rows does not count
+    mean = sum(values) / 3
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (3 - 1))
+    summary = local.test()
+    assert summary is not None
+    assert summary == pytest.approx((mean, deviation, 3))
+    samples = local.test("samples")
+    assert samples is not None
+    assert samples.mean == pytest.approx(100 * sum(sum(correct) for correct in CORRECT["local"]) / 30)
+    assert fedavg.test() is None
+    assert (local.seeds_text, fedavg.seeds_text, pfedhn.seeds_text) == ("3 seeds", "0 of 3 seeds", "2 of 3 seeds")
+
+
+def test_the_published_number_and_the_difference(found: Report) -> None:
+    pfedhn = found.entries[2]
+    assert pfedhn.published == (80.0, 1.5)
+    assert pfedhn.difference() == pytest.approx(statistics.fmean(client_means("pfedhn", 2)) - 80.0)
+    assert found.entries[0].difference() is None
+
+
+def test_a_single_seed_is_marked_and_has_no_deviation(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    Directory(path).open(EXPERIMENT, ["pfedhn-digits-4-seed7"])
+    put_run(path, "pfedhn-digits-4-seed7", [4, 2, 1, 0])
+    (report,) = collect([path])
+    entry = report.entries[2]
+    assert accuracy_text(entry) == f"{100 * (1 + 1 / 2 + 1 / 2) / 3:.2f} (1 seed)"
+    assert "A number without ± comes from a single seed." in caption(report)
+
+
+def test_a_row_per_method_with_what_it_cost(found: Report) -> None:
+    table = details(found)
+    assert table[0] == [
+        *("method", "over clients", "over samples", "paper", "difference", "seeds", "steps", "up", "down", "time")
+    ]
+    local, fedavg, pfedhn = table[1:]
+    assert local[0] == "local"
+    assert local[-5:] == ["3", "20", "1.5 MB", "2.5 MB", "2.0 s"]  # seconds 1, 2 and 3
+    assert fedavg == ["fedavg", "", "", "", "", "0 of 3", "", "", "", ""]
+    values = client_means("pfedhn", 2)
+    assert pfedhn[1] == f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
+    assert pfedhn[3:6] == ["80.00 ± 1.50", f"{statistics.fmean(values) - 80:+.2f}", "2 of 3"]
+
+
+def test_columns_are_data_sets_and_numbers_of_clients(tmp_path: Path) -> None:
+    cells = (*CELLS, replace(CELLS[2], clients=8), replace(CELLS[2], dataset="mnist", clients=8))
+    experiment = replace(EXPERIMENT, cells=cells)
+    Directory(tmp_path / "wide").open(experiment, [])
+    (report,) = collect([tmp_path / "wide"])
+    table = grid(report)
+    assert table[0] == ["method", "digits, 4 clients", "digits, 8 clients", "mnist, 8 clients"]
+    assert [line[0] for line in table[1:]] == ["local", "fedavg", "pfedhn"]
+    assert table[3][1] == "\npaper 80.00 ± 1.50\n"
+    assert details(report)[0][1:3] == ["data set", "clients"]
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(to_terminal(report))
+    headings = [" ".join(line.split()) for line in stream.getvalue().splitlines() if line.startswith(" method")]
+    assert headings == ["method digits, 4 clients digits, 8 clients", "method mnist, 8 clients"]
+    assert stream.getvalue().count(" fedavg ") == 1  # it has no cell on mnist
+
+
+def test_cells_of_one_method_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    cells = tuple(replace(CELLS[2], settings={"lr": lr}) for lr in (0.1, 0.2))
+    experiment = Experiment("grid", cells, (0,))
+    Directory(tmp_path / "grid").open(experiment, list(experiment.runs()))
+    for name in experiment.runs():
+        put_run(tmp_path / "grid", name, [4, 4, 2, 0] if "0.2" in name else [0, 0, 0, 0])
+    (report,) = collect([tmp_path / "grid"])
+    assert report.labels == ["pfedhn lr=0.1", "pfedhn lr=0.2"]
+    assert [accuracy_text(entry) for entry in report.entries] == ["0.00 (1 seed)", "100.00 (1 seed)"]
+
+
+def test_two_directories_of_one_experiment_are_put_together(directory: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other-machine"
+    Directory(other).open(EXPERIMENT, ["pfedhn-digits-4-seed2", "fedavg-digits-4-seed0"])
+    put_run(other, "pfedhn-digits-4-seed2", CORRECT["pfedhn"][2])
+    put_run(other, "fedavg-digits-4-seed0", [4, 4, 2, 0])
+    (report,) = collect([directory, other])
+    pfedhn = report.entries[2].test()
+    assert pfedhn is not None
+    assert pfedhn.mean == pytest.approx(statistics.fmean(client_means("pfedhn", 3)))
+    assert accuracy_text(report.entries[1]) == "100.00 (1 of 3 seeds)"
+
+
+def test_different_experiments_share_a_table_unless_they_collide(directory: Path, tmp_path: Path) -> None:
+    elsewhere = replace(EXPERIMENT, name="mnist", cells=tuple(replace(cell, dataset="mnist") for cell in CELLS))
+    collides = replace(EXPERIMENT, name="longer", cells=tuple(replace(cell, steps=30) for cell in CELLS))
+    for experiment in (elsewhere, collides):
+        Directory(tmp_path / experiment.name).open(experiment, [])
+    reports = collect([directory, tmp_path / "mnist", tmp_path / "longer"])
+    assert [len(report.columns) for report in reports] == [2, 1]
+
+
+def test_a_run_that_starts_from_another_counts_both(tmp_path: Path) -> None:
+    cells = (replace(CELLS[1], steps=5_000), replace(CELLS[1], method="lg-fedavg", pretrain="fedavg"))
+    experiment = Experiment("lg", cells, (0,))
+    Directory(tmp_path / "lg").open(experiment, list(experiment.runs()))
+    before = {"steps": 5_000, "bytes_up": 500_000, "bytes_down": 0, "seconds": 60.0}
+    put_run(tmp_path / "lg", "lg-fedavg-digits-4-seed0", [4, 4, 2, 0], seconds=2.0, pretrain=before)
+    (report,) = collect([tmp_path / "lg"])
+    entry = report.entries[1]
+    assert steps_text(entry) == "5,000 + 20"
+    assert bytes_text(entry.total("bytes_up")) == "2.0 MB"
+    assert seconds_text(entry.total("seconds")) == "62.0 s"
+    assert list(entry.curve(0)) == [5_010, 5_020]
+
+
+def test_clients_are_compared_on_the_same_rows_only(found: Report) -> None:
+    local, _, pfedhn = found.entries
+    counts = compare(pfedhn, local)
+    assert counts is not None
+    # Seed 0: (4, 2, 1) against (2, 2, 1): 1 better, 2 the same. Seed 1: (3, 4, 1) against (1, 3, 1): 2 better, 1 same.
+    assert counts == (3, 3, 0, 2)
+    changed = {seed: {**result, "partition_sha256": "other"} for seed, result in local.results.items()}
+    assert compare(pfedhn, replace(local, results=changed)) is None
+
+
+def test_the_sentence_says_what_the_numbers_say(found: Report) -> None:
+    ours, alone = (statistics.fmean(client_means(method, seeds)) for method, seeds in (("pfedhn", 2), ("local", 3)))
+    assert sentence(found) == (
+        f"On average, a client's own test accuracy is {ours:.1f} % with pFedHN and {alone:.1f} % with a model trained "
+        "alone; of 6 clients (2 seeds together), 3 do better with pFedHN than alone, 3 the same and 0 worse."
+    )
+    wide = Report("wide", [*found.entries, replace(found.entries[0], cell=replace(CELLS[0], clients=8))])
+    assert sentence(wide).startswith("With digits, 4 clients, on average, a client's own test accuracy is ")
+    assert sentence(Report("empty", found.entries[:2])) == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 B"), (999, "999 B"), (1_000, "1.0 kB"), (999_400, "999 kB"), (999_600, "1.0 MB"), (12_345_678, "12.3 MB")],
+)
+def test_bytes_are_readable(number: int, text: str) -> None:
+    assert bytes_text(summarize([number])) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0.04, "0.0 s"), (99.4, "99.4 s"), (100, "2 min"), (5_400, "90 min"), (8_040, "2 h 14 min")]
+)
+def test_times_are_readable(number: float, text: str) -> None:
+    assert seconds_text(summarize([number])) == text
+
+
+def test_the_terminal_shows_it_within_eighty_columns(found: Report) -> None:
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(to_terminal(Report(found.title, found.entries[:1])))
+    lines = stream.getvalue().splitlines()
+    assert lines[0].strip() == "Made by hand (digits, 4 clients)"
+    values = client_means("local", 3)
+    assert any(f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}" in line for line in lines)
+    assert "Hardware: cpu: abacus, 1 thread." in " ".join(lines)
+
+
+def test_the_terminal_keeps_numbers_whole_beside_two_stages(tmp_path: Path) -> None:
+    cells = (replace(CELLS[1], steps=5_000), replace(CELLS[1], method="lg-fedavg", pretrain="fedavg"))
+    experiment = Experiment("lg", cells, (0, 1), published={"fedavg/4": (50.0, 1.0)})
+    Directory(tmp_path / "lg").open(experiment, list(experiment.runs()))
+    before = {"steps": 5_000, "bytes_up": 500_000, "bytes_down": 0, "seconds": 60.0}
+    for seed in (0, 1):
+        name = f"lg-fedavg-digits-4-seed{seed}"
+        put_run(tmp_path / "lg", name, [4, 4, 2 - seed, 0], pretrain=before, steps=1_000)
+    (report,) = collect([tmp_path / "lg"])
+    stream = io.StringIO()
+    Console(file=stream, width=77).print(to_terminal(report))
+    text = stream.getvalue()
+    assert "paper 50.00 ± 1.00" in text
+    (line,) = (line for line in text.splitlines() if line.startswith(" lg-fedavg") and "MB" in line)
+    assert "1,000" not in line  # it is on the next
+    assert re.findall(r"\d+\.\d+ ± \d+\.\d+|[\d.]+ MB|[\d.]+ s\b", line) == [
+        *("91.67 ± 11.79", "95.00 ± 7.07", "2.0 MB", "2.5 MB", "62.0 s")
+    ]
+
+
+def test_the_terminal_breaks_a_long_method_before_its_settings_and_no_heading(tmp_path: Path) -> None:
+    cells = tuple(replace(CELLS[1], method="pfedhn", settings={"lr": rate}) for rate in (0.01, 0.05))
+    experiment = Experiment("rates", cells, (0, 1))
+    Directory(tmp_path / "rates").open(experiment, list(experiment.runs()))
+    for name in experiment.runs():
+        put_run(tmp_path / "rates", name, [4, 4, 2, 0])
+    (report,) = collect([tmp_path / "rates"])
+    stream = io.StringIO()
+    Console(file=stream, width=80).print(to_terminal(report))
+    lines = stream.getvalue().splitlines()
+    headings = ["method", "over clients", "over samples", "seeds", "steps", "up", "down", "time"]
+    assert any(re.split(r"\s{2,}", line.strip()) == headings for line in lines)
+    assert any(line.strip() == "lr=0.01" for line in lines)
+
+
+def test_a_method_that_sends_nothing_is_drawn_across(found: Report) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    plot_curves(axes, found.entries)
+    across = [line for line in axes.get_lines() if list(line.get_xdata()) == [0, 1]]
+    last = statistics.fmean(client_means("local", 3))
+    assert [float(line.get_ydata()[0]) for line in across] == [pytest.approx(last)]
+
+
+def test_markdown_has_a_table_that_renders(found: Report) -> None:
+    lines = to_markdown([found]).splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len({line.count("|") for line in table}) == 1
+    assert len(table) == 2 + len(CELLS)
+    assert "pfedhn run made --only name=pfedhn-digits-4-seed1" in lines
+
+
+def test_csv_holds_the_numbers_unrounded(found: Report) -> None:
+    local, fedavg, pfedhn = csv.DictReader(io.StringIO(to_csv([found])))
+    values = client_means("local", 3)
+    assert float(local["over_clients_mean"]) == pytest.approx(statistics.fmean(values), rel=1e-12)
+    assert float(local["over_clients_deviation"]) == pytest.approx(statistics.stdev(values), rel=1e-12)
+    assert (local["dataset"], local["clients"], local["seeds"], local["planned_seeds"]) == ("digits", "4", "3", "3")
+    assert (fedavg["over_clients_mean"], fedavg["seconds"]) == ("", "")
+    assert float(pfedhn["published_mean"]) == 80.0
+    assert float(pfedhn["bytes_down"]) == 2_500_000
+
+
+def test_latex_escapes_and_gives_every_row_its_columns(found: Report) -> None:
+    text = to_latex([Report("50 % of A&B_1", found.entries)])
+    assert r"50 \% of A\&B\_1" in text
+    tables = re.findall(r"\\begin\{tabular\}\{(\w+)\}\n(.*?)\\end\{tabular\}", text, re.DOTALL)
+    assert len(tables) == 2
+    for columns, body in tables:
+        lines = [line for line in body.splitlines() if not re.fullmatch(r"\\(top|mid|bottom)rule", line)]
+        assert all(line.endswith(r" \\") and line.count(" & ") == len(columns) - 1 for line in lines)
+    bare = re.sub(r"\\[{}]", "", text)
+    assert bare.count("{") == bare.count("}")
+    assert re.sub(r"\\\$", "", text).count("$") % 2 == 0
+    assert re.findall(r"\\begin\{(\w+)\}", text) == ["table", "tabular"] * 2
+    assert re.findall(r"\\end\{(\w+)\}", text) == ["tabular", "table"] * 2
+    assert not re.search(r"(?<!\\)[%#]", text)  # would begin a comment, or end the compiler's patience
+    rows = [line for line in text.splitlines() if line.endswith(r"\\")]
+    values = client_means("pfedhn", 2)
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    assert rf"pFedHN & ${mean:.2f} \pm {deviation:.2f}$ (2 of 3 seeds) \\" in rows
+    assert rf"\quad difference & ${mean - 80:+.2f}$ \\" in rows
+    assert any(row.startswith("Local & ") and row.endswith(r"& 3 & 20 & 1.5 MB & 2.5 MB & 2.0 s \\") for row in rows)
+    assert r"\quad published & $80.00 \pm 1.50$ \\" in rows
+    assert "FedAvg &  \\\\" in rows
+
+
+def test_a_task_without_accuracy_is_reported_by_its_loss(tmp_path: Path) -> None:
+    experiment = Experiment("regression", CELLS[2:], (0, 1))
+    path = tmp_path / "regression"
+    Directory(path).open(experiment, list(experiment.runs()))
+    for seed, loss in ((0, 0.5), (1, 0.7)):
+        put_run(
+            path, f"pfedhn-digits-4-seed{seed}", [1, 1, 1, 0], test={"loss": loss, "clients": [], "client_rows": []}
+        )
+    (report,) = collect([path])
+    assert report.measure == "test loss"
+    assert details(report)[1][1] == f"0.6000 ± {statistics.stdev([0.5, 0.7]):.4f}"
+    assert list(pictures_of([report])) == ["curves-digits-4.png"]
+    assert sentence(report) == ""
+
+
+def test_the_report_is_written_in_every_format(found: Report, tmp_path: Path) -> None:
+    files = write([found], tmp_path / "out")
+    assert {file.name for file in files} == {
+        *("report.md", "report.csv", "report.tex", "report.html", "curves-digits-4.png", "clients-digits-4.png")
+    }
+    assert all(file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for file in files if file.suffix == ".png")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert not re.search(r'(src|href)="(?!data:)', page)  # nothing is loaded from elsewhere
+    assert draw_demo(found)[:4] == b"\x89PNG"
+
+
+def test_html_escapes_what_it_is_given(found: Report) -> None:
+    page = to_html([Report("<script>alert(1)</script>", found.entries)], {})
+    assert "<script>" not in page
+
+
+def test_only_the_formats_asked_for_and_no_unknown_one(found: Report, tmp_path: Path) -> None:
+    assert [file.name for file in write([found], tmp_path, ["csv"])] == ["report.csv"]
+    with pytest.raises(UserError, match=r"there is no format 'pmg'; did you mean 'png'\?"):
+        write([found], tmp_path, ["pmg"])
+
+
+def test_without_matplotlib_a_sentence_says_what_to_install(
+    found: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match=r"drawing needs .* pip install 'pfedhn\[report\]'"):
+        pictures_of([found])
+    write([found], tmp_path, ["md", "csv", "tex"])
+
+
+def test_runs_that_have_not_begun_make_tables_but_no_pictures(tmp_path: Path) -> None:
+    Directory(tmp_path / "new").open(EXPERIMENT, list(EXPERIMENT.runs()))
+    reports = collect([tmp_path / "new"])
+    assert pictures_of(reports) == {}
+    assert "No run is finished yet." in to_markdown(reports)
+
+
+def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no experiment"):
+        collect([tmp_path])
+    with pytest.raises(UserError, match="there is nothing to report"):
+        write([], tmp_path)

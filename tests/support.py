@@ -1,0 +1,171 @@
+"""A small federation in float64 and the few lines every test of a whole run needs.
+
+Six clients of different sizes, one of them (client 3) smaller than a batch. The data come from integer arithmetic, so
+they are the same bits on every machine.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pfedhn import keys
+from pfedhn.data.federation import Federation
+from pfedhn.engine.evaluate import personal_weights
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import Schedule, State
+from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.model import Model
+from pfedhn.models import cross_entropy, is_correct
+from pfedhn.params import Params, take
+
+torch.set_num_threads(1)  # tests run side by side
+
+TRAIN_SIZES = (12, 9, 20, 3, 15, 7)
+NUM_CLIENTS = len(TRAIN_SIZES)
+SIDE, CHANNELS, NUM_CLASSES = 6, 2, 4
+BATCH_SIZE = 5
+MEAN, STD = torch.tensor([0.5, 0.4], dtype=torch.float64), torch.tensor([0.25, 0.3], dtype=torch.float64)
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(CHANNELS, 3, 3)
+        self.out = nn.Linear(12, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(nn.functional.max_pool2d(self.conv(x), 2).relu().flatten(1))
+
+
+def mlp(hidden: int = 5) -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(CHANNELS * SIDE * SIDE, hidden), nn.ReLU(), nn.Linear(hidden, NUM_CLASSES)
+    )
+
+
+FACTORIES = {"mlp": mlp, "conv": Conv, "wide": lambda: mlp(7)}
+
+
+def model(name: str = "mlp", dtype: torch.dtype = torch.float64) -> Model:
+    return Model(name, FACTORIES[name], cross_entropy, is_correct, dtype=dtype)
+
+
+def pictures(client: int, split: str, count: int) -> tuple[Tensor, Tensor]:
+    """uint8 images [N, H, W, C] and labels: noise on a pattern per class; each client mostly sees two classes."""
+    key = keys.fold(0, "pictures", client, split)
+    coins = keys.uniform(keys.fold(key, "label"), count)
+    y = torch.where(coins < 0.45, client, torch.where(coins < 0.9, client + 1, client + 2)) % NUM_CLASSES
+    shape = (SIDE, SIDE, CHANNELS)
+    patterns = keys.uniform(keys.fold(0, "pattern"), NUM_CLASSES * SIDE * SIDE * CHANNELS).unflatten(0, (-1, *shape))
+    noise = keys.uniform(keys.fold(key, "noise"), count * SIDE * SIDE * CHANNELS).unflatten(0, (-1, *shape))
+    return ((patterns[y] + noise) * 127).to(torch.uint8), y
+
+
+def normalized(images: Tensor) -> Tensor:
+    return ((images.double() / 255 - MEAN) / STD).permute(0, 3, 1, 2).contiguous()
+
+
+def splits(client: int) -> dict[str, tuple[Tensor, Tensor]]:
+    sizes = {"train": TRAIN_SIZES[client], "validation": 4 + client % 3, "test": 3 + client % 2}
+    return {split: pictures(client, split, size) for split, size in sizes.items()}
+
+
+def uint8_images() -> Tensor:
+    """All rows of the federation, in its order, before they are normalized."""
+    return torch.cat([images for client in range(NUM_CLIENTS) for images, _ in splits(client).values()])
+
+
+def make_federation() -> Federation:
+    clients = [{split: (normalized(x), y) for split, (x, y) in splits(i).items()} for i in range(NUM_CLIENTS)]
+    return replace(Federation.from_clients(clients).to("cpu", torch.float64), x=normalized(uint8_images()))
+
+
+def simulate(
+    algorithm: Any,
+    federation: Federation,
+    models: Mapping[str, Model] | str = "mlp",
+    *,
+    rounds: int = 8,
+    cohort: int = 1,
+    batch_size: int = BATCH_SIZE,
+    evaluate_every: int = 1_000_000,
+    seed: int = 5,
+    **settings: Any,
+) -> Simulation:
+    models = {models: model(models)} if isinstance(models, str) else models
+    algorithm = algorithm.for_clients(federation.num_clients, federation.descriptor_dim)
+    size = cohort if algorithm.communicates else federation.num_clients
+    schedule = Schedule(rounds * size, cohort, batch_size, evaluate_every)
+    return Simulation(algorithm, models, federation, schedule, seed, **settings)
+
+
+def finish(simulation: Simulation, state: State | None = None) -> State:
+    state = simulation.initial_state() if state is None else state
+    for _ in simulation.rounds(state):
+        pass
+    return state
+
+
+def personal(simulation: Simulation, state: State) -> list[Params]:
+    """The weights every client would use now."""
+    weights = []
+    for client in range(simulation.federation.num_clients):
+        architecture, memories = simulation.model_of(client), state.memories
+        algorithm, one = simulation.algorithm, torch.tensor([client])
+        batches = simulation.federation.batches(
+            one,
+            simulation.personalize_key(state.round),
+            algorithm.num_personalize_batches,
+            simulation.schedule.batch_size,
+        )
+        private = take(memories.private[architecture.name].take([client]), 0)
+        row = take(memories.rows, client)
+        weights.append(personal_weights(algorithm, architecture, memories.shared, row, private, take(batches, 0)))
+    return weights
+
+
+def assert_close(actual: Any, expected: Any, rtol: float = 1e-9, atol: float = 1e-12) -> None:
+    """Trees of tensors, equal to rounding."""
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    left, right = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def memories_of(state: State) -> Any:
+    """All three memories as one tree, private ones by client."""
+    memories = state.memories
+    private = {
+        f"{name}.{client}": take(table.tree, slot)
+        for name, table in memories.private.items()
+        for client, slot in sorted(table.slots.items())
+    }
+    return memories.shared, memories.rows, private
+
+
+SMALL = Experiment(
+    name="small",
+    cells=tuple(
+        Cell(
+            method=method,
+            clients=6,
+            split=(0.5, 0.25, 0.25),
+            model="mlp-4",
+            steps=30,
+            batch_size=8,
+            evaluate_every=10,
+            settings={"local_steps": 2},
+        )
+        for method in ("fedavg", "pfedhn")
+    ),
+    seeds=(0, 1),
+)

@@ -1,0 +1,132 @@
+"""What would be silently wrong is refused with a sentence."""
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pfedhn
+from pfedhn.errors import UserError
+
+
+def made_federation(**changes: object) -> pfedhn.Federation:
+    generator = numpy.random.default_rng(0)
+    x, y = generator.normal(size=(240, 8)), numpy.arange(240) % 4
+    x, y = changes.get("x", x), changes.get("y", y)  # type: ignore[assignment]
+    split = changes.get("split", (0.7, 0.15, 0.15))
+    return pfedhn.Federation.from_arrays(x, y, pfedhn.by_classes(2, num_clients=6), split=split)  # type: ignore[arg-type]
+
+
+def train(model: object, federation: pfedhn.Federation | None = None, **settings: object) -> pfedhn.Run:
+    federation = federation or made_federation()
+    return pfedhn.train("pfedhn", federation, model, steps=2, progress=False, **settings)  # type: ignore[arg-type]
+
+
+class Noisy(pfedhn.MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, self.training))
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            lambda: nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)),
+            "changes buffers of the layers 1;",
+        ),
+        (lambda: Noisy(8, 4), "outside of a dropout layer"),
+        (lambda: pfedhn.MLP(9, 4), r"does not take rows of shape \(8,\)"),
+        (lambda: pfedhn.MLP(8, 3), r"has the label 3, but the network 'model' has 3 outputs"),
+        (lambda: nn.ReLU(), "no trainable parameters"),
+    ],
+)
+def test_networks(model: object, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        train(model)
+
+
+def test_constant_buffers_pass_and_go_along_with_the_personal_model() -> None:
+    class Masked(pfedhn.MLP):
+        def __init__(self) -> None:
+            super().__init__(8, 5, 4)
+            self.register_buffer("mask", torch.tensor([1.0, 0, 1, 1, 1, 0, 1, 1]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.mask)
+
+    run = train(Masked)
+    assert torch.equal(run.personal_model(3).mask, Masked().mask)  # type: ignore[arg-type]
+
+
+def test_frozen_parameters_are_constants() -> None:
+    def half_frozen() -> nn.Module:
+        network = nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 4))
+        network[0].requires_grad_(False)
+        return network
+
+    run = train(half_frozen)
+    assert set(run.personal_weights(0)) == {"2.weight", "2.bias"}
+
+
+def test_a_loss_that_is_not_per_row() -> None:
+    with pytest.raises(UserError, match="one value per row"):
+        train(lambda: pfedhn.MLP(8, 4), loss=nn.functional.cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"x": numpy.full((240, 8), numpy.nan)}, "row 0 of x holds NaN"),
+        ({"y": numpy.arange(240) % 4 - 1}, "holds the class -1"),
+        ({"y": numpy.zeros(239, dtype=int)}, "240 rows and y has 239"),
+        ({"split": (0.5, 0.5, 0.5)}, "sum to 1"),
+        ({"split": (0.0, 0.5, 0.5)}, "no training rows"),
+    ],
+)
+def test_data(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        made_federation(**changes)
+
+
+def test_nothing_to_judge_by() -> None:
+    with pytest.raises(ValueError, match="validation or test rows"):
+        train(lambda: pfedhn.MLP(8, 4), made_federation(split=(1.0, 0.0, 0.0)))
+
+
+def test_nothing_left_to_generate() -> None:
+    with pytest.raises(ValueError, match="nothing is left to generate"):
+        pfedhn.train(
+            pfedhn.PFedHN(personal=("layers",)), made_federation(), lambda: pfedhn.MLP(8, 4), steps=1, progress=False
+        )
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(UserError, match="did you mean 'pfedhn'"):
+        pfedhn.train("pfedhnn", made_federation(), lambda: pfedhn.MLP(8, 4), progress=False)
+    with pytest.raises(ValueError, match=r"does not have; it has layers\.0"):
+        pfedhn.train(
+            pfedhn.PFedHN(personal=("fc3",)), made_federation(), lambda: pfedhn.MLP(8, 4), steps=1, progress=False
+        )
+    with pytest.raises(UserError, match="clients 0 to 5"):
+        train(lambda: pfedhn.MLP(8, 4)).personal_model(6)
+
+
+def test_averaging_refuses_several_architectures() -> None:
+    federation = made_federation().with_architectures(["small", "large"] * 3)
+    factories = {"small": lambda: pfedhn.MLP(8, 4), "large": lambda: pfedhn.MLP(8, 16, 4)}
+    with pytest.raises(ValueError, match="cannot serve the architectures small, large together"):
+        pfedhn.train("fedavg", federation, factories, steps=1, progress=False)
+    run = pfedhn.train("pfedhn", federation, factories, steps=4, progress=False)
+    assert sum(p.numel() for p in run.personal_model(0, architecture="large").parameters()) == 8 * 16 + 16 + 16 * 4 + 4
+
+
+def test_a_new_client_learns_only_what_is_its_own() -> None:
+    federation = made_federation()
+    run = pfedhn.train("pfedhn-pc", federation, lambda: pfedhn.MLP(8, 16, 4), steps=30, progress=False)
+    before = [leaf.clone() for leaf in run.memories().shared.phi.values()]
+    new = run.add_client(federation.x[:60], federation.y[:60], rounds=5)
+    assert all(torch.equal(a, b) for a, b in zip(before, run.memories().shared.phi.values(), strict=True))
+    assert new.round <= 5
+    assert new.model(federation.x[:3]).shape == (3, 4)
+    start = run.simulation.algorithm.join_row(run.memories().shared, run.memories().rows, None)
+    assert new.round == 0 or not torch.equal(new.row.embedding, start.embedding)
