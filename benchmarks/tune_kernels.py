@@ -137,7 +137,7 @@ class Problem(NamedTuple):
         return kernels.blocks_for(self.kind, self.shapes["x"], self.shapes["out"], self.layer.kernel)
 
     def product(self) -> tuple[int, int, int]:
-        """Rows, columns and depth of the whole matrix product."""
+        """Examples, columns and depth of the whole matrix product."""
         layer = self.layer
         stride = 2 if layer.pool else 1
         pixels = BATCH * layer.out_side**2

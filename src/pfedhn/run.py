@@ -6,9 +6,9 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ import numpy
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm, Group
@@ -25,21 +24,25 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation, LazyFederation
 from pfedhn.engine.checkpoint import load_state, save_state
 from pfedhn.engine.evaluate import Chunk, SplitResult, evaluate, personal_weights, plan, to_splits
+from pfedhn.engine.network import build_model, check_model, with_num_outputs
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Progress, Schedule, State
 from pfedhn.errors import UserError, closest
 from pfedhn.files import write_atomically
-from pfedhn.model import Factory, Model, PerExample
-from pfedhn.models import cross_entropy, is_correct, squared_error
+from pfedhn.model import Factory, PerExample
 from pfedhn.params import Params, stack, take
 from pfedhn.settings import build
 
 logger = logging.getLogger("pfedhn")
 
 CHECKPOINT_SECONDS = 60.0
+
+
 NUM_CLIENTS_IN_METRICS = 1_000  # larger federations keep per-client scores of the chosen round only
 
 AnyAlgorithm = Algorithm[Any, Any, Any]
+
+
 Result = TypeVar("Result")
 
 
@@ -63,81 +66,6 @@ def _name_of(method: str | AnyAlgorithm) -> str:
     if isinstance(method, str):
         return method
     return next((name for name, made_by in ALGORITHMS.items() if made_by is type(method)), type(method).__name__)
-
-
-def build_model(
-    name: str,
-    factory: Factory,
-    federation: Federation,
-    loss: PerExample | None = None,
-    metric: PerExample | None = None,
-) -> Model:
-    """An architecture that fits the federation's data, or a sentence that says why it does not."""
-    is_classes = not federation.y.is_floating_point() and federation.y.ndim == 1
-    loss = loss or (squared_error if federation.y.is_floating_point() else cross_entropy)
-    dtype = federation.x.dtype if federation.x.is_floating_point() else torch.get_default_dtype()
-    model = Model(name, factory, loss, metric, federation.x.device, dtype)
-    outputs = _check_model(model, federation)
-    is_classifier = is_classes and isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] > 1
-    return replace(model, per_example_metric=is_correct) if metric is None and is_classifier else model
-
-
-def _check_model(model: Model, federation: Federation) -> Any:
-    """Run the network once on real rows: what would be silently wrong later is refused now."""
-    if not model.shapes:
-        raise UserError(f"the network {model.name!r} has no trainable parameters; there is nothing to learn.")
-    x, y = federation.rows(federation.splits["train"].of(0)[:4])
-    module = model.with_weights(model.fresh(0)).train()
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        try:
-            outputs = module(x)
-        except Exception as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"the network {model.name!r} does not take rows of shape {tuple(x.shape[1:])}: {reason}"
-            ) from error
-        changed = [name for name, buffer in module.named_buffers() if not torch.equal(buffer, before[name])]
-        if changed:
-            layers = sorted({name.rpartition(".")[0] or name for name in changed})
-            raise UserError(
-                f"the forward pass of {model.name!r} changes buffers of the layers {', '.join(layers)}; a client's "
-                "weights would then depend on who trained before it. Use GroupNorm or LayerNorm instead of BatchNorm, "
-                "or track_running_stats=False."
-            )
-        if model.per_example_loss is cross_entropy:
-            num_outputs, top = outputs.shape[-1], int(federation.y.max())
-            if top >= num_outputs:
-                row = int((federation.y == top).nonzero()[0][0])
-                raise UserError(
-                    f"row {row} has the label {top}, but the network {model.name!r} has {num_outputs} outputs "
-                    f"(labels 0 to {num_outputs - 1}); give the network more outputs or mend the labels."
-                )
-        torch.manual_seed(1)
-        again = module(x)
-        if not model.is_random and any(
-            not torch.equal(a, b) for a, b in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(again), strict=True)
-        ):
-            raise UserError(
-                f"the forward pass of {model.name!r} draws random numbers outside of a dropout layer, which cannot be "
-                "keyed by client and round; use nn.Dropout instead of functional dropout, or take the noise out."
-            )
-        values = model.per_example_loss(outputs, y)
-    if values.shape != y.shape[:1]:
-        raise UserError(
-            f"the loss returned the shape {tuple(values.shape)} for {len(y)} rows; it must return one value per row, "
-            "e.g. with reduction='none'."
-        )
-    return outputs
-
-
-def _with_num_outputs(federation: LazyFederation, models: Iterable[Model]) -> LazyFederation:
-    """Labels of clients that are loaded later can only be checked then."""
-    x, _ = federation.rows(federation.splits["train"].of(0)[:4])
-    classifiers = [model for model in models if model.per_example_loss is cross_entropy]
-    found = [model.outputs(model.fresh(0), x).shape[-1] for model in classifiers]
-    return replace(federation, num_outputs=min(found, default=None))
 
 
 @dataclass
@@ -234,7 +162,7 @@ class Run:
         model = simulation.models[architecture] if architecture else simulation.model_of(0)
         data = Federation.from_clients([(x, y)], split=split, seed=seed)
         data = data.to(simulation.federation.x.device, model.dtype if data.x.is_floating_point() else None)
-        _check_model(model, data)
+        check_model(model, data)
         key = keys.fold(simulation.seed, "new client", seed)
         row = algorithm.join_row(memories.shared, memories.rows, self._descriptor(data, descriptor))
         private = algorithm.init_private(model, simulation.initial_models()[model.name], key)
@@ -615,7 +543,7 @@ def train(
         raise UserError(f"there is no target network {sorted(unknown)[0]!r}; {closest(sorted(unknown)[0], factories)}")
     models = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
     if isinstance(federation, LazyFederation):
-        federation = _with_num_outputs(federation, models.values())
+        federation = with_num_outputs(federation, models.values())
     algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)
     if cohort_size is None:
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, TensorDataset
 from pfedhn import keys
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.bench import textbook
-from pfedhn.data.federation import Federation, Rows
+from pfedhn.data.federation import Examples, Federation
 from pfedhn.engine.capture import CapturedRun, set_up_gpu
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
@@ -134,7 +134,8 @@ class Workload:
         x = ((images.float() / 255 - mean) / std).permute(0, 3, 1, 2).contiguous()
         start = torch.arange(self.num_clients) * self.rows_per_client
         train, tested = (
-            Rows(torch.arange(len(y)), start, torch.full_like(start, self.rows_per_client // part)) for part in (1, 4)
+            Examples(torch.arange(len(y)), start, torch.full_like(start, self.rows_per_client // part))
+            for part in (1, 4)
         )
         return Federation(x, y, {"train": train, "validation": tested, "test": tested})
 
@@ -421,7 +422,7 @@ def measure_clients(counts: Sequence[int], say: Say) -> list[dict[str, Any]]:
     x, y = torch.randn(1_000, 64, generator=generator), torch.arange(1_000) % 10
 
     def held(count: int) -> Federation:
-        rows = Rows(torch.arange(1_000), torch.zeros(count, dtype=torch.int64), torch.full((count,), 1_000))
+        rows = Examples(torch.arange(1_000), torch.zeros(count, dtype=torch.int64), torch.full((count,), 1_000))
         return Federation(x, y, {"train": rows, "validation": rows, "test": rows})
 
     def made(client: int) -> dict[str, tuple[Tensor, Tensor]]:

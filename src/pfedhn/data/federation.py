@@ -26,7 +26,7 @@ Arrays: TypeAlias = tuple[ArrayLike | Tensor, ArrayLike | Tensor]
 
 
 @dataclass(frozen=True)
-class Rows:
+class Examples:
     """The rows of every client in one split: client i owns index[offset[i] : offset[i] + size[i]]."""
 
     index: Tensor
@@ -45,7 +45,7 @@ class Rows:
         return len(self.offset)
 
 
-class RowsInOrder(Rows):
+class ExamplesInOrder(Examples):
     """Rows numbered client after client, so that no index is kept: place and number are one."""
 
     def numbers(self, places: Tensor) -> Tensor:
@@ -68,12 +68,13 @@ class Federation:
 
     x: Tensor
     y: Tensor
-    splits: Mapping[str, Rows]
+    splits: Mapping[str, Examples]
     unused: Mapping[str, int] = field(default_factory=dict)
     descriptors: Tensor | None = None  # [N, D], for `embedding="fixed"`; the clients' class shares where not given
     architectures: tuple[str, ...] | None = None  # [N], which of several target networks each client runs
+    identities: Tensor | None = None  # [N], int64: what each client draws by; its number where None
 
-    def with_training_rows(self) -> "Federation":
+    def with_training_examples(self) -> "Federation":
         """Itself, unless a client has nothing to train on."""
         empty = (self.splits["train"].size == 0).nonzero().flatten().tolist()
         if empty:
@@ -85,7 +86,7 @@ class Federation:
 
     def checked(self) -> "Federation":
         """Itself, unless its data could not be trained on."""
-        self.with_training_rows()
+        self.with_training_examples()
         _check_values(self.x, self.y)
         return self
 
@@ -207,7 +208,7 @@ class Federation:
         total = sum(sizes.values(), torch.zeros(num_clients, dtype=torch.int64))
         offset, splits = total.cumsum(0) - total, {}
         for name, size in sizes.items():
-            splits[name] = RowsInOrder(torch.empty(0, dtype=torch.int64), offset, size)
+            splits[name] = ExamplesInOrder(torch.empty(0, dtype=torch.int64), offset, size)
             offset = offset + size
         first = _loaded(load, 0)
         if "train" not in first:
@@ -301,14 +302,18 @@ class Federation:
             splits[name] = replace(splits[name], size=size)
         return replace(self, splits=splits)
 
+    def identity(self, clients: Tensor) -> Tensor:
+        """What these clients' draws are keyed by, on whatever machine they are made."""
+        return clients if self.identities is None else self.identities[clients]
+
     def batches(self, clients: Tensor, key: Key, num_batches: int, batch_size: int) -> Batches:
         """Minibatches [C, K, B, ...] of training rows, each drawn without replacement, independent between steps."""
         width = min(batch_size, self.largest_train_size)
         steps = torch.arange(num_batches, device=clients.device)
-        numbers, mask = draw_rows(self.splits["train"], clients, key, steps, width)
-        return Batches(*self.rows(numbers), mask)
+        numbers, mask = draw_examples(self.splits["train"], clients, key, steps, width)
+        return Batches(*self.examples(numbers), mask)
 
-    def rows(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    def examples(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """x and y at these row numbers."""
         return gather(self.x, numbers), self.y[numbers]
 
@@ -337,7 +342,7 @@ class LazyFederation(Federation):
         )
 
     @cached_property
-    def rows_of(self) -> Callable[[int], tuple[Tensor, Tensor]]:
+    def examples_of(self) -> Callable[[int], tuple[Tensor, Tensor]]:
         """All rows of a client, split after split."""
         return lru_cache(self.num_cached)(self._load)
 
@@ -374,11 +379,11 @@ class LazyFederation(Federation):
             )
         return in_fast_order(torch.cat(xs)), torch.cat(ys)
 
-    def rows(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    def examples(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         if not numbers.numel():
             return gather(self.x, numbers), self.y[numbers]
         clients, places = torch.searchsorted(self.ends, numbers, right=True).unique(return_inverse=True)
-        loaded = [self.rows_of(client) for client in clients.tolist()]
+        loaded = [self.examples_of(client) for client in clients.tolist()]
         lengths = torch.tensor([len(y) for _, y in loaded], device=numbers.device)
         shift = lengths.cumsum(0) - self.ends[clients]  # from a row's number to its place among the loaded
         x, y = (torch.cat(parts) for parts in zip(*loaded, strict=True))
@@ -399,7 +404,7 @@ def share_out(
     coarse: NDArray[numpy.int64] | None = None,
     test_coarse: NDArray[numpy.int64] | None = None,
     stratify: bool = False,
-) -> tuple[dict[str, Rows], dict[str, int]]:
+) -> tuple[dict[str, Examples], dict[str, int]]:
     """Which row goes to which client and split, and how many go to nobody; test rows are numbered after the others."""
     if labels.is_floating_point():
         raise UserError("y holds fractions, and a partition goes by class; use Federation.from_clients for regression.")
@@ -429,13 +434,13 @@ def share_out(
     return rows, {name: len(left) for name, left in assignment.unused.items()}
 
 
-def draw_batches(x: Tensor, y: Tensor, rows: Rows, clients: Tensor, key: Key, steps: Tensor, width: int) -> Batches:
+def draw_batches(x: Tensor, y: Tensor, rows: Examples, clients: Tensor, key: Key, steps: Tensor, width: int) -> Batches:
     """`Federation.batches` on bare tensors, which an engine can trace; `steps` counts the batches from 0."""
-    numbers, mask = draw_rows(rows, clients, key, steps, width)
+    numbers, mask = draw_examples(rows, clients, key, steps, width)
     return Batches(gather(x, numbers), y[numbers], mask)
 
 
-def draw_rows(rows: Rows, clients: Tensor, key: Key, steps: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def draw_examples(rows: Examples, clients: Tensor, key: Key, steps: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Row numbers [C, K, B] of minibatches, and which of them count."""
     size, offset = rows.size[clients], rows.offset[clients]
     step_keys = keys.fold(torch.as_tensor(keys.fold(key, clients)).unsqueeze(-1), steps)
@@ -575,10 +580,10 @@ def _split(
     return [numpy.sort(numpy.concatenate(part)) for part in parts]
 
 
-def _rows(lists: Sequence[NDArray[numpy.int64]]) -> Rows:
+def _rows(lists: Sequence[NDArray[numpy.int64]]) -> Examples:
     sizes = numpy.array([len(numbers) for numbers in lists], dtype=numpy.int64)
     index = numpy.concatenate(lists).astype(numpy.int64)
-    return Rows(torch.from_numpy(index), torch.from_numpy(numpy.cumsum(sizes) - sizes), torch.from_numpy(sizes))
+    return Examples(torch.from_numpy(index), torch.from_numpy(numpy.cumsum(sizes) - sizes), torch.from_numpy(sizes))
 
 
 def _short(value: Any) -> str:

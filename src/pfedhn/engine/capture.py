@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm, Group
 from pfedhn.data.catalogue import cache_path
-from pfedhn.data.federation import Rows, cohort, draw_batches
+from pfedhn.data.federation import Examples, cohort, draw_batches
 from pfedhn.engine.evaluate import evaluate, plan, to_splits
 from pfedhn.engine.executors import EXECUTORS, Function, TogetherScan, Traced, TracedScan
 from pfedhn.engine.simulate import Simulation
@@ -169,7 +169,7 @@ def drawing(width: int) -> Function:
 
     def draw(counter: Tensor, batch_key: Tensor, members: Tensor, data: Any) -> Batches:
         x, y, index, offset, size, steps = data
-        return draw_batches(x, y, Rows(index, offset, size), members, keys.fold(batch_key, counter), steps, width)
+        return draw_batches(x, y, Examples(index, offset, size), members, keys.fold(batch_key, counter), steps, width)
 
     return draw
 

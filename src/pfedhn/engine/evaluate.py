@@ -141,7 +141,7 @@ def score(
 
     batches = federation.batches(chunk.members, key, algorithm.num_personalize_batches, batch_size)
     noise = keys.fold(key, "noise", chunk.members)
-    x, y = federation.rows(chunk.index)
+    x, y = federation.examples(chunk.index)
     result: Tensor = executor.map(one_client)(noise, rows, private, batches, x, y, chunk.masks)
     return result
 

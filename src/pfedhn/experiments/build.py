@@ -16,13 +16,14 @@ from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
 from pfedhn.data.federation import Federation, share_out
 from pfedhn.data.files import Table, from_folders, from_table
+from pfedhn.engine.network import build_model
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, is_own_data, pretraining_cell
 from pfedhn.model import Factory
 from pfedhn.params import Params
-from pfedhn.run import AnyAlgorithm, build_algorithm, build_model
+from pfedhn.run import AnyAlgorithm, build_algorithm
 from pfedhn.settings import checked, describe, fits
 
 PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
@@ -170,7 +171,7 @@ def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str)
     )
     y = labels if data.test_y is None else torch.cat([labels, data.test_y])
     rows = Federation(_rows_on(cell.dataset, data_dir, device), y, splits, unused)
-    return rows.with_training_rows()
+    return rows.with_training_examples()
 
 
 def check_model_name(name: str) -> None:
