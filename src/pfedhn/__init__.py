@@ -20,7 +20,7 @@ from pfedhn.data.partition import by_classes, by_coarse_class, by_group, dirichl
 from pfedhn.kernels.conv import ConvBlock
 from pfedhn.kernels.linear import Linear
 from pfedhn.models import MLP, LeNet, OmniglotNet
-from pfedhn.run import NewClient, Run, train
+from pfedhn.run import NewClient, Run, load, train
 
 __version__ = "0.1.0"
 
@@ -45,5 +45,6 @@ __all__ = [
     "by_coarse_class",
     "by_group",
     "dirichlet",
+    "load",
     "train",
 ]

@@ -28,6 +28,7 @@ from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
 from pfedhn.data.federation import SPLITS, Federation
 from pfedhn.engine.executors import EXECUTORS
+from pfedhn.environment import environment, processor_name
 from pfedhn.errors import UserError, closest, first_line
 from pfedhn.experiments import build as experiments
 from pfedhn.experiments import runner
@@ -36,9 +37,8 @@ from pfedhn.experiments.directory import Directory, Options, num_cores
 from pfedhn.experiments.execute import Outcome, failure_from
 from pfedhn.experiments.grid import from_toml, refuse_without_effect, select, with_assignments
 from pfedhn.experiments.paper import DEMO, EXPERIMENTS, with_rates_of
-from pfedhn.experiments.provenance import environment, processor_name
 from pfedhn.experiments.rates import rates_file, read_rates, save_rates
-from pfedhn.experiments.spec import Cell, Experiment, find_run, with_pretraining
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, with_pretraining
 from pfedhn.files import write_atomically
 from pfedhn.progress import Display
 from pfedhn.report import results
@@ -46,6 +46,7 @@ from pfedhn.report import tables as reports
 from pfedhn.report.entries import Average, asked_for, collect
 from pfedhn.report.figures import draw_demo
 from pfedhn.report.page import FORMATS, check_formats, write
+from pfedhn.result import to_json
 from pfedhn.settings import parse_assignments
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130  # exit codes
@@ -172,11 +173,11 @@ def demo(
       pfedhn demo --out my-demo
     """
     screen = Console(stderr=True)
-    names = select(DEMO, [], None)
+    runs = select(DEMO, [], None)
     screen.print(f"[bold]{escape(DEMO.title)}.[/]", highlight=False)
     methods = ", ".join(dict.fromkeys(cell.method for cell in DEMO.cells))
-    screen.print(f"{methods}; {len(DEMO.seeds)} seeds each: {len(names)} runs.", highlight=False)
-    _end(_run(DEMO, names, out, Options(source="demo"), jobs))
+    screen.print(f"{methods}; {len(DEMO.seeds)} seeds each: {len(runs)} runs.", highlight=False)
+    _end(_run(DEMO, runs, out, Options(source="demo"), jobs))
     (found,) = collect([out])
     Console().print(reports.to_terminal(found))
     typer.echo()
@@ -319,7 +320,7 @@ def run(
         if clash := [name for name, value in given.items() if value]:
             raise UserError(f"--resume goes on with what {resume} holds, so {clash[0]} cannot be given with it.")
         directory = Directory(resume)
-        chosen, names = directory.read()
+        chosen, runs = directory.read()
         options = directory.options()
     elif experiment is None:
         raise UserError("give the name or the file of an experiment, or --resume DIR; `pfedhn list` shows the names.")
@@ -334,9 +335,8 @@ def run(
             Console(stderr=True).print(f"Learning rates: {escape(str(file))}", highlight=False, soft_wrap=True)
         chosen = with_assignments(chosen, parse_assignments(assignments or []))
         experiments.check(chosen)
-        names = select(chosen, only or [], _numbers(seeds))
-        runs = with_pretraining(chosen, names)
-        refuse_without_effect(assignments or [], [find_run(chosen, run)[0] for run in runs])
+        runs = select(chosen, only or [], _numbers(seeds))
+        refuse_without_effect(assignments or [], [run.cell for run in with_pretraining(chosen, runs)])
         options = Options(source=source, assignments=tuple(assignments or []), rates=rates)
     if data_dir is not None:
         options = replace(options, data_dir=data_dir.expanduser().resolve())
@@ -350,7 +350,7 @@ def run(
         deterministic=options.deterministic or deterministic,
     )
     path = resume or out or Path("runs") / chosen.name
-    outcome = _run(chosen, names, path, options, jobs)
+    outcome = _run(chosen, runs, path, options, jobs)
     if outcome.results:
         for found in collect([path]):
             Console().print(reports.to_terminal(asked_for(found)))
@@ -396,7 +396,7 @@ def _device(name: str) -> str:
 
 
 def _run(
-    chosen: Experiment, names: Sequence[str], path: Path, options: Options, jobs: int | None, split: str = "test"
+    chosen: Experiment, runs: Sequence[RunSpec], path: Path, options: Options, jobs: int | None, split: str = "test"
 ) -> Outcome:
     """Everything between a checked command and its outcome."""
     options.check()
@@ -405,22 +405,22 @@ def _run(
     directory = Directory(path)
     experiments.check(chosen)
     directory.refuse_other(chosen)
-    names = with_pretraining(chosen, names)
-    left = [name for name in names if not (path / name / "result.json").exists()]
+    runs = with_pretraining(chosen, runs)
+    left = [run for run in runs if not (path / run.name / "result.json").exists()]
     screen = Console(stderr=True)
-    for name in dict.fromkeys(find_run(chosen, run)[0].dataset for run in left):
+    for name in dict.fromkeys(run.cell.dataset for run in left):
         if name in datasets.DATASETS:
             _get(name, options.data_dir, again=False)
-    runner.prepare(path, chosen, left, options)
+    runner.prepare(path, left, options)
     if options.threads is None and (path / "experiment.toml").exists():
         options = replace(options, threads=directory.options().threads)  # however few runs are left by now
-    options = options.with_threads(len(names), jobs)
-    directory.open(chosen, names, options)
-    if len(left) < len(names):
-        screen.print(f"{len(names) - len(left)} of {len(names)} runs are finished already.", highlight=False)
+    options = options.with_threads(len(runs), jobs)
+    directory.open(chosen, runs, options)
+    if len(left) < len(runs):
+        screen.print(f"{len(runs) - len(left)} of {len(runs)} runs are finished already.", highlight=False)
     try:
         with Display(len(left), screen, split) as display:
-            return runner.run_many(path, chosen, names, jobs=jobs, options=options, listen=display)
+            return runner.run_many(path, chosen, runs, jobs=jobs, options=options, listen=display)
     except KeyboardInterrupt:
         raise Stopped(f"stopped; `pfedhn run --resume {path}` goes on.") from None
 
@@ -633,7 +633,7 @@ def report(
         if importlib.util.find_spec("matplotlib") is None:
             wanted = [name for name in wanted if name not in ("png", "html")]
             Console(stderr=True).print("no pictures: they need matplotlib (pip install 'pfedhn[report]').")
-    is_one_directory = len(paths) == 1 and (paths[0] / "experiment.toml").exists()
+    is_one_directory = len(paths) == 1 and any((paths[0] / f"{name}.toml").exists() for name in ("experiment", "spec"))
     place = out or (paths[0] / "report" if is_one_directory else Path("report"))
     files = write(found, place, wanted, over)
     typer.echo(f"Written to {place}: {', '.join(file.name for file in files)}")
@@ -667,7 +667,7 @@ def bench(
         records = measure(chosen, repeats, status.update)
     if as_json:
         for record in records:
-            typer.echo(json.dumps(record | {"versions": environment(chosen)}))
+            typer.echo(json.dumps(record | {"versions": to_json(environment(chosen))}))
         return
     columns = {
         "workload": "workload", "program": "program", "device": "device", "clients": "clients",
