@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.data.federation import Federation
-from pfedhn.engine.evaluate import personal_weights
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule, State
 from pfedhn.experiments.spec import Cell, Experiment
@@ -122,9 +121,9 @@ def personal(simulation: Simulation, state: State) -> list[Params]:
             algorithm.num_personalize_batches,
             simulation.schedule.batch_size,
         )
-        private = take(memories.private[architecture.name].take([client]), 0)
+        kept = take(memories.private[architecture.name].take([client]), 0)
         row = take(memories.rows, client)
-        weights.append(personal_weights(algorithm, architecture, memories.shared, row, private, take(batches, 0)))
+        weights.append(simulation.exchange.personal_weights(architecture, memories.shared, row, kept, take(batches, 0)))
     return weights
 
 

@@ -50,7 +50,7 @@ class Parts:
         index = torch.tensor(self.clients)
         self.shared, self.all_rows = state.memories.shared, state.memories.rows
         self.rows = take(self.all_rows, index)
-        self.private = state.memories.private[self.model.name].take(self.clients)
+        self.private = state.memories.private[self.model.name].take(self.clients).private
         federation, size = simulation.federation, simulation.schedule.batch_size
         self.batches = federation.batches(index, 1, self.algorithm.num_batches, size)
         self.extra = federation.batches(index, 2, self.algorithm.num_personalize_batches, size)
@@ -255,4 +255,4 @@ def test_rows_and_private_memories_start_from_keys_alone(federation: Federation,
         row = algorithm.init_row(keys.fold(keys.fold(simulation.seed, "row"), torch.tensor(client)), None)
         assert_same_bits(take(state.memories.rows, client), row)
         private = algorithm.init_private(model(), start, keys.fold(simulation.seed, "private", client))
-        assert_same_bits(take(state.memories.private["mlp"].take([client]), 0), private)
+        assert_same_bits(take(state.memories.private["mlp"].take([client]), 0).private, private)

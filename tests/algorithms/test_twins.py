@@ -138,7 +138,7 @@ def test_local(federation: Federation, target: str) -> None:
     state = finish(simulation)
     assert_close(personal(simulation, state), [weights_of(net) for net in nets])
     for client in CLIENTS:
-        private = take(state.memories.private[target].take([client]), 0)
+        private = take(state.memories.private[target].take([client]), 0).private
         assert_close(private.velocity, velocity_of(nets[client], optimizers[client]))
 
 
@@ -193,7 +193,7 @@ def test_averaging(federation: Federation, target: str, spec: FedAvg, rule: str,
 
     state = finish(simulation)
     assert_close(state.memories.shared, shared)
-    assert_close([take(state.memories.private[target].take([i]), 0) for i in CLIENTS], own)
+    assert_close([take(state.memories.private[target].take([i]), 0).private for i in CLIENTS], own)
     assert_close(personal(simulation, state), [shared | part for part in own])
 
 
@@ -448,7 +448,7 @@ def check_pfedhn(simulation: Simulation) -> None:
         theta = {n: v.detach() for n, v in h(simulation.model_of(client).name, client).items()}
         expected.append(theta | {n: v for n, v in weights_of(net).items() if n not in theta})
         if spec.personal:
-            private = take(state.memories.private[simulation.model_of(client).name].take([client]), 0)
+            private = take(state.memories.private[simulation.model_of(client).name].take([client]), 0).private
             velocity = velocity_of(net, head_optimizers[client][0]) or {
                 n: torch.zeros_like(v) for n, v in private.head.items()
             }

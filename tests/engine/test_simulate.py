@@ -364,7 +364,7 @@ def test_settings_that_cannot_work_are_refused(federation: Federation) -> None:
         simulate(FedAvg(), federation, batch_size=0)
     with pytest.raises(ValueError, match=r"'fc9'.*it has 1, 3"):
         simulate(PFedHN(personal=("fc9",)), federation).initial_state()
-    with pytest.raises(ValueError, match="no layer left to share"):
+    with pytest.raises(ValueError, match="nothing is left to generate or to share"):
         simulate(LGFedAvg(global_layers=()), federation).initial_state()
 
 

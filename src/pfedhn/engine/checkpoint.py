@@ -23,7 +23,7 @@ from pfedhn.errors import RunError
 from pfedhn.files import write_atomically
 from pfedhn.params import take
 
-FORMAT = 1
+FORMAT = 2
 
 
 NUM_KEPT = 2  # the newest, and the one before it in case the newest is damaged

@@ -61,7 +61,7 @@ class Memories(NamedTuple):
 
     shared: Any
     rows: Any  # [N, ...]
-    private: dict[str, "PrivateTable"]  # by architecture
+    private: dict[str, "PrivateTable"]  # by architecture: what its clients keep
 
 
 @dataclass
