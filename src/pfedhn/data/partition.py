@@ -17,7 +17,7 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn import keys
-from pfedhn.errors import UserError, missing_extra
+from pfedhn.errors import UserError, missing_extra, some
 
 Integers: TypeAlias = NDArray[numpy.int64]
 Floats: TypeAlias = NDArray[numpy.float64]
@@ -355,7 +355,7 @@ def describe(
     present, _ = _classes(splits)
     orphans = present[assignment.shares[:, present].sum(0) == 0]
     if len(orphans):
-        text.append(f"classes without a client: {_some([labels[label] for label in orphans.tolist()], 20)}")
+        text.append(f"classes without a client: {some([labels[label] for label in orphans.tolist()], 20)}")
     return "\n".join(text)
 
 
@@ -470,11 +470,7 @@ def _counts(assignment: Assignment, splits: Mapping[str, Labels]) -> Integers:
 
 def _mixture(counts: Integers, labels: Sequence[Any]) -> str:
     order = [label for label in numpy.argsort(-counts, kind="stable") if counts[label]]
-    return _some([f"{labels[label]} ({100 * counts[label] / counts.sum():.0f})" for label in order], 6)
-
-
-def _some(items: Sequence[Any], limit: int) -> str:
-    return ", ".join(map(str, items[:limit])) + (f" and {len(items) - limit} more" if len(items) > limit else "")
+    return some([f"{labels[label]} ({100 * counts[label] / counts.sum():.0f})" for label in order], 6)
 
 
 def _check_count(name: str, value: int, least: int = 1) -> None:
