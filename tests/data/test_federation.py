@@ -1,16 +1,21 @@
 """Federations: who is called what, who draws what, and what is refused before anything is trained."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from pfedhn import Federation, keys
+from pfedhn import Federation, dirichlet, keys
 from pfedhn.data.federation import draw_batches
+from pfedhn.data.partition import Assignment, Labels
 from pfedhn.datasets import read_federation
 from pfedhn.errors import UserError
+from pfedhn.experiments.build import build_federation
+from pfedhn.experiments.spec import Cell
 
 SIZES = {"paris": 40, "lyon": 25, "metz": 7}
 Client = tuple[NDArray[numpy.float64], NDArray[numpy.int64]]
@@ -175,3 +180,96 @@ def test_own_files_name_clients_and_classes(tmp_path: Path) -> None:
         assert owned(folders, client) == owned(table, client)
     with pytest.raises(UserError, match="say which column names the client and which holds the label"):
         read_federation(tmp_path / "table.csv", "city")
+
+
+def with_novel_clients(novel: int = 3, **settings: Any) -> Federation:
+    x, y = numpy.arange(600.0)[:, None], numpy.arange(600) % 4
+    rule = dirichlet(2.0, num_clients=9, novel_clients=novel, **settings)
+    return Federation.from_arrays(x, y, rule, split=(0.5, 0.25, 0.25), seed=2)
+
+
+@pytest.mark.parametrize("normalize", ["apart", "jointly"])
+def test_novel_clients_are_known_as_such_and_have_examples_of_their_own(normalize: str) -> None:
+    federation = with_novel_clients(normalize=normalize)
+    assert (federation.num_clients, federation.num_joining) == (9, 3)
+    assert federation.joining is not None
+    assert federation.joining.x is federation.x
+    assert federation.joining.y is federation.y
+    assert federation.joining.joining is None
+    everything = [
+        number
+        for part in (federation, federation.joining)
+        for rows in part.splits.values()
+        for client in range(part.num_clients)
+        for number in rows.of(client).tolist()
+    ]
+    assert len(set(everything)) == len(everything) == 600 - sum(federation.unused.values())
+    assert repr(federation).startswith("Federation(9 clients and 3 that join later; examples: ")
+    without = with_novel_clients(0)
+    assert (without.joining, without.num_joining) == (None, 0)
+    assert repr(without).startswith("Federation(9 clients; examples: ")
+
+
+def test_a_client_that_joins_later_draws_by_the_number_after_the_others() -> None:
+    federation = with_novel_clients()
+    joining = federation.joining
+    assert joining is not None
+    assert [joining.name_of(place) for place in range(3)] == ["9", "10", "11"]
+    assert [joining.number_of(client) for client in (1, "10")] == [1, 1]
+    with pytest.raises(UserError, match="there is no client '1'; they are numbered from 9 to 11"):
+        joining.number_of("1")
+    train = joining.splits["train"]
+    numbers = torch.tensor([10])
+    drawn = joining.batches(torch.tensor([1]), 7, 3, 4)
+    size = int(train.size[1])
+    for step in range(3):
+        key = keys.fold(keys.fold(7, numbers), step)
+        places = keys.permutation_head(key, size, drawn.x.shape[2])[0]
+        assert torch.equal(drawn.x[0, step], federation.x[train.of(1)[places]])
+
+
+def test_what_is_done_to_a_federation_is_done_to_those_who_join_later() -> None:
+    federation = with_novel_clients()
+    moved = federation.to("cpu", torch.float64)
+    assert moved.joining is not None
+    assert moved.joining.x is moved.x
+    assert moved.x.dtype == torch.float64
+    values = numpy.arange(24.0).reshape(12, 2)
+    described = federation.with_descriptors(values).with_architectures([*["small"] * 9, *["large"] * 3])
+    assert described.descriptors is not None
+    assert described.joining is not None
+    assert described.joining.descriptors is not None
+    assert described.descriptors.tolist() == values[:9].tolist()
+    assert described.joining.descriptors.tolist() == values[9:].tolist()
+    assert described.joining.architectures == ("large",) * 3
+    assert described.architectures == ("small",) * 9
+    with pytest.raises(UserError, match="each of the 9 clients and 3 that join later, not"):
+        federation.with_descriptors(values[:9])
+    with pytest.raises(UserError, match="9 architectures were given for 9 clients and 3 that join later"):
+        federation.with_architectures(["small"] * 9)
+    some = federation.evaluating([2])
+    assert some.joining is federation.joining
+    assert int((some.splits["test"].size > 0).sum()) == 1
+    with pytest.raises(UserError, match="numbers from 0 to 8"):
+        federation.evaluating([9])
+
+
+def test_a_client_that_joins_later_must_have_something_to_train_on() -> None:
+    x, y = numpy.arange(60.0)[:, None], numpy.zeros(60, dtype=int)
+    with pytest.raises(UserError, match="client 3 would have no training"):
+        Federation.from_arrays(x, y, LastGetsNothing())
+
+
+class LastGetsNothing:
+    def assign(self, splits: Mapping[str, Labels], key: keys.Key) -> Assignment:
+        parts = {name: numpy.array_split(numpy.arange(len(labels.y)), 3) for name, labels in splits.items()}
+        nothing = numpy.empty(0, dtype=numpy.int64)
+        clients = {name: [*part, nothing] for name, part in parts.items()}
+        return Assignment(clients, dict.fromkeys(splits, nothing), numpy.ones((4, 1)) / 3, num_novel=1)
+
+
+def test_an_experiments_clients_are_those_that_train() -> None:
+    partition = {"rule": "dirichlet", "alpha": 1.0, "novel_clients": 2}
+    cell = Cell(clients=6, partition=partition, split=(0.5, 0.25, 0.25))
+    federation = build_federation(cell, seed=0)
+    assert (federation.num_clients, federation.num_joining) == (6, 2)

@@ -76,6 +76,7 @@ class Federation:
     names: tuple[str, ...] | None = None  # [N]; clients are called by their numbers where None
     class_names: tuple[str, ...] | None = None
     identities: Tensor | None = None  # [N], what clients draw by: from their names, or numbers that do not begin at 0
+    joining: "Federation | None" = None  # clients that take part after training, with the same x and y
 
     def __post_init__(self) -> None:
         if self.names is not None and self.identities is None:
@@ -91,6 +92,8 @@ class Federation:
                 f"client{'s' if len(empty) > 1 else ''} {some(empty)} would have no training rows; "
                 "use fewer clients, more data or a milder split."
             )
+        if self.joining is not None:
+            self.joining.with_training_examples()
         return self
 
     def checked(self) -> "Federation":
@@ -141,7 +144,7 @@ class Federation:
         if test_rows is not None and test_labels is not None:
             _check_lengths(test_rows, test_labels)
             rows = torch.cat([rows, test_rows])
-        splits, unused = share_out(
+        assignment = share_out(
             labels,
             partition,
             split=split,
@@ -152,13 +155,25 @@ class Federation:
             test_coarse=_optional(test_coarse),
             stratify=stratify,
         )
-        return Federation(
-            rows,
-            labels if test_labels is None else torch.cat([labels, test_labels]),
-            splits,
-            unused,
-            class_names=None if class_names is None else tuple(class_names),
-        ).checked()
+        everything = labels if test_labels is None else torch.cat([labels, test_labels])
+        return Federation.from_assignment(rows, everything, assignment, class_names).checked()
+
+    @staticmethod
+    def from_assignment(
+        x: Tensor, y: Tensor, assignment: partitions.Assignment, class_names: Sequence[str] | None = None
+    ) -> "Federation":
+        """A federation of clients that own these examples; the assignment's novel clients are those that join later."""
+        count, total = assignment.num_clients - assignment.num_novel, assignment.num_clients
+
+        def owned(start: int, end: int) -> dict[str, Examples]:
+            return {name: _rows(assignment.clients[name][start:end]) for name in SPLITS}
+
+        named = None if class_names is None else tuple(class_names)
+        joining = None
+        if count < total:
+            joining = Federation(x, y, owned(count, total), class_names=named, identities=torch.arange(count, total))
+        unused = {name: len(left) for name, left in assignment.unused.items()}
+        return Federation(x, y, owned(0, count), unused, class_names=named, joining=joining)
 
     @staticmethod
     def from_clients(
@@ -277,7 +292,13 @@ class Federation:
 
     @property
     def num_clients(self) -> int:
+        """How many clients train; those that join later are not counted."""
         return len(self.splits["train"])
+
+    @property
+    def num_joining(self) -> int:
+        """How many clients join later."""
+        return 0 if self.joining is None else self.joining.num_clients
 
     @cached_property
     def num_classes(self) -> int | None:
@@ -322,35 +343,52 @@ class Federation:
             for name, rows in self.splits.items()
         }
         descriptors = None if self.descriptors is None else move(self.descriptors)
-        identities = None if self.identities is None else self.identities.to(device)
+        x, y = in_fast_order(move(self.x)), move(self.y)
         return replace(
             self,
-            x=in_fast_order(move(self.x)),
-            y=move(self.y),
+            x=x,
+            y=y,
             splits=splits,
             descriptors=descriptors,
-            identities=identities,
+            identities=None if self.identities is None else self.identities.to(device),
+            joining=None if self.joining is None else replace(self.joining, x=x, y=y).to(device, dtype),
         )
 
     def with_descriptors(self, descriptors: ArrayLike | Tensor) -> "Federation":
-        """The same federation with a fixed description [N, D] of every client, for `PFedHN(embedding="fixed")`."""
+        """The same federation with a fixed description of every client, for `PFedHN(embedding="fixed")`.
+
+        Args:
+            descriptors: [N, D], those of clients that join later last.
+        """
         values = _tensor(descriptors)
-        if values.ndim != 2 or len(values) != self.num_clients:
+        if values.ndim != 2 or len(values) != self.num_clients + self.num_joining:
             raise UserError(
-                f"descriptors must have one row per client ({self.num_clients}), not {tuple(values.shape)}."
+                f"descriptors must have one line for each of the {self._everybody}, not {tuple(values.shape)}."
             )
-        return replace(self, descriptors=values.to(self.x if self.x.is_floating_point() else torch.float32))
+        values = values.to(self.x if self.x.is_floating_point() else torch.float32)
+        joining = self.joining and replace(self.joining, descriptors=values[self.num_clients :])
+        return replace(self, descriptors=values[: self.num_clients], joining=joining)
 
     def with_architectures(self, architectures: Sequence[str]) -> "Federation":
-        """The same federation in which client i runs the target network named architectures[i]."""
-        if len(architectures) != self.num_clients:
-            raise UserError(f"{len(architectures)} architectures were given for {self.num_clients} clients.")
-        return replace(self, architectures=tuple(architectures))
+        """The same federation in which client i runs the target network named architectures[i].
+
+        Args:
+            architectures: One name per client, those of clients that join later last.
+        """
+        if len(architectures) != self.num_clients + self.num_joining:
+            raise UserError(f"{len(architectures)} architectures were given for {self._everybody}.")
+        names = tuple(architectures)
+        joining = self.joining and replace(self.joining, architectures=names[self.num_clients :])
+        return replace(self, architectures=names[: self.num_clients], joining=joining)
 
     def evaluating(self, clients: int | Sequence[int], seed: int = 0) -> "Federation":
-        """The same federation in which only these clients are tested: the others lose validation and test rows.
+        """The same federation in which only these clients are tested: the others lose validation and test examples.
 
-        clients: their numbers, or how many to draw at random.
+        Clients that join later are tested when they join, whoever is chosen here.
+
+        Args:
+            clients: Their numbers, or how many to draw at random.
+            seed: The seed of that draw.
         """
         chosen = _whole_numbers(clients)
         if chosen is None or chosen.ndim > 1:
@@ -414,7 +452,12 @@ class Federation:
     def __repr__(self) -> str:
         counts = ", ".join(f"{int(self.splits[name].size.sum())} {name}" for name in SPLITS)
         unused = sum(self.unused.values())
-        return f"{type(self).__name__}({self.num_clients} clients; rows: {counts}, {unused} unused)"
+        return f"{type(self).__name__}({self._everybody}; examples: {counts}, {unused} unused)"
+
+    @property
+    def _everybody(self) -> str:
+        later = f" and {self.num_joining} that join later" if self.num_joining else ""
+        return f"{self.num_clients} clients{later}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -498,8 +541,8 @@ def share_out(
     coarse: NDArray[numpy.int64] | None = None,
     test_coarse: NDArray[numpy.int64] | None = None,
     stratify: bool = False,
-) -> tuple[dict[str, Examples], dict[str, int]]:
-    """Which row goes to which client and split, and how many go to nobody; test rows are numbered after the others."""
+) -> partitions.Assignment:
+    """Which example goes to which client and split; test examples are numbered after the others."""
     if labels.is_floating_point():
         raise UserError("y holds fractions, and a partition goes by class; use Federation.from_clients for regression.")
     if len(split) != 3 or min(split) < 0 or abs(sum(split) - 1) > 1e-6:
@@ -521,11 +564,12 @@ def share_out(
         parts[2] = len(labels) + numpy.arange(len(test_labels))
         splits["test"] = partitions.Labels(test_labels.numpy(), coarse=test_coarse)
     assignment = partition.assign(splits, keys.fold(key, "clients"))
-    rows = {
-        name: _rows([part[owned] for owned in assignment.clients[name]])
-        for name, part in zip(SPLITS, parts, strict=True)
-    }
-    return rows, {name: len(left) for name, left in assignment.unused.items()}
+    numbers_of = dict(zip(SPLITS, parts, strict=True))
+    return replace(
+        assignment,
+        clients={name: [part[owned] for owned in assignment.clients[name]] for name, part in numbers_of.items()},
+        unused={name: part[assignment.unused[name]] for name, part in numbers_of.items()},
+    )
 
 
 def draw_batches(

@@ -62,7 +62,7 @@ def read_federation(
         >>> from pfedhn.datasets import read_federation
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "visits.csv"
         >>> visits = [f"{'lyon' if i % 3 else 'paris'},{i},{'ill' if i % 2 else 'well'}" for i in range(30)]
-        >>> _ = path.write_text("\n".join(["clinic,dose,outcome", *visits]))
+        >>> _ = path.write_text("\\n".join(["clinic,dose,outcome", *visits]))
         >>> federation = read_federation(path, client_column="clinic", label_column="outcome")
         >>> federation.names, federation.class_names
         (('lyon', 'paris'), ('ill', 'well'))
@@ -131,7 +131,7 @@ def from_table(path: str | Path, client_column: str, label_column: str) -> Table
         >>> import pathlib, tempfile
         >>> from pfedhn.datasets import from_table
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "visits.csv"
-        >>> _ = path.write_text("clinic,age,dose,outcome\nlyon,61,0.5,well\nparis,47,1.5,ill\nlyon,55,1.0,ill\n")
+        >>> _ = path.write_text("clinic,age,dose,outcome\\nlyon,61,0.5,well\\nparis,47,1.5,ill\\nlyon,55,1.0,ill\\n")
         >>> table = from_table(path, client_column="clinic", label_column="outcome")
         >>> table.client_names, table.groups, table.y
         (('lyon', 'paris'), array([0, 1, 0]), array([1, 0, 0]))

@@ -55,14 +55,16 @@ class Labels:
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Row numbers within each split, ascending, and the shares they were dealt by."""
+    """The numbers of every client's examples in each split, ascending, and the shares they were dealt by."""
 
     clients: dict[str, list[Integers]]
     unused: dict[str, Integers]
     shares: Floats  # [N, C]
+    num_novel: int = 0  # how many of the clients, last in the lists, join after training
 
     @property
     def num_clients(self) -> int:
+        """All of them, those that join later included."""
         return len(self.shares)
 
 
@@ -175,7 +177,7 @@ class Dirichlet(_Rule):
         shares = numpy.zeros((sum(sides), num_classes))
         if self.normalize == "jointly" or not self.novel_clients:
             shares[:, classes] = _divided(numpy.concatenate([training, novel]))
-            return _deal(splits, shares, key)
+            return _deal(splits, shares, key, self.novel_clients)
         own = [numpy.zeros((size, num_classes)) for size in sides]
         owners = {}
         for side, log_weights in zip(own, (training, novel), strict=True):
@@ -190,7 +192,7 @@ class Dirichlet(_Rule):
                 owners[name][part] = numpy.where(dealt == len(side), sum(sides), start + dealt)
         # A share is of the whole class, so that training and novel clients are on one scale.
         shares[:] = numpy.concatenate([side * (len(side) / sum(sides)) for side in own])
-        return _assignment(owners, shares)
+        return _assignment(owners, shares, self.novel_clients)
 
     def _log_weights(self, alpha: float, num_clients: int, num_classes: int, key: keys.Key) -> Floats:
         """Logarithms of Gamma(alpha) draws [N, C]; divided by a row's or a column's sum these are Dirichlet.
@@ -402,9 +404,9 @@ def plot(assignment: Assignment, splits: Mapping[str, Labels], path: str | Path)
     figure.savefig(path, dpi=150)
 
 
-def _deal(splits: Mapping[str, Labels], shares: Floats, key: keys.Key) -> Assignment:
+def _deal(splits: Mapping[str, Labels], shares: Floats, key: keys.Key, num_novel: int = 0) -> Assignment:
     owners = {name: _owners(labels.y, shares, keys.fold(key, "rows", name)) for name, labels in splits.items()}
-    return _assignment(owners, shares)
+    return _assignment(owners, shares, num_novel)
 
 
 def _owners(y: Integers, shares: Floats, key: keys.Key) -> Integers:
@@ -424,13 +426,13 @@ def _owners(y: Integers, shares: Floats, key: keys.Key) -> Integers:
     return owners
 
 
-def _assignment(owners: Mapping[str, Integers], shares: Floats) -> Assignment:
+def _assignment(owners: Mapping[str, Integers], shares: Floats, num_novel: int = 0) -> Assignment:
     clients, unused = {}, {}
     for name, owner in owners.items():
         sizes = numpy.bincount(owner, minlength=len(shares) + 1)
         parts = numpy.split(numpy.argsort(owner, kind="stable"), numpy.cumsum(sizes)[:-1])
         clients[name], unused[name] = parts[:-1], parts[-1]
-    return Assignment(clients, unused, shares)
+    return Assignment(clients, unused, shares, num_novel)
 
 
 def _divided(log_weights: Floats) -> Floats:

@@ -144,7 +144,7 @@ def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str)
         if data.within is None:
             raise UserError(f"{cell.dataset} has no groups to number labels within; use labels = 'global'.")
         labels = data.within
-    splits, unused = share_out(
+    assignment = share_out(
         data.y,
         build_partition(cell),
         split=cell.split,
@@ -156,8 +156,8 @@ def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str)
         stratify=cell.stratify,
     )
     y = labels if data.test_y is None else torch.cat([labels, data.test_y])
-    rows = Federation(_rows_on(cell.dataset, data_dir, device), y, splits, unused)
-    return rows.with_training_examples()
+    x = _rows_on(cell.dataset, data_dir, device)
+    return Federation.from_assignment(x, y, assignment).with_training_examples()
 
 
 def check_model_name(name: str) -> None:
