@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pfedhn import Federation, dirichlet, keys
+from pfedhn import Federation, by_coarse_class, dirichlet, keys
 from pfedhn.data.federation import draw_batches
 from pfedhn.data.partition import Assignment, Labels
 from pfedhn.datasets import read_federation
@@ -258,6 +258,14 @@ def test_a_client_that_joins_later_must_have_something_to_train_on() -> None:
     x, y = numpy.arange(60.0)[:, None], numpy.zeros(60, dtype=int)
     with pytest.raises(UserError, match="client 3 would have no training"):
         Federation.from_arrays(x, y, LastGetsNothing())
+
+
+def test_a_rule_that_leaves_everybody_empty_is_refused() -> None:
+    x, y = numpy.arange(60.0)[:, None], numpy.arange(60) % 3
+    with pytest.raises(
+        UserError, match=r"by_coarse_class\(clients_per_class=21\) leaves every client without examples"
+    ):
+        Federation.from_arrays(x, y, by_coarse_class(21), coarse=y)
 
 
 class LastGetsNothing:

@@ -564,6 +564,8 @@ def share_out(
         parts[2] = len(labels) + numpy.arange(len(test_labels))
         splits["test"] = partitions.Labels(test_labels.numpy(), coarse=test_coarse)
     assignment = partition.assign(splits, keys.fold(key, "clients"))
+    if not any(len(owned) for lists in assignment.clients.values() for owned in lists):
+        raise UserError(f"{partition!r} leaves every client without examples; use fewer clients or more data.")
     numbers_of = dict(zip(SPLITS, parts, strict=True))
     return replace(
         assignment,

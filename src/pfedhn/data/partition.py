@@ -291,8 +291,10 @@ class ByCoarseClass(_Rule):
                 "give every class one coarse class."
             )
         shares = numpy.zeros((len(distinct) * self.clients_per_class, num_classes))
+        # Rounded up: 1 / 49 is a little less than a 49th, and of 49 examples its floor would be none.
+        share = numpy.nextafter(1 / self.clients_per_class, 1)
         for client in range(len(shares)):
-            shares[client, classes[parent[classes] == client // self.clients_per_class]] = 1 / self.clients_per_class
+            shares[client, classes[parent[classes] == client // self.clients_per_class]] = share
         return _deal(splits, shares, key)
 
 
