@@ -1,11 +1,12 @@
 """Data sets by name, and a person's own: the public face of `pfedhn.data`."""
 
 from pfedhn.data.catalogue import DATASETS, Dataset, Source, cache_path, cache_state, get, load
-from pfedhn.data.files import Table, from_folders, from_table
+from pfedhn.data.files import Folders, Table, from_folders, from_table, read_federation
 
 __all__ = [
     "DATASETS",
     "Dataset",
+    "Folders",
     "Source",
     "Table",
     "cache_path",
@@ -14,4 +15,5 @@ __all__ = [
     "from_table",
     "get",
     "load",
+    "read_federation",
 ]

@@ -449,10 +449,10 @@ def test_from_folders_reads_a_client_per_folder(tmp_path: Path) -> None:
         numpy.save(tmp_path / client / "x.npy", numpy.full((2, 3), ord(client)))
         numpy.save(tmp_path / client / "y.npy", numpy.array(labels))
     (tmp_path / ".hidden").mkdir()
-    names, clients = from_folders(tmp_path)
-    assert names == ["a", "b"]
-    assert [y.tolist() for _, y in clients] == [[1, 2], [2, 0]]
-    assert [x[0, 0] for x, _ in clients] == [ord("a"), ord("b")]
+    clients, class_names = from_folders(tmp_path)
+    assert class_names == ("ant", "bee", "cat")
+    assert {name: y.tolist() for name, (_, y) in clients.items()} == {"a": [1, 2], "b": [2, 0]}
+    assert {name: x[0, 0] for name, (x, _) in clients.items()} == {"a": ord("a"), "b": ord("b")}
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_from_folders_reads_a_client_per_folder(tmp_path: Path) -> None:
         (
             numpy.zeros((2, 3)),
             numpy.zeros(3, int),
-            r"x of shape \(2, 3\) and y of shape \(3,\); give one label per row",
+            r"x of shape \(2, 3\) and y of shape \(3,\); give one label per example",
         ),
         (numpy.zeros((2, 3)), numpy.array([1, "a"], dtype=object), "not an array of numbers or text"),
     ],
@@ -503,11 +503,13 @@ def test_from_table_reads_every_form_alike(ending: str, tmp_path: Path) -> None:
     table = from_table(path, "site", "label")
     assert table.x.dtype == numpy.float32
     assert table.x.tolist() == [[1.5, 1], [2, 0], [0.25, 0], [3, 1]]
-    assert table.feature_names == ["height", "ripe"]
+    assert table.feature_names == ("height", "ripe")
     assert table.y.tolist() == [1, 0, 0, 1]
-    assert table.label_names == ["fig", "pear"]
-    assert table.client_names == ["2", "3", "10"]
+    assert table.class_names == ("fig", "pear")
+    assert table.client_names == ("2", "3", "10")
     assert table.groups.tolist() == [2, 0, 2, 1]
+    assert {name: y.tolist() for name, (_, y) in table.clients.items()} == {"2": [0], "3": [1], "10": [1, 0]}
+    assert table.clients["10"][0].tolist() == [[1.5, 1], [0.25, 0]]
 
 
 @pytest.mark.parametrize(
@@ -525,7 +527,7 @@ def test_labels_of_a_table(labels: list[str], expected: list[float], kind: str, 
     table = from_table(tmp_path / "rows.csv", "who", "what")
     assert table.y.tolist() == expected
     assert table.y.dtype.kind == kind
-    assert table.client_names == ["007", "7"]
+    assert table.client_names == ("007", "7")
 
 
 @pytest.mark.parametrize(

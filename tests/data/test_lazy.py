@@ -145,7 +145,7 @@ def test_counts_may_be_of_any_whole_kind() -> None:
 
 def test_repr_is_one_short_line() -> None:
     text = repr(Federation.lazy(5, pools_of, **SIZES))
-    assert text == "LazyFederation(5 clients; rows: 53 train, 15 validation, 17 test, 0 unused)"
+    assert text == "LazyFederation(5 clients; examples: 53 train, 15 validation, 17 test, 0 unused)"
 
 
 @pytest.mark.parametrize("executor", ["loop", "traced", "vectorized"])

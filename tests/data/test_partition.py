@@ -291,6 +291,47 @@ def test_by_coarse_class_splits_each_fine_class_evenly(splits: Pools, per_class:
         assert (mine == mine[:1]).all()
 
 
+def whole_shares(splits: Pools, per_class: int) -> dict[str, list[list[int]]]:
+    """How many examples of each class present every client has, by integer division alone."""
+    present = numpy.unique(numpy.concatenate([labels.y for labels in splits.values()]))
+    coarse = numpy.unique(present // 3)
+    return {
+        name: [
+            [int((labels.y == label).sum()) // per_class if label // 3 == owner else 0 for label in present]
+            for owner in coarse
+            for _ in range(per_class)
+        ]
+        for name, labels in splits.items()
+    }
+
+
+@settings(deadline=2000, max_examples=150)
+@given(any_pools(), st.integers(1, 250))
+def test_by_coarse_class_rounds_as_whole_numbers_do(splits: Pools, per_class: int) -> None:
+    assignment = by_coarse_class(per_class).assign(splits, 0)
+    present = numpy.unique(numpy.concatenate([labels.y for labels in splits.values()]))
+    for name, expected in whole_shares(splits, per_class).items():
+        assert counts(assignment, splits, name)[:, present].tolist() == expected
+
+
+@settings(deadline=2000, max_examples=300)
+@given(st.integers(1, 3_000), st.integers(1, 40), st.integers(0, 3_000))
+def test_a_kth_of_any_number_is_its_quotient(per_class: int, quotient: int, remainder: int) -> None:
+    zeros = numpy.zeros(per_class * quotient + remainder % per_class, dtype=int)
+    assignment = by_coarse_class(per_class).assign({"train": Labels(zeros, coarse=zeros)}, 0)
+    assert {len(rows) for rows in assignment.clients["train"]} == {quotient}
+
+
+@pytest.mark.parametrize("per_class", [49, 98, 103, 107, 161, 187, 196, 197])
+def test_a_kth_of_k_examples_is_one(per_class: int) -> None:
+    """1 / k in floating point is less than a kth for these, and k times it less than 1."""
+    assert per_class * (1 / per_class) < 1
+    y = numpy.arange(2 * per_class) % 2
+    assignment = by_coarse_class(per_class).assign({"train": Labels(y, coarse=y)}, 0)
+    assert [len(rows) for rows in assignment.clients["train"]] == [1] * (2 * per_class)
+    assert not len(assignment.unused["train"])
+
+
 def test_rules_are_values_whose_repr_is_their_call() -> None:
     rules = [
         by_classes(2, 50),

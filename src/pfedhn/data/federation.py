@@ -17,12 +17,13 @@ from torch import Tensor
 
 from pfedhn import keys
 from pfedhn.data import partition as partitions
-from pfedhn.errors import UserError, closest
+from pfedhn.errors import UserError, closest, some
 from pfedhn.keys import Key
 from pfedhn.sgd import Batches
 
 SPLITS = ("train", "validation", "test")
 Arrays: TypeAlias = tuple[ArrayLike | Tensor, ArrayLike | Tensor]
+ClientData: TypeAlias = Arrays | Mapping[str, Arrays]
 
 
 @dataclass(frozen=True)
@@ -72,22 +73,38 @@ class Federation:
     unused: Mapping[str, int] = field(default_factory=dict)
     descriptors: Tensor | None = None  # [N, D], for `embedding="fixed"`; the clients' class shares where not given
     architectures: tuple[str, ...] | None = None  # [N], which of several target networks each client runs
-    identities: Tensor | None = None  # [N], int64: what each client draws by; its number where None
+    names: tuple[str, ...] | None = None  # [N]; clients are called by their numbers where None
+    class_names: tuple[str, ...] | None = None
+    identities: Tensor | None = None  # [N], what clients draw by: from their names, or numbers that do not begin at 0
+    joining: "Federation | None" = None  # clients that take part after training, with the same x and y
+
+    def __post_init__(self) -> None:
+        if self.names is not None and self.identities is None:
+            _check_names(self.names, self.num_clients)
+            identities = torch.tensor(list(map(keys.hash_text, self.names)), device=self.splits["train"].size.device)
+            object.__setattr__(self, "identities", identities)
 
     def with_training_examples(self) -> "Federation":
         """Itself, unless a client has nothing to train on."""
-        empty = (self.splits["train"].size == 0).nonzero().flatten().tolist()
+        empty = [self.name_of(client) for client in (self.splits["train"].size == 0).nonzero().flatten().tolist()]
         if empty:
             raise UserError(
-                f"client{'s' if len(empty) > 1 else ''} {_some(empty)} would have no training rows; "
+                f"client{'s' if len(empty) > 1 else ''} {some(empty)} would have no training rows; "
                 "use fewer clients, more data or a milder split."
             )
+        if self.joining is not None:
+            self.joining.with_training_examples()
         return self
 
     def checked(self) -> "Federation":
         """Itself, unless its data could not be trained on."""
         self.with_training_examples()
         _check_values(self.x, self.y)
+        if self.class_names is not None:
+            if self.num_classes is None:
+                raise UserError("y does not hold class numbers, so class_names have nothing to name; leave them out.")
+            if (top := int(self.y.max())) >= self.num_classes:
+                raise UserError(f"y holds the class {top}, and class_names has {self.num_classes}; name every class.")
         return self
 
     @staticmethod
@@ -103,15 +120,23 @@ class Federation:
         coarse: ArrayLike | Tensor | None = None,
         test_coarse: ArrayLike | Tensor | None = None,
         stratify: bool = False,
+        class_names: Sequence[str] | None = None,
     ) -> "Federation":
-        """Split one data set among clients.
+        """Share one data set out among clients.
 
-        x, y: one row per example; y holds class numbers.
-        partition: who gets which rows, e.g. `pfedhn.by_classes(2, num_clients=50)`.
-        split: fractions of the rows for training, validation and test, drawn at random; every client's share of a
-            class is the same in all three. With `test`, the data set's own test rows, the third is 0.
-        stratify: draw the split within each class instead of over all rows.
-        groups, coarse: a group (for `by_group`) or coarse class (for `by_coarse_class`) of each row.
+        Args:
+            x: The examples, one after the other.
+            y: Their class numbers, from 0.
+            partition: Who gets which examples, for instance `pfedhn.by_classes(2, num_clients=50)`.
+            split: The fractions of the examples for training, validation and test, drawn at random; every client's
+                share of a class is the same in all three. With `test`, the third is 0.
+            seed: The seed of the split and of the partition.
+            test: (x, y), where the data set has test examples of its own.
+            groups: The group of each example, for `by_group`.
+            coarse: The coarse class of each example, for `by_coarse_class`.
+            test_coarse: The coarse class of each example in `test`.
+            stratify: Draw the split within each class instead of over all examples.
+            class_names: What classes 0, 1, ... are called.
         """
         rows, labels = _tensor(x), _tensor(y)
         _check_lengths(rows, labels)
@@ -119,7 +144,7 @@ class Federation:
         if test_rows is not None and test_labels is not None:
             _check_lengths(test_rows, test_labels)
             rows = torch.cat([rows, test_rows])
-        splits, unused = share_out(
+        assignment = share_out(
             labels,
             partition,
             split=split,
@@ -130,33 +155,71 @@ class Federation:
             test_coarse=_optional(test_coarse),
             stratify=stratify,
         )
-        return Federation(
-            rows, labels if test_labels is None else torch.cat([labels, test_labels]), splits, unused
-        ).checked()
+        everything = labels if test_labels is None else torch.cat([labels, test_labels])
+        return Federation.from_assignment(rows, everything, assignment, class_names).checked()
+
+    @staticmethod
+    def from_assignment(
+        x: Tensor, y: Tensor, assignment: partitions.Assignment, class_names: Sequence[str] | None = None
+    ) -> "Federation":
+        """A federation of clients that own these examples; the assignment's novel clients are those that join later."""
+        count, total = assignment.num_clients - assignment.num_novel, assignment.num_clients
+
+        def owned(start: int, end: int) -> dict[str, Examples]:
+            return {name: _rows(assignment.clients[name][start:end]) for name in SPLITS}
+
+        named = None if class_names is None else tuple(class_names)
+        joining = None
+        if count < total:
+            joining = Federation(x, y, owned(count, total), class_names=named, identities=torch.arange(count, total))
+        unused = {name: len(left) for name, left in assignment.unused.items()}
+        return Federation(x, y, owned(0, count), unused, class_names=named, joining=joining)
 
     @staticmethod
     def from_clients(
-        clients: Sequence[Arrays | Mapping[str, Arrays]],
+        clients: Sequence[ClientData] | Mapping[str, ClientData],
         *,
         split: tuple[float, float, float] = (0.7, 0.15, 0.15),
         stratify: bool = False,
         seed: int = 0,
+        class_names: Sequence[str] | None = None,
     ) -> "Federation":
         """A federation of clients that bring their own data.
 
-        clients: for each, either (x, y), which is split at random, or the splits themselves, as
-            {"train": (x, y), "validation": (x, y), "test": (x, y)}.
-        stratify: draw each client's split within each of its classes instead of over all its rows.
+        A client with a name draws its split and its minibatches by it, so that it draws on a machine of its own what it
+        draws among the others.
+
+        Args:
+            clients: A list, or a mapping from each client's own name. A client is either (x, y), which is split at
+                random, or the splits themselves, as {"train": (x, y), "validation": (x, y), "test": (x, y)}.
+            split: The fractions of a client's examples for training, validation and test.
+            stratify: Draw each client's split within each of its classes instead of over all its examples.
+            seed: The seed of the split.
+            class_names: What classes 0, 1, ... are called.
+
+        Examples:
+            >>> import numpy, pfedhn
+            >>> x, y = numpy.random.default_rng(0).normal(size=(40, 8)), numpy.arange(40) % 2
+            >>> clients = {"lyon": (x[:20], y[:20]), "paris": (x[20:], y[20:])}
+            >>> pfedhn.Federation.from_clients(clients).number_of("paris")
+            1
         """
         if not clients:
             raise UserError("a federation needs at least one client.")
+        names = tuple(clients) if isinstance(clients, Mapping) else None
+        if names is not None:
+            _check_names(names, len(clients))
+            if set(names) <= set(SPLITS):
+                raise UserError(
+                    f"{some(names)} are splits of one client; give a list of clients, or a mapping from their names."
+                )
         xs: list[Tensor] = []
         ys: list[Tensor] = []
         owned: dict[str, list[NDArray[numpy.int64]]] = {name: [] for name in SPLITS}
         start = 0
-        for number, client in enumerate(clients):
+        for number, client in enumerate(clients.values() if isinstance(clients, Mapping) else clients):
             if isinstance(client, Mapping):
-                given = _splits(number, client)
+                given = _splits(repr(names[number]) if names else number, client)
                 for name in SPLITS:
                     length = 0
                     if name in given:
@@ -170,7 +233,12 @@ class Federation:
             else:
                 x, y = _tensor(client[0]), _tensor(client[1])
                 _check_lengths(x, y)
-                parts = _split(y.numpy(), split, stratify, keys.fold(seed, "partition", "split", number))
+                parts = _split(
+                    y.numpy(),
+                    split,
+                    stratify,
+                    keys.fold(seed, "partition", "split", names[number] if names else number),
+                )
                 for name, part in zip(SPLITS, parts, strict=True):
                     owned[name].append(start + part)
                 xs.append(x)
@@ -179,7 +247,13 @@ class Federation:
         shapes = {tuple(x.shape[1:]) for x in xs if len(x)}
         if len(shapes) > 1:
             raise UserError(f"clients bring rows of different shapes {sorted(shapes)}; one network needs one shape.")
-        return Federation(torch.cat(xs), torch.cat(ys), {name: _rows(lists) for name, lists in owned.items()}).checked()
+        return Federation(
+            torch.cat(xs),
+            torch.cat(ys),
+            {name: _rows(lists) for name, lists in owned.items()},
+            names=names,
+            class_names=None if class_names is None else tuple(class_names),
+        ).checked()
 
     @staticmethod
     def lazy(
@@ -218,12 +292,20 @@ class Federation:
 
     @property
     def num_clients(self) -> int:
+        """How many clients train; those that join later are not counted."""
         return len(self.splits["train"])
+
+    @property
+    def num_joining(self) -> int:
+        """How many clients join later."""
+        return 0 if self.joining is None else self.joining.num_clients
 
     @cached_property
     def num_classes(self) -> int | None:
         """None where y is not a class number."""
-        return None if self.y.is_floating_point() or self.y.ndim > 1 else int(self.y.max()) + 1
+        if self.y.is_floating_point() or self.y.ndim > 1:
+            return None
+        return int(self.y.max()) + 1 if self.class_names is None else len(self.class_names)
 
     @cached_property
     def class_shares(self) -> Tensor:
@@ -261,27 +343,52 @@ class Federation:
             for name, rows in self.splits.items()
         }
         descriptors = None if self.descriptors is None else move(self.descriptors)
-        return replace(self, x=in_fast_order(move(self.x)), y=move(self.y), splits=splits, descriptors=descriptors)
+        x, y = in_fast_order(move(self.x)), move(self.y)
+        return replace(
+            self,
+            x=x,
+            y=y,
+            splits=splits,
+            descriptors=descriptors,
+            identities=None if self.identities is None else self.identities.to(device),
+            joining=None if self.joining is None else replace(self.joining, x=x, y=y).to(device, dtype),
+        )
 
     def with_descriptors(self, descriptors: ArrayLike | Tensor) -> "Federation":
-        """The same federation with a fixed description [N, D] of every client, for `PFedHN(embedding="fixed")`."""
+        """The same federation with a fixed description of every client, for `PFedHN(embedding="fixed")`.
+
+        Args:
+            descriptors: [N, D], those of clients that join later last.
+        """
         values = _tensor(descriptors)
-        if values.ndim != 2 or len(values) != self.num_clients:
+        if values.ndim != 2 or len(values) != self.num_clients + self.num_joining:
             raise UserError(
-                f"descriptors must have one row per client ({self.num_clients}), not {tuple(values.shape)}."
+                f"descriptors must have one line for each of the {self._everybody}, not {tuple(values.shape)}."
             )
-        return replace(self, descriptors=values.to(self.x if self.x.is_floating_point() else torch.float32))
+        values = values.to(self.x if self.x.is_floating_point() else torch.float32)
+        joining = self.joining and replace(self.joining, descriptors=values[self.num_clients :])
+        return replace(self, descriptors=values[: self.num_clients], joining=joining)
 
     def with_architectures(self, architectures: Sequence[str]) -> "Federation":
-        """The same federation in which client i runs the target network named architectures[i]."""
-        if len(architectures) != self.num_clients:
-            raise UserError(f"{len(architectures)} architectures were given for {self.num_clients} clients.")
-        return replace(self, architectures=tuple(architectures))
+        """The same federation in which client i runs the target network named architectures[i].
+
+        Args:
+            architectures: One name per client, those of clients that join later last.
+        """
+        if len(architectures) != self.num_clients + self.num_joining:
+            raise UserError(f"{len(architectures)} architectures were given for {self._everybody}.")
+        names = tuple(architectures)
+        joining = self.joining and replace(self.joining, architectures=names[self.num_clients :])
+        return replace(self, architectures=names[: self.num_clients], joining=joining)
 
     def evaluating(self, clients: int | Sequence[int], seed: int = 0) -> "Federation":
-        """The same federation in which only these clients are tested: the others lose validation and test rows.
+        """The same federation in which only these clients are tested: the others lose validation and test examples.
 
-        clients: their numbers, or how many to draw at random.
+        Clients that join later are tested when they join, whoever is chosen here.
+
+        Args:
+            clients: Their numbers, or how many to draw at random.
+            seed: The seed of that draw.
         """
         chosen = _whole_numbers(clients)
         if chosen is None or chosen.ndim > 1:
@@ -302,6 +409,31 @@ class Federation:
             splits[name] = replace(splits[name], size=size)
         return replace(self, splits=splits)
 
+    def name_of(self, number: int) -> str:
+        """What a client is called: its own name, or its number."""
+        if self.names is not None:
+            return self.names[number]
+        return str(number if self.identities is None else int(self.identities[number]))
+
+    def number_of(self, client: int | str) -> int:
+        """The place in the table of a client that is given by its name, or by its place already."""
+        if isinstance(client, str) and self.names is not None:
+            if client not in self._places:
+                raise UserError(f"there is no client {client!r}; {closest(client, self.names)}")
+            return self._places[client]
+        first, number = 0, _whole_numbers(client)
+        if isinstance(client, str):
+            first = 0 if self.identities is None else int(self.identities[0])
+            number = torch.tensor(int(client)) if client.isdecimal() else None
+        if number is None or number.ndim or not first <= number < first + self.num_clients:
+            last = first + self.num_clients - 1
+            raise UserError(f"there is no client {_short(client)}; they are numbered from {first} to {last}.")
+        return int(number) - first
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.names or ())}
+
     def identity(self, clients: Tensor) -> Tensor:
         """What these clients' draws are keyed by, on whatever machine they are made."""
         return clients if self.identities is None else self.identities[clients]
@@ -310,7 +442,7 @@ class Federation:
         """Minibatches [C, K, B, ...] of training rows, each drawn without replacement, independent between steps."""
         width = min(batch_size, self.largest_train_size)
         steps = torch.arange(num_batches, device=clients.device)
-        numbers, mask = draw_examples(self.splits["train"], clients, key, steps, width)
+        numbers, mask = draw_examples(self.splits["train"], clients, key, steps, width, self.identity(clients))
         return Batches(*self.examples(numbers), mask)
 
     def examples(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -320,7 +452,12 @@ class Federation:
     def __repr__(self) -> str:
         counts = ", ".join(f"{int(self.splits[name].size.sum())} {name}" for name in SPLITS)
         unused = sum(self.unused.values())
-        return f"{type(self).__name__}({self.num_clients} clients; rows: {counts}, {unused} unused)"
+        return f"{type(self).__name__}({self._everybody}; examples: {counts}, {unused} unused)"
+
+    @property
+    def _everybody(self) -> str:
+        later = f" and {self.num_joining} that join later" if self.num_joining else ""
+        return f"{self.num_clients} clients{later}"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -404,8 +541,8 @@ def share_out(
     coarse: NDArray[numpy.int64] | None = None,
     test_coarse: NDArray[numpy.int64] | None = None,
     stratify: bool = False,
-) -> tuple[dict[str, Examples], dict[str, int]]:
-    """Which row goes to which client and split, and how many go to nobody; test rows are numbered after the others."""
+) -> partitions.Assignment:
+    """Which example goes to which client and split; test examples are numbered after the others."""
     if labels.is_floating_point():
         raise UserError("y holds fractions, and a partition goes by class; use Federation.from_clients for regression.")
     if len(split) != 3 or min(split) < 0 or abs(sum(split) - 1) > 1e-6:
@@ -427,23 +564,42 @@ def share_out(
         parts[2] = len(labels) + numpy.arange(len(test_labels))
         splits["test"] = partitions.Labels(test_labels.numpy(), coarse=test_coarse)
     assignment = partition.assign(splits, keys.fold(key, "clients"))
-    rows = {
-        name: _rows([part[owned] for owned in assignment.clients[name]])
-        for name, part in zip(SPLITS, parts, strict=True)
-    }
-    return rows, {name: len(left) for name, left in assignment.unused.items()}
+    if not any(len(owned) for lists in assignment.clients.values() for owned in lists):
+        raise UserError(f"{partition!r} leaves every client without examples; use fewer clients or more data.")
+    numbers_of = dict(zip(SPLITS, parts, strict=True))
+    return replace(
+        assignment,
+        clients={name: [part[owned] for owned in assignment.clients[name]] for name, part in numbers_of.items()},
+        unused={name: part[assignment.unused[name]] for name, part in numbers_of.items()},
+    )
 
 
-def draw_batches(x: Tensor, y: Tensor, rows: Examples, clients: Tensor, key: Key, steps: Tensor, width: int) -> Batches:
-    """`Federation.batches` on bare tensors, which an engine can trace; `steps` counts the batches from 0."""
-    numbers, mask = draw_examples(rows, clients, key, steps, width)
+def draw_batches(
+    x: Tensor,
+    y: Tensor,
+    rows: Examples,
+    clients: Tensor,
+    key: Key,
+    steps: Tensor,
+    width: int,
+    identities: Tensor | None = None,
+) -> Batches:
+    """`Federation.batches` on bare tensors, which an engine can trace.
+
+    Args:
+        steps: The batches' numbers, from 0.
+        identities: [C], what `clients` draw by (`Federation.identity`); their numbers where None.
+    """
+    numbers, mask = draw_examples(rows, clients, key, steps, width, clients if identities is None else identities)
     return Batches(gather(x, numbers), y[numbers], mask)
 
 
-def draw_examples(rows: Examples, clients: Tensor, key: Key, steps: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def draw_examples(
+    rows: Examples, clients: Tensor, key: Key, steps: Tensor, width: int, identities: Tensor
+) -> tuple[Tensor, Tensor]:
     """Row numbers [C, K, B] of minibatches, and which of them count."""
     size, offset = rows.size[clients], rows.offset[clients]
-    step_keys = keys.fold(torch.as_tensor(keys.fold(key, clients)).unsqueeze(-1), steps)
+    step_keys = keys.fold(torch.as_tensor(keys.fold(key, identities)).unsqueeze(-1), steps)
     places = keys.permutation_head(step_keys, size[:, None], width)
     numbers = rows.numbers(offset[:, None, None] + places)
     mask = torch.arange(width, device=clients.device) < size[:, None, None]
@@ -522,7 +678,7 @@ def _loaded(load: Callable[[int], Mapping[str, Arrays]], client: int) -> dict[st
     return _splits(client, given)
 
 
-def _splits(client: int, given: Mapping[str, Arrays | None]) -> dict[str, tuple[Tensor, Tensor]]:
+def _splits(client: int | str, given: Mapping[str, Arrays | None]) -> dict[str, tuple[Tensor, Tensor]]:
     """The splits of a client that brings its own; those that it leaves out are missing here too."""
     for name in given:
         if name not in SPLITS:
@@ -539,6 +695,17 @@ def _splits(client: int, given: Mapping[str, Arrays | None]) -> dict[str, tuple[
             raise UserError(f"client {client}: {name} is {_short(arrays)}; {EXPECTED}.")
         splits[name] = x, y
     return splits
+
+
+def _check_names(names: Sequence[Any], num_clients: int) -> None:
+    if len(names) != num_clients:
+        raise UserError(f"{len(names)} names were given for {num_clients} clients; give one for each.")
+    wrong = [name for name in names if not isinstance(name, str) or not name.strip()]
+    if wrong:
+        raise UserError(f"a client is called {_short(wrong[0])}; give every client a name of at least one letter.")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"two clients are called {twice!r}; give every client a name of its own.")
 
 
 def _optional(values: Any) -> NDArray[numpy.int64] | None:
@@ -589,7 +756,3 @@ def _rows(lists: Sequence[NDArray[numpy.int64]]) -> Examples:
 def _short(value: Any) -> str:
     """A value that does not fit, on one line however large it is."""
     return " ".join(reprlib.repr(value).split())
-
-
-def _some(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")

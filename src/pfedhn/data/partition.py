@@ -17,7 +17,7 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn import keys
-from pfedhn.errors import UserError, missing_extra
+from pfedhn.errors import UserError, missing_extra, some
 
 Integers: TypeAlias = NDArray[numpy.int64]
 Floats: TypeAlias = NDArray[numpy.float64]
@@ -55,14 +55,16 @@ class Labels:
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Row numbers within each split, ascending, and the shares they were dealt by."""
+    """The numbers of every client's examples in each split, ascending, and the shares they were dealt by."""
 
     clients: dict[str, list[Integers]]
     unused: dict[str, Integers]
     shares: Floats  # [N, C]
+    num_novel: int = 0  # how many of the clients, last in the lists, join after training
 
     @property
     def num_clients(self) -> int:
+        """All of them, those that join later included."""
         return len(self.shares)
 
 
@@ -175,7 +177,7 @@ class Dirichlet(_Rule):
         shares = numpy.zeros((sum(sides), num_classes))
         if self.normalize == "jointly" or not self.novel_clients:
             shares[:, classes] = _divided(numpy.concatenate([training, novel]))
-            return _deal(splits, shares, key)
+            return _deal(splits, shares, key, self.novel_clients)
         own = [numpy.zeros((size, num_classes)) for size in sides]
         owners = {}
         for side, log_weights in zip(own, (training, novel), strict=True):
@@ -190,7 +192,7 @@ class Dirichlet(_Rule):
                 owners[name][part] = numpy.where(dealt == len(side), sum(sides), start + dealt)
         # A share is of the whole class, so that training and novel clients are on one scale.
         shares[:] = numpy.concatenate([side * (len(side) / sum(sides)) for side in own])
-        return _assignment(owners, shares)
+        return _assignment(owners, shares, self.novel_clients)
 
     def _log_weights(self, alpha: float, num_clients: int, num_classes: int, key: keys.Key) -> Floats:
         """Logarithms of Gamma(alpha) draws [N, C]; divided by a row's or a column's sum these are Dirichlet.
@@ -289,8 +291,10 @@ class ByCoarseClass(_Rule):
                 "give every class one coarse class."
             )
         shares = numpy.zeros((len(distinct) * self.clients_per_class, num_classes))
+        # Rounded up: 1 / 49 is a little less than a 49th, and of 49 examples its floor would be none.
+        share = numpy.nextafter(1 / self.clients_per_class, 1)
         for client in range(len(shares)):
-            shares[client, classes[parent[classes] == client // self.clients_per_class]] = 1 / self.clients_per_class
+            shares[client, classes[parent[classes] == client // self.clients_per_class]] = share
         return _deal(splits, shares, key)
 
 
@@ -355,7 +359,7 @@ def describe(
     present, _ = _classes(splits)
     orphans = present[assignment.shares[:, present].sum(0) == 0]
     if len(orphans):
-        text.append(f"classes without a client: {_some([labels[label] for label in orphans.tolist()], 20)}")
+        text.append(f"classes without a client: {some([labels[label] for label in orphans.tolist()], 20)}")
     return "\n".join(text)
 
 
@@ -402,9 +406,9 @@ def plot(assignment: Assignment, splits: Mapping[str, Labels], path: str | Path)
     figure.savefig(path, dpi=150)
 
 
-def _deal(splits: Mapping[str, Labels], shares: Floats, key: keys.Key) -> Assignment:
+def _deal(splits: Mapping[str, Labels], shares: Floats, key: keys.Key, num_novel: int = 0) -> Assignment:
     owners = {name: _owners(labels.y, shares, keys.fold(key, "rows", name)) for name, labels in splits.items()}
-    return _assignment(owners, shares)
+    return _assignment(owners, shares, num_novel)
 
 
 def _owners(y: Integers, shares: Floats, key: keys.Key) -> Integers:
@@ -424,13 +428,13 @@ def _owners(y: Integers, shares: Floats, key: keys.Key) -> Integers:
     return owners
 
 
-def _assignment(owners: Mapping[str, Integers], shares: Floats) -> Assignment:
+def _assignment(owners: Mapping[str, Integers], shares: Floats, num_novel: int = 0) -> Assignment:
     clients, unused = {}, {}
     for name, owner in owners.items():
         sizes = numpy.bincount(owner, minlength=len(shares) + 1)
         parts = numpy.split(numpy.argsort(owner, kind="stable"), numpy.cumsum(sizes)[:-1])
         clients[name], unused[name] = parts[:-1], parts[-1]
-    return Assignment(clients, unused, shares)
+    return Assignment(clients, unused, shares, num_novel)
 
 
 def _divided(log_weights: Floats) -> Floats:
@@ -470,11 +474,7 @@ def _counts(assignment: Assignment, splits: Mapping[str, Labels]) -> Integers:
 
 def _mixture(counts: Integers, labels: Sequence[Any]) -> str:
     order = [label for label in numpy.argsort(-counts, kind="stable") if counts[label]]
-    return _some([f"{labels[label]} ({100 * counts[label] / counts.sum():.0f})" for label in order], 6)
-
-
-def _some(items: Sequence[Any], limit: int) -> str:
-    return ", ".join(map(str, items[:limit])) + (f" and {len(items) - limit} more" if len(items) > limit else "")
+    return some([f"{labels[label]} ({100 * counts[label] / counts.sum():.0f})" for label in order], 6)
 
 
 def _check_count(name: str, value: int, least: int = 1) -> None:

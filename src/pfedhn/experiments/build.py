@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import get_type_hints
@@ -15,7 +15,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
 from pfedhn.data.federation import Federation, share_out
-from pfedhn.data.files import Table, from_folders, from_table
+from pfedhn.data.files import read_federation
 from pfedhn.engine.network import build_model
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
@@ -124,31 +124,17 @@ def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device
 
 
 def _own_federation(cell: Cell, seed: int) -> Federation:
-    if cell.dataset.lower().endswith(TABLE_ENDINGS):
-        table = _table(cell)
-        rows = [numpy.flatnonzero(table.groups == client) for client in range(len(table.client_names))]
-        clients = [(table.x[own], table.y[own]) for own in rows]
-    else:
-        _, clients = from_folders(cell.dataset)
-    return Federation.from_clients(clients, split=cell.split, stratify=cell.stratify, seed=seed)
+    columns = cell.columns.get("client"), cell.columns.get("label")
+    if cell.dataset.lower().endswith(TABLE_ENDINGS) and None in columns:
+        missing = ("client", "label")[columns.index(None)]
+        raise UserError(f'{cell.dataset} is a table; say which column is the {missing}: columns.{missing} = "...".')
+    return read_federation(cell.dataset, *columns, split=cell.split, stratify=cell.stratify, seed=seed)
 
 
-def _table(cell: Cell) -> Table:
-    if missing := [name for name in ("client", "label") if name not in cell.columns]:
-        raise UserError(
-            f'{cell.dataset} is a table; say which column is the {missing[0]}: columns.{missing[0]} = "...".'
-        )
-    return from_table(cell.dataset, cell.columns["client"], cell.columns["label"])
-
-
-def names_in_data(cell: Cell) -> tuple[list[str], list[str]]:
+def names_in_data(cell: Cell) -> tuple[Sequence[str], Sequence[str]]:
     """What a person's own data call the clients and the classes; nothing where they have numbers only."""
-    if not is_own_data(cell.dataset):
-        return [], []
-    if not cell.dataset.lower().endswith(TABLE_ENDINGS):
-        return from_folders(cell.dataset)[0], []
-    table = _table(cell)
-    return table.client_names, table.label_names
+    federation = _own_federation(cell, 0) if is_own_data(cell.dataset) else None
+    return ((), ()) if federation is None else (federation.names or (), federation.class_names or ())
 
 
 def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:
@@ -158,7 +144,7 @@ def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str)
         if data.within is None:
             raise UserError(f"{cell.dataset} has no groups to number labels within; use labels = 'global'.")
         labels = data.within
-    splits, unused = share_out(
+    assignment = share_out(
         data.y,
         build_partition(cell),
         split=cell.split,
@@ -170,8 +156,8 @@ def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str)
         stratify=cell.stratify,
     )
     y = labels if data.test_y is None else torch.cat([labels, data.test_y])
-    rows = Federation(_rows_on(cell.dataset, data_dir, device), y, splits, unused)
-    return rows.with_training_examples()
+    x = _rows_on(cell.dataset, data_dir, device)
+    return Federation.from_assignment(x, y, assignment).with_training_examples()
 
 
 def check_model_name(name: str) -> None:
