@@ -101,11 +101,12 @@ def test_parties_that_share_only_offers_and_replies_are_the_simulator(
     simulation = simulate(small(method), federation, rounds=4, cohort=cohort, executor="loop")
     expected = finish(simulation)
     state, parties = carried_by_hand(simulation)
-    assert_same_bits(state.memories.shared, expected.memories.shared)
-    assert_same_bits(state.memories.rows, expected.memories.rows)
+    # To rounding: a party with less than a batch has nothing to fill its batches up to another's size with.
+    assert_close(state.memories.shared, expected.memories.shared)
+    assert_close(state.memories.rows, expected.memories.rows)
     for client, slot in expected.memories.private["mlp"].slots.items():
         if (kept := parties[client].kept) is not None:
-            assert_same_bits(kept, take(expected.memories.private["mlp"].tree, slot))
+            assert_close(kept, take(expected.memories.private["mlp"].tree, slot))
 
 
 def test_named_transforms_and_an_unknown_one() -> None:

@@ -190,8 +190,9 @@ def drawing(width: int) -> Function:
     """The rows that some clients train on in a round."""
 
     def draw(counter: Tensor, batch_key: Tensor, members: Tensor, data: Any) -> Batches:
-        x, y, index, offset, size, steps = data
-        return draw_batches(x, y, Examples(index, offset, size), members, keys.fold(batch_key, counter), steps, width)
+        x, y, index, offset, size, identities, steps = data
+        examples, key = Examples(index, offset, size), keys.fold(batch_key, counter)
+        return draw_batches(x, y, examples, members, key, steps, width, identities[members])
 
     return draw
 
@@ -373,7 +374,7 @@ class CapturedRun:
         """The clients [C, ...] of one architecture, so many at a time that their minibatches take bounded memory."""
         federation = self.simulation.federation
         train = federation.splits["train"]
-        data = (federation.x, federation.y, self.index, train.offset, train.size, self.steps)
+        data = (federation.x, federation.y, self.index, train.offset, train.size, self.identities, self.steps)
         results = []
         for some in torch.arange(len(members)).tensor_split(-(-len(members) // MAX_TOGETHER)):
             part = slice(int(some[0]), int(some[-1]) + 1)
@@ -488,7 +489,7 @@ class CapturedRun:
                 state.bytes_down -= cost[self.signatures[number]].down
                 state.bytes_up -= cost[self.signatures[number]].up
             state.round, state.bad = int(bad[0]), None
-            raise Diverged.at(int(bad[0]), int(bad[1]))
+            raise Diverged.at(int(bad[0]), simulation.federation.name_of(int(bad[1])))
         splits = to_splits(scores, simulation.federation, EVALUATED_SPLITS, simulation.has_metric)
         with self._on_stream():
             evaluation = simulation.choose(state, splits)

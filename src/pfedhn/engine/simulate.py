@@ -200,7 +200,8 @@ class Simulation:
             rows = take(memories.rows, torch.tensor(clients, device=self.federation.x.device))
             offer, reply, kept = self._train(model, memories, rows, clients, number)
             if not bool(reply.metrics["is_finite"].all()):
-                raise Diverged.at(number, clients[int((~reply.metrics["is_finite"]).nonzero()[0])])
+                first = clients[int((~reply.metrics["is_finite"]).nonzero()[0])]
+                raise Diverged.at(number, self.federation.name_of(first))
             returned.append(Returned(model, rows, reply))
             offers.append(offer)
             remembered.append((clients, kept))
