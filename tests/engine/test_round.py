@@ -44,8 +44,8 @@ class Party:
             name: (federation.x[part.of(self.client)], federation.y[part.of(self.client)])
             for name, part in federation.splits.items()
         }
-        alone = Federation.from_clients([own]).to("cpu", torch.float64)
-        self.data = replace(alone, identities=torch.tensor([self.client]))
+        alone = Federation.from_clients([own])  # in the default precision; the simulator's examples have more
+        self.data = replace(alone, x=torch.cat([x for x, _ in own.values()]), identities=torch.tensor([self.client]))
 
     def answer(self, exchange: Exchange, offer: Offer) -> Reply:
         simulation = self.simulation
