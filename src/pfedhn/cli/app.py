@@ -26,7 +26,8 @@ import pfedhn
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
-from pfedhn.data.federation import SPLITS, Federation
+from pfedhn.data.arrays import SPLITS
+from pfedhn.data.federation import Federation
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.errors import UserError, closest, first_line
 from pfedhn.experiments import build as experiments

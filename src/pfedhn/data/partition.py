@@ -5,11 +5,11 @@ shares. A row goes to one client or is counted as unused: shares are rounded dow
 Axes: [N] clients, [C]lasses.
 """
 
-import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
@@ -482,7 +482,7 @@ def _check_count(name: str, value: int, least: int = 1) -> None:
         number = operator.index(value)
     except TypeError:
         number = least - 1
-    if number < least:
+    if number < least or isinstance(value, bool):
         raise UserError(f"{name} is {value!r}; give a whole number of at least {least}.")
 
 
@@ -493,5 +493,5 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
 
 def _check_alpha(name: str, value: float) -> None:
     # Outside these bounds the logarithms lose all meaning, long after the partition has stopped changing.
-    if not (math.isfinite(value) and 1e-9 <= value <= 1e9):
+    if not isinstance(value, Real) or isinstance(value, bool) or not 1e-9 <= value <= 1e9:
         raise UserError(f"{name} is {value!r}; give a number above 0, from 1e-9 to 1e9.")

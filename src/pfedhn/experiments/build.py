@@ -14,7 +14,8 @@ import pfedhn.models as models
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
-from pfedhn.data.federation import Federation, share_out
+from pfedhn.data.dealing import share_out
+from pfedhn.data.federation import Federation
 from pfedhn.data.files import read_federation
 from pfedhn.engine.network import build_model
 from pfedhn.engine.simulate import Simulation
