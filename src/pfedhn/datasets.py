@@ -1,7 +1,7 @@
 """Data sets by name, and a person's own: the public face of `pfedhn.data`."""
 
 from pfedhn.data.catalogue import DATASETS, Dataset, Source, cache_path, cache_state, get, load
-from pfedhn.data.files import Folders, Table, from_folders, from_table, read_federation
+from pfedhn.data.files import Folders, Table, Task, from_folders, from_table, read_federation
 
 __all__ = [
     "DATASETS",
@@ -9,6 +9,7 @@ __all__ = [
     "Folders",
     "Source",
     "Table",
+    "Task",
     "cache_path",
     "cache_state",
     "from_folders",

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.data.federation import Federation, LazyFederation
+from pfedhn.data.federation import Federation
+from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.checkpoint import load_state, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.network import build_model, check_model, with_num_outputs

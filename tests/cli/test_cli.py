@@ -378,8 +378,8 @@ def test_a_wrong_file_gets_one_sentence_and_code_2(text: str, sentence: str) -> 
 @pytest.mark.parametrize(
     ("row", "value", "sentence"),
     [
-        (3, numpy.nan, "row 3 of x holds NaN or infinity; clean the data before federating it."),
-        (None, -1, "row 5 has the label -1; class labels start at 0."),
+        (3, numpy.nan, "example 3 of x holds NaN or infinity; clean the data before federating it."),
+        (None, -1, "example 5 has the label -1; class labels start at 0."),
     ],
 )
 def test_own_data_with_faults_gets_one_sentence_and_code_2(row: int | None, value: float, sentence: str) -> None:

@@ -7,7 +7,7 @@ import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy
 import pyarrow
@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from pfedhn.data import catalogue as datasets
 from pfedhn.data.catalogue import DATASETS, cache_state, get, load
-from pfedhn.data.files import from_folders, from_table
+from pfedhn.data.files import Task, from_folders, from_table, read_federation
 from pfedhn.errors import UserError
 
 CHARACTERS = {
@@ -338,7 +338,7 @@ class Refusals:
     @staticmethod
     def unnamed_split(root: Path) -> tuple[Any, ...]:
         """are named neither train nor test"""
-        write_table(root / "rows.parquet", {"image": [b""], "label": [0]})
+        write_table(root / "table.parquet", {"image": [b""], "label": [0]})
         return "mnist", root
 
     @staticmethod
@@ -523,8 +523,8 @@ def test_from_table_reads_every_form_alike(ending: str, tmp_path: Path) -> None:
 )
 def test_labels_of_a_table(labels: list[str], expected: list[float], kind: str, tmp_path: Path) -> None:
     rows = "\n".join(f"007,{label},1" if row else f"7,{label},1" for row, label in enumerate(labels))
-    (tmp_path / "rows.csv").write_text(f"who,what,feature\n{rows}")
-    table = from_table(tmp_path / "rows.csv", "who", "what")
+    (tmp_path / "table.csv").write_text(f"who,what,feature\n{rows}")
+    table = from_table(tmp_path / "table.csv", "who", "what")
     assert table.y.tolist() == expected
     assert table.y.dtype.kind == kind
     assert table.client_names == ("007", "7")
@@ -533,33 +533,92 @@ def test_labels_of_a_table(labels: list[str], expected: list[float], kind: str, 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("who,what,a\n1,2,3\n1,2\n", "row 2 of rows.csv has 2 cells and the header 3"),
-        ("who,what,a\n1,2,3\n1,2,x\n", "row 2 of column 'a' of rows.csv is 'x' and not a number"),
-        ("who,what,a\n1,2,\n", "row 1 of column 'a' of rows.csv is '' and not a number"),
-        ("who,what,a\n1,2,3\n1,2,nan\n", "row 2 of column 'a' of rows.csv is 'nan' and not a finite number"),
-        ("who,what,a\n1,2,3\n1,,3\n", "row 2 of column 'what' of rows.csv is empty"),
+        ("who,what,a\n1,2,3\n1,2\n", "example 2 of table.csv has 2 cells and the header 3"),
+        ("who,what,a\n1,2,3\n1,2,x\n", "'a' of example 2 of table.csv is 'x' and not a number"),
+        ("who,what,a\n1,2,\n", "'a' of example 1 of table.csv is '' and not a number"),
+        ("who,what,a\n1,2,3\n1,2,nan\n", "'a' of example 2 of table.csv is 'nan' and not a finite number"),
+        ("who,what,a\n1,2,3\n1,,3\n", "example 2 of table.csv has no 'what'; fill the cell"),
         ("whom,what,a\n1,2,3\n", "no column 'who'; did you mean 'whom'"),
         ("who,what\n1,2\n", "no feature columns"),
-        ("who,what,a\n", "has no rows"),
+        ("who,what,a\n", "has no examples"),
         ("who,what,what\n1,2,3\n", "must name every column once"),
         ("", "must name every column once"),
     ],
 )
 def test_from_table_refuses(text: str, sentence: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text(text)
+    (tmp_path / "table.csv").write_text(text)
     with pytest.raises(UserError, match=sentence):
-        from_table(tmp_path / "rows.csv", "who", "what")
+        from_table(tmp_path / "table.csv", "who", "what")
 
 
 def test_from_table_refuses_other_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a file"):
-        from_table(tmp_path / "rows.csv", "who", "what")
-    (tmp_path / "rows.xlsx").write_text("")
+        from_table(tmp_path / "table.csv", "who", "what")
+    (tmp_path / "table.xlsx").write_text("")
     with pytest.raises(UserError, match=r"neither \.csv, \.tsv nor \.parquet"):
-        from_table(tmp_path / "rows.xlsx", "who", "what")
-    (tmp_path / "rows.parquet").write_text("")
+        from_table(tmp_path / "table.xlsx", "who", "what")
+    (tmp_path / "table.parquet").write_text("")
     with pytest.raises(UserError, match="not a whole parquet file"):
-        from_table(tmp_path / "rows.parquet", "who", "what")
-    parquet.write_table(pyarrow.table({"who": [1, 2], "what": [0, 1], "a": [0.5, None]}), tmp_path / "rows.parquet")
-    with pytest.raises(UserError, match=r"column 'a' of rows\.parquet has empty cells"):
-        from_table(tmp_path / "rows.parquet", "who", "what")
+        from_table(tmp_path / "table.parquet", "who", "what")
+    parquet.write_table(pyarrow.table({"who": [1, 2], "what": [0, 1], "a": [0.5, None]}), tmp_path / "table.parquet")
+    with pytest.raises(UserError, match=r"column 'a' of table\.parquet has empty cells"):
+        from_table(tmp_path / "table.parquet", "who", "what")
+
+
+def write_prices(path: Path, count: int, highest: int) -> None:
+    prices = numpy.linspace(1_000, highest, count).astype(int)
+    lines = [f"shop{i % 5},{i % 7},{price}" for i, price in enumerate(prices.tolist())]
+    path.write_text("\n".join(["shop,size,price", *lines]))
+
+
+def test_prices_are_not_taken_for_classes(tmp_path: Path) -> None:
+    path = tmp_path / "prices.csv"
+    write_prices(path, 500, 215_000)
+    with pytest.raises(UserError, match=r'class number 215000, and 500 examples may .* task = "regression"'):
+        read_federation(path, "shop", "price")
+    federation = read_federation(path, "shop", "price", task="regression")
+    assert federation.y.dtype == torch.float32
+    assert sorted(federation.y.tolist()) == numpy.linspace(1_000, 215_000, 500).astype(int).tolist()
+    assert federation.num_classes is None
+
+
+def write_folders(root: Path, labels: numpy.ndarray) -> None:
+    for client, part in enumerate(numpy.array_split(labels, 3)):
+        (root / f"client{client}").mkdir(parents=True)
+        numpy.save(root / f"client{client}" / "x.npy", numpy.zeros((len(part), 2)))
+        numpy.save(root / f"client{client}" / "y.npy", part)
+
+
+def test_the_task_says_what_labels_in_folders_are(tmp_path: Path) -> None:
+    whole = numpy.arange(60) % 4
+    write_folders(tmp_path / "whole", whole)
+    write_folders(tmp_path / "floating", whole.astype(float))
+    write_folders(tmp_path / "high", whole * 1_000_000)
+    write_folders(tmp_path / "fractions", whole + 0.5)
+    write_folders(tmp_path / "text", whole.astype(str))
+    kinds: dict[str, list[Any]] = {}
+    for task in get_args(Task):
+        for name in ("whole", "floating", "high", "fractions", "text"):
+            try:
+                kinds.setdefault(name, []).append(read_federation(tmp_path / name, task=task).y.dtype)
+            except UserError as error:
+                kinds.setdefault(name, []).append(str(error).split(";")[0].replace(str(tmp_path), "."))
+    classes, numbers = torch.int64, torch.float32
+    too_high = "y holds the class number 3000000, and 60 examples may have class numbers below 2000"
+    assert kinds == {
+        "whole": [classes, classes, numbers],
+        "floating": [numbers, classes, numbers],
+        "high": [too_high, too_high, numbers],
+        "fractions": [
+            numbers,
+            'the labels in ./fractions have fractions, and task = "classification" has classes',
+            numbers,
+        ],
+        "text": [
+            classes,
+            classes,
+            'the labels in ./text are text, and task = "regression" predicts numbers',
+        ],
+    }
+    with pytest.raises(UserError, match="there is no task 'regresion'; did you mean 'regression'"):
+        read_federation(tmp_path / "whole", task="regresion")  # type: ignore[arg-type]

@@ -25,8 +25,7 @@ from rich.table import Table
 import pfedhn
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
-from pfedhn.data import partition
-from pfedhn.data.federation import SPLITS, Federation
+from pfedhn.data.describe import describe, plot
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.errors import UserError, closest, first_line
 from pfedhn.experiments import build as experiments
@@ -838,10 +837,10 @@ def data_show(
     cell = chosen.cells[0]
     if cell.dataset in datasets.DATASETS:
         _get(cell.dataset, data_dir, again=False)
-    assignment, splits = _shared_out(experiments.build_federation(cell, seed, data_dir))
-    typer.echo(partition.describe(assignment, splits, *experiments.names_in_data(cell)))
+    federation = experiments.build_federation(cell, seed, data_dir)
+    typer.echo(describe(federation))
     if picture is not None:
-        partition.plot(assignment, splits, picture)
+        plot(federation, picture)
         typer.echo(f"The picture: {picture}")
 
 
@@ -852,26 +851,3 @@ def _cell_for(name: str) -> Cell:
     if name == "omniglot":
         return Cell(dataset=name, clients=50, partition={"rule": "by_group"}, split=(0.7, 0.15, 0.15), model="omniglot")
     return next(cell for item in EXPERIMENTS.values() for cell in item.cells if cell.dataset == name)
-
-
-def _shared_out(federation: Federation) -> tuple[partition.Assignment, dict[str, partition.Labels]]:
-    """A federation as `partition.describe` takes it; rows that nobody owns are counted in the splits they come from."""
-    owned = {name: federation.splits[name] for name in SPLITS}
-    taken = torch.zeros(len(federation.y), dtype=torch.bool)
-    for rows in owned.values():
-        taken[rows.index] = True
-    left = federation.y[~taken].numpy()
-    splits, clients, unused = {}, {}, {}
-    for name, rows in owned.items():
-        number = federation.unused.get(name, 0)
-        start = len(rows.index)
-        splits[name] = partition.Labels(numpy.concatenate([federation.y[rows.index].numpy(), left[:number]]))
-        left = left[number:]
-        offsets, sizes = rows.offset.tolist(), rows.size.tolist()
-        clients[name] = [numpy.arange(a, a + b) for a, b in zip(offsets, sizes, strict=True)]
-        unused[name] = numpy.arange(start, start + number)
-    shares = numpy.zeros((federation.num_clients, int(federation.y.max()) + 1))
-    for name, lists in clients.items():
-        for client, numbers in enumerate(lists):
-            shares[client, splits[name].y[numbers]] = 1.0
-    return partition.Assignment(clients, unused, shares), splits

@@ -5,19 +5,18 @@ shares. A row goes to one client or is counted as unused: shares are rounded dow
 Axes: [N] clients, [C]lasses.
 """
 
-import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
+from numbers import Real
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy
 from numpy.typing import NDArray
 
 from pfedhn import keys
-from pfedhn.errors import UserError, missing_extra, some
+from pfedhn.errors import UserError
 
 Integers: TypeAlias = NDArray[numpy.int64]
 Floats: TypeAlias = NDArray[numpy.float64]
@@ -317,95 +316,6 @@ def by_coarse_class(clients_per_class: int) -> ByCoarseClass:
     return ByCoarseClass(clients_per_class)
 
 
-def describe(
-    assignment: Assignment,
-    splits: Mapping[str, Labels],
-    client_names: Sequence[str] = (),
-    label_names: Sequence[str] = (),
-) -> str:
-    """A text table: each client's rows per split and its classes; the middle is left out past 20 clients.
-
-    client_names, label_names: what clients and classes are called, where they are more than numbers.
-
-    >>> import numpy
-    >>> from pfedhn.data.partition import Labels, by_classes, describe
-    >>> splits = {"train": Labels(numpy.arange(300) % 3), "test": Labels(numpy.arange(90) % 3)}
-    >>> print(describe(by_classes(1, num_clients=3).assign(splits, key=4), splits))
-    client  train  test  classes (% of the client's rows)
-         0    100    30  0 (100)
-         1    100    30  2 (100)
-         2    100    30  1 (100)
-     total    300    90
-    unused      0     0
-    """
-    counts = _counts(assignment, splits)
-    number = assignment.num_clients
-    labels = label_names or range(counts.shape[1])
-    named = ["name"] if client_names else []
-    lines = [["client", *named, *splits, "classes (% of the client's rows)"]]
-    for client in range(number):
-        sizes = [str(len(assignment.clients[name][client])) for name in splits]
-        lines.append([str(client), *client_names[client : client + 1], *sizes, _mixture(counts[client], labels)])
-    if number > 20:
-        lines[16:-5] = [["...", *["..." for _ in (*named, *splits)], f"{number - 20} more clients"]]
-    none = ["" for _ in named]
-    lines.append(["total", *none, *[str(sum(map(len, assignment.clients[name]))) for name in splits], ""])
-    lines.append(["unused", *none, *[str(len(assignment.unused[name])) for name in splits], ""])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]) - 1)]
-    text = [
-        "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
-        for line in lines
-    ]
-    present, _ = _classes(splits)
-    orphans = present[assignment.shares[:, present].sum(0) == 0]
-    if len(orphans):
-        text.append(f"classes without a client: {some([labels[label] for label in orphans.tolist()], 20)}")
-    return "\n".join(text)
-
-
-def plot(assignment: Assignment, splits: Mapping[str, Labels], path: str | Path) -> None:
-    """Draw the rows that each client has of each class, as an image file (PNG, PDF or SVG by the name's ending).
-
-    A dot's area is its number of rows in the first split (train); the bars above add them up.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing_extra("drawing", "report") from error
-    name = next(iter(splits))
-    counts = _counts(assignment, {name: splits[name]})
-    num_clients, num_classes = counts.shape
-    width = min(max(0.16 * num_clients, 5.0), 13.0) + 1.2
-    height = min(max(0.22 * num_classes, 2.2), 9.0)
-    figure = Figure(figsize=(width, height + 1.8), layout="constrained")
-    bars, dots = figure.subplots(2, 1, sharex=True, height_ratios=[1.0, height])
-    color = "#1f5a94"
-    # A dot just fits its cell; dots of a thousand classes would vanish, and may overlap instead. 72 points an inch.
-    cell = 72 * min((width - 1.2) / num_clients, height / num_classes)
-    largest = max(0.92 * cell, 3.0) ** 2
-    client, label = numpy.nonzero(counts)
-    rows = counts[client, label]
-    area = numpy.maximum(largest * rows / max(counts.max(), 1), 0.6)
-    dots.scatter(client, label, s=area, color=color, linewidths=0)
-    margin = max(0.75, 0.012 * num_classes)
-    dots.set(xlabel="client", xlim=(-0.75, num_clients - 0.25))
-    dots.set(ylabel="class", ylim=(num_classes - 1 + margin, -margin))
-    dots.grid(color="#e8e8e8", linewidth=0.6)
-    bars.bar(numpy.arange(num_clients), counts.sum(1), color=color, width=0.75)
-    bars.set_ylabel(f"{name} rows")
-    title = f"{num_clients} clients, {counts.sum():,} {name} rows, {len(assignment.unused[name]):,} unused"
-    bars.set_title(title, loc="left", fontsize=10)
-    for axes, count in ((dots.xaxis, num_clients), (dots.yaxis, num_classes)):
-        axes.set_ticks(
-            list(range(0, count, next(step for step in (1, 2, 5, 10, 20, 50, 100, count) if count <= 26 * step)))
-        )
-    for axis in (bars, dots):
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(length=0, labelsize=8)
-    figure.savefig(path, dpi=150)
-
-
 def _deal(splits: Mapping[str, Labels], shares: Floats, key: keys.Key, num_novel: int = 0) -> Assignment:
     owners = {name: _owners(labels.y, shares, keys.fold(key, "rows", name)) for name, labels in splits.items()}
     return _assignment(owners, shares, num_novel)
@@ -462,27 +372,12 @@ def _required(splits: Mapping[str, Labels], field: str, rule: str, meaning: str)
     return values
 
 
-def _counts(assignment: Assignment, splits: Mapping[str, Labels]) -> Integers:
-    """[N, C]: each client's rows of each class, all splits together."""
-    num_clients, num_classes = assignment.shares.shape
-    counts = numpy.zeros((num_clients, num_classes), dtype=numpy.int64)
-    for name, labels in splits.items():
-        for client, rows in enumerate(assignment.clients[name]):
-            counts[client] += numpy.bincount(labels.y[rows], minlength=num_classes)
-    return counts
-
-
-def _mixture(counts: Integers, labels: Sequence[Any]) -> str:
-    order = [label for label in numpy.argsort(-counts, kind="stable") if counts[label]]
-    return some([f"{labels[label]} ({100 * counts[label] / counts.sum():.0f})" for label in order], 6)
-
-
 def _check_count(name: str, value: int, least: int = 1) -> None:
     try:
         number = operator.index(value)
     except TypeError:
         number = least - 1
-    if number < least:
+    if number < least or isinstance(value, bool):
         raise UserError(f"{name} is {value!r}; give a whole number of at least {least}.")
 
 
@@ -493,5 +388,5 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
 
 def _check_alpha(name: str, value: float) -> None:
     # Outside these bounds the logarithms lose all meaning, long after the partition has stopped changing.
-    if not (math.isfinite(value) and 1e-9 <= value <= 1e9):
+    if not isinstance(value, Real) or isinstance(value, bool) or not 1e-9 <= value <= 1e9:
         raise UserError(f"{name} is {value!r}; give a number above 0, from 1e-9 to 1e9.")

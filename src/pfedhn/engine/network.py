@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pfedhn.data.federation import Federation, LazyFederation
+from pfedhn.data.federation import Federation
+from pfedhn.data.lazy import LazyFederation
 from pfedhn.errors import UserError
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.models import cross_entropy, is_correct, squared_error

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import get_type_hints
@@ -14,7 +14,8 @@ import pfedhn.models as models
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
-from pfedhn.data.federation import Federation, share_out
+from pfedhn.data.dealing import share_out
+from pfedhn.data.federation import Federation
 from pfedhn.data.files import read_federation
 from pfedhn.engine.network import build_model
 from pfedhn.engine.simulate import Simulation
@@ -129,12 +130,6 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
         missing = ("client", "label")[columns.index(None)]
         raise UserError(f'{cell.dataset} is a table; say which column is the {missing}: columns.{missing} = "...".')
     return read_federation(cell.dataset, *columns, split=cell.split, stratify=cell.stratify, seed=seed)
-
-
-def names_in_data(cell: Cell) -> tuple[Sequence[str], Sequence[str]]:
-    """What a person's own data call the clients and the classes; nothing where they have numbers only."""
-    federation = _own_federation(cell, 0) if is_own_data(cell.dataset) else None
-    return ((), ()) if federation is None else (federation.names or (), federation.class_names or ())
 
 
 def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:
