@@ -29,7 +29,7 @@ from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Progress, State
 from pfedhn.kernels import conv as kernels
 from pfedhn.model import Model
 from pfedhn.params import Params, copy, num_bytes, stack, take
-from pfedhn.sgd import Batches, Rate, scanning
+from pfedhn.sgd import Batches, Rate
 
 Signature: TypeAlias = tuple[tuple[str, int], ...]
 """The make-up of a cohort: how many clients of each architecture."""
@@ -342,17 +342,16 @@ class CapturedRun:
         kind = TracedScan if count == 1 else TogetherScan
         if (model.name, count) not in self.scans:
             self.scans[model.name, count] = borrow(self._key("steps", model.name, count), lambda: kind(compile_graph))
-        scan = self.scans[model.name, count]
-        scan.position = 0
         algorithm = with_rates(self.simulation.algorithm, self.rates)
 
         def train(received: Params, private: Any, batches: Batches) -> tuple[Params, Any]:
             return algorithm.train(model, received, private, batches)
 
-        with scanning(scan):
+        given = (received, private, batches)
+        with self.scans[model.name, count].running(given):
             if count == 1:
-                return stack([train(*take((received, private, batches), 0))])
-            result: tuple[Params, Any] = torch.vmap(train)(received, private, batches)
+                return stack([train(*take(given, 0))])
+            result: tuple[Params, Any] = torch.vmap(train)(*given)
             return result
 
     def _evaluate(self) -> None:

@@ -131,8 +131,9 @@ def score(
     def one_client(
         noise: Tensor, row: Any, private: Any, batches: Batches, x: Tensor, y: Tensor, masks: Tensor
     ) -> Tensor:
-        with model.seeded(noise), executor.running(model.name, "personalize"):
-            weights = personal_weights(algorithm, model, shared, row, private, batches)
+        given = (shared, row, private, batches)
+        with model.seeded(noise), executor.running(model.name, "personalize", given):
+            weights = personal_weights(algorithm, model, *given)
         outputs = model.outputs(weights, x)
         loss = model.per_example_loss(outputs, y)
         metric = torch.zeros_like(loss) if model.per_example_metric is None else model.per_example_metric(outputs, y)

@@ -187,7 +187,7 @@ class Simulation:
             member: Tensor, row: Any, private: Any, batches: Batches, noise: Tensor
         ) -> tuple[Params, Params, Any]:
             received = send(memories.shared, row)
-            with model.seeded(noise), executor.running(model.name, "train"):
+            with model.seeded(noise), executor.running(model.name, "train", (received, private, batches)):
                 update, private = self.algorithm.train(model, received, private, batches)
             return received, update, private
 
