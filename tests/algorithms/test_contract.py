@@ -1,7 +1,7 @@
-"""What every row of ALGORITHMS promises, in one table, with no exception for any of them."""
+"""What every row of ALGORITHMS and a method of a newcomer promise, in one table, with no exception for any of them."""
 
 import re
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -22,21 +22,40 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm, Group
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.federation import Federation
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.engine.simulate import Simulation
-from pfedhn.params import copy, stack, take
-from pfedhn.sgd import Batches
+from pfedhn.model import Model
+from pfedhn.params import Params, copy, pack, stack, take
+from pfedhn.sgd import Batches, gradient, scan
 
 SMALL = {"local_steps": 3, "outer_steps": 3, "inner_steps": 2, "hidden_dim": 7, "embedding_dim": 3, "local_lr": 0.1}
-every_method = pytest.mark.parametrize("method", ALGORITHMS)
+
+
+@dataclass(frozen=True)
+class ClosesOver(FedAvg):
+    """FedProx as everybody writes it first: its step closes over the received weights."""
+
+    def train(self, model: Model, received: Params, private: Params, batches: Batches) -> tuple[Params, Params]:
+        start, unpack = pack(received)
+        gradient_of = gradient(model.loss, unpack)
+
+        def step(weights: Tensor, batch: Batches, lr: Any) -> Tensor:
+            return weights - lr * (gradient_of(weights, batch) + 0.5 * (weights - start))
+
+        return unpack(start - scan(step, start, batches, self.local_lr)), private
+
+
+METHODS = {**ALGORITHMS, "closes-over": ClosesOver}
+every_method = pytest.mark.parametrize("method", METHODS)
 every_target = pytest.mark.parametrize("target", ["mlp", "conv"])
 
 
 def small(method: str) -> Any:
     """The method as users get it by name, with fewer steps and a smaller hypernetwork where it has them."""
-    spec = ALGORITHMS[method]()
+    spec = METHODS[method]()
     return replace(spec, **{field.name: SMALL[field.name] for field in fields(spec) if field.name in SMALL})
 
 
@@ -90,10 +109,10 @@ def form(tree: Any) -> Any:
 
 @every_method
 def test_is_a_frozen_specification_of_the_protocol(method: str) -> None:
-    spec = ALGORITHMS[method]()
+    spec = METHODS[method]()
     assert isinstance(spec, Algorithm)
     assert is_dataclass(spec)
-    assert hash(spec) == hash(ALGORITHMS[method]())
+    assert hash(spec) == hash(METHODS[method]())
     assert spec.for_clients(50).for_clients(50) == spec.for_clients(50)
     assert spec.num_batches > 0
 
@@ -187,7 +206,7 @@ def road(simulation: Simulation) -> Any:
 def test_executors_agree(federation: Federation, method: str, target: str, cohort: int) -> None:
     results = {
         executor: road(simulate(small(method), federation, target, rounds=5, cohort=cohort, executor=executor))
-        for executor in EXECUTORS
+        for executor in (*EXECUTORS, "captured")
     }
     for result in results.values():
         assert_close(result, results["loop"])

@@ -30,7 +30,7 @@ from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Progress, State
 from pfedhn.kernels import conv as kernels
 from pfedhn.model import Model
 from pfedhn.params import Params, copy, stack, take
-from pfedhn.sgd import Batches, Rate, scanning
+from pfedhn.sgd import Batches, Rate
 
 Signature: TypeAlias = tuple[tuple[str, int], ...]
 """The make-up of a cohort: how many clients of each architecture."""
@@ -388,17 +388,16 @@ class CapturedRun:
         kind = TracedScan if count == 1 else TogetherScan
         if (model.name, count) not in self.scans:
             self.scans[model.name, count] = borrow(self._key("steps", model.name, count), lambda: kind(compile_graph))
-        scan = self.scans[model.name, count]
-        scan.position = 0
         exchange = exchange_with_rates(self.simulation.exchange, self.rates)
 
         def train(offer: Offer, kept: Kept, batches: Batches) -> tuple[Params, Kept]:
             return exchange.train(model, offer, kept, batches)
 
-        with scanning(scan):
+        given = (offers, kept, batches)
+        with self.scans[model.name, count].running(given):
             if count == 1:
-                return stack([train(*take((offers, kept, batches), 0))])
-            result: tuple[Params, Kept] = torch.vmap(train)(offers, kept, batches)
+                return stack([train(*take(given, 0))])
+            result: tuple[Params, Kept] = torch.vmap(train)(*given)
             return result
 
     def _evaluate(self) -> None:

@@ -122,8 +122,9 @@ def score(
     model = chunk.model
 
     def one_client(noise: Tensor, row: Any, kept: Any, batches: Batches, x: Tensor, y: Tensor, masks: Tensor) -> Tensor:
-        with model.seeded(noise), executor.running(model.name, "personalize"):
-            weights = exchange.personal_weights(model, shared, row, kept, batches)
+        given = (shared, row, kept, batches)
+        with model.seeded(noise), executor.running(model.name, "personalize", given):
+            weights = exchange.personal_weights(model, *given)
         outputs = model.outputs(weights, x)
         loss = model.per_example_loss(outputs, y)
         metric = torch.zeros_like(loss) if model.per_example_metric is None else model.per_example_metric(outputs, y)

@@ -245,7 +245,7 @@ class Simulation:
             identity: Tensor, number: Tensor, row: Any, kept: Kept, batches: Batches, size: Tensor, noise: Tensor
         ) -> tuple[Offer, Reply, Kept]:
             offer = make_offer(memories.shared, row, number, identity)
-            with model.seeded(noise), executor.running(model.name, "train"):
+            with model.seeded(noise), executor.running(model.name, "train", (offer, kept, batches)):
                 update, kept = exchange.train(model, offer, kept, batches)
             return offer, *exchange.reply(offer, update, kept, size, identity)
 
