@@ -1,4 +1,4 @@
-"""Importing pfedhn changes nothing in a process; `set_up_process` does what it says, and says when it comes too late."""
+"""Importing pfedhn changes nothing in a process; `set_up_process` does what it says, or says that it is too late."""
 
 import logging
 import os
@@ -24,7 +24,8 @@ def gives_back():
     "Whether the system maps a large block apart from the others, and takes it back as soon as it is freed."
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = Mallinfo
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
     before = libc.mallinfo2().hblks
     block = libc.malloc(64 * 2**20)
     after = libc.mallinfo2().hblks
@@ -60,9 +61,11 @@ def test_import_and_training_change_nothing_in_the_process() -> None:
 import pfedhn
 assert pfedhn.__version__
 assert not {"torch", "numpy", "rich", "typer"} & set(sys.modules)
-import numpy, torch
+assert dict(os.environ) == before
+import numpy, sklearn, torch
 from unittest.mock import Mock
 import torch._inductor.config as inductor
+before = dict(os.environ)  # with what these libraries set themselves
 compiler = inductor.get_config_copy()
 assert pfedhn.datasets.DATASETS
 for name in pfedhn.__all__:

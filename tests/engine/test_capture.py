@@ -1,12 +1,10 @@
 """What a GPU would replay, run on a CPU: the captured round is the loop's, for every method."""
 
 import gc
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest

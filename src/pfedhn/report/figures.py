@@ -1,33 +1,18 @@
 """Figures of a report: how the methods learn, and what each client gets."""
 
-import base64
-import csv
-import html
 import io
 import math
-import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any
+
 import numpy
 from numpy.typing import NDArray
-from rich import box
-from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
+
 from pfedhn.errors import missing_extra
-from pfedhn.files import write_atomically
-from pfedhn.experiments.spec import Cell, Experiment, dataset_name, distinctions, pretraining_cell
 from pfedhn.experiments.build import cell_algorithm
-from pfedhn.report.results import Runs, read
-
-from pfedhn.errors import closest
-from pfedhn.report.tables import sentence
 from pfedhn.report.entries import Average, Column, Entry, Report, column_text, compare, display_name
-
+from pfedhn.report.tables import sentence
 
 # Colors of Okabe and Ito, which color-blind people can tell apart, and a dash of its own for each besides.
 STYLES: dict[str, tuple[str, Any]] = {

@@ -1,33 +1,15 @@
 """A report as files: Markdown, CSV, LaTeX, figures and one HTML page."""
 
 import base64
-import csv
 import html
-import io
-import math
-import statistics
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
-import numpy
-from numpy.typing import NDArray
-from rich import box
-from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
-from pfedhn.errors import UserError
-from pfedhn.files import write_atomically
-from pfedhn.experiments.spec import Cell, Experiment, dataset_name, distinctions, pretraining_cell
-from pfedhn.experiments.build import cell_algorithm
-from pfedhn.report.results import Runs, read
 
-from pfedhn.errors import closest
-from pfedhn.report.tables import caption, commands, details, grid, sentence, to_csv, to_latex, to_markdown
-from pfedhn.report.figures import pictures_of
+from pfedhn.errors import UserError, closest
+from pfedhn.files import write_atomically
 from pfedhn.report.entries import Average, Report
+from pfedhn.report.figures import pictures_of
+from pfedhn.report.tables import caption, commands, details, grid, sentence, to_csv, to_latex, to_markdown
 
 FORMATS = ("md", "csv", "tex", "png", "html")
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pfedhn.errors import UserError
-from pfedhn.files import make_folder, one_at_a_time, read_bytes, read_text, write_atomically
-from pfedhn.experiments.spec import Cell, Experiment, cell_names, find_run
-from pfedhn.experiments.grid import from_table
-
 from pfedhn.experiments.directory import Directory, read_result
+from pfedhn.experiments.grid import from_table
+from pfedhn.experiments.spec import Cell, Experiment, cell_names, find_run
+from pfedhn.files import make_folder, one_at_a_time, read_bytes, read_text, write_atomically
 from pfedhn.settings import build
 
 SPLITS = ("validation", "test")

@@ -1,29 +1,16 @@
 """Tables of a report: for a terminal, Markdown, CSV and LaTeX."""
 
-import base64
 import csv
-import html
 import io
-import math
-import statistics
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
-import numpy
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
 from rich import box
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from pfedhn.files import write_atomically
-from pfedhn.experiments.spec import Cell, Experiment, dataset_name, distinctions, pretraining_cell
-from pfedhn.experiments.build import cell_algorithm
-from pfedhn.report.results import Runs, read
 
-from pfedhn.errors import closest
 from pfedhn.report.entries import Average, Column, Entry, Report, Summary, column_text, compare, display_name, summarize
 
 
