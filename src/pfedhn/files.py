@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pfedhn.errors import RunError, UserError
 
-LOCK = ".pfedhn.lock"  # it stays in the folder: to remove it would let two processes hold locks of one name
+LOCK = ".lock"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system
 ANOTHER_PLACE = "give a place that can be written (--out for a folder; --export, --save or --plot for a file)"
@@ -94,14 +94,38 @@ def _reason(error: OSError) -> str:
 
 
 @contextmanager
-def one_at_a_time(folder: Path, seconds: float = -1) -> Iterator[None]:
-    """Keep every other process out of this block for the same folder; the system lets go however a process ends.
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait until no other process changes a file of this folder; the system lets go however a process ends.
+
+    The folder itself is locked, so that nothing is left in it.
+    """
+    from filelock import FileLock, lock_descriptor  # here: the help of the command line needs no lock
+
+    if os.name == "nt":  # where no folder can be locked, but the file of a lock goes with it
+        with FileLock(folder / LOCK):
+            yield
+        return
+    with writing(folder):
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            lock_descriptor(handle)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def claimed(folder: Path, seconds: float) -> Iterator[None]:
+    """Hold the folder of a run; the system lets go however a process ends.
+
+    What a process that was killed left half written is removed.
 
     Args:
-        folder: what the processes must not change at the same time.
-        seconds: how long to wait for another process before giving up; -1 waits as long as it takes.
+        folder: the run's own.
+        seconds: how long to wait for another process before it is refused.
     """
-    from filelock import FileLock, Timeout  # here: the help of the command line needs this module, and no lock
+    from filelock import FileLock, Timeout
 
     lock = FileLock(folder / LOCK, timeout=seconds)
     with writing(folder):
@@ -112,19 +136,12 @@ def one_at_a_time(folder: Path, seconds: float = -1) -> Iterator[None]:
         except OSError as error:
             if error.errno not in WITHOUT_LOCKS:
                 raise
+        for left in folder.glob(".*.part"):
+            left.unlink(missing_ok=True)
     try:
         yield
     finally:
         lock.release()
-
-
-@contextmanager
-def claimed(folder: Path, seconds: float) -> Iterator[None]:
-    """Hold a folder for one run: a second process is refused, and what a killed one left half written is removed."""
-    with one_at_a_time(folder, seconds):
-        for left in folder.glob(".*.part"):
-            left.unlink(missing_ok=True)
-        yield
 
 
 def write_trouble(folder: Path) -> str | None:

@@ -391,7 +391,7 @@ def test_the_demo_compares_methods_at_one_number_of_steps() -> None:
         ("--stes", "run demo --stes 3"),
         ("(`pfedhn run --help` says more.)", "run demo --stes 3"),
         ("(`pfedhn data get --help` says more.)", "data get"),
-        ("'many' is not a valid int", "run demo --jobs many"),
+        ("Invalid value for '--jobs'", "run demo --jobs many"),
     ],
 )
 def test_bad_input_gets_one_sentence_code_2_and_leaves_nothing(sentence: str, arguments: str) -> None:

@@ -35,7 +35,7 @@ from pfedhn.experiments.provenance import commit, rerun_command
 from pfedhn.experiments.runner import prepare, run_many
 from pfedhn.experiments.spec import pretraining_run, with_pretraining
 from pfedhn.experiments.workers import run_side_by_side
-from pfedhn.files import one_at_a_time
+from pfedhn.files import claimed
 from pfedhn.progress import Event, Failed, Finished, Said, Update
 from pfedhn.run import train
 
@@ -173,7 +173,7 @@ def test_a_run_keeps_a_second_process_out(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(execute_module, "SECONDS_FOR_A_LOCK", 0.0)
     (name, *_) = SMALL.runs()
     (tmp_path / name).mkdir()
-    with one_at_a_time(tmp_path / name), pytest.raises(UserError, match="is being run by another process"):
+    with claimed(tmp_path / name, 0.0), pytest.raises(UserError, match="is being run by another process"):
         run_one(tmp_path, SMALL, name)
 
 

@@ -151,7 +151,7 @@ def test_a_crash_while_writing_leaves_the_old_file(
         raise OSError("the power is gone")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="the power is gone"):
+    with pytest.raises(RunError, match="the power is gone"):
         export([made], file)
     assert file.read_bytes() == before
 
