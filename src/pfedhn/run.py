@@ -29,9 +29,10 @@ from pfedhn.engine.network import build_model, check_model, with_num_outputs
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged, Evaluation, Memories, Progress, Schedule, State
 from pfedhn.errors import UserError, closest
-from pfedhn.files import write_atomically
+from pfedhn.files import append, make_folder, read_text, write_atomically
 from pfedhn.model import Factory, PerExample
 from pfedhn.params import Params, take
+from pfedhn.process import advise_once
 from pfedhn.settings import build
 
 logger = logging.getLogger("pfedhn")
@@ -288,7 +289,7 @@ def executing(
     run = Run(simulation, simulation.initial_state())
     metrics = _Metrics(None)
     if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         state, refused = load_state(directory, simulation)
         for sentence in refused:
             say(sentence)
@@ -386,7 +387,7 @@ def _claim(directory: Path, simulation: Simulation) -> None:
     file = directory / "run.json"
     if file.exists():
         try:
-            stored = json.loads(file.read_text())
+            stored = json.loads(read_text(file))
         except ValueError:
             stored = {}
         if different := [name for name in identity if stored.get(name) != identity[name]]:
@@ -397,7 +398,7 @@ def _claim(directory: Path, simulation: Simulation) -> None:
         return
     if directory.exists() and any(directory.glob("checkpoint-*")):
         raise UserError(f"{directory} holds checkpoints of a run that is not known; give another directory.")
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     write_atomically(file, json.dumps(identity, indent=1).encode())
 
 
@@ -416,15 +417,14 @@ class _Metrics:
 
     def append(self, record: dict[str, Any]) -> None:
         if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            append(self.path, json.dumps(record) + "\n")
 
     def cut_after(self, step: int) -> list[dict[str, Any]]:
         """Forget what was written after the checkpoint at `step`: the run will write it again."""
         if self.path is None or not self.path.exists():
             return []
         kept = []
-        for line in self.path.read_text().splitlines():
+        for line in read_text(self.path).splitlines():
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:  # the last line of a run that was killed while writing
@@ -506,6 +506,7 @@ def train(
     """
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise UserError("PyTorch finds no GPU here; use device='cpu'.")
+    advise_once(device)
     federation = federation.to(device)
     factories = dict(model) if isinstance(model, Mapping) else {"model": model}
     if any(isinstance(factory, nn.Module) for factory in factories.values()):

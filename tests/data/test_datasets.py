@@ -438,7 +438,7 @@ def test_a_full_disk_says_so_and_leaves_no_cache(tmp_path: Path, cache: Path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(UserError, match="No space left on device"):
+    with pytest.raises(UserError, match="no space left on device; make room"):
         get("mnist", tmp_path / "data")
     assert not list(cache.iterdir())
 

@@ -1,12 +1,10 @@
 """What a GPU would replay, run on a CPU: the captured round is the loop's, for every method."""
 
 import gc
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +16,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine import capture, executors
-from pfedhn.engine.capture import CapturedRun, keep_compiled, rates, side_by_side
+from pfedhn.engine.capture import CapturedRun, rates, side_by_side
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged, State
 from pfedhn.params import copy
@@ -339,14 +337,3 @@ def test_what_was_compiled_for_runs_of_the_past_is_let_go(monkeypatch: pytest.Mo
         compiled = capture.compile_graph(graph, [on_gpu])
         assert compiled(torch.tensor(1.0)) == 1 + number
     assert len(capture._compiled) == 2
-
-
-def test_what_is_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the package's cache, unless somebody has said where."""
-    monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
-    keep_compiled()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
-    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
-    del os.environ["TORCHINDUCTOR_CACHE_DIR"]

@@ -35,6 +35,7 @@ from pfedhn.experiments.provenance import commit, rerun_command
 from pfedhn.experiments.runner import prepare, run_many
 from pfedhn.experiments.spec import pretraining_run, with_pretraining
 from pfedhn.experiments.workers import run_side_by_side
+from pfedhn.files import claimed
 from pfedhn.progress import Event, Failed, Finished, Said, Update
 from pfedhn.run import train
 
@@ -170,13 +171,10 @@ def test_a_damaged_result_is_said(tmp_path: Path) -> None:
 
 def test_a_run_keeps_a_second_process_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute_module, "SECONDS_FOR_A_LOCK", 0.0)
-    (tmp_path / "run").mkdir()
-    with (
-        execute_module._claimed(tmp_path / "run"),
-        pytest.raises(UserError, match="is being run by another process"),
-        execute_module._claimed(tmp_path / "run"),
-    ):
-        pass
+    (name, *_) = SMALL.runs()
+    (tmp_path / name).mkdir()
+    with claimed(tmp_path / name, 0.0), pytest.raises(UserError, match="is being run by another process"):
+        run_one(tmp_path, SMALL, name)
 
 
 def test_a_run_that_has_begun_keeps_its_threads(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pfedhn.errors import UserError, closest, first_line
+from pfedhn.files import cache_folder, make_folder, write_atomically
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the number of images decoded so far and the number of all."""
@@ -36,6 +37,9 @@ Array: TypeAlias = NDArray[Any]
 Pixels: TypeAlias = NDArray[numpy.uint8]
 
 CACHE_FORMAT = 1  # a change to the canonical form raises it, and older caches are refused
+
+
+ANOTHER_CACHE = "set PFEDHN_CACHE to another folder"
 
 
 CHUNK = 512  # images that a thread decodes at a time
@@ -172,8 +176,7 @@ def get(name: str, data_dir: str | Path | None = None, progress: Progress | None
         _verify(name, path, data_dir)
         return path
     folder = _folder(name, data_dir)
-    with _writing(path):  # before a minute's decoding, not after
-        path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, ANOTHER_CACHE)  # before a minute's decoding, not after
     if name == "omniglot":
         arrays, group_names = _read_omniglot(source, folder, progress)
         num_classes = int(arrays["y"].max()) + 1
@@ -194,9 +197,7 @@ def get(name: str, data_dir: str | Path | None = None, progress: Progress | None
 
 def cache_path(name: str) -> Path:
     """Where a data set's decoded copy is or would be; next to it lies a .json with its checksum."""
-    return (
-        Path(os.environ.get("PFEDHN_CACHE") or Path.home() / ".cache" / "pfedhn").expanduser() / f"{name}.safetensors"
-    )
+    return cache_folder() / f"{name}.safetensors"
 
 
 def _source(name: str) -> Source:
@@ -498,28 +499,10 @@ def _write(path: Path, arrays: dict[str, Array], record: dict[str, Any]) -> None
     """The record goes last: without it there is no cache. Readers never see half a file."""
     from safetensors.numpy import save
 
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _writing(path):
-        try:
-            # Not save_file: its files can be read by their owner alone, and a cache may be shared.
-            content = save({key: numpy.ascontiguousarray(value) for key, value in arrays.items()})
-            scratch.write_bytes(content)
-            os.replace(scratch, path)
-            record = {**record, "sha256": hashlib.sha256(content).hexdigest()}
-            scratch.write_text(json.dumps(record, indent=1) + "\n")
-            os.replace(scratch, path.with_suffix(".json"))
-        finally:
-            scratch.unlink(missing_ok=True)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"the cache {path.parent} cannot be written ({first_line(error)}); set PFEDHN_CACHE to another folder."
-        ) from error
+    content = save({key: numpy.ascontiguousarray(value) for key, value in arrays.items()})
+    write_atomically(path, content, ANOTHER_CACHE)
+    record = {**record, "sha256": hashlib.sha256(content).hexdigest()}
+    write_atomically(path.with_suffix(".json"), (json.dumps(record, indent=1) + "\n").encode(), ANOTHER_CACHE)
 
 
 def _whole_record(path: Path) -> dict[str, Any] | None:

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm
-from pfedhn.data.catalogue import cache_path
 from pfedhn.data.federation import Examples, cohort, draw_batches
 from pfedhn.engine.evaluate import evaluate, plan, to_splits
 from pfedhn.engine.executors import EXECUTORS, Function, TogetherScan, Traced, TracedScan, run_as_traced
@@ -50,6 +49,14 @@ class Cost(NamedTuple):
 
 MIN_ROUNDS = 8192  # the schedule's length: runs of other lengths, as in tuning, are not compiled for anew
 
+COMPILER_OPTIONS: dict[str, Any] = {
+    "max_autotune_gemm_backends": "TRITON",  # cuBLAS chooses slow kernels for products this small
+    "max_pointwise_cat_inputs": 64,  # a gradient is put together from its parts where it is used
+    "combo_kernels": True,  # small independent kernels become one
+    "autotune_num_choices_displayed": 0,
+}
+AUTOTUNED = "max-autotune-no-cudagraphs"  # torch.compile takes a mode or options, so the mode is taken as its options
+
 
 def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool = True) -> Function:
     """Compile a traced graph; runs with the same graph and shapes share the result, whatever their seeds and rates.
@@ -62,16 +69,12 @@ def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool
     shapes = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments)
     key = (graph.code, shapes, id(graph) if constants else None)
     if key not in _compiled:
-        import torch._inductor.config as inductor
+        from torch._inductor import list_mode_options
 
-        inductor.max_autotune_gemm_backends = "TRITON"  # cuBLAS chooses slow kernels for products this small
-        inductor.max_pointwise_cat_inputs = 64  # a gradient is put together from its parts where it is used
-        inductor.combo_kernels = True  # small independent kernels become one
-        inductor.autotune_num_choices_displayed = 0
-        mode = "max-autotune-no-cudagraphs" if is_step and is_autotuned() else None
+        options = COMPILER_OPTIONS | (list_mode_options(AUTOTUNED) if is_step and is_autotuned() else {})
         while len(_compiled) >= MAX_BORROWED:  # runs that use it hold on to it; nobody else needs one with constants
             del _compiled[next(iter(_compiled))]
-        _compiled[key] = torch.compile(graph, dynamic=False, fullgraph=True, mode=mode)
+        _compiled[key] = torch.compile(graph, dynamic=False, fullgraph=True, options=options)
     return _compiled[key]
 
 
@@ -110,24 +113,15 @@ def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> Non
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if is_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ["PFEDHN_AUTOTUNE"] = "0"  # kernels chosen by timing are not always the same ones
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def keep_compiled() -> None:
-    """Let the compilers keep what they make in the package's cache: by default it lies in /tmp, which does not last."""
-    folder = cache_path("").parent / "compiled"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
-
-
 def is_autotuned() -> bool:
-    """PFEDHN_AUTOTUNE=1 spends a minute on choosing kernels by timing, for rounds of many runs 5 % faster."""
-    return os.environ.get("PFEDHN_AUTOTUNE", "0") == "1"
+    """PFEDHN_AUTOTUNE=1 spends a minute on choosing kernels by timing, for rounds of many runs 5 % faster.
+
+    Kernels chosen by timing are not always the same ones, so a deterministic run does without.
+    """
+    return os.environ.get("PFEDHN_AUTOTUNE", "0") == "1" and not torch.are_deterministic_algorithms_enabled()
 
 
 def rates(algorithm: Any, dtype: torch.dtype, device: torch.device) -> Params:
@@ -259,8 +253,6 @@ class CapturedRun:
         simulation, state = self.simulation, self.state
         device = simulation.federation.x.device
         self.is_cuda = device.type == "cuda"
-        if self.is_cuda:
-            keep_compiled()
         self.stream = torch.cuda.Stream(device) if self.is_cuda else None  # a bare one is the first card's
         self.pool = torch.cuda.graph_pool_handle() if self.is_cuda else None  # no two graphs of a run work at a time
         self.counter = torch.tensor(state.round, device=device)

@@ -3,13 +3,10 @@
 Axes: [C]lients of a cohort, [K] steps.
 """
 
-import ctypes
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -308,9 +305,6 @@ class Executor:
     scans: dict[tuple[str, str], TracedScan] = field(default_factory=dict)
     functions: dict[tuple[str, ...], Function] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        keep_freed_memory()
-
     def traced(self, key: tuple[str, ...], function: Function) -> Function:
         """`function`, from a graph where this executor traces; the key says which function it is."""
         if not self.is_traced:
@@ -325,24 +319,6 @@ class Executor:
         if not self.is_traced:
             return nullcontext()
         return self.scans.setdefault((architecture, purpose), TracedScan()).running(arguments)
-
-
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
-
-
-@cache
-def keep_freed_memory() -> None:
-    """Let this process keep the memory it frees for its next step, until it ends.
-
-    glibc gives large blocks back to the system at once, and fetching them again, page by page, is a third of a round
-    on a CPU: every step makes the same intermediate results anew.
-    """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # musl has none
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 EXECUTORS: dict[str, Callable[[], Executor]] = {

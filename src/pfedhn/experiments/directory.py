@@ -13,7 +13,7 @@ from pfedhn.errors import UserError, closest
 from pfedhn.experiments.build import check
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment
-from pfedhn.files import write_atomically
+from pfedhn.files import is_empty, make_folder, read_text, write_atomically
 from pfedhn.settings import build, to_toml
 
 
@@ -63,6 +63,8 @@ class Directory:
         named: the folder that the person gave, if this is a part of it.
         """
         named = named or self.path
+        if is_empty(self.path):
+            return
         if (self.path / "experiment.toml").exists():
             stored, _ = self.read()
             if plain(asdict(stored)) == plain(asdict(experiment)):
@@ -77,15 +79,14 @@ class Directory:
                 f"{named} holds another experiment, or other settings of it: {difference}; give another --out, or the "
                 "settings it was made with."
             )
-        if self.path.exists() and any(self.path.iterdir()):
-            raise UserError(f"{named} is not empty and holds no experiment; give another --out.")
+        raise UserError(f"{named} is not empty and holds no experiment; give another --out.")
 
     def open(self, experiment: Experiment, planned: Sequence[str], options: Options | None = None) -> None:
         """Claim the directory for an experiment, or refuse one that holds another."""
         check(experiment)
         self.refuse_other(experiment)
         before = self.read()[1] if (self.path / "experiment.toml").exists() else []
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         table = {**plain(asdict(experiment)), "planned": list(dict.fromkeys([*before, *planned]))}
         if options is not None:
             table["options"] = {name: value for name, value in asdict(options).items() if value is not None}
@@ -127,7 +128,7 @@ class Directory:
                 f"{self.path} holds no experiment to go on with; `pfedhn run NAME --out {self.path}` starts one."
             )
         try:
-            return tomllib.loads(file.read_text())
+            return tomllib.loads(read_text(file))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{file} is damaged ({error}); give another --out.") from None
 
@@ -172,7 +173,7 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
-        result: dict[str, Any] = json.loads(file.read_text())
+        result: dict[str, Any] = json.loads(read_text(file))
     except ValueError:
         raise UserError(f"{file} is damaged; remove it and run again: the run's checkpoint is still there.") from None
     return result

@@ -1,9 +1,7 @@
 """One run of an experiment in its folder, from its checkpoint to its result; runs that wait for their turn."""
 
-import errno
 import json
 import threading
-import time
 import tomllib
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -22,7 +20,7 @@ from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Options, plain, read_result
 from pfedhn.experiments.provenance import environment, rerun_command
 from pfedhn.experiments.spec import Cell, Experiment, find_run, pretraining_cell, pretraining_run
-from pfedhn.files import write_atomically
+from pfedhn.files import claimed, make_folder, write_atomically
 from pfedhn.params import Params
 from pfedhn.progress import Event, Failed, Finished, Said, Watch, watch_run
 from pfedhn.run import Run, drain, executing, partition_digest, stop_on_signal
@@ -57,9 +55,9 @@ def running_one(
     folder = directory / name
     if stored := read_result(folder):
         return stored
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     engine: dict[str, Any] = {"data_dir": data_dir, "device": device, "executor": executor}
-    with _claimed(folder), _computing_with(_stored_threads(folder) or threads):
+    with claimed(folder, SECONDS_FOR_A_LOCK), _computing_with(_stored_threads(folder) or threads):
         before: dict[str, Any] = {}
         starts = None
         if cell.pretrain is not None:
@@ -89,29 +87,6 @@ def running_one(
         write_atomically(folder / "result.json", json.dumps(result, indent=1).encode())
         remove_old(folder, 1)  # nothing goes on from the one before any more
     return result
-
-
-@contextmanager
-def _claimed(folder: Path) -> Iterator[None]:
-    """Keep a second process out of a run's folder; the system lets go of the lock however this one ends."""
-    try:
-        import fcntl
-    except ImportError:  # not on this system
-        yield
-        return
-    deadline = time.monotonic() + SECONDS_FOR_A_LOCK
-    with (folder / ".lock").open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    break  # a file system without locks
-                if time.monotonic() > deadline:
-                    raise UserError(f"{folder} is being run by another process; wait for it or stop it.") from None
-                time.sleep(0.1)
-        yield
 
 
 def _stored_threads(folder: Path) -> int | None:
@@ -254,15 +229,4 @@ def failure_from(error: BaseException) -> Failure | None:
     """An error that a person can do something about, in one sentence; None for one that only we can."""
     if isinstance(error, UserError):
         return Failure(str(error), not isinstance(error, RunError), isinstance(error, Diverged))
-    if isinstance(error, OSError) and error.strerror is not None:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return Failure(f"{where}{error.strerror[:1].lower()}{error.strerror[1:]}{_way_out(error.errno)}.", False)
     return None
-
-
-def _way_out(number: int | None) -> str:
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return "; make room, and the same command goes on from the last checkpoint"
-    if number in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
-        return "; give a place that can be written (--out for a folder; --export, --save or --plot for a file)"
-    return ""

@@ -16,7 +16,7 @@ from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory, read_result
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, cell_names, find_run
-from pfedhn.files import one_at_a_time, write_atomically
+from pfedhn.files import make_folder, one_at_a_time, read_bytes, read_text, write_atomically
 from pfedhn.settings import build
 
 SPLITS = ("validation", "test")
@@ -70,7 +70,7 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a run so far; the last line of one that was killed may be half written."""
     records: list[dict[str, Any]] = []
     if path.exists():
-        for line in path.read_text().splitlines():
+        for line in read_text(path).splitlines():
             try:
                 records.append(json.loads(line))
             except ValueError:
@@ -82,7 +82,7 @@ def read_file(path: Path) -> list[Runs]:
     """The experiments of a JSONL file, each with its runs; a run that has two lines counts as it finished last."""
     experiments: dict[str, Experiment] = {}
     lines: list[tuple[int, dict[str, Any]]] = []
-    for number, text in enumerate(path.read_bytes().split(b"\n"), 1):
+    for number, text in enumerate(read_bytes(path).split(b"\n"), 1):
         with _naming(path, number):
             if not text.strip():
                 continue
@@ -246,7 +246,7 @@ def export(paths: Iterable[Path], file: Path) -> Exported:
     Runs may still be going on. The file is written whole or not at all, and the same call again changes nothing.
     Calls at the same time wait for each other.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     with one_at_a_time(file.parent):
         return _export(paths, file)
 
@@ -268,7 +268,7 @@ def _export(paths: Iterable[Path], file: Path) -> Exported:
         for _, (experiment, lines) in sorted(kept.items())
         for line in [{"kind": "experiment", **asdict(experiment)}, *_in_order(experiment, lines)]
     ).encode()
-    if not file.exists() or file.read_bytes() != content:
+    if not file.exists() or read_bytes(file) != content:
         write_atomically(file, content)
     replaced = sum(after[key] != line for key, line in before.items())
     return Exported(len(after) - len(before), replaced, len(after))
