@@ -8,7 +8,7 @@ from pathlib import Path
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Either the whole new file or the old one, whenever the power goes."""
-    temporary = path.with_name(path.name + ".part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")  # two processes may write the same file
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -19,6 +19,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         if error.filename is not None:
             error.filename, error.filename2 = str(path), None  # the name that the person gave
         raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
