@@ -62,13 +62,16 @@ def images(name: str, count: int, seed: int) -> numpy.ndarray:
 
 
 def write_hub_folder(folder: Path, name: str, order: int = 0, train: int = 12, test: int = 6) -> None:
-    """A tiny data set as on the Hub: two train shards and one test shard, rows in the order that `order` seeds."""
+    """A tiny data set as on the Hub: two train shards and one test shard, images in the order that `order` seeds."""
     source = DATASETS[name]
     for split, count, num_shards in (("train", train, 2), ("test", test, 1)):
         pictures, labels = images(name, count, seed=len(split)), numpy.arange(count) % 4
-        rows = numpy.random.default_rng(order).permutation(count)
-        for shard, part in enumerate(numpy.array_split(rows, num_shards)):
-            columns = {source.image: [encoded(pictures[row]) for row in part], source.label: labels[part].tolist()}
+        shuffled = numpy.random.default_rng(order).permutation(count)
+        for shard, part in enumerate(numpy.array_split(shuffled, num_shards)):
+            columns = {
+                source.image: [encoded(pictures[number]) for number in part],
+                source.label: labels[part].tolist(),
+            }
             if source.coarse:
                 columns[source.coarse] = (labels[part] // 2).tolist()
             write_table(folder / f"{split}-{shard:05d}-of-{num_shards:05d}.parquet", columns)
@@ -104,8 +107,8 @@ def write_omniglot(folder: Path, form: str) -> None:
                 archive.writestr(member, blob)
 
 
-def as_rows(x: torch.Tensor, y: torch.Tensor) -> set[tuple[int, bytes]]:
-    return {(int(label), row.numpy().tobytes()) for row, label in zip(x, y, strict=True)}
+def as_pairs(x: torch.Tensor, y: torch.Tensor) -> set[tuple[int, bytes]]:
+    return {(int(label), image.numpy().tobytes()) for image, label in zip(x, y, strict=True)}
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
@@ -122,8 +125,8 @@ def test_a_folder_as_on_the_hub_loads_normalized(name: str, tmp_path: Path) -> N
         assert x.dtype == torch.float32
         assert y.dtype == torch.int64
         assert y.tolist() == sorted(y.tolist())
-        for row, label in zip(expected, numpy.arange(count) % 4, strict=True):
-            distance = (x - row).abs().flatten(1).amax(1)
+        for image, label in zip(expected, numpy.arange(count) % 4, strict=True):
+            distance = (x - image).abs().flatten(1).amax(1)
             assert distance.min() < 1e-5
             assert y[distance.argmin()] == label
     assert (data.num_classes, data.mean, data.std) == (source.num_classes, source.mean, source.std)
@@ -264,7 +267,7 @@ def test_digits_are_embedded_and_in_canonical_order() -> None:
     assert data.test_x is None
     original = load_digits()
     x = torch.from_numpy(original.data / 16).to(torch.float32)
-    assert as_rows(data.x, data.y) == as_rows(x, torch.from_numpy(original.target))
+    assert as_pairs(data.x, data.y) == as_pairs(x, torch.from_numpy(original.target))
     assert get("digits").exists()
 
 
@@ -522,8 +525,8 @@ def test_from_table_reads_every_form_alike(ending: str, tmp_path: Path) -> None:
     ],
 )
 def test_labels_of_a_table(labels: list[str], expected: list[float], kind: str, tmp_path: Path) -> None:
-    rows = "\n".join(f"007,{label},1" if row else f"7,{label},1" for row, label in enumerate(labels))
-    (tmp_path / "table.csv").write_text(f"who,what,feature\n{rows}")
+    lines = "\n".join(f"007,{label},1" if number else f"7,{label},1" for number, label in enumerate(labels))
+    (tmp_path / "table.csv").write_text(f"who,what,feature\n{lines}")
     table = from_table(tmp_path / "table.csv", "who", "what")
     assert table.y.tolist() == expected
     assert table.y.dtype.kind == kind

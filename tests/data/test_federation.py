@@ -14,8 +14,6 @@ from pfedhn.data.federation import draw_batches
 from pfedhn.data.partition import Assignment, Labels
 from pfedhn.datasets import read_federation
 from pfedhn.errors import UserError
-from pfedhn.experiments.build import build_federation
-from pfedhn.experiments.spec import Cell
 
 SIZES = {"paris": 40, "lyon": 25, "metz": 7}
 Client = tuple[NDArray[numpy.float64], NDArray[numpy.int64]]
@@ -274,10 +272,3 @@ class LastGetsNothing:
         nothing = numpy.empty(0, dtype=numpy.int64)
         clients = {name: [*part, nothing] for name, part in parts.items()}
         return Assignment(clients, dict.fromkeys(splits, nothing), numpy.ones((4, 1)) / 3, num_novel=1)
-
-
-def test_an_experiments_clients_are_those_that_train() -> None:
-    partition = {"rule": "dirichlet", "alpha": 1.0, "novel_clients": 2}
-    cell = Cell(clients=6, partition=partition, split=(0.5, 0.25, 0.25))
-    federation = build_federation(cell, seed=0)
-    assert (federation.num_clients, federation.num_joining) == (6, 2)

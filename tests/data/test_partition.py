@@ -1,4 +1,4 @@
-"""Partitions: every row has one owner or none, shares are alike in all splits, nothing hangs, the key decides."""
+"""Partitions: every example has one owner or none, shares are alike in all splits, nothing hangs, the key decides."""
 
 import doctest
 from collections.abc import Mapping
@@ -69,10 +69,10 @@ def same(left: Assignment, right: Assignment) -> bool:
 
 def counts(assignment: Assignment, splits: Splits, name: str) -> numpy.ndarray:
     width = assignment.shares.shape[1]
-    return numpy.stack([numpy.bincount(splits[name].y[rows], minlength=width) for rows in assignment.clients[name]])
+    return numpy.stack([numpy.bincount(splits[name].y[owned], minlength=width) for owned in assignment.clients[name]])
 
 
-def assert_every_row_once(assignment: Assignment, splits: Splits) -> None:
+def assert_every_example_once(assignment: Assignment, splits: Splits) -> None:
     assert set(assignment.clients) == set(assignment.unused) == set(splits)
     for name, labels in splits.items():
         assert len(assignment.clients[name]) == assignment.num_clients
@@ -90,9 +90,9 @@ def assert_shares_rounded_down(assignment: Assignment, splits: Splits) -> None:
 
 @settings(deadline=2000, max_examples=150)
 @given(any_splits(), rules, st.integers(-(2**63), 2**63 - 1))
-def test_every_rule_gives_every_row_one_owner_or_none(splits: Splits, rule: Partition, key: int) -> None:
+def test_every_rule_gives_every_example_one_owner_or_none(splits: Splits, rule: Partition, key: int) -> None:
     assignment = rule.assign(splits, key)
-    assert_every_row_once(assignment, splits)
+    assert_every_example_once(assignment, splits)
     assert numpy.isfinite(assignment.shares).all()
     assert assignment.shares.min() >= 0
     assert assignment.shares.sum(0).max() <= 1 + 1e-9
@@ -107,7 +107,7 @@ def test_by_classes_is_balanced_and_distinct(splits: Splits, data: st.DataObject
     num_clients = data.draw(st.integers(1, 30))
     for shares in ("paper", "reference"):
         assignment = by_classes(per_client, num_clients, shares).assign(splits, key)
-        assert_every_row_once(assignment, splits)
+        assert_every_example_once(assignment, splits)
         assert_shares_rounded_down(assignment, splits)
         holds = assignment.shares > 0
         assert (holds.sum(1) == per_client).all()
@@ -124,7 +124,7 @@ def test_by_classes_is_balanced_and_distinct(splits: Splits, data: st.DataObject
             assert (lost[num_holders[num_holders > 0] < num_slots] > 0.4 / (0.6 * num_slots) - 1e-9).all()
 
 
-# Per cent of the 40,000 training rows in use, from a simulation of the reference program's own rule over five seeds.
+# Per cent of the 40,000 training examples in use, from a simulation of the reference code's own rule over five seeds.
 @pytest.mark.parametrize(
     ("num_classes", "per_client", "num_clients", "reference"),
     [
@@ -138,7 +138,7 @@ def test_by_classes_is_balanced_and_distinct(splits: Splits, data: st.DataObject
         (100, 10, 100, 89.6),
     ],
 )
-def test_used_fractions_are_those_of_the_reference_program(
+def test_used_fractions_are_those_of_the_reference_code(
     num_classes: int, per_client: int, num_clients: int, reference: float
 ) -> None:
     splits = balanced_splits(num_classes, 40_000, 10_000, 10_000)
@@ -148,7 +148,7 @@ def test_used_fractions_are_those_of_the_reference_program(
         return 100 * (1 - float(numpy.mean(unused)) / 40_000)
 
     assert used(by_classes(per_client, num_clients, "reference")) == pytest.approx(reference, abs=1)
-    # Divided among holders alone, rounding down costs half a row for each class a client holds.
+    # Divided among holders alone, rounding down costs half an example for each class a client holds.
     assert used(by_classes(per_client, num_clients)) == pytest.approx(
         100 * (1 - 0.5 * num_clients * per_client / 40_000), abs=0.15
     )
@@ -178,7 +178,7 @@ def test_classes_without_a_holder_are_unused() -> None:
         assert set(labels.y[assignment.unused[name]]) == set(orphans)
 
 
-def test_another_key_deals_other_rows_and_another_pool_its_own() -> None:
+def test_another_key_deals_other_examples_and_another_split_its_own() -> None:
     splits = balanced_splits(10, 2000, 500, 500)
     for rule in (by_classes(2, 10), dirichlet(0.5, 10), by_coarse_class(3)):
         assert not same(rule.assign(splits, 0), rule.assign(splits, 1))
@@ -231,7 +231,7 @@ def test_novel_alpha_leaves_training_clients_untouched() -> None:
             assert not numpy.array_equal(mild.clients[name][18], strong.clients[name][18])
             novel = sum(map(len, mild.clients[name][18:]))
             assert novel == pytest.approx(0.1 * len(splits[name].y), rel=0.05)
-        assert_every_row_once(mild, splits)
+        assert_every_example_once(mild, splits)
         assert numpy.allclose(mild.shares.sum(0), 1)
         assert numpy.allclose(mild.shares[:18].sum(0), 0.9)
 
@@ -264,14 +264,14 @@ def test_a_client_may_come_out_empty() -> None:
 
 @settings(deadline=2000, max_examples=50)
 @given(any_splits())
-def test_by_group_gives_a_client_all_rows_of_its_group(splits: Splits) -> None:
+def test_by_group_gives_a_client_all_examples_of_its_group(splits: Splits) -> None:
     assignment = by_group().assign(splits, 0)
     groups = numpy.unique(numpy.concatenate([labels.groups for labels in splits.values() if labels.groups is not None]))
     assert assignment.num_clients == len(groups)
     for name, labels in splits.items():
         assert not len(assignment.unused[name])
-        for group, rows in zip(groups, assignment.clients[name], strict=True):
-            assert numpy.array_equal(rows, numpy.flatnonzero(labels.groups == group))
+        for group, owned in zip(groups, assignment.clients[name], strict=True):
+            assert numpy.array_equal(owned, numpy.flatnonzero(labels.groups == group))
 
 
 @settings(deadline=2000, max_examples=50)
@@ -281,8 +281,8 @@ def test_by_coarse_class_splits_each_fine_class_evenly(splits: Splits, per_class
     assert_shares_rounded_down(assignment, splits)
     coarse = numpy.unique(numpy.concatenate([labels.coarse for labels in splits.values() if labels.coarse is not None]))
     assert assignment.num_clients == len(coarse) * per_class
-    for client, rows in enumerate(assignment.clients["train"]):
-        assert set(splits["train"].y[rows] // 3) <= {coarse[client // per_class]}
+    for client, owned in enumerate(assignment.clients["train"]):
+        assert set(splits["train"].y[owned] // 3) <= {coarse[client // per_class]}
     for mine in counts(assignment, splits, "train").reshape(len(coarse), per_class, -1):
         assert (mine == mine[:1]).all()
 
@@ -315,7 +315,7 @@ def test_by_coarse_class_rounds_as_whole_numbers_do(splits: Splits, per_class: i
 def test_a_kth_of_any_number_is_its_quotient(per_class: int, quotient: int, remainder: int) -> None:
     zeros = numpy.zeros(per_class * quotient + remainder % per_class, dtype=int)
     assignment = by_coarse_class(per_class).assign({"train": Labels(zeros, coarse=zeros)}, 0)
-    assert {len(rows) for rows in assignment.clients["train"]} == {quotient}
+    assert {len(owned) for owned in assignment.clients["train"]} == {quotient}
 
 
 @pytest.mark.parametrize("per_class", [49, 98, 103, 107, 161, 187, 196, 197])
@@ -324,7 +324,7 @@ def test_a_kth_of_k_examples_is_one(per_class: int) -> None:
     assert per_class * (1 / per_class) < 1
     y = numpy.arange(2 * per_class) % 2
     assignment = by_coarse_class(per_class).assign({"train": Labels(y, coarse=y)}, 0)
-    assert [len(rows) for rows in assignment.clients["train"]] == [1] * (2 * per_class)
+    assert [len(owned) for owned in assignment.clients["train"]] == [1] * (2 * per_class)
     assert not len(assignment.unused["train"])
 
 
@@ -370,16 +370,16 @@ SPLITS = {"train": Labels(numpy.arange(20) % 4)}
         (lambda: dirichlet(1, 3, novel_alpha=1), "give novel_clients too"),
         (lambda: dirichlet(1, 3, form="class"), "choose 'paper' or 'per-class'"),  # type: ignore[arg-type]
         (lambda: dirichlet(1, 3, normalize="no"), "choose 'apart' or 'jointly'"),  # type: ignore[arg-type]
-        (lambda: by_group().assign(SPLITS, 0), "the train rows have none; give groups"),
-        (lambda: by_coarse_class(2).assign(SPLITS, 0), "the train rows have none; give coarse"),
+        (lambda: by_group().assign(SPLITS, 0), "the train examples have none; give groups"),
+        (lambda: by_coarse_class(2).assign(SPLITS, 0), "the train examples have none; give coarse"),
         (lambda: by_coarse_class(0), "clients_per_class is 0"),
         (
             lambda: by_coarse_class(1).assign({"train": Labels([3, 3], coarse=[0, 1])}, 0),  # type: ignore[arg-type]
             "class 3 is in coarse classes 0 and 1",
         ),
-        (lambda: by_classes(1, 1).assign({"train": Labels([])}, 0), "no rows to share out"),  # type: ignore[arg-type]
-        (lambda: by_classes(1, 1).assign({}, 0), "no rows to share out"),
-        (lambda: Labels(numpy.array([0.5])), "y must be one whole number per row"),
+        (lambda: by_classes(1, 1).assign({"train": Labels([])}, 0), "no examples to share out"),  # type: ignore[arg-type]
+        (lambda: by_classes(1, 1).assign({}, 0), "no examples to share out"),
+        (lambda: Labels(numpy.array([0.5])), "y must be one whole number per example"),
         (lambda: Labels(numpy.array([-1, 0])), "y holds the class -1"),
         (lambda: Labels(numpy.array([1, 0]), groups=numpy.array([1])), "groups has 1 entries and y has 2"),
     ],

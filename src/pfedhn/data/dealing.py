@@ -36,7 +36,7 @@ def split_examples(
     generator = keys.numpy_generator(key)
     strata = (
         [numpy.flatnonzero(labels == value) for value in numpy.unique(labels)]
-        if stratify
+        if stratify and len(labels)
         else [numpy.arange(len(labels))]
     )
     parts: list[list[NDArray[numpy.int64]]] = [[], [], []]

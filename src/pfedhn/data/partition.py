@@ -1,7 +1,7 @@
-"""Who gets which rows: labels in, one list of row numbers per client and split out.
+"""Who gets which examples: labels in, one list of examples' numbers per client and split out.
 
 Every rule first fixes each client's share of each class, then deals every split (train, validation, test) by those same
-shares. A row goes to one client or is counted as unused: shares are rounded down, as in the paper.
+shares. An example goes to one client or is counted as unused: shares are rounded down, as in the paper.
 Axes: [N] clients, [C]lasses.
 """
 
@@ -28,7 +28,7 @@ Normalize: TypeAlias = Literal["apart", "jointly"]
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """The labels of the rows of one split: class, and where there are such, group and coarse class."""
+    """The labels of one split's examples: class, and where there are such, group and coarse class."""
 
     y: Integers
     groups: Integers | None = None
@@ -42,11 +42,11 @@ class Labels:
             values = numpy.asarray(given)
             if values.ndim != 1 or not (values.size == 0 or numpy.issubdtype(values.dtype, numpy.integer)):
                 raise UserError(
-                    f"{name} must be one whole number per row, not {values.dtype} of shape {values.shape}; "
+                    f"{name} must be one whole number per example, not {values.dtype} of shape {values.shape}; "
                     "number the classes from 0."
                 )
             if len(values) != len(self.y):
-                raise UserError(f"{name} has {len(values)} entries and y has {len(self.y)}; give one per row.")
+                raise UserError(f"{name} has {len(values)} entries and y has {len(self.y)}; give one per example.")
             if name == "y" and values.size and values.min() < 0:
                 raise UserError(f"y holds the class {values.min()}; number the classes from 0.")
             object.__setattr__(self, name, values.astype(numpy.int64, copy=False))
@@ -121,25 +121,26 @@ class ByClasses(_Rule):
 
 
 def by_classes(classes_per_client: int, num_clients: int, shares: Shares = "paper") -> ByClasses:
-    """Each client has a few of the classes: the paper's split of CIFAR and MNIST.
+    """Each client has a few of the classes: the paper's partition of CIFAR and MNIST.
 
     Every class goes to the same number of clients (to within one, where clients x classes per client is not a multiple
-    of the number of classes), and its holders share its rows in proportion to draws from U(0.4, 0.6). With fewer
-    clients x classes per client than classes, some classes have no holder, and their rows are counted as unused.
+    of the number of classes), and its holders share its examples in proportion to draws from U(0.4, 0.6). With fewer
+    clients x classes per client than classes, some classes have no holder, and their examples are counted as unused.
 
     Args:
-        classes_per_client: how many different classes each client has; the paper: 2 of 10, 10 of 100.
-        num_clients: how many clients.
-        shares: "paper" divides a class among its holders alone. "reference" does as the authors' program does today:
-            one more share of each class is drawn and handed to nobody, which leaves a third of CIFAR-10 unused with 10
+        classes_per_client: How many different classes each client has; in the paper 2 of 10, or 10 of 100.
+        num_clients: How many clients there are.
+        shares: "paper" divides a class among its holders alone. "reference" does as the authors' code does today: one
+            more share of each class is drawn and handed to nobody, which leaves a third of CIFAR-10 unused with 10
             clients and 9 % with 50.
 
-    >>> import numpy
-    >>> from pfedhn.data.partition import Labels, by_classes
-    >>> train = Labels(numpy.arange(1000) % 10)
-    >>> assignment = by_classes(2, num_clients=5).assign({"train": train}, key=0)
-    >>> [len(set(train.y[rows])) for rows in assignment.clients["train"]]
-    [2, 2, 2, 2, 2]
+    Examples:
+        >>> import numpy
+        >>> from pfedhn.data.partition import Labels, by_classes
+        >>> train = Labels(numpy.arange(1000) % 10)
+        >>> assignment = by_classes(2, num_clients=5).assign({"train": train}, key=0)
+        >>> [len(set(train.y[examples])) for examples in assignment.clients["train"]]
+        [2, 2, 2, 2, 2]
     """
     return ByClasses(classes_per_client, num_clients, shares)
 
@@ -184,9 +185,9 @@ class Dirichlet(_Rule):
         for name, labels in splits.items():
             shuffled = keys.numpy_generator(keys.fold(key, "novel rows", name)).permutation(len(labels.y))
             num_novel = round(len(shuffled) * self.novel_clients / sum(sides))
-            rows = numpy.sort(shuffled[num_novel:]), numpy.sort(shuffled[:num_novel])
+            parts = numpy.sort(shuffled[num_novel:]), numpy.sort(shuffled[:num_novel])
             owners[name] = numpy.empty(len(labels.y), dtype=numpy.int64)
-            for side, part, start, purpose in zip(own, rows, (0, sides[0]), ("rows", "novel"), strict=True):
+            for side, part, start, purpose in zip(own, parts, (0, sides[0]), ("rows", "novel"), strict=True):
                 dealt = _owners(labels.y[part], side, keys.fold(key, purpose, name))
                 owners[name][part] = numpy.where(dealt == len(side), sum(sides), start + dealt)
         # A share is of the whole class, so that training and novel clients are on one scale.
@@ -194,10 +195,10 @@ class Dirichlet(_Rule):
         return _assignment(owners, shares, self.novel_clients)
 
     def _log_weights(self, alpha: float, num_clients: int, num_classes: int, key: keys.Key) -> Floats:
-        """Logarithms of Gamma(alpha) draws [N, C]; divided by a row's or a column's sum these are Dirichlet.
+        """Logarithms of Gamma(alpha) draws [N, C]; divided by a client's or a class's sum these are Dirichlet.
 
         Gamma(a) = Gamma(a + 1) * U^(1/a), so a small alpha, whose draws underflow, still has a largest client per
-        class: no column is ever 0 / 0 and no draw needs repeating.
+        class: no class is ever divided 0 / 0 and no draw needs repeating.
         """
         generator = keys.numpy_generator(key)
         shape = (num_clients, num_classes)
@@ -215,29 +216,30 @@ def dirichlet(
 ) -> Dirichlet:
     """Each client's classes follow a Dirichlet distribution: the paper's experiment on clients that join later.
 
-    A small alpha gives clients few classes each, a large one gives all the same mixture. Clients may get few rows or
-    none, most often in validation and test; `Federation` refuses a client without training rows.
+    A small alpha gives clients few classes each, a large one gives all the same mixture. Clients may get few examples
+    or none, most often in validation and test; `Federation` refuses a client without training examples.
 
     Args:
-        alpha: concentration for the training clients; the paper: 0.1.
-        num_clients: how many training clients; the paper: 90.
+        alpha: The concentration for the training clients; 0.1 in the paper.
+        num_clients: How many clients train; 90 in the paper.
         form: "paper" draws every client's mixture of classes, then divides each class by its sum over clients.
-            "per-class", the form most programs use, draws for every class how it is divided over clients.
-        novel_clients: how many clients, last in the list, join after training; the paper: 10.
-        novel_alpha: concentration for the novel clients (default: alpha).
-        normalize: "apart" first splits the rows at random between training and novel clients, in proportion to their
-            numbers, and divides each part on its own: the training clients' rows do not depend on novel_alpha, so one
-            trained run serves every novel_alpha. "jointly" divides each class over all clients together, as the
-            paper's text reads.
+            "per-class", the form most code uses, draws for every class how it is divided over clients.
+        novel_clients: How many more clients join after training (`federation.joining`); 10 in the paper.
+        novel_alpha: The concentration for the novel clients (default: alpha).
+        normalize: "apart" first cuts the examples at random between training and novel clients, in proportion to their
+            numbers, and divides each part on its own: the training clients' examples do not depend on novel_alpha, so
+            that one trained run serves every novel_alpha. "jointly" divides each class over all clients together, as
+            the paper's text reads.
 
-    >>> import numpy
-    >>> from pfedhn.data.partition import Labels, dirichlet
-    >>> rule = dirichlet(0.1, num_clients=9, novel_clients=1, novel_alpha=1.0)
-    >>> rule
-    dirichlet(alpha=0.1, num_clients=9, novel_clients=1, novel_alpha=1.0)
-    >>> assignment = rule.assign({"train": Labels(numpy.arange(1000) % 10)}, key=0)
-    >>> len(assignment.clients["train"])
-    10
+    Examples:
+        >>> import numpy
+        >>> from pfedhn.data.partition import Labels, dirichlet
+        >>> rule = dirichlet(0.1, num_clients=9, novel_clients=1, novel_alpha=1.0)
+        >>> rule
+        dirichlet(alpha=0.1, num_clients=9, novel_clients=1, novel_alpha=1.0)
+        >>> assignment = rule.assign({"train": Labels(numpy.arange(1000) % 10)}, key=0)
+        >>> assignment.num_clients, assignment.num_novel
+        (10, 1)
     """
     return Dirichlet(alpha, num_clients, form, novel_clients, novel_alpha, normalize)
 
@@ -256,15 +258,16 @@ class ByGroup(_Rule):
 
 
 def by_group() -> ByGroup:
-    """One client per group, with all rows of it, in ascending order of group: Omniglot's alphabets in the paper.
+    """One client per group, with all its examples, in ascending order of group: Omniglot's alphabets in the paper.
 
     The groups are given next to the labels; every split needs them.
 
-    >>> import numpy
-    >>> from pfedhn.data.partition import Labels, by_group
-    >>> train = Labels(y=numpy.array([0, 1, 2, 3]), groups=numpy.array([7, 4, 7, 7]))
-    >>> by_group().assign({"train": train}, key=0).clients["train"]
-    [array([1]), array([0, 2, 3])]
+    Examples:
+        >>> import numpy
+        >>> from pfedhn.data.partition import Labels, by_group
+        >>> train = Labels(y=numpy.array([0, 1, 2, 3]), groups=numpy.array([7, 4, 7, 7]))
+        >>> by_group().assign({"train": train}, key=0).clients["train"]
+        [array([1]), array([0, 2, 3])]
     """
     return ByGroup()
 
@@ -304,14 +307,15 @@ def by_coarse_class(clients_per_class: int) -> ByCoarseClass:
     clients per coarse class make 100 clients with five related classes each.
 
     Args:
-        clients_per_class: how many clients share one coarse class.
+        clients_per_class: How many clients share one coarse class.
 
-    >>> import numpy
-    >>> from pfedhn.data.partition import Labels, by_coarse_class
-    >>> train = Labels(y=numpy.arange(80) % 4, coarse=numpy.arange(80) % 4 // 2)
-    >>> assignment = by_coarse_class(2).assign({"train": train}, key=0)
-    >>> [sorted({int(label) for label in train.y[rows]}) for rows in assignment.clients["train"]]
-    [[0, 1], [0, 1], [2, 3], [2, 3]]
+    Examples:
+        >>> import numpy
+        >>> from pfedhn.data.partition import Labels, by_coarse_class
+        >>> train = Labels(y=numpy.arange(80) % 4, coarse=numpy.arange(80) % 4 // 2)
+        >>> assignment = by_coarse_class(2).assign({"train": train}, key=0)
+        >>> [sorted({int(label) for label in train.y[examples]}) for examples in assignment.clients["train"]]
+        [[0, 1], [0, 1], [2, 3], [2, 3]]
     """
     return ByCoarseClass(clients_per_class)
 
@@ -322,10 +326,10 @@ def _deal(splits: Mapping[str, Labels], shares: Floats, key: keys.Key, num_novel
 
 
 def _owners(y: Integers, shares: Floats, key: keys.Key) -> Integers:
-    """The client of each row, the number of clients standing for nobody: floor(share * rows) random rows of a class.
+    """The client of each example: floor(share * size) random examples of a class go to each of its holders.
 
-    Shares of a class that sum to 1 but for rounding cannot hand out more rows than there are: the sum of the floors is
-    a whole number under rows + 1.
+    The number of clients stands for nobody. Shares of a class that sum to 1 but for rounding cannot hand out more
+    examples than there are: the sum of the floors is a whole number under size + 1.
     """
     num_clients, num_classes = shares.shape
     shuffled = keys.numpy_generator(key).permutation(len(y))
@@ -357,7 +361,7 @@ def _divided(log_weights: Floats) -> Floats:
 def _classes(splits: Mapping[str, Labels]) -> tuple[Integers, int]:
     """The classes that occur in any split, and the number of columns that hold them (gaps in the numbers included)."""
     if not any(len(labels.y) for labels in splits.values()):
-        raise UserError("there are no rows to share out; give at least one split with labels.")
+        raise UserError("there are no examples to share out; give at least one split with labels.")
     classes = numpy.unique(numpy.concatenate([labels.y for labels in splits.values()]))
     return classes, int(classes[-1]) + 1
 
@@ -367,7 +371,9 @@ def _required(splits: Mapping[str, Labels], field: str, rule: str, meaning: str)
     for name, labels in splits.items():
         given = getattr(labels, field)
         if given is None and len(labels.y):
-            raise UserError(f"{rule} needs {meaning} of every row, and the {name} rows have none; give {field}.")
+            raise UserError(
+                f"{rule} needs {meaning} of every example, and the {name} examples have none; give {field}."
+            )
         values[name] = numpy.empty(0, dtype=numpy.int64) if given is None else given
     return values
 

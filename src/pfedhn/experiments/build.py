@@ -35,6 +35,10 @@ PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
 }
 
 
+OLD_SPELLINGS = {"normalise": "normalize", "pools": "apart"}
+"""What files and stored results of earlier versions call a partition's settings and their values."""
+
+
 LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
 
 
@@ -74,7 +78,11 @@ def cell_algorithm(cell: Cell) -> AnyAlgorithm:
 
 
 def build_partition(cell: Cell) -> partition.Partition:
-    settings = {name: None if value == "none" else value for name, value in cell.partition.items()}
+    settings = {
+        OLD_SPELLINGS.get(name, name): OLD_SPELLINGS.get(value, value) if isinstance(value, str) else value
+        for name, value in cell.partition.items()
+    }
+    settings = {name: None if value == "none" else value for name, value in settings.items()}
     rule = settings.pop("rule", None)
     if rule not in PARTITIONS:
         raise UserError(f"partition: there is no rule {rule!r}; {closest(str(rule), PARTITIONS)}")
