@@ -1,0 +1,328 @@
+"""Tables of a report: for a terminal, Markdown, CSV and LaTeX."""
+
+import base64
+import csv
+import html
+import io
+import math
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+import numpy
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+from pfedhn.files import write_atomically
+from pfedhn.experiments.spec import Cell, Experiment, dataset_name, distinctions, pretraining_cell
+from pfedhn.experiments.build import cell_algorithm
+from pfedhn.report.results import Runs, read
+
+from pfedhn.errors import closest
+from pfedhn.report.entries import Average, Column, Entry, Report, Summary, column_text, compare, display_name, summarize
+
+
+def number_text(value: Summary | None, digits: int = 2) -> str:
+    if value is None:
+        return ""
+    spread = "" if value.deviation is None else f" ± {value.deviation:.{digits}f}"
+    return f"{value.mean:.{digits}f}{spread}"
+
+
+def accuracy_text(entry: Entry, average: Average = "clients") -> str:
+    """Mean and deviation, and how many seeds stand behind it where that is not what was planned, or only one."""
+    value = entry.test(average)
+    if value is None:
+        return ""
+    note = f" ({entry.seeds_text})" if value.num_seeds == 1 or value.num_seeds != entry.num_planned else ""
+    return number_text(value) + note
+
+
+def bytes_text(value: Summary | None) -> str:
+    if value is None:
+        return ""
+    size, units = value.mean, ["B", "kB", "MB", "GB", "TB"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.0f} {units[0]}" if size >= 99.5 or units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def seconds_text(value: Summary | None) -> str:
+    if value is None:
+        return ""
+    seconds = value.mean
+    if seconds < 99.5:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def steps_text(entry: Entry) -> str:
+    """A run that starts from another counts the steps of both."""
+    own = summarize(result["steps"] for result in entry.results.values())
+    if own is None:
+        return ""
+    return f"{entry.steps_before:,} + {own.mean:,.0f}" if entry.steps_before else f"{own.mean:,.0f}"
+
+
+def grid(report: Report, average: Average = "clients", columns: Sequence[Column] | None = None) -> list[list[str]]:
+    """Rows of methods, columns of (data set, clients); under ours, where there is one, the published number.
+
+    columns: only these, and the methods that have a cell there.
+    """
+    columns = report.columns if columns is None else columns
+    lines = [["method", *map(column_text, columns)]]
+    for label in report.labels:
+        entries = [report.entry(label, column) for column in columns]
+        if any(entries):
+            texts = ["" if entry is None else "\n".join(_with_published(entry, average)) for entry in entries]
+            lines.append([label, *texts])
+    return lines
+
+
+def _with_published(entry: Entry, average: Average) -> list[str]:
+    lines = [accuracy_text(entry, average)]
+    if entry.published is not None:
+        mean, deviation = entry.published
+        difference = entry.difference(average)
+        lines.append(f"paper {mean:.2f} ± {deviation:.2f}")
+        lines.append("" if difference is None else f"{difference:+.2f}")
+    return lines
+
+
+def details(report: Report, average: Average = "clients", column: Column | None = None) -> list[list[str]]:
+    """A row per cell: both averages, what was published, how many seeds, and what it cost.
+
+    column: only the cells of one, beside a grid that says what was published.
+    """
+    loss = report.measure == "test loss"
+    extra: list[tuple[str, Callable[[Entry], str]]] = []
+    if column is None and len({dataset for dataset, _ in report.columns}) > 1:
+        extra.append(("data set", lambda entry: entry.column[0]))
+    if column is None and len({clients for _, clients in report.columns}) > 1:
+        extra.append(("clients", lambda entry: str(entry.column[1])))
+    numbers: list[tuple[str, Callable[[Entry], str]]] = [
+        ("over clients", lambda entry: number_text(entry.test("clients"))),
+        ("over samples", lambda entry: number_text(entry.test("samples"))),
+    ]
+    if loss:
+        numbers = [("test loss", lambda entry: number_text(entry.test(), 4))]
+    if report.has_published and len(report.columns) == 1 and column is None:  # else the grid has them
+        numbers += [
+            ("paper", lambda entry: "" if entry.published is None else "{:.2f} ± {:.2f}".format(*entry.published)),
+            ("difference", lambda entry: _signed(entry.difference(average))),
+        ]
+    fields: list[tuple[str, Callable[[Entry], str]]] = [
+        ("method", lambda entry: entry.label),
+        *extra,
+        *numbers,
+        ("seeds", lambda entry: entry.seeds_text.removesuffix(" seeds").removesuffix(" seed")),
+        ("steps", steps_text),
+        ("up", lambda entry: bytes_text(entry.total("bytes_up"))),
+        ("down", lambda entry: bytes_text(entry.total("bytes_down"))),
+        ("time", lambda entry: seconds_text(entry.total("seconds"))),
+    ]
+    # Beside a grid, which has a place for every cell, only what was asked for.
+    entries = [entry for entry in report.entries if entry.num_planned or len(report.columns) == 1]
+    if column is not None:
+        entries = [entry for entry in entries if entry.column == column]
+    return [[name for name, _ in fields], *([show(entry) for _, show in fields] for entry in entries)]
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.2f}"
+
+
+def caption(report: Report, average: Average | None = None) -> str:
+    """What the numbers are, and where they were made."""
+    over = f", averaged over {average}" if average and report.measure != "test loss" else ""
+    text = (
+        f"{report.measure.capitalize()}{over}, at the round chosen on validation; mean ± sample deviation over seeds."
+    )
+    singles = [entry.label for entry in report.entries if len(entry.results) == 1]
+    if singles:
+        text += " A number without ± comes from a single seed."
+    places = sorted({entry.hardware for entry in report.entries if entry.hardware})
+    return text + (f" Hardware: {'; '.join(places)}." if places else " No run is finished yet.")
+
+
+def to_terminal(report: Report, average: Average = "clients") -> Group:
+    """Tables for a terminal: the grid where there is much to compare, then the details of every column with a run."""
+    parts: list[Any] = []
+    if len(report.columns) > 1 or report.has_published:
+        title: str | None = report.title
+        for dataset in dict.fromkeys(dataset for dataset, _ in report.columns):  # more would not fit side by side
+            columns = [column for column in report.columns if column[0] == dataset]
+            parts.append(_rich_table(grid(report, average, columns), title))
+            title = None
+        parts.append(Text(caption(report, average), style="dim"))
+        for column in report.columns:
+            if any(entry.metrics for entry in report.in_column(column)):
+                parts += ["", _rich_table(details(report, average, column), column_text(column))]
+    else:
+        title = f"{report.title} ({column_text(report.columns[0])})" if report.columns else report.title
+        parts.append(_rich_table(details(report, average), title))
+        parts.append(Text(caption(report), style="dim"))
+    return Group(*parts)
+
+
+def _rich_table(lines: Sequence[Sequence[str]], title: str | None) -> Table:
+    heading = None if title is None else escape(title)
+    table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, name in enumerate(lines[0]):
+        # Where a terminal is narrow, steps may break once ("5,000 + 1,000"), and a method before its settings
+        # ("pfedhn lr=0.01"): all else is read worse in two parts.
+        is_whole = name in ("up", "down", "time", "seeds", "over clients", "over samples")
+        is_whole |= number == 0 and not any(" " in line[0] for line in lines)
+        table.add_column(escape(name), justify="left" if number == 0 else "right", no_wrap=is_whole, overflow="fold")
+    for line in lines[1:]:
+        table.add_row(*(escape(cell).replace(" + ", " +\N{NO-BREAK SPACE}") for cell in line))
+    return table
+
+
+def to_markdown(reports: Sequence[Report], average: Average = "clients") -> str:
+    parts = []
+    for report in reports:
+        parts.append(f"## {report.title}")
+        if len(report.columns) > 1:
+            parts += [_markdown_table(grid(report, average)), caption(report, average)]
+        parts += [_markdown_table(details(report, average)), caption(report)]
+        if again := commands(report):
+            parts += ["Each run again:", "```sh\n" + "\n".join(again) + "\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    def row(cells: Iterable[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", r"\|").replace("\n", "<br>") for cell in cells) + " |"
+
+    rule = "|" + "|".join("---" if number == 0 else "---:" for number in range(len(lines[0]))) + "|"
+    return "\n".join([row(lines[0]), rule, *map(row, lines[1:])])
+
+
+def commands(report: Report) -> list[str]:
+    return [result["command"] for entry in report.entries for result in entry.results.values() if result["command"]]
+
+
+def to_csv(reports: Sequence[Report]) -> str:
+    """A line per cell, all numbers unrounded."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(
+        ["method", "dataset", "clients", "seeds", "planned_seeds"]
+        + [f"{name}_{part}" for name in ("over_clients", "over_samples", "loss") for part in ("mean", "deviation")]
+        + ["published_mean", "published_deviation", "difference_over_clients", "difference_over_samples"]
+        + ["steps", "bytes_up", "bytes_down", "seconds", "hardware"]
+    )
+    for entry in (entry for report in reports for entry in report.entries):
+        averages: tuple[Average, ...] = ("clients", "samples")
+        accuracies = [entry.test(average) if entry.has_accuracy else None for average in averages]
+        loss = summarize(result["test"]["loss"] for result in entry.results.values())
+        cells: list[Any] = [entry.label, *entry.column, len(entry.results), entry.num_planned]
+        for value in (*accuracies, loss):
+            cells += ["", ""] if value is None else [value.mean, "" if value.deviation is None else value.deviation]
+        cells += [*(entry.published or ("", ""))]
+        cells += [entry.difference(average) if entry.has_accuracy else None for average in averages]
+        for key in ("steps", "bytes_up", "bytes_down", "seconds"):
+            total = entry.total(key)
+            cells.append(None if total is None else total.mean)
+        writer.writerow([*cells, entry.hardware])
+    return stream.getvalue()
+
+
+def to_latex(reports: Sequence[Report], average: Average = "clients") -> str:
+    """For each report a table of accuracies and one of what they cost; needs \\usepackage{booktabs}."""
+    return "\n".join(make(report, average) for report in reports for make in (_latex_grid, _latex_details))
+
+
+def _latex_grid(report: Report, average: Average) -> str:
+    names = list(dict.fromkeys(dataset for dataset, _ in report.columns))
+    spans = [[column for column in report.columns if column[0] == name] for name in names]
+    columns = [column for span in spans for column in span]
+    rows = [
+        ["", *(rf"\multicolumn{{{len(span)}}}{{c}}{{{_latex(span[0][0])}}}" for span in spans)],
+        ["Clients", *(str(clients) for _, clients in columns)],
+    ]
+    num_heading_rows = len(rows)
+    for label in report.labels:
+        entries = [report.entry(label, column) for column in columns]
+        rows.append([_latex(display_name(label)), *(_latex_accuracy(entry, average) for entry in entries)])
+        if any(entry is not None and entry.published for entry in entries):
+            rows.append([r"\quad published", *map(_latex_published, entries)])
+        if any(entry is not None and entry.difference(average) is not None for entry in entries):
+            differences = [None if entry is None else entry.difference(average) for entry in entries]
+            rows.append([r"\quad difference", *("" if d is None else f"${d:+.2f}$" for d in differences)])
+    heading = f"{_latex(report.title)}. {_latex(caption(report, average))}"
+    return _latex_table(heading, "c" * len(columns), rows, num_heading_rows)
+
+
+def _latex_details(report: Report, average: Average) -> str:
+    first, *lines = details(report, average)
+    lines = [[display_name(line[0]), *line[1:]] for line in lines]
+    rows = [[_latex(cell) for cell in line] for line in [first, *lines]]
+    heading = f"{_latex(report.title)}: both averages, and the cost of a run. {_latex(caption(report))}"
+    return _latex_table(heading, "r" * (len(first) - 1), rows, 1)
+
+
+def _latex_table(heading: str, columns: str, rows: Sequence[Sequence[str]], num_heading_rows: int) -> str:
+    lines = [" & ".join(row) + r" \\" for row in rows]
+    lines.insert(num_heading_rows, r"\midrule")
+    return "\n".join(
+        [
+            *(r"\begin{table}", r"\centering", rf"\caption{{{heading}}}", rf"\begin{{tabular}}{{l{columns}}}"),
+            *(r"\toprule", *lines, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""),
+        ]
+    )
+
+
+def _latex_accuracy(entry: Entry | None, average: Average) -> str:
+    """The number of seeds beside it where it is not what was planned, as in every other format."""
+    if entry is None or (value := entry.test(average)) is None:
+        return ""
+    return _latex_number(value) + accuracy_text(entry, average).removeprefix(number_text(value))
+
+
+def _latex_published(entry: Entry | None) -> str:
+    return "" if entry is None or entry.published is None else "${:.2f} \\pm {:.2f}$".format(*entry.published)
+
+
+def _latex_number(value: Summary) -> str:
+    spread = "" if value.deviation is None else rf" \pm {value.deviation:.2f}"
+    return f"${value.mean:.2f}{spread}$"
+
+
+def _latex(text: str) -> str:
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+    return "".join(special.get(letter, "\\" + letter if letter in "&%$#_{}" else letter) for letter in text)
+
+
+def sentence(report: Report) -> str:
+    """What a comparison with a hypernetwork shows in the first column; empty where its numbers cannot say it."""
+    column = report.columns[0]
+    ours, alone, shared = (report.entry(method, column) for method in ("pfedhn", "local", "fedavg"))
+    if ours is None or alone is None or not (ours.results and alone.results and ours.has_accuracy):
+        return ""
+    numbers = [(ours, "pFedHN"), (alone, "a model trained alone")]
+    if shared is not None and shared.results:
+        numbers.append((shared, "FedAvg's one shared model"))
+    parts = []
+    for entry, whose in numbers:
+        value = entry.test()
+        assert value is not None
+        parts.append(f"{value.mean:.1f} % with {whose}")
+    listed = f"{', '.join(parts[:-1])} and {parts[-1]}"
+    where = f"With {column_text(column)}, on average" if len(report.columns) > 1 else "On average"
+    text = f"{where}, a client's own test accuracy is {listed}"
+    counts = compare(ours, alone)
+    if counts is not None:
+        whose = f" ({counts.num_seeds} seeds together)" * (counts.num_seeds > 1)
+        text += (
+            f"; of {counts.total} clients{whose}, {counts.better} do better with pFedHN than alone, "
+            f"{counts.same} the same and {counts.worse} worse"
+        )
+    return text + "."
