@@ -65,7 +65,9 @@ def _name_of(method: str | AnyAlgorithm) -> str:
     """What a method is called: the name it is registered by, or else its class."""
     if isinstance(method, str):
         return method
-    return next((name for name, made_by in ALGORITHMS.items() if made_by is type(method)), type(method).__name__)
+    return next(
+        (name for name, made_by in ALGORITHMS.items() if made_by.algorithm is type(method)), type(method).__name__
+    )
 
 
 @dataclass

@@ -39,7 +39,7 @@ def moved(lr: float, momentum: float, decay: float) -> torch.Tensor:
 def test_dense_is_lazy(settings: dict[str, Any], is_complex: bool, cohort: int) -> None:
     """1,000 server steps with random clients and random updates; torch.optim moves every row of the table each time."""
     spec = PFedHN(**settings, embedding_dim=DIM, linear=True, clip=1.0, rule="sum")
-    eigenvalues = torch.linalg.eigvals(moved(float(spec.row_lr), spec.momentum, spec.weight_decay))
+    eigenvalues = torch.linalg.eigvals(moved(float(spec.embeddings.lr), spec.momentum, spec.weight_decay))
     assert bool((eigenvalues.imag != 0).any()) == is_complex
 
     model = Model("line", lambda: nn.Linear(3, 1, bias=False), squared_error, dtype=torch.float64)
@@ -50,7 +50,7 @@ def test_dense_is_lazy(settings: dict[str, Any], is_complex: bool, cohort: int) 
     ((name, start),) = shared.phi.items()
     weight = nn.Parameter(start.clone())
     dense = torch.optim.SGD(
-        [{"params": [weight]}, {"params": table.parameters(), "lr": spec.row_lr}],
+        [{"params": [weight]}, {"params": table.parameters(), "lr": spec.embeddings.lr}],
         spec.lr,
         spec.momentum,
         weight_decay=spec.weight_decay,
@@ -110,7 +110,7 @@ def test_single_precision_rows_keep_up() -> None:
     value, velocity = row.embedding.double(), row.velocity.double()
     for _ in range(5_000):
         velocity = spec.momentum * velocity + spec.weight_decay * value
-        value = value - float(spec.row_lr) * velocity
+        value = value - float(spec.embeddings.lr) * velocity
     assert now.embedding.dtype == torch.float32
     assert_close(now.embedding.double(), value, rtol=1e-6)
 

@@ -34,7 +34,7 @@ from pfedhn.algorithms.fedper import FedPer
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
-from pfedhn.algorithms.pfedhn import PFedHN, pfedhn_pc
+from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedme import PFedMe
 from pfedhn.bench import textbook
 from pfedhn.bench.measure import Images
@@ -334,7 +334,7 @@ class Hyper(nn.Module):
         shared, rows = state.memories.shared, state.memories.rows
         depth = 0 if self.spec.linear else 1 + self.spec.num_hidden
         self.trunk = nn.ModuleList(self._layer(shared, f"trunk.{i}", f"trunk.{i}") for i in range(depth))
-        self.shapes = {name: self.spec.generated(m) for name, m in simulation.models.items()}
+        self.shapes = {name: self.spec.roles(m).generated for name, m in simulation.models.items()}
         self.heads = nn.ModuleDict()
         for name, shapes in self.shapes.items():
             heads, first = [], 0
@@ -463,14 +463,14 @@ CLIPPED = {"clip": 0.05, "local_clip": 1.2}
 @pytest.mark.parametrize(
     ("spec", "cohort"),
     [
-        (pfedhn_pc(**LOCAL, **HYPER), 1),
-        (pfedhn_pc(**LOCAL, **(HYPER | CLIPPED)), 2),
+        (ALGORITHMS["pfedhn-pc"](**LOCAL, **HYPER), 1),
+        (ALGORITHMS["pfedhn-pc"](**LOCAL, **(HYPER | CLIPPED)), 2),
         (PFedHN(**LOCAL, **HYPER), 3),
         (PFedHN(**LOCAL, **HYPER, rule="sum"), 3),
         (PFedHN(**LOCAL, **(HYPER | CLIPPED), rule="size"), 3),
         (PFedHN(**LOCAL, **HYPER, embedding_lr=1.5), 2),
         (PFedHN(**LOCAL, **HYPER, spectral_norm=True), 1),
-        (pfedhn_pc(**LOCAL, **(HYPER | CLIPPED), spectral_norm=True), 2),
+        (ALGORITHMS["pfedhn-pc"](**LOCAL, **(HYPER | CLIPPED), spectral_norm=True), 2),
         (PFedHN(**LOCAL, **HYPER, linear=True), 1),
         (PFedHN(**LOCAL, **(HYPER | CLIPPED), linear=True), 2),
     ],
@@ -505,7 +505,7 @@ def test_pfedhn_fixed_embeddings(federation: Federation, settings: dict[str, Any
 
 @pytest.mark.parametrize("cohort", [1, 3])
 @pytest.mark.parametrize(
-    "spec", [PFedHN(**LOCAL, **HYPER), pfedhn_pc(**LOCAL, **(HYPER | CLIPPED))], ids=["plain", "pc"]
+    "spec", [PFedHN(**LOCAL, **HYPER), ALGORITHMS["pfedhn-pc"](**LOCAL, **(HYPER | CLIPPED))], ids=["plain", "pc"]
 )
 def test_pfedhn_architectures(federation: Federation, spec: PFedHN, cohort: int) -> None:
     """Clients of three kinds on one trunk; the head of a kind that sits a round out still decays and still moves."""

@@ -27,7 +27,7 @@ from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
-from pfedhn.algorithms.pfedhn import PFedHN, pfedhn_pc
+from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedme import PFedMe
 from pfedhn.data.federation import Federation, cohort
 from pfedhn.engine import evaluate
@@ -125,7 +125,7 @@ def test_same_seed_same_bits(federation: Federation, target: str) -> None:
     for number in range(2):
         torch.manual_seed(number)
         before = torch.get_rng_state()
-        results.append(memories_of(finish(simulate(pfedhn_pc(**SMALL), federation, target, rounds=4))))
+        results.append(memories_of(finish(simulate(ALGORITHMS["pfedhn-pc"](**SMALL), federation, target, rounds=4))))
         assert torch.equal(torch.get_rng_state(), before)
     assert_same_bits(*results)
 
@@ -171,7 +171,9 @@ def until_divergence(simulation: Simulation, state: State, number: int, client: 
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("spec", [pfedhn_pc(**SMALL), FedAvg(local_steps=2), PFedMe(outer_steps=2)], ids=repr)
+@pytest.mark.parametrize(
+    "spec", [ALGORITHMS["pfedhn-pc"](**SMALL), FedAvg(local_steps=2), PFedMe(outer_steps=2)], ids=repr
+)
 def test_divergence_names_round_and_client_and_leaves_the_state(
     federation: Federation, spec: Any, executor: str
 ) -> None:
@@ -215,7 +217,9 @@ def without_evaluation_rows(federation: Federation, clients: list[int]) -> Feder
 
 def test_private_memories_are_made_at_first_contact(federation: Federation) -> None:
     unseen = [0, 1, 2, 5]
-    simulation = simulate(pfedhn_pc(**SMALL), without_evaluation_rows(federation, unseen), rounds=2, cohort=1)
+    simulation = simulate(
+        ALGORITHMS["pfedhn-pc"](**SMALL), without_evaluation_rows(federation, unseen), rounds=2, cohort=1
+    )
     took_part = {client for r in range(2) for client in simulation.cohort(r)}
     state = finish(simulation)
     expected = took_part | ({*range(NUM_CLIENTS)} - {*unseen})
@@ -236,7 +240,9 @@ def test_whoever_is_met_later_starts_where_the_first_did(federation: Federation,
 
 def test_an_architecture_nobody_runs_costs_nothing(federation: Federation) -> None:
     models = {"mlp": model("mlp"), "conv": model("conv")}
-    simulation = simulate(pfedhn_pc(**SMALL), federation.with_architectures(["mlp"] * NUM_CLIENTS), models, rounds=2)
+    simulation = simulate(
+        ALGORITHMS["pfedhn-pc"](**SMALL), federation.with_architectures(["mlp"] * NUM_CLIENTS), models, rounds=2
+    )
     assert finish(simulation).memories.private["conv"].slots == {}
 
 
@@ -249,7 +255,7 @@ def num_bytes(shapes: Any, names: Any = None) -> int:
     [
         (FedAvg(local_steps=1), num_bytes(model().shapes)),
         (PFedHN(**SMALL), num_bytes(model().shapes)),
-        (pfedhn_pc(**SMALL), num_bytes(model().shapes, {"1.weight", "1.bias"})),
+        (ALGORITHMS["pfedhn-pc"](**SMALL), num_bytes(model().shapes, {"1.weight", "1.bias"})),
         (LGFedAvg(local_steps=1), num_bytes(model().shapes, {"3.weight", "3.bias"})),
         (Local(local_steps=1), 0),
     ],
@@ -467,7 +473,9 @@ def test_any_module_runs_under_every_method(foreign: tuple[Federation, dict[str,
 
 
 @pytest.mark.parametrize("executor", ["auto", "loop", "traced"])
-@pytest.mark.parametrize("spec", [pfedhn_pc(**SMALL), PerFedAvg(local_steps=2)], ids=["pfedhn-pc", "per-fedavg"])
+@pytest.mark.parametrize(
+    "spec", [ALGORITHMS["pfedhn-pc"](**SMALL), PerFedAvg(local_steps=2)], ids=["pfedhn-pc", "per-fedavg"]
+)
 def test_dropout_is_keyed(spec: Any, executor: str) -> None:
     """Same seed, same bits, whatever torch's own generator is at; clients and rounds draw different masks."""
     results = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pfedhn.algorithm import Rule
 from pfedhn.algorithms.fedavg import FedAvg
-from pfedhn.layers import layer_names
+from pfedhn.layers import Roles, assign_roles
 from pfedhn.model import Model
 
 
@@ -24,5 +24,5 @@ class LGFedAvg(FedAvg):
     global_layers: tuple[str, ...] = ("last",)
     rule: Rule = "mean"
 
-    def kept(self, model: Model) -> frozenset[str]:
-        return frozenset(model.shapes) - layer_names(model, self.global_layers, "global_layers")
+    def roles(self, model: Model) -> Roles:
+        return assign_roles(model, rest="personal", settings={"shared": "global_layers"}, shared=self.global_layers)
