@@ -4,10 +4,11 @@ Six clients of different sizes, one of them (client 3) smaller than a batch. The
 they are the same bits on every machine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -149,6 +150,16 @@ def memories_of(state: State) -> Any:
         for client, slot in sorted(table.slots.items())
     }
     return memories.shared, memories.rows, private
+
+
+def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """Parameters of a test of which `make test` takes only those given as fast; tuples are several arguments."""
+    cases = list(values)
+    assert all(case in cases for case in fast)
+    return [
+        case if case in fast else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 SMALL = Experiment(

@@ -1,7 +1,10 @@
 """What every row of ALGORITHMS and a method of a newcomer promise, in one table, with no exception for any of them."""
 
+import copy as python_copy
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from support import (
     finish,
     memories_of,
     model,
+    mostly_slow,
     personal,
     simulate,
 )
@@ -96,9 +100,15 @@ class Parts:
         return self.shared, self.all_rows, self.rows, self.private, self.batches, self.extra, self.sizes
 
 
+@pytest.fixture(scope="session")
+def all_parts(federation: Federation) -> Callable[[str, str], Parts]:
+    """Runs each method up to its parts once; that no function changes them is a test below."""
+    return cache(lambda method, target: Parts(simulate(small(method), federation, target, rounds=3, cohort=2)))
+
+
 @pytest.fixture
-def parts(federation: Federation, method: str, target: str) -> Parts:
-    return Parts(simulate(small(method), federation, target, rounds=3, cohort=2))
+def parts(all_parts: Callable[[str, str], Parts], method: str, target: str) -> Parts:
+    return python_copy.copy(all_parts(method, target))
 
 
 def form(tree: Any) -> Any:
@@ -212,7 +222,7 @@ def test_executors_agree(federation: Federation, method: str, target: str, cohor
         assert_close(result, results["loop"])
 
 
-@every_method
+@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, *(set(ALGORITHMS) - {"pfedhn", "pfedhn-pc"})))
 def test_several_architectures_are_refused_or_served_alike_by_every_executor(
     federation: Federation, method: str
 ) -> None:
@@ -248,7 +258,7 @@ def test_evaluation_is_the_personal_model_on_the_clients_own_rows(federation: Fe
 
 
 @every_method
-@every_target
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 def test_evaluating_more_often_changes_no_bit(federation: Federation, method: str, target: str) -> None:
     often, seldom = (
         finish(simulate(small(method), federation, target, rounds=5, cohort=2, evaluate_every=every))

@@ -17,6 +17,7 @@ from pfedhn.params import copy, put, take
 
 NUM_STEPS = 1_000
 DIM, NUM_ROWS = 2, 7
+slow = pytest.mark.slow
 
 
 def moved(lr: float, momentum: float, decay: float) -> torch.Tensor:
@@ -27,14 +28,20 @@ def moved(lr: float, momentum: float, decay: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("settings", "is_complex", "cohort"),
     [
-        ({"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}, False, 1),
-        ({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.2}, True, 1),
-        ({"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "embedding_lr": 2.0}, False, 2),
-        ({"lr": 0.05, "momentum": 0.5, "weight_decay": 0.3, "embedding_lr": 3.0}, True, 2),
-        ({"lr": 0.05, "momentum": 0.0, "weight_decay": 0.1}, False, 1),
-        ({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}, False, 2),
+        pytest.param({"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}, False, 1, id="usual"),
+        pytest.param({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.2}, True, 1, id="complex", marks=slow),
+        pytest.param(
+            {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "embedding_lr": 2.0},
+            *(False, 2),
+            id="embedding-lr",
+            marks=slow,
+        ),
+        pytest.param(
+            {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.3, "embedding_lr": 3.0}, True, 2, id="complex-embedding-lr"
+        ),
+        pytest.param({"lr": 0.05, "momentum": 0.0, "weight_decay": 0.1}, False, 1, id="no-momentum", marks=slow),
+        pytest.param({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}, False, 2, id="no-decay", marks=slow),
     ],
-    ids=["usual", "complex", "embedding-lr", "complex-embedding-lr", "no-momentum", "no-decay"],
 )
 def test_dense_is_lazy(settings: dict[str, Any], is_complex: bool, cohort: int) -> None:
     """1,000 server steps with random clients and random updates; torch.optim moves every row of the table each time."""

@@ -18,6 +18,7 @@ from support import (
     assert_close,
     finish,
     model,
+    mostly_slow,
     personal,
     simulate,
     uint8_images,
@@ -294,7 +295,7 @@ def test_pfedme(federation: Federation, target: str, tested: str) -> None:
 HYPER = {"hidden_dim": 6, "num_hidden": 2, "embedding_dim": 3, "lr": 0.3, "weight_decay": 0.05, "clip": None}
 
 
-@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 @pytest.mark.parametrize(
     ("settings", "images"),
     [
@@ -459,7 +460,7 @@ def check_pfedhn(simulation: Simulation) -> None:
 CLIPPED = {"clip": 0.05, "local_clip": 1.2}
 
 
-@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 @pytest.mark.parametrize(
     ("spec", "cohort"),
     [
@@ -503,7 +504,7 @@ def test_pfedhn_fixed_embeddings(federation: Federation, settings: dict[str, Any
     check_pfedhn(simulate(spec, given.to("cpu", torch.float64), cohort=2))
 
 
-@pytest.mark.parametrize("cohort", [1, 3])
+@pytest.mark.parametrize("cohort", mostly_slow([1, 3], 3))
 @pytest.mark.parametrize(
     "spec", [PFedHN(**LOCAL, **HYPER), ALGORITHMS["pfedhn-pc"](**LOCAL, **(HYPER | CLIPPED))], ids=["plain", "pc"]
 )

@@ -57,6 +57,7 @@ def test_operators_are_counted_without_views() -> None:
     assert bench.count_kernels(lambda: (a.t() @ a.view(3, 4)).relu().sum(), "cpu") == 3
 
 
+@pytest.mark.slow
 def test_worker_measures_a_program() -> None:
     worker = Worker.start(Program("traced"), SMALL, "cpu")
     assert is_equal(worker.first(), numbers(Program("textbook")))

@@ -540,6 +540,7 @@ def wait_for(runs: list[Path], num_records: int) -> None:
     raise AssertionError("the runs did not begin")
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_then_resume_gives_the_same_bits(finished: Path) -> None:
     runs = [Path("killed") / f"{method}-digits-6-seed0" for method in METHODS]
     process = start("run", "mine.toml", "--out", "killed", "--checkpoint-every", "7", "--jobs", "2", "--threads", "1")
@@ -556,6 +557,7 @@ def test_kill_9_at_any_moment_then_resume_gives_the_same_bits(finished: Path) ->
         assert scores(run) == scores(finished / "runs" / run.name)
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on_and_ends_with_130(finished: Path) -> None:
     runs = [Path("stopped") / f"{method}-digits-6-seed0" for method in METHODS]
     forever = ["--set", "steps=200000"]

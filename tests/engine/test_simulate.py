@@ -1,6 +1,7 @@
 """The round in one process: who takes part, what is remembered and counted, what happens when numbers run away."""
 
 import copy as python_copy
+import itertools
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from support import (
     finish,
     memories_of,
     model,
+    mostly_slow,
     personal,
     simulate,
 )
@@ -332,8 +334,15 @@ def test_scores_of_clients_without_rows(federation: Federation) -> None:
     assert_close(result.sample_mean, float(result.metric[others].sum() / result.count[others].sum()))
 
 
-@pytest.mark.parametrize("executor", [*EXECUTORS, "captured"])
-@pytest.mark.parametrize("method", ["per-fedavg", "pfedhn-pc"])
+@pytest.mark.parametrize(
+    ("method", "executor"),
+    mostly_slow(
+        itertools.product(["per-fedavg", "pfedhn-pc"], [*EXECUTORS, "captured"]),
+        ("per-fedavg", "loop"),
+        ("per-fedavg", "captured"),
+        ("pfedhn-pc", "vectorized"),
+    ),
+)
 def test_a_client_with_many_rows_is_tested_in_parts(
     federation: Federation, method: str, executor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,7 +453,7 @@ def foreign(kind: str) -> tuple[Federation, dict[str, Model]]:
     return make(), {kind: Model(kind, factory, loss, metric)}
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("kind", mostly_slow(FOREIGN, "lstm", "regressor"))
 def test_any_module_learns_under_pfedhn(foreign: tuple[Federation, dict[str, Model]]) -> None:
     federation, models = foreign
     spec = PFedHN(lr=0.05, local_lr=0.05, local_steps=10, hidden_dim=20, num_hidden=1)
@@ -460,8 +469,15 @@ def assert_same_shapes(weights: dict[str, Tensor], architecture: Model) -> None:
     assert {name: value.shape for name, value in weights.items()} == architecture.shapes
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-@pytest.mark.parametrize("method", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    mostly_slow(
+        itertools.product(ALGORITHMS, FOREIGN),
+        *((method, "regressor") for method in ALGORITHMS),
+        ("fedavg", "lstm"),
+        ("pfedhn", "transformer"),
+    ),
+)
 def test_any_module_runs_under_every_method(foreign: tuple[Federation, dict[str, Model]], method: str) -> None:
     federation, models = foreign
     small = {"local_steps": 2, "outer_steps": 2, "hidden_dim": 5}
@@ -472,7 +488,7 @@ def test_any_module_runs_under_every_method(foreign: tuple[Federation, dict[str,
     assert torch.isfinite(state.best.evaluation.splits["test"].loss).all()
 
 
-@pytest.mark.parametrize("executor", ["auto", "loop", "traced"])
+@pytest.mark.parametrize("executor", mostly_slow(["auto", "loop", "traced"], "auto", "loop"))
 @pytest.mark.parametrize(
     "spec", [ALGORITHMS["pfedhn-pc"](**SMALL), PerFedAvg(local_steps=2)], ids=["pfedhn-pc", "per-fedavg"]
 )

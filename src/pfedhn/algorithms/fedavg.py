@@ -31,12 +31,12 @@ from pfedhn.sgd import SGD, Batches, Rate
 class FedAvg(Algorithm[Params, tuple[()], Params]):
     """FedAvg; the personal model of every client is the shared one."""
 
-    local_lr: Rate = 1e-2
-    local_steps: int = 50
-    local_momentum: float = 0.9  # starts at rest in every round
-    local_weight_decay: float = 5e-5
-    local_clip: float | None = None
-    rule: Rule = "size"
+    local_lr: Rate = 1e-2  # learning rate of a client's steps
+    local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
+    local_momentum: float = 0.9  # momentum of a client's steps; starts at rest in every round
+    local_weight_decay: float = 5e-5  # weight decay of a client's steps
+    local_clip: float | None = None  # largest norm of a client's gradient
+    rule: Rule = "size"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
 
     @property
     def num_batches(self) -> int:

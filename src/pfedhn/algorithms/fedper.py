@@ -16,7 +16,7 @@ from pfedhn.model import Model
 class FedPer(FedAvg):
     """FedPer; all heads start equal, so a client that was never chosen has an untrained one."""
 
-    personal: tuple[str, ...] = ("last",)
+    personal: tuple[str, ...] = ("last",)  # layers that stay with the client; "last" is the last layer
 
     def roles(self, model: Model) -> Roles:
         return assign_roles(model, rest="shared", personal=self.personal)

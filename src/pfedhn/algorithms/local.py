@@ -22,11 +22,11 @@ class Private(NamedTuple):
 class Local(Algorithm[tuple[()], tuple[()], Private]):
     """Local training, from one common start."""
 
-    local_lr: Rate = 1e-2
-    local_steps: int = 50
-    local_momentum: float = 0.9
-    local_weight_decay: float = 5e-5
-    local_clip: float | None = None
+    local_lr: Rate = 1e-2  # learning rate
+    local_steps: int = 50  # K, SGD steps in one round, each on a fresh minibatch
+    local_momentum: float = 0.9  # momentum, which survives between rounds
+    local_weight_decay: float = 5e-5  # weight decay
+    local_clip: float | None = None  # largest norm of the gradient
 
     communicates = False
 

@@ -37,13 +37,13 @@ from pfedhn.sgd import SGD, Batches, Rate, gradient, scan
 class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
     """Per-FedAvg, first-order or Hessian-free; `local_lr` is beta, `personal_lr` alpha."""
 
-    local_lr: Rate = 1e-2
-    personal_lr: Rate = 5e-3
-    local_steps: int = 50  # tau
-    form: Literal["first-order", "hessian-free"] = "first-order"
-    difference: float = 1e-3  # d
-    adaptation_steps: int = 1
-    rule: Rule = "mean"
+    local_lr: Rate = 1e-2  # beta, the size of the outer step
+    personal_lr: Rate = 5e-3  # alpha, the size of the inner step and of the adaptation before a test
+    local_steps: int = 50  # tau, local iterations in one round; each takes two minibatches, or three if Hessian-free
+    form: Literal["first-order", "hessian-free"] = "first-order"  # Hessian-free estimates the second-order term too
+    difference: float = 1e-3  # d, the step of that estimate
+    adaptation_steps: int = 1  # steps on training minibatches before a test
+    rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
 
     @property
     def num_batches(self) -> int:

@@ -42,24 +42,24 @@ class Private(NamedTuple):
 class PFedHN(Algorithm[Shared, Row, Private]):
     """pFedHN; with `personal` layers, which stay with their client, pFedHN-PC."""
 
-    lr: Rate = 1e-2  # of the server's steps on phi
-    local_lr: Rate = 5e-3  # of a client's steps
-    embedding_lr: Rate | None = None  # of the server's steps on the embeddings; lr by default
-    local_steps: int = 50  # K
+    lr: Rate = 1e-2  # learning rate of the server's steps on phi
+    local_lr: Rate = 5e-3  # learning rate of a client's steps
+    embedding_lr: Rate | None = None  # learning rate of the server's steps on the embeddings; lr by default
+    local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
     personal: tuple[str, ...] = ()  # layers that stay with the client; "last" is the last layer
-    embedding: Literal["trained", "fixed"] = "trained"  # "fixed": the federation's descriptor of each client
-    embedding_dim: int | None = None  # int(1 + clients / 4), at most 64, by default
+    embedding: Literal["trained", "fixed"] = "trained"  # "fixed": the federation's descriptors, or class shares
+    embedding_dim: int | None = None  # length of an embedding; int(1 + clients / 4), at most 64, by default
     hidden_dim: int = 100  # width of the hypernetwork's trunk
-    num_hidden: int = 3  # [ReLU, Linear] pairs after its first layer
+    num_hidden: int = 3  # [ReLU, Linear] pairs after the trunk's first layer
     linear: bool = False  # h(v; W) = W v: no trunk, no bias
-    spectral_norm: bool = False  # every matrix of the hypernetwork divided by its largest singular value
-    momentum: float = 0.9  # of the server
-    weight_decay: float = 1e-3  # of the server
-    local_momentum: float = 0.9  # of the client; starts at rest in every round, but for personal layers
-    local_weight_decay: float = 5e-5  # of the client
-    clip: float | None = 50.0  # norm of the server's gradient
-    local_clip: float | None = 50.0  # norm of the client's gradient, personal layers left out
-    rule: Rule = "mean"  # how the updates of a cohort become one server step
+    spectral_norm: bool = False  # divides every matrix of the hypernetwork by its largest singular value
+    momentum: float = 0.9  # momentum of the server's steps
+    weight_decay: float = 1e-3  # weight decay of the server's steps; embeddings decay, chosen or not
+    local_momentum: float = 0.9  # momentum of a client's steps; starts at rest in every round, but for personal layers
+    local_weight_decay: float = 5e-5  # weight decay of a client's steps
+    clip: float | None = 50.0  # largest norm of the server's gradient, over phi and embeddings together
+    local_clip: float | None = 50.0  # largest norm of a client's gradient, personal layers left out
+    rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
     usual_cohort_size = 1
 
     @property

@@ -42,15 +42,15 @@ class Private(NamedTuple):
 class PFedMe(Algorithm[Params, tuple[()], Private]):
     """pFedMe; `lr` moves x_i, `personal_lr` theta_i."""
 
-    lr: Rate = 5e-3
-    personal_lr: Rate = 1e-2
-    strength: float = 15.0  # lambda
-    mixing: float = 1.0  # beta
-    outer_steps: int = 20  # R
-    inner_steps: int = 3  # K
-    decay: float = 1e-3  # mu
-    tested: Literal["theta", "x"] = "theta"
-    rule: Rule = "size"
+    lr: Rate = 5e-3  # learning rate of x_i, the client's copy of the shared model
+    personal_lr: Rate = 1e-2  # lr_p, learning rate of theta_i, its personal model
+    strength: float = 15.0  # lambda, how strongly theta_i is held to x_i
+    mixing: float = 1.0  # beta, how far the server moves to the average
+    outer_steps: int = 20  # R, minibatches in one round
+    inner_steps: int = 3  # K, steps of theta_i on each minibatch
+    decay: float = 1e-3  # mu, weight decay of theta_i
+    tested: Literal["theta", "x"] = "theta"  # which of the two is tested; "x" is what the authors' code does
+    rule: Rule = "size"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
 
     @property
     def num_batches(self) -> int:
