@@ -381,7 +381,7 @@ def test_the_demo_compares_methods_at_one_number_of_steps() -> None:
         ("would have no training rows; use fewer clients", "run demo --set clients=2000"),
         ("a cohort of 7 cannot be drawn from 6 clients.", "run mine.toml --set cohort_size=7"),
         ("11 classes per client were asked for", "run demo --set partition.classes_per_client=11"),
-        ("does not take rows of shape (64,)", "run demo --set model=lenet"),
+        ("does not take examples of shape (64,)", "run demo --set model=lenet"),
         ("omniglot; put images_background.zip", "run demo --set dataset=omniglot"),
         ("nowhere holds no experiment to go on with", "run --resume nowhere"),
         ("so --set cannot be given with it.", "run --resume nowhere --set steps=3"),

@@ -274,6 +274,38 @@ def test_frozen_layers_are_captured(federation: Federation, frozen: str, cohort:
     assert_close(found, expected)
 
 
+def selected(h: Tensor) -> Tensor:
+    return h * h[h > 0].numel()
+
+
+def counted(h: Tensor) -> Tensor:
+    return h * len((h > 0).nonzero())
+
+
+def averaged(h: Tensor) -> Tensor:
+    return h - h[h > 0].mean()
+
+
+@pytest.mark.parametrize("function", [selected, counted, averaged])
+def test_shapes_that_depend_on_values_are_not_traced(
+    federation: Federation, function: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A graph keeps the shapes that it was traced with, which would be those of one batch."""
+
+    class Net(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(72, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(super().forward(x.flatten(1)))
+
+    target = {"mlp": replace(model(), factory=Net)}
+    runs = [simulate(FedAvg(local_steps=3), federation, target, executor=name) for name in ("loop", "traced")]
+    expected, found = map(end_of, runs)
+    assert_close(found, expected)
+    assert caplog.text.count("depends on values") == 1
+
+
 def test_rates_that_a_step_closes_over_are_arguments(federation: Federation) -> None:
     """The captured round passes rates as tensors: no rate of one run is a constant of another's graph."""
 

@@ -149,8 +149,10 @@ class Watch(TorchDispatchMode):
         self.traced: Step | None = None  # what a step makes while it is traced is its own
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.traced is not None and function is torch.ops.aten._local_scalar_dense.default:
-            self.refuse(args, self.traced)  # it would become a number of the graph
+        if self.traced is not None:
+            if function is torch.ops.aten._local_scalar_dense.default:
+                self.refuse(args, self.traced)  # it would become a number of the graph
+            _refuse_to_trace_shapes(function, args)
         result = function(*args, **(kwargs or {}))
         if self.traced is None:
             self.storages |= storages(result) - storages((args, kwargs))  # a view of what was there is nothing new
@@ -184,6 +186,17 @@ class Watch(TorchDispatchMode):
                 "computed it, so that every other client would get this one's; give it to scan among the constants, "
                 "or keep it in a local variable of the function around the step."
             )
+
+
+def _refuse_to_trace_shapes(function: Any, args: Any) -> None:
+    """A graph holds the shapes that it was traced with, so that none may depend on values, as that of `x[x > 0]`."""
+    if torch.Tag.dynamic_output_shape not in getattr(function, "tags", ()):
+        return
+    if function is torch.ops.aten.index.Tensor:
+        is_mask = (index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if not any(is_mask):
+            return
+    raise RuntimeError(f"the shape of what {function} returns depends on values")
 
 
 def storages(tree: Any) -> set[int]:

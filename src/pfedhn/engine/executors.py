@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from pfedhn.engine.closures import Watch, lift
-from pfedhn.errors import UserError
+from pfedhn.errors import UserError, first_line
 from pfedhn.params import copy, stack, take
 from pfedhn.sgd import Step, python_loop, scanning
 
@@ -228,8 +228,7 @@ class TracedScan:
         except UserError:
             raise
         except Exception as error:
-            reason = str(error).strip().splitlines()[0]
-            logger.warning("this network cannot be traced and runs step by step, slower: %s", reason)
+            logger.warning("this network cannot be traced and runs step by step, slower: %s", first_line(error))
             return None
 
     def _replay(

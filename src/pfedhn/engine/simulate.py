@@ -18,6 +18,7 @@ from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Federation, cohort
 from pfedhn.engine.evaluate import Chunk, SplitResult, evaluate, plan, to_splits
 from pfedhn.engine.executors import EXECUTORS, Executor
+from pfedhn.engine.network import choose_executor
 from pfedhn.engine.round import Exchange, Kept, Offer, Reply, Returned, bytes_down, bytes_of_starts, bytes_up
 from pfedhn.engine.state import (
     EVALUATED_SPLITS,
@@ -62,6 +63,7 @@ class Simulation:
     upload: Transform = FULL
     download: Transform = FULL
     joins: Joining | None = None  # a trained federation that these clients join; its shared memory is frozen
+    _chosen: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # which executor runs which network
     _executors: dict[str, Executor] = field(default_factory=dict, init=False, repr=False)  # they keep their graphs
 
     def __post_init__(self) -> None:
@@ -261,16 +263,9 @@ class Simulation:
         return result
 
     def executor_for(self, model: Model) -> Executor:
-        """`auto`: together where every layer is linear (a batched product), one by one where batching is no gain."""
-        name = self.executor
-        if name in ("auto", "captured"):
-            batched = self.clients_per_round > 1 and model.is_plain and not model.is_random
-            name = "vectorized" if batched else "loop" if model.is_random else "traced"
-        if name == "vectorized" and model.is_random:
-            raise UserError(
-                f"the network {model.name!r} has dropout, whose draws the executor 'vectorized' cannot key by client; "
-                "use executor 'loop', or set dropout to 0."
-            )
+        if model.name not in self._chosen:
+            self._chosen[model.name] = choose_executor(self.executor, model, self.federation, self.clients_per_round)
+        name = self._chosen[model.name]
         if name not in self._executors:
             self._executors[name] = EXECUTORS[name]()
         return self._executors[name]
