@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pfedhn.bench.measure import SIZES, Program, Worker, Workload, in_turns, together
-from pfedhn.experiments.provenance import environment
+from pfedhn.environment import environment
+from pfedhn.result import to_json
 
 PROGRAMS = (Program("textbook"), Program("traced"))
 
@@ -68,7 +69,7 @@ def main() -> None:
         print(*case, file=sys.stderr)
         records += measure(*case, options.repeats)
     records += measure_runs((1, 2, 4), options.repeats)
-    versions = environment("cpu")
+    versions = to_json(environment("cpu"))
     options.out.write_text("".join(json.dumps(record | {"versions": versions}) + "\n" for record in records))
 
 

@@ -34,7 +34,7 @@ from pfedhn.engine.capture import CapturedRun, compile_graph, set_up_gpu, side_b
 from pfedhn.engine.executors import TracedScan
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
-from pfedhn.experiments.provenance import commit
+from pfedhn.environment import commit
 from pfedhn.model import Model
 from pfedhn.models import MLP, LeNet, OmniglotNet, cross_entropy, is_correct
 from pfedhn.params import pack, take

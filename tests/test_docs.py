@@ -29,9 +29,9 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.cli.app import app
 from pfedhn.data.partition import Labels, by_classes
 from pfedhn.experiments.build import build_federation, check
-from pfedhn.experiments.execute import run_one
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.paper import DEMO, EXPERIMENTS
+from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
 
 ROOT = Path(__file__).parent.parent
@@ -202,15 +202,14 @@ def test_toml_examples_are_experiments() -> None:
 def test_result_tables_are_the_files(tmp_path: Path) -> None:
     cell = Cell(clients=5, model="mlp", steps=2, settings={"local_steps": 1})
     experiment = Experiment("tiny", (cell,), seeds=(0,))
-    (name,) = experiment.runs()
-    run_one(tmp_path, experiment, name)
+    (name,) = run_many(tmp_path, experiment, experiment.runs()).results
     result = json.loads((tmp_path / name / "result.json").read_text())
     text = (ROOT / "docs" / "experiments.md").read_text()
     assert [code(row[0]) for row in rows_after(text, "<!-- keys: result.json -->")] == list(result)
     assert [code(row[0]) for row in rows_after(text, "<!-- keys: test -->")] == list(result["test"])
     line = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0])
     (sentence,) = re.findall(r"Each line of `metrics.jsonl` has (.+?)\. ", text.replace("\n", " "))
-    assert re.findall(r"`(\w+)`", sentence.replace("(without `client_rows`)", "")) == list(line)
+    assert re.findall(r"`(\w+)`", sentence.replace("(without `client_examples`)", "")) == list(line)
     (tree,) = (block for block in blocks(ROOT / "docs" / "experiments.md", "text") if "result.json" in block)
     written = {re.sub(r"\d{9}", "N", file.name) for file in (tmp_path / name).iterdir() if file.name[0] != "."}
     assert written == {re.sub(r"\d{9}", "N", file) for file in re.findall(r"^    (\S+)", tree, re.MULTILINE)}

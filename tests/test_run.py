@@ -67,7 +67,7 @@ def test_data(changes: dict[str, object], sentence: str) -> None:
 
 
 def test_nothing_to_judge_by() -> None:
-    with pytest.raises(ValueError, match="validation or test rows"):
+    with pytest.raises(ValueError, match="validation or test examples"):
         train(lambda: pfedhn.MLP(8, 4), made_federation(split=(1.0, 0.0, 0.0)))
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy
 
 from pfedhn.experiments.build import build_federation
-from pfedhn.experiments.spec import find_run
 from pfedhn.report.results import read_file
 
 TABLES = ("table1-cifar10", "table1-mnist")
@@ -36,13 +35,13 @@ def compare(table: str) -> None:
     accuracies: dict[tuple[str, int], dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
     ours: dict[tuple[str, int], list[float]] = defaultdict(list)
     for name, result in runs.results.items():
-        cell, seed = find_run(runs.experiment, name)
+        cell = runs.experiment.find(name).cell
         if cell.method not in METHODS:
             continue
-        federation = build_federation(cell, seed)
-        test, key = result["test"], (cell.method, cell.clients)
-        ours[key].append(100 * test["sample_mean"])
-        for client, (correct, count) in enumerate(zip(test["clients"], test["client_rows"], strict=True)):
+        federation = build_federation(cell, result.seed)
+        test, key = result.test, (cell.method, cell.clients)
+        ours[key].append(100 * test.score)
+        for client, (correct, count) in enumerate(zip(test.clients or (), test.client_examples or (), strict=True)):
             pair = tuple(sorted(set(federation.y[federation.splits["train"].of(client)].tolist())))
             accuracies[key][pair].append(100 * correct / count)
     pairs = list(combinations(range(NUM_CLASSES), 2))

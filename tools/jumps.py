@@ -23,12 +23,14 @@ from torch import Tensor
 from pfedhn.engine.capture import set_up_gpu, side_by_side
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Progress, State
+from pfedhn.environment import environment
 from pfedhn.experiments.build import build_simulation
+from pfedhn.experiments.directory import Options
 from pfedhn.experiments.grid import select, with_assignments
 from pfedhn.experiments.paper import EXPERIMENTS
-from pfedhn.experiments.provenance import environment
-from pfedhn.experiments.spec import Cell, find_run
+from pfedhn.experiments.spec import RunSpec
 from pfedhn.params import Params
+from pfedhn.result import to_json
 from pfedhn.run import rounds
 from pfedhn.settings import parse_assignments
 
@@ -73,25 +75,25 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     seeds = [int(seed) for seed in options.seeds.split(",")]
     started = time.monotonic()
-    planned: list[tuple[str, str, Cell, int]] = []
+    planned: list[tuple[str, RunSpec]] = []
     for variant in options.variants or [""]:
         assignments = parse_assignments(list(filter(None, variant.split(","))))
         experiment = with_assignments(EXPERIMENTS[options.experiment], assignments)
-        planned += [(variant, name, *find_run(experiment, name)) for name in select(experiment, [options.only], seeds)]
+        planned += [(variant, run) for run in select(experiment, [options.only], seeds)]
     if device == "cuda":
         set_up_gpu("tf32", is_deterministic=False, num_runs=len(planned))
     lines: list[list[dict[str, Any]]] = [[] for _ in planned]
     runs = [
-        watched(build_simulation(cell, seed, device=device), seen)
-        for (_, _, cell, seed), seen in zip(planned, lines, strict=True)
+        watched(build_simulation(run, Options(device=device)), seen)
+        for (_, run), seen in zip(planned, lines, strict=True)
     ]
     for _ in side_by_side(runs):
         pass
     with options.out.open("a") as file:
-        for (variant, name, _, _), seen in zip(planned, lines, strict=True):
+        for (variant, run), seen in zip(planned, lines, strict=True):
             columns = {key: [line[key] for line in seen] for key in seen[0]}
-            about = {"run": name, "with": variant, "seconds": round(time.monotonic() - started, 1)}
-            file.write(json.dumps(about | {"environment": environment(device)} | columns) + "\n")
+            about = {"run": run.name, "with": variant, "seconds": round(time.monotonic() - started, 1)}
+            file.write(json.dumps(about | {"environment": to_json(environment(device))} | columns) + "\n")
 
 
 if __name__ == "__main__":

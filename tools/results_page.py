@@ -15,12 +15,13 @@ from typing import Any, get_type_hints
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.paper import EXPERIMENTS, RATES_TAKEN_FROM
-from pfedhn.experiments.spec import Cell, find_run
+from pfedhn.experiments.spec import Cell
 from pfedhn.files import write_atomically
 from pfedhn.report.entries import Column, Entry, Report, Summary, display_name, to_reports
 from pfedhn.report.figures import draw_curves
 from pfedhn.report.results import Runs, read_file
 from pfedhn.report.tables import bytes_text, number_text, seconds_text, steps_text
+from pfedhn.result import Curve, Result
 from pfedhn.sgd import Rate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,17 +61,18 @@ def read_results(folder: Path) -> list[Report]:
 def _of_today(name: str, stored: Sequence[Runs]) -> Runs:
     """The stored runs of an experiment, all of the settings that it has now."""
     experiment = EXPERIMENTS[name]
-    results: dict[str, Mapping[str, Any]] = {}
-    metrics: dict[str, Sequence[Mapping[str, Any]]] = {}
+    planned = {run.name: run for run in experiment.runs()}
+    results: dict[str, Result] = {}
+    curves: dict[str, Curve] = {}
     for runs in stored:
         if runs.experiment.name != name:
             continue
         for run, result in runs.results.items():
-            cell, _ = find_run(experiment, run)
-            if cell != find_run(runs.experiment, run)[0] or _are_other_defaults(cell, result["settings"]):
+            planned[run] = experiment.find(run)
+            if planned[run] != runs.experiment.find(run) or _are_other_defaults(planned[run].cell, result.settings):
                 raise UserError(f"the stored run {run} has other settings than {name!r} has now; run it again.")
-            results[run], metrics[run] = result, runs.metrics[run]
-    return Runs(experiment, frozenset([*experiment.runs(), *results]), results, metrics)
+            results[run], curves[run] = result, runs.curves[run]
+    return Runs(experiment, list(planned.values()), results, curves)
 
 
 def _are_other_defaults(cell: Cell, settings: Mapping[str, Any]) -> bool:
@@ -115,7 +117,7 @@ def compared(report: Report) -> Report:
 
     def common(entry: Entry) -> Entry:
         results = {seed: result for seed, result in entry.results.items() if seed in SEEDS}
-        return replace(entry, results=results, metrics={seed: entry.metrics[seed] for seed in results})
+        return replace(entry, results=results, curves={seed: entry.curves[seed] for seed in results})
 
     return replace(report, entries=[common(entry) for entry in report.entries])
 
@@ -189,7 +191,7 @@ def costs(report: Report) -> list[list[str]]:
             [
                 *(display_name(entry.label), str(entry.cell.clients)),
                 *(number_text(entry.test("clients")), number_text(entry.test("samples")), steps_text(entry)),
-                *(bytes_text(entry.total(key)) for key in ("bytes_up", "bytes_down")),
+                *(bytes_text(entry.total("bytes_up")), bytes_text(entry.total("bytes_down"))),
                 seconds_text(entry.total("seconds")),
             ]
             for entry in _finished(report)
@@ -214,7 +216,7 @@ def _finished(report: Report) -> list[Entry]:
 def rates_text(entry: Entry) -> str:
     hints = get_type_hints(type(cell_algorithm(entry.cell)))
     names = [name for name, hint in hints.items() if hint in (Rate, Rate | None)]
-    settings = next(iter(entry.results.values()))["settings"]
+    settings = next(iter(entry.results.values())).settings
     values = {name: settings[name] for name in names if settings.get(name) is not None}
     listed = ", ".join(f"{name} {value:g}" for name, value in values.items())
     if any(name in entry.cell.settings for name in names):
@@ -224,7 +226,7 @@ def rates_text(entry: Entry) -> str:
 
 
 def commits_text(entry: Entry) -> str:
-    commits = {str(result["environment"].get("commit")) for result in entry.results.values()}
+    commits = {str(result.environment.commit) for result in entry.results.values()}
     return ", ".join(sorted(commit[:8] + ("+changes" if "+" in commit else "") for commit in commits))
 
 

@@ -9,21 +9,25 @@ client's number of correct rows are compared, at every evaluation that two runs 
 import itertools
 import json
 import sys
-import tomllib
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from pfedhn.record import read_history, read_spec
+from pfedhn.result import to_json
 
 Scores = dict[int, Any]
 
 
 def read(folder: Path) -> tuple[str, int, Scores]:
     """What makes a run the same as another, its steps, and its scores by step."""
-    spec = tomllib.loads((folder / "spec.toml").read_text())
-    steps = spec["steps"]
-    same = {name: value for name, value in spec.items() if name not in ("name", "steps", "threads")}
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    scores = {line["step"]: (line["validation"]["loss"], line["validation"].get("clients")) for line in lines}
+    spec = read_spec(folder)
+    if spec is None:
+        raise SystemExit(f"error: {folder} holds no run.")
+    steps, anybody = spec.schedule.steps, replace(spec.schedule, steps=0)
+    same = to_json([spec.seed, spec.method, anybody, spec.digests, {**(spec.cell or {}), "steps": 0}])
+    scores = {moment.step: (moment.validation.loss, moment.validation.clients) for moment in read_history(folder)}
     return json.dumps(same, sort_keys=True), steps, scores
 
 

@@ -1,12 +1,20 @@
-"""The paper's target networks, losses and metrics."""
+"""The paper's target networks, by name too; losses and metrics."""
 
+import math
+import re
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pfedhn.errors import UserError, closest
 from pfedhn.kernels.conv import ConvBlock
 from pfedhn.kernels.linear import Linear
+from pfedhn.model import Factory
+
+LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
 
 
 class LeNet(nn.Module):
@@ -60,6 +68,28 @@ class MLP(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that is none of lenet-s, lenet (m), lenet-l, omniglot, or mlp-32-16 for two hidden layers."""
+    if name not in LENET_SIZES and name != "omniglot" and not re.fullmatch(r"mlp(-[1-9]\d*)*", name):
+        raise UserError(f"there is no target network {name!r}; {closest(name, [*LENET_SIZES, 'omniglot', 'mlp-32'])}")
+
+
+def build(name: str, num_classes: int, shape: Sequence[int]) -> nn.Module:
+    """A target network by its name, for examples of this shape."""
+    check_name(name)
+    if name in LENET_SIZES:
+        return LeNet(num_classes, LENET_SIZES[name], shape[0])
+    if name == "omniglot":
+        return OmniglotNet(num_classes)
+    return MLP(math.prod(shape), *map(int, name.split("-")[1:]), num_classes)
+
+
+@lru_cache
+def factory(name: str, num_classes: int, shape: tuple[int, ...]) -> Factory:
+    """What makes the network; the same object for the same network, so that equal runs share what is compiled."""
+    return partial(build, name, num_classes, shape)
 
 
 def cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:

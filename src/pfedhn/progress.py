@@ -1,7 +1,7 @@
 """What a person sees while runs go on: a moving line for each, with its accuracy so far; a lasting one when it ends."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Progress as RunProgress
+from pfedhn.result import Result, Scores
 
 SECONDS_BETWEEN_UPDATES = 0.1  # a round may take a millisecond, and drawing one line takes about as long
 
@@ -38,7 +39,7 @@ class Said(NamedTuple):
 
 class Finished(NamedTuple):
     run: str
-    result: Mapping[str, Any]
+    result: Result
 
 
 class Failed(NamedTuple):
@@ -69,22 +70,21 @@ def watch_run(run: str, simulation: Simulation, tell: Callable[[Update], None]) 
 
 
 def score_text(run: Any) -> str:
-    validation = run.history[-1]["validation"]
-    if "sample_mean" not in validation:
-        return f"validation loss {validation['loss']:.4f}"
-    return f"validation {100 * validation['sample_mean']:.1f} %"
+    validation: Scores = run.history[-1].validation
+    if not validation.has_accuracy:
+        return f"validation loss {validation.loss:.4f}"
+    return f"validation {100 * validation.score:.1f} %"
 
 
-def result_text(result: Mapping[str, Any], split: str = "test") -> str:
+def result_text(result: Result, split: str = "test") -> str:
     """One finished run in a line, with its scores on one split."""
-    scores = result[split]
-    text = f"{split} loss {scores['loss']:.4f}"
-    if scores.get("rows") == 0:
-        text = f"no {split} rows"
-    elif "client_mean" in scores:
-        over_clients, over_samples = (f"{100 * scores[name]:.2f} %" for name in ("client_mean", "sample_mean"))
-        text = f"{split} {over_clients} over clients, {over_samples} over samples"
-    return f"{text}, {result['seconds']:.1f} s"
+    scores: Scores = getattr(result, split)
+    text = f"{split} loss {scores.loss:.4f}"
+    if scores.examples == 0:
+        text = f"no {split} examples"
+    elif scores.client_mean is not None and scores.sample_mean is not None:
+        text = f"{split} {100 * scores.client_mean:.2f} % over clients, {100 * scores.sample_mean:.2f} % over samples"
+    return f"{text}, {result.seconds:.1f} s"
 
 
 class Display:

@@ -1,17 +1,15 @@
-"""A run: train, watch, stop and go on, take out a client's model, let a new client join."""
+"""A run: assembled in one place, trained, stopped and gone on with, loaded again, and what it can be asked for."""
 
-import hashlib
-import json
 import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy
 import torch
@@ -21,31 +19,49 @@ from torch import Tensor, nn
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.data.absent import with_examples
+from pfedhn.data.arrays import Arrays
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
-from pfedhn.engine.checkpoint import load_state, save_state
+from pfedhn.engine.capture import CapturedRun, computing_on_gpu
+from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.network import build_model, check_model, with_num_outputs
 from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import Diverged, Evaluation, Memories, Progress, Schedule, State
+from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Progress, Schedule, State
+from pfedhn.environment import environment
 from pfedhn.errors import UserError, closest
-from pfedhn.files import append, make_folder, read_text, write_atomically
 from pfedhn.model import Factory, PerExample
 from pfedhn.params import Params, take
 from pfedhn.process import advise_once
+from pfedhn.progress import Watch, bar
+from pfedhn.record import (
+    Origin,
+    append_moment,
+    claimed,
+    cut_history,
+    method_name,
+    open_directory,
+    partition_digest,
+    read_history,
+    read_result,
+    read_spec,
+    settings_of,
+    to_simulation,
+    write_result,
+)
+from pfedhn.result import Moment, Result, Scores
 from pfedhn.settings import build
 
 logger = logging.getLogger("pfedhn")
 
 CHECKPOINT_SECONDS = 60.0
-
-
 NUM_CLIENTS_IN_METRICS = 1_000  # larger federations keep per-client scores of the chosen round only
 
 AnyAlgorithm = Algorithm[Any, Any, Any]
+Precision = Literal["tf32", "fp32"]
 
-
-Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
 def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | None = None) -> AnyAlgorithm:
@@ -63,26 +79,80 @@ def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | No
     return algorithm
 
 
-def _name_of(method: str | AnyAlgorithm) -> str:
-    """What a method is called: the name it is registered by, or else its class."""
-    if isinstance(method, str):
-        return method
-    return next(
-        (name for name, made_by in ALGORITHMS.items() if made_by.algorithm is type(method)), type(method).__name__
-    )
+def choose_device(name: str | torch.device) -> str:
+    """The device that is meant: "auto" is the GPU if PyTorch finds one, else the CPU."""
+    if str(name) == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise UserError(f"there is no device {str(name)!r}; {closest(str(name), ['auto', 'cpu', 'cuda'])}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("PyTorch finds no GPU here; take the device 'cpu', which works anywhere.")
+    return str(name)
+
+
+def assemble(
+    method: str | AnyAlgorithm,
+    federation: Federation,
+    model: Factory | Mapping[str, Factory],
+    *,
+    steps: int = 5_000,
+    cohort_size: int | None = None,
+    batch_size: int = 64,
+    evaluate_every: int = 30,
+    seed: int = 0,
+    loss: PerExample | None = None,
+    metric: PerExample | None = None,
+    device: str | torch.device = "auto",
+    executor: str = "auto",
+    starts: Mapping[str, Params] | None = None,
+) -> Simulation:
+    """Data, network, method, schedule and seed become a run here and nowhere else. Arguments as `train`.
+
+    Args:
+        starts: Weights of each network that every client starts from, of a run before this one.
+    """
+    federation = federation.to(choose_device(device))
+    factories = dict(model) if isinstance(model, Mapping) else {"model": model}
+    if any(isinstance(factory, nn.Module) for factory in factories.values()):
+        raise UserError(
+            "model is a network; give a function that makes it (its class, or lambda: MyNetwork(10)), so that every "
+            "seed starts from weights of its own."
+        )
+    if federation.architectures is None and len(factories) > 1:
+        raise UserError(
+            "several target networks need federation.with_architectures(...) to say which client runs which."
+        )
+    unknown = set(federation.architectures or ()) - set(factories)
+    if unknown:
+        raise UserError(f"there is no target network {sorted(unknown)[0]!r}; {closest(sorted(unknown)[0], factories)}")
+    if not sum(int(federation.splits[split].size.sum()) for split in EVALUATED_SPLITS):
+        raise UserError("no client has validation or test examples; leave some out of training to judge the models by.")
+    models = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
+    if isinstance(federation, LazyFederation):
+        federation = with_num_outputs(federation, models.values())
+    algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)
+    if cohort_size is None:
+        cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
+    schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
+    return Simulation(algorithm, models, federation, schedule, seed, executor, starts)
 
 
 @dataclass
 class Run:
     """A finished or interrupted run: its chosen round, every client's model, and room for new clients.
 
-    Made by `pfedhn.train`. `run.accuracy` holds each client's test accuracy at the round chosen on validation.
+    Made by `pfedhn.train` and `pfedhn.load`. `run.accuracy` holds each client's test accuracy at the round chosen on
+    validation.
     """
 
     simulation: Simulation
     state: State
-    history: list[dict[str, Any]] = field(default_factory=list)
+    origin: Origin
+    history: list[Moment] = field(default_factory=list)  # every evaluation
     seconds: float = 0.0
+    result: Result | None = None  # what result.json says: scores, bytes, seconds; None while it is not finished
 
     @property
     def chosen(self) -> Evaluation:
@@ -92,7 +162,7 @@ class Run:
 
     @property
     def accuracy(self) -> NDArray[numpy.float64]:
-        """[clients]: test accuracy of each client's own model at the chosen round; NaN where it has no test rows."""
+        """[clients]: test accuracy of each client's own model at the chosen round; NaN where it has no examples."""
         test = self.chosen.splits["test"]
         values: NDArray[numpy.float64] = (
             -test.loss / test.count if test.metric is None else test.client_metric
@@ -104,40 +174,43 @@ class Run:
         assert self.state.best is not None
         return self.state.memories if last else self.state.best.memories
 
-    def personal_weights(self, client: int, last: bool = False, architecture: str | None = None) -> Params:
+    def personal_weights(
+        self, client: int | str, last: bool = False, architecture: str | None = None, data: Arrays | None = None
+    ) -> Params:
+        """The weights of a client's own model; arguments as `personal_model`."""
         simulation, memories = self.simulation, self.memories(last)
-        num_clients = simulation.federation.num_clients
-        if not 0 <= client < num_clients:
-            raise UserError(f"there is no client {client}; this federation has the clients 0 to {num_clients - 1}.")
-        model = simulation.model_of(client)
+        place = self._place(client)
+        model = simulation.model_of(place)
         if architecture is not None:
             if architecture not in simulation.models:
                 raise UserError(
                     f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}"
                 )
             model = simulation.models[architecture]
+        if data is not None:
+            simulation = replace(simulation, federation=with_examples(simulation.federation, place, data))
         number = self.state.round if last else self.chosen.round
-        member = torch.tensor([client], device=simulation.federation.x.device)
-        batches = simulation.federation.batches(
-            member,
-            simulation.personalize_key(number),
-            simulation.algorithm.num_personalize_batches,
-            simulation.schedule.batch_size,
-        )
-        kept = take(memories.private[model.name].take([client]), 0)
-        return simulation.exchange.personal_weights(
-            model, memories.shared, take(memories.rows, client), kept, take(batches, 0)
-        )
+        return simulation.personal_weights(memories, model, place, number)
 
-    def personal_model(self, client: int, last: bool = False, architecture: str | None = None) -> nn.Module:
+    def personal_model(
+        self, client: int | str, last: bool = False, architecture: str | None = None, data: Arrays | None = None
+    ) -> nn.Module:
         """A plain module with this client's weights, in evaluation mode.
 
-        last: the weights after the last round instead of those of the chosen one.
-        architecture: another of the run's target networks; the client keeps its embedding.
+        Args:
+            client: Its number, or its name where the federation has names.
+            last: The weights after the last round instead of those of the chosen one.
+            architecture: Another of the run's target networks; the client keeps its embedding.
+            data: The client's training examples (x, y), for a method that adapts on them (Per-FedAvg) in a run that was
+                loaded: a directory holds no examples.
         """
-        weights = self.personal_weights(client, last, architecture)
-        model = self.simulation.models[architecture] if architecture else self.simulation.model_of(client)
+        weights = self.personal_weights(client, last, architecture, data)
+        model = self.simulation.models[architecture] if architecture else self.simulation.model_of(self._place(client))
         return model.with_weights(weights)
+
+    def _place(self, client: int | str) -> int:
+        """Where a client stands in the tables."""
+        return self.simulation.federation.number_of(client)
 
     def add_client(
         self,
@@ -156,8 +229,15 @@ class Run:
         For pFedHN that is the embedding (and the personal layers of PC). The rounds are those of training, but that the
         server moves the client's row alone (`move_row`).
 
-        x, y: the new client's rows; they are split like a client's, and the best round is chosen on its validation.
-        descriptor: of the new client, for a run with fixed descriptors; its class shares by default.
+        Args:
+            x: The new client's examples; they are split, and the best round is chosen on its validation examples.
+            y: Their labels.
+            rounds: How many rounds it takes part in.
+            split: Fractions for training, validation and test.
+            architecture: Which of several target networks it runs; that of the first client by default.
+            descriptor: Of the new client, for a run with fixed descriptors; its class shares by default.
+            seed: Of its split and its draws.
+            last: Join the run as it was after its last round instead of the chosen one.
         """
         simulation = self.simulation
         if rounds < 0:
@@ -172,7 +252,7 @@ class Run:
             data = data.with_architectures([model.name])
         if (described := self._descriptor(data, descriptor)) is not None:
             data = data.with_descriptors(described[None])
-        key = keys.fold(simulation.seed, "new client", seed)
+        key = int(keys.fold(simulation.seed, "new client", seed))
         joining = simulation.joining(data, self.memories(last), max(rounds, 1), key)
         state = joining.initial_state()
         for progress in joining.rounds(state):
@@ -180,7 +260,7 @@ class Run:
                 break
         assert state.best is not None
         memories, chosen = state.best.memories, state.best.evaluation
-        weights = Run(joining, state).personal_weights(0)
+        weights = joining.personal_weights(memories, model, 0, chosen.round)
         kept = take(memories.private[model.name].take([0]), 0)
         return NewClient(
             model.with_weights(weights), weights, take(memories.rows, 0), kept.private, chosen.splits, chosen.round
@@ -200,20 +280,6 @@ class Run:
             )
         return value
 
-    def summary(self) -> dict[str, Any]:
-        """What a result file says of the run: scores at the chosen round, its cost, each client's score."""
-        chosen, state = self.chosen, self.state
-        return {
-            "chosen_step": chosen.step,
-            "steps": state.round * self.simulation.clients_per_round,
-            "rounds": state.round,
-            "validation": split_record(chosen.splits["validation"]),
-            "test": split_record(chosen.splits["test"]),
-            "bytes_down": state.bytes_down,
-            "bytes_up": state.bytes_up,
-            "seconds": round(self.seconds, 3),
-        }
-
 
 @dataclass
 class NewClient:
@@ -232,113 +298,156 @@ class NewClient:
         return self.splits["test"].score
 
 
-def split_record(result: SplitResult, per_client: bool = True) -> dict[str, Any]:
-    """A split's scores as plain numbers; per client, the number of correct rows (or summed metric) and of rows."""
-    record: dict[str, Any] = {"loss": result.mean_loss, "rows": int(result.count.sum())}
-    if result.metric is not None:
-        record |= {"client_mean": result.client_mean, "sample_mean": result.sample_mean}
-    if per_client:
-        values = result.loss if result.metric is None else result.metric
-        record["clients"] = [int(value) if float(value).is_integer() else float(value) for value in values]
-        record["client_rows"] = result.count.tolist()
-    return record
+def scores_of(result: SplitResult, per_client: bool = True) -> Scores:
+    """A split's scores as plain numbers; per client, the number of correct examples (or summed metric) and of all."""
+    values = result.loss if result.metric is None else result.metric
+    return Scores(
+        result.mean_loss,
+        int(result.count.sum()),
+        None if result.metric is None else result.client_mean,
+        None if result.metric is None else result.sample_mean,
+        tuple(int(value) if float(value).is_integer() else float(value) for value in values) if per_client else None,
+        tuple(result.count.tolist()) if per_client else None,
+    )
 
 
-def metrics_record(evaluation: Evaluation, state: State, seconds: float) -> dict[str, Any]:
-    record: dict[str, Any] = {"step": evaluation.step, "round": evaluation.round}
-    for split, result in evaluation.splits.items():
-        record[split] = split_record(result, len(result.count) <= NUM_CLIENTS_IN_METRICS)
-        record[split].pop("client_rows", None)
-    return record | {"bytes_down": state.bytes_down, "bytes_up": state.bytes_up, "seconds": round(seconds, 3)}
+def _moment(evaluation: Evaluation, state: State, seconds: float) -> Moment:
+    splits = {}
+    for name, result in evaluation.splits.items():
+        scores = scores_of(result, len(result.count) <= NUM_CLIENTS_IN_METRICS)
+        splits[name] = replace(scores, client_examples=None)  # the same in every line; the result has them
+    return Moment(
+        evaluation.step,
+        evaluation.round,
+        splits["validation"],
+        splits["test"],
+        state.bytes_down,
+        state.bytes_up,
+        round(seconds, 3),
+    )
+
+
+def _result(run: Run) -> Result:
+    simulation, origin, chosen, state = run.simulation, run.origin, run.chosen, run.state
+    return Result(
+        origin.name,
+        origin.experiment,
+        origin.cell,
+        settings_of(simulation.algorithm),
+        simulation.seed,
+        chosen.step,
+        state.round * simulation.clients_per_round,
+        state.round,
+        scores_of(chosen.splits["validation"]),
+        scores_of(chosen.splits["test"]),
+        state.bytes_down,
+        state.bytes_up,
+        round(run.seconds, 3),
+        dict(simulation.federation.unused),
+        partition_digest(simulation.federation),
+        origin.command,
+        environment(simulation.federation.x.device),
+        origin.pretrain,
+    )
 
 
 def execute(
     simulation: Simulation,
     directory: Path | None = None,
-    watch: Callable[[Progress, "Run"], None] | None = None,
+    origin: Origin | None = None,
+    *,
+    stop: threading.Event | None = None,
+    watch: Watch | None = None,
     say: Callable[[str], None] = print,
     checkpoint_every: int | None = None,
-) -> Run:
+    threads: int | None = None,
+) -> Generator[None, None, Run]:
     """Run to the end, from the newest sound checkpoint in `directory` if there is one.
 
-    checkpoint_every: communication steps between checkpoints; by default one a minute. Ctrl-C writes one and stops.
+    It pauses after every round, so that several runs can take turns.
+
+    Args:
+        directory: Where the run is kept (`pfedhn.record`); nothing is written where None.
+        origin: What the run is called and where it comes from.
+        stop: Once it is set, the run writes a checkpoint and raises KeyboardInterrupt.
+        watch: Called with the progress and the run after every round.
+        say: Told of what a person should know, such as a damaged checkpoint.
+        checkpoint_every: Communication steps between checkpoints; one a minute where None.
+        threads: Of PyTorch; a run that has begun keeps those that it began with, or its bits would change.
     """
-    with stop_on_signal() as stop:
-        return drain(executing(simulation, directory, stop, watch, say, checkpoint_every))
+    stop = stop or threading.Event()
+    method = method_name(simulation.algorithm)
+    run = Run(simulation, simulation.initial_state(), origin or Origin(directory.name if directory else method, method))
+    with claimed(directory), _computing_with(directory, threads):
+        if directory is not None:
+            open_directory(directory, simulation, run.origin)
+            state, refused = load_state(directory, simulation)
+            for sentence in refused:
+                say(sentence)
+            if state is not None:
+                run.state = state
+            run.history = cut_history(directory, -1 if state is None else state.round * simulation.clients_per_round)
+            run.seconds = run.history[-1].seconds if run.history else 0.0
+        started = time.monotonic() - run.seconds
+        saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
+        try:
+            for progress in rounds(simulation, run.state):
+                run.seconds = time.monotonic() - started
+                if progress.is_pause:
+                    if not stop.is_set():
+                        yield
+                    continue
+                if progress.evaluation is not None:
+                    run.history.append(_moment(progress.evaluation, run.state, run.seconds))
+                    if directory is not None:
+                        append_moment(directory, run.history[-1])
+                if watch is not None:
+                    watch(progress, run)
+                is_due = (
+                    time.monotonic() - saved_at >= CHECKPOINT_SECONDS
+                    if checkpoint_every is None
+                    else progress.step - saved_step >= checkpoint_every
+                )
+                if directory is not None and (is_due or stop.is_set()):
+                    save_state(directory, run.state, simulation)
+                    saved_at, saved_step = time.monotonic(), progress.step
+                if stop.is_set():
+                    raise KeyboardInterrupt
+                yield
+        except Diverged:
+            if directory is not None:
+                save_state(directory, run.state, simulation)  # as it was before that round: its last good one
+            raise
+        run.result = None if directory is None else read_result(directory)
+        if run.result is None:
+            run.result = _result(run)
+            if directory is not None:
+                save_state(directory, run.state, simulation)
+                write_result(directory, run.result)
+                remove_old(directory, 1)  # nothing goes on from the one before any more
+    return run
 
 
-def drain(work: Generator[None, None, Result]) -> Result:
+@contextmanager
+def _computing_with(directory: Path | None, threads: int | None) -> Iterator[None]:
+    stored = None if directory is None else read_spec(directory)
+    before = torch.get_num_threads()
+    if stored is not None or threads is not None:
+        torch.set_num_threads(threads if stored is None else stored.environment.threads)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def drain(work: Generator[None, None, Value]) -> Value:
     """Run a generator to its end and take what it returns."""
     while True:
         try:
             next(work)
         except StopIteration as end:
-            result: Result = end.value
+            result: Value = end.value
             return result
-
-
-def executing(
-    simulation: Simulation,
-    directory: Path | None,
-    stop: threading.Event,
-    watch: Callable[[Progress, "Run"], None] | None = None,
-    say: Callable[[str], None] = print,
-    checkpoint_every: int | None = None,
-) -> Generator[None, None, Run]:
-    """`execute`, pausing after every round so that several runs can take turns; `stop` ends it at a checkpoint."""
-    run = Run(simulation, simulation.initial_state())
-    metrics = _Metrics(None)
-    if directory is not None:
-        make_folder(directory)
-        state, refused = load_state(directory, simulation)
-        for sentence in refused:
-            say(sentence)
-        step = -1
-        if state is not None:
-            run.state = state
-            step = state.round * simulation.clients_per_round
-        metrics = _Metrics(directory / "metrics.jsonl")
-        run.history = metrics.cut_after(step)
-        run.seconds = run.history[-1]["seconds"] if run.history else 0.0
-    started = time.monotonic() - run.seconds
-    saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
-    for progress in _saved_if_diverged(rounds(simulation, run.state), run.state, simulation, directory):
-        run.seconds = time.monotonic() - started
-        if progress.is_pause:
-            if not stop.is_set():
-                yield
-            continue
-        if progress.evaluation is not None:
-            run.history.append(metrics_record(progress.evaluation, run.state, run.seconds))
-            metrics.append(run.history[-1])
-        if watch is not None:
-            watch(progress, run)
-        is_due = directory is not None and (
-            time.monotonic() - saved_at >= CHECKPOINT_SECONDS
-            if checkpoint_every is None
-            else progress.step - saved_step >= checkpoint_every
-        )
-        if directory is not None and (is_due or stop.is_set()):
-            save_state(directory, run.state, simulation)
-            saved_at, saved_step = time.monotonic(), progress.step
-        if stop.is_set():
-            raise KeyboardInterrupt
-        yield
-    if directory is not None:
-        save_state(directory, run.state, simulation)
-    return run
-
-
-def _saved_if_diverged(
-    progress: Iterator[Progress], state: State, simulation: Simulation, directory: Path | None
-) -> Iterator[Progress]:
-    """Write the state before a round that diverged: it is the last good one."""
-    try:
-        yield from progress
-    except Diverged:
-        if directory is not None:
-            save_state(directory, state, simulation)
-        raise
 
 
 def rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
@@ -357,8 +466,6 @@ def rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
 
 def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
     """Captured where that is possible; where a network or method cannot be, it is said once and the round is run."""
-    from pfedhn.engine.capture import CapturedRun
-
     run = None
     try:
         run = CapturedRun(simulation, state)
@@ -371,69 +478,6 @@ def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]
         run = None
     # Out here nothing holds the error, whose frames hold the memory of the attempt.
     yield from simulation.rounds(state) if run is None else run.rounds()
-
-
-def _claim(directory: Path, simulation: Simulation) -> None:
-    """Note what a directory holds, or refuse one that holds another run."""
-    shapes = {name: {n: list(s) for n, s in model.shapes.items()} for name, model in simulation.models.items()}
-    schedule = asdict(simulation.schedule)
-    identity = {
-        "algorithm": repr(simulation.algorithm),
-        "seed": simulation.seed,
-        "schedule": schedule,
-        "shapes": shapes,
-        "partition_sha256": partition_digest(simulation.federation),
-    }
-    file = directory / "run.json"
-    if file.exists():
-        try:
-            stored = json.loads(read_text(file))
-        except ValueError:
-            stored = {}
-        if different := [name for name in identity if stored.get(name) != identity[name]]:
-            raise UserError(
-                f"{directory} holds another run (its {', '.join(different)} differ); give another directory, or the "
-                "settings it was made with."
-            )
-        return
-    if directory.exists() and any(directory.glob("checkpoint-*")):
-        raise UserError(f"{directory} holds checkpoints of a run that is not known; give another directory.")
-    make_folder(directory)
-    write_atomically(file, json.dumps(identity, indent=1).encode())
-
-
-def partition_digest(federation: Federation) -> str:
-    """A name for who owns which rows."""
-    digest = hashlib.sha256()
-    for rows in federation.splits.values():
-        for part in (rows.index, rows.offset, rows.size):
-            digest.update(part.cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-@dataclass
-class _Metrics:
-    path: Path | None
-
-    def append(self, record: dict[str, Any]) -> None:
-        if self.path is not None:
-            append(self.path, json.dumps(record) + "\n")
-
-    def cut_after(self, step: int) -> list[dict[str, Any]]:
-        """Forget what was written after the checkpoint at `step`: the run will write it again."""
-        if self.path is None or not self.path.exists():
-            return []
-        kept = []
-        for line in read_text(self.path).splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:  # the last line of a run that was killed while writing
-                break
-            if record["step"] > step:
-                break
-            kept.append(record)
-        write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-        return kept
 
 
 @contextmanager
@@ -481,60 +525,148 @@ def train(
     loss: PerExample | None = None,
     metric: PerExample | None = None,
     directory: str | Path | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "auto",
     executor: str = "auto",
+    precision: Precision = "tf32",
+    deterministic: bool = False,
     progress: bool = True,
     checkpoint_every: int | None = None,
 ) -> Run:
     """Train a personal model for every client of a federation.
 
-    method: one of `pfedhn.ALGORITHMS` ("pfedhn", "fedavg", ...) or an algorithm such as `pfedhn.PFedHN(lr=0.01)`.
-    model: a function that makes the target network, e.g. the class of an `nn.Module`; or several by name, for
-        clients of different sizes (`federation.with_architectures` says who runs which).
-    steps: communication steps: one client taking part once. 5,000 rounds of one client, or 1,000 of five.
-    cohort_size: clients per round; 1 for pFedHN, 5 for the averaging methods by default.
-    loss: (outputs, y) -> one value per row; cross-entropy for class labels, squared error for numbers by default.
-    metric: (outputs, y) -> one value per row, higher is better; accuracy for class labels by default.
-    directory: where to keep metrics and checkpoints; the same call on the same directory goes on where it stopped.
+    Args:
+        method: One of `pfedhn.ALGORITHMS` ("pfedhn", "fedavg", ...) or an algorithm such as `pfedhn.PFedHN(lr=0.01)`.
+        federation: The clients and their data.
+        model: A function that makes the target network, e.g. the class of an `nn.Module`; or several by name, for
+            clients of different sizes (`federation.with_architectures` says who runs which).
+        steps: Communication steps: one client taking part once. 5,000 rounds of one client, or 1,000 of five.
+        cohort_size: Clients per round; 1 for pFedHN, 5 for the averaging methods by default.
+        batch_size: Examples in a minibatch.
+        evaluate_every: Communication steps between evaluations.
+        seed: Of everything that is drawn.
+        loss: (outputs, y) -> one value per example; cross-entropy for class labels, squared error for numbers by
+            default.
+        metric: (outputs, y) -> one value per example, higher is better; accuracy for class labels by default.
+        directory: Where to keep the run; the same call on the same directory goes on where it stopped, `pfedhn.load`
+            gives the run back and `pfedhn report` shows it.
+        device: "auto" is the GPU if PyTorch finds one, else the CPU.
+        executor: How a cohort is computed: "auto", "loop", "traced", "vectorized" or "captured".
+        precision: Of products on a GPU: "tf32" rounds their factors to 10 bits and is faster, "fp32" does not. It holds
+            while the run goes on.
+        deterministic: On a GPU, the same bits from the same GPU and versions.
+        progress: Whether to show a bar.
+        checkpoint_every: Communication steps between checkpoints; one a minute by default.
 
-    >>> import numpy, pfedhn
-    >>> x, y = numpy.random.default_rng(0).normal(size=(600, 8)), numpy.arange(600) % 6
-    >>> federation = pfedhn.Federation.from_arrays(x, y, partition=pfedhn.by_classes(2, num_clients=12))
-    >>> run = pfedhn.train("pfedhn", federation, lambda: pfedhn.MLP(8, 16, 6), steps=10, progress=False)
-    >>> run.accuracy.shape
-    (12,)
+    Returns:
+        The run. After Ctrl-C, which writes a checkpoint, there is a KeyboardInterrupt instead.
+
+    Examples:
+        >>> import numpy, pfedhn
+        >>> x, y = numpy.random.default_rng(0).normal(size=(600, 8)), numpy.arange(600) % 6
+        >>> federation = pfedhn.Federation.from_arrays(x, y, partition=pfedhn.by_classes(2, num_clients=12))
+        >>> run = pfedhn.train("pfedhn", federation, lambda: pfedhn.MLP(8, 16, 6), steps=10, progress=False)
+        >>> run.accuracy.shape
+        (12,)
     """
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UserError("PyTorch finds no GPU here; use device='cpu'.")
     advise_once(device)
-    federation = federation.to(device)
-    factories = dict(model) if isinstance(model, Mapping) else {"model": model}
-    if any(isinstance(factory, nn.Module) for factory in factories.values()):
-        raise UserError(
-            "model is a network; give a function that makes it (its class, or lambda: MyNetwork(10)), so that every "
-            "seed starts from weights of its own."
-        )
-    if federation.architectures is None and len(factories) > 1:
-        raise UserError(
-            "several target networks need federation.with_architectures(...) to say which client runs which."
-        )
-    unknown = set(federation.architectures or ()) - set(factories)
-    if unknown:
-        raise UserError(f"there is no target network {sorted(unknown)[0]!r}; {closest(sorted(unknown)[0], factories)}")
-    models = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
-    if isinstance(federation, LazyFederation):
-        federation = with_num_outputs(federation, models.values())
-    algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)
-    if cohort_size is None:
-        cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
-    schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
-    simulation = Simulation(algorithm, models, federation, schedule, seed, executor)
+    simulation = assemble(
+        method,
+        federation,
+        model,
+        steps=steps,
+        cohort_size=cohort_size,
+        batch_size=batch_size,
+        evaluate_every=evaluate_every,
+        seed=seed,
+        loss=loss,
+        metric=metric,
+        device=device,
+        executor=executor,
+    )
     path = None if directory is None else Path(directory)
-    if path is not None:
-        _claim(path, simulation)
-    if not progress:
-        return execute(simulation, path, checkpoint_every=checkpoint_every)
-    from pfedhn.progress import bar
+    name = method_name(method)
+    origin = Origin(path.resolve().name if path else name, name)
+    shown: AbstractContextManager[Any] = bar() if progress else nullcontext()
+    with computing_on(simulation.federation.x.device, precision, deterministic), stop_on_signal() as stop, shown as add:
+        watch = add(name, simulation) if add else None
+        return drain(execute(simulation, path, origin, stop=stop, watch=watch, checkpoint_every=checkpoint_every))
 
-    with bar() as watch_run:
-        return execute(simulation, path, watch_run(_name_of(method), simulation), checkpoint_every=checkpoint_every)
+
+def computing_on(
+    device: str | torch.device, precision: str, deterministic: bool, num_runs: int = 1
+) -> AbstractContextManager[None]:
+    """How products are computed inside the block; on a CPU there is nothing to choose."""
+    if torch.device(device).type != "cuda":
+        return nullcontext()
+    return computing_on_gpu(precision, deterministic, num_runs)
+
+
+def load(
+    directory: str | Path,
+    *,
+    run: str | None = None,
+    model: Factory | Mapping[str, Factory] | None = None,
+    method: type[Any] | None = None,
+    loss: PerExample | None = None,
+    metric: PerExample | None = None,
+    device: str | torch.device = "auto",
+) -> Run:
+    """A run from its directory, whether `pfedhn.train` or `pfedhn run` made it, without its clients' data.
+
+    It has its history and accuracies, gives every client's model (`personal_model`) and lets new clients join
+    (`add_client`). It holds no examples: whoever needs one is told so.
+
+    Loading a directory imports the code that it names (the module of your network, say), so load only what you trust.
+    Code of the standard library is refused.
+
+    Args:
+        directory: Of one run, or of an experiment.
+        run: Which run of an experiment that has several, by the name of its folder.
+        model: What makes the network, where the directory cannot name it: a lambda, or a function inside another.
+            Several by name where the run has several.
+        method: The class of the algorithm, where the directory cannot name it.
+        loss: The loss, where the directory cannot name it; needed only to train.
+        metric: The metric, likewise.
+        device: Where the weights shall be; "auto" is the GPU if PyTorch finds one, else the CPU.
+
+    Examples:
+        >>> import functools, numpy, pfedhn, tempfile, torch
+        >>> x, y = numpy.random.default_rng(0).normal(size=(600, 8)), numpy.arange(600) % 6
+        >>> federation = pfedhn.Federation.from_arrays(x, y, partition=pfedhn.by_classes(2, num_clients=12))
+        >>> network = functools.partial(pfedhn.MLP, 8, 16, 6)
+        >>> folder = tempfile.mkdtemp()
+        >>> run = pfedhn.train("pfedhn", federation, network, steps=10, progress=False, directory=folder)
+        >>> model = pfedhn.load(folder).personal_model(7)
+        >>> model(torch.zeros(1, 8)).shape
+        torch.Size([1, 6])
+    """
+    path = _run_directory(Path(directory), run)
+    spec = read_spec(path)
+    assert spec is not None
+    simulation = to_simulation(
+        path, spec, model=model, method=method, loss=loss, metric=metric, device=choose_device(device)
+    )
+    state, refused = load_state(path, simulation)
+    for sentence in refused:
+        logger.warning(sentence)
+    if state is None or state.best is None:
+        raise UserError(f"{path} holds no checkpoint yet; wait until its run has written one.")
+    step = state.round * simulation.clients_per_round
+    history = [moment for moment in read_history(path) if moment.step <= step]
+    origin = Origin(spec.name, spec.method.name, cell=spec.cell or {}, dataset=spec.data.name)
+    return Run(simulation, state, origin, history, history[-1].seconds if history else 0.0, read_result(path))
+
+
+def _run_directory(path: Path, name: str | None) -> Path:
+    """The directory of the run that is meant."""
+    if name is None and read_spec(path) is not None:
+        return path
+    names = sorted(file.parent.name for file in path.glob("*/spec.toml"))
+    if name is None and len(names) == 1:
+        return path / names[0]
+    if not names:
+        raise UserError(f"{path} holds no run; give the directory that `pfedhn.train` or `pfedhn run` wrote.")
+    if name not in names:
+        which = f"there is no run {name!r} in {path}" if name else f"{path} holds several runs; say which as run=..."
+        raise UserError(f"{which}; {closest(name or '', names)}")
+    return path / name

@@ -316,7 +316,7 @@ def test_report_writes_beside_the_runs(finished: Path) -> None:
 def test_without_test_rows_there_is_a_table_and_a_report_all_the_same() -> None:
     said = invoke("run", "mine.toml", "--seeds", "0,1", "--set", "steps=10", "--set", "split=[0.7,0.3,0.0]")
     assert said.exit_code == 0, said.output
-    assert said.stderr.count(": no test rows, ") == 2 * len(METHODS)
+    assert said.stderr.count(": no test examples, ") == 2 * len(METHODS)
     assert "nan" not in said.output
     assert invoke("report", "runs/mine").exit_code == 0
 

@@ -47,7 +47,7 @@ def test_same_bits_as_in_memory(executor: str, method: str) -> None:
         )
         for data in (held, lazy)
     ]  # fmt: skip
-    assert [record["test"] for record in runs[0].history] == [record["test"] for record in runs[1].history]
+    assert [moment.test for moment in runs[0].history] == [moment.test for moment in runs[1].history]
     for client in range(5):
         left, right = (run.personal_weights(client) for run in runs)
         assert all(torch.equal(left[name], right[name]) for name in left)

@@ -1,9 +1,9 @@
 """Stopped at any moment and gone on: the same bits as a run that was never stopped, for every method."""
 
-import json
 import os
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +17,9 @@ from pfedhn.data.federation import Federation
 from pfedhn.engine.checkpoint import CheckpointError, checkpoints, load_state, save_state
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged, Progress
-from pfedhn.run import Run, execute, executing
+from pfedhn.record import read_history
+from pfedhn.result import Moment
+from pfedhn.run import Run, drain, execute
 
 
 class Killed(BaseException):
@@ -30,59 +32,65 @@ def simulation(method: str, federation: Federation, executor: str = "auto") -> S
     return simulate(algorithm, federation, rounds=10, cohort=2, evaluate_every=3, executor=executor)
 
 
+def run(simulation: Simulation, directory: Path, **options: Any) -> Run:
+    return drain(execute(simulation, directory, **options))
+
+
 def run_killed_at(step: int, simulation: Simulation, directory: Path, every: int) -> None:
-    def watch(progress: Progress, run: Run) -> None:
+    def watch(progress: Progress, found: Run) -> None:
         if progress.step >= step:
             raise Killed
 
     with pytest.raises(Killed):
-        execute(simulation, directory, watch, checkpoint_every=every)
+        run(simulation, directory, watch=watch, checkpoint_every=every)
 
 
-def without_seconds(directory: Path) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
+def without_seconds(directory: Path) -> list[Moment]:
+    return [replace(moment, seconds=0.0) for moment in read_history(directory)]
 
 
-def assert_same_run(run: Run, expected: Run, directory: Path, expected_directory: Path) -> None:
-    assert_same_bits(memories_of(run.state), memories_of(expected.state))
-    assert run.chosen.step == expected.chosen.step
-    assert_same_bits(run.state.best.memories.shared, expected.state.best.memories.shared)  # type: ignore[union-attr]
+def assert_same_run(found: Run, expected: Run, directory: Path, expected_directory: Path) -> None:
+    assert_same_bits(memories_of(found.state), memories_of(expected.state))
+    assert found.chosen.step == expected.chosen.step
+    assert_same_bits(found.state.best.memories.shared, expected.state.best.memories.shared)  # type: ignore[union-attr]
     assert_same_bits(
-        [split.loss for split in run.chosen.splits.values()], [split.loss for split in expected.chosen.splits.values()]
+        [split.loss for split in found.chosen.splits.values()],
+        [split.loss for split in expected.chosen.splits.values()],
     )
-    assert (run.state.bytes_down, run.state.bytes_up) == (expected.state.bytes_down, expected.state.bytes_up)
+    assert (found.state.bytes_down, found.state.bytes_up) == (expected.state.bytes_down, expected.state.bytes_up)
     assert without_seconds(directory) == without_seconds(expected_directory)
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_killed_at_random_and_resumed(method: str, federation: Federation, tmp_path: Path) -> None:
-    expected = execute(simulation(method, federation), tmp_path / "whole")
+    expected = run(simulation(method, federation), tmp_path / "whole")
     size = simulation(method, federation).clients_per_round
     generator = random.Random(method)
     directory = tmp_path / "stopped"
     for _ in range(2):  # killed twice
         run_killed_at(size * generator.randrange(1, 10), simulation(method, federation), directory, every=2 * size)
-    run = execute(simulation(method, federation), directory)
-    assert_same_run(run, expected, directory, tmp_path / "whole")
+    found = run(simulation(method, federation), directory)
+    assert_same_run(found, expected, directory, tmp_path / "whole")
 
 
 @pytest.mark.slow
 def test_captured_and_stopped_between_any_two_turns(federation: Federation, tmp_path: Path) -> None:
     """Also between a round and its evaluation, which must not be left out."""
     method, turns = "pfedhn-pc", 0
-    expected = execute(simulation(method, federation, "captured"), tmp_path / "whole")
+    expected = run(simulation(method, federation, "captured"), tmp_path / "whole")
     while not (tmp_path / "stopped" / "checkpoint-000000020.json").exists():
         stop, turns = threading.Event(), turns + 1
-        work = executing(simulation(method, federation, "captured"), tmp_path / "stopped", stop, checkpoint_every=1_000)
+        work = execute(
+            simulation(method, federation, "captured"), tmp_path / "stopped", stop=stop, checkpoint_every=1_000
+        )
         for _ in range(turns % 3 + 1):
             next(work)
         stop.set()
         with pytest.raises(KeyboardInterrupt):
             next(work)
-    run = execute(simulation(method, federation, "captured"), tmp_path / "stopped")
+    found = run(simulation(method, federation, "captured"), tmp_path / "stopped")
     assert turns > 3
-    assert_same_run(run, expected, tmp_path / "stopped", tmp_path / "whole")
+    assert_same_run(found, expected, tmp_path / "stopped", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
@@ -91,7 +99,7 @@ def test_killed_while_writing_a_checkpoint(
 ) -> None:
     """`number` counts the files of the checkpoints: tensors and JSON of the first, then of the second."""
     method = "pfedhn-pc"
-    expected = execute(simulation(method, federation), tmp_path / "whole")
+    expected = run(simulation(method, federation), tmp_path / "whole")
     directory = tmp_path / "stopped"
     really_replace = os.replace
     moved: list[str] = []
@@ -106,10 +114,10 @@ def test_killed_while_writing_a_checkpoint(
 
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(Killed):
-        execute(simulation(method, federation), directory, checkpoint_every=4)
+        run(simulation(method, federation), directory, checkpoint_every=4)
     monkeypatch.setattr(os, "replace", really_replace)
-    run = execute(simulation(method, federation), directory)
-    assert_same_run(run, expected, directory, tmp_path / "whole")
+    found = run(simulation(method, federation), directory)
+    assert_same_run(found, expected, directory, tmp_path / "whole")
 
 
 def damaged(directory: Path, how: str) -> None:
@@ -134,16 +142,16 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(
     how: str, federation: Federation, tmp_path: Path
 ) -> None:
     method = "fedper"
-    expected = execute(simulation(method, federation), tmp_path / "whole")
+    expected = run(simulation(method, federation), tmp_path / "whole")
     directory = tmp_path / "stopped"
     run_killed_at(17, simulation(method, federation), directory, every=4)
     assert [path.stem for path in checkpoints(directory)] == ["checkpoint-000000016", "checkpoint-000000012"]
     damaged(directory, how)
     said: list[str] = []
-    run = execute(simulation(method, federation), directory, say=said.append)
+    found = run(simulation(method, federation), directory, say=said.append)
     assert len(said) == 1
     assert "checkpoint-000000016" in said[0]
-    assert_same_run(run, expected, directory, tmp_path / "whole")
+    assert_same_run(found, expected, directory, tmp_path / "whole")
 
 
 def test_no_sound_checkpoint_left_is_one_sentence(federation: Federation, tmp_path: Path) -> None:
@@ -155,9 +163,9 @@ def test_no_sound_checkpoint_left_is_one_sentence(federation: Federation, tmp_pa
 
 
 def test_a_finished_run_is_read_not_run_again(federation: Federation, tmp_path: Path) -> None:
-    first = execute(simulation("pfedhn", federation), tmp_path)
+    first = run(simulation("pfedhn", federation), tmp_path)
     steps: list[int] = []
-    again = execute(simulation("pfedhn", federation), tmp_path, lambda progress, run: steps.append(progress.step))
+    again = run(simulation("pfedhn", federation), tmp_path, watch=lambda progress, found: steps.append(progress.step))
     assert steps == []
     assert_same_bits(memories_of(again.state), memories_of(first.state))
     assert again.accuracy.tolist() == first.accuracy.tolist()
@@ -169,7 +177,7 @@ def test_a_run_that_diverges_leaves_its_last_good_state(executor: str, federatio
     wild = ALGORITHMS["pfedhn"](local_steps=40, local_lr=1e30, local_clip=None)
     one = simulate(wild, federation, rounds=6, evaluate_every=100, executor=executor)
     with pytest.raises(Diverged):
-        execute(one, tmp_path, checkpoint_every=1)
+        run(one, tmp_path, checkpoint_every=1)
     state, refused = load_state(tmp_path, one)
     assert refused == []
     assert state is not None

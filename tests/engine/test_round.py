@@ -224,7 +224,7 @@ def test_a_transform_may_remember(executor: str, federation: Federation) -> None
 def test_who_joins_moves_a_row_and_nothing_else(federation: Federation) -> None:
     trained = simulate(PFedHN(**small_settings()), federation, rounds=6)
     state = finish(trained)
-    joining = trained.joining(federation, state.memories, rounds=3, key=11)
+    joining = trained.joining(federation, state.memories, rounds=3, seed=11)
     before = [leaf.clone() for leaf in pytree.tree_leaves(memories_of(state))]
     joined = finish(joining)
     assert_same_bits(joined.memories.shared, state.memories.shared)

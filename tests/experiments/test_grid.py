@@ -47,7 +47,7 @@ def test_lists_make_a_grid_and_methods_differ_where_they_say_so() -> None:
     assert points == {(n, k, lr) for n in (6, 8) for k in (2, 4) for lr in (0.1, 0.2)}
     assert all(cell.settings["personal"] == ["last"] for cell in ours)
     check(experiment)
-    assert "pfedhn-digits-6-local_steps=2-lr=0.1-seed0" in experiment.runs()
+    assert "pfedhn-digits-6-local_steps=2-lr=0.1-seed0" in [run.name for run in experiment.runs()]
     assert len(experiment.runs()) == 3 * len(experiment.cells)
 
 
@@ -136,9 +136,9 @@ def test_set_of_an_unknown_field_names_the_nearest() -> None:
 def test_only_takes_any_of_several_values_of_a_field() -> None:
     table1 = EXPERIMENTS["table1-cifar10"]
     chosen = select(table1, ["method=pfedhn,method=fedavg", "clients=50"], [0, 7])
-    assert sorted(chosen) == [f"{m}-cifar10-50-seed{s}" for m in ("fedavg", "pfedhn") for s in (0, 7)]
+    assert [run.name for run in chosen] == [f"{m}-cifar10-50-seed{s}" for m in ("fedavg", "pfedhn") for s in (0, 7)]
     assert len(select(table1, [], None)) == len(table1.cells) * 3
-    assert select(table1, ["name=pfedhn-cifar10-10"], [1]) == ["pfedhn-cifar10-10-seed1"]
+    assert select(table1, ["name=pfedhn-cifar10-10"], [1]) == [table1.find("pfedhn-cifar10-10-seed1")]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_folder_of_clients_is_found_from_where_the_file_lies(tmp_path: Path) -
     check(experiment)
     federation = build_federation(experiment.cells[0], seed=0)
     assert [int(size) for size in federation.splits["train"].size] == [14, 14, 14]
-    assert next(iter(experiment.runs())) == "pfedhn-clinics-3-seed0"
+    assert experiment.runs()[0].name == "pfedhn-clinics-3-seed0"
 
 
 def test_every_client_of_a_table_has_its_share_of_test_rows(tmp_path: Path) -> None:

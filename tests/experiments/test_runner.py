@@ -8,35 +8,37 @@ import signal
 import subprocess
 import threading
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from support import SMALL, mlp
 
+from pfedhn import record, run
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine.checkpoint import checkpoints
+from pfedhn.environment import commit
 from pfedhn.errors import UserError
 from pfedhn.experiments import directory as directory_module
-from pfedhn.experiments import execute as execute_module
 from pfedhn.experiments import runner as module
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.directory import Directory, Options
-from pfedhn.experiments.execute import Queue, run_one
+from pfedhn.experiments.execute import Outcome, Queue
 from pfedhn.experiments.grid import from_table, from_toml, select, with_assignments
 from pfedhn.experiments.paper import DEMO, EXPERIMENTS
-from pfedhn.experiments.provenance import commit, rerun_command
+from pfedhn.experiments.provenance import rerun_command
 from pfedhn.experiments.runner import prepare, run_many
-from pfedhn.experiments.spec import pretraining_run, with_pretraining
+from pfedhn.experiments.spec import Experiment, RunSpec, pretraining_run, with_pretraining
 from pfedhn.experiments.workers import run_side_by_side
-from pfedhn.files import claimed
 from pfedhn.progress import Event, Failed, Finished, Said, Update
+from pfedhn.result import to_json
 from pfedhn.run import train
 
 WITH_LG = replace(
@@ -57,13 +59,19 @@ def one_core() -> Iterator[None]:
         yield
 
 
+def named(*names: str, experiment: Experiment = SMALL) -> Any:
+    """Runs by their names; one alone where one is named."""
+    found = [experiment.find(name) for name in names]
+    return found if len(found) > 1 else found[0]
+
+
 def scores(directory: Path, name: str) -> Any:
     """Everything a run found, less what depends on the clock and the place."""
     metrics = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
     result = json.loads((directory / name / "result.json").read_text())
     tensors = (directory / name / f"checkpoint-{result['steps']:09d}.safetensors").read_bytes()
-    for record in metrics:
-        del record["seconds"]
+    for line in metrics:
+        del line["seconds"]
     for key in ("seconds", "environment", "command"):
         del result[key]
     result.get("pretrain", {}).pop("seconds", None)
@@ -79,24 +87,24 @@ def test_the_command_in_a_result_selects_that_run_alone() -> None:
         "grid",
     )
     for experiment in (grid, *EXPERIMENTS.values()):
-        for name, (cell, seed) in experiment.runs().items():
-            words = shlex.split(rerun_command(experiment, cell, seed, Options()))
+        for one in experiment.runs():
+            words = shlex.split(rerun_command(experiment, one, Options()))
             assert words[:3] == ["pfedhn", "run", experiment.name]
             given = dict(zip(words[3::2], words[4::2], strict=True))
-            assert select(experiment, [given["--only"]], [int(given["--seeds"])]) == [name]
+            assert select(experiment, [given["--only"]], [int(given["--seeds"])]) == [one]
 
 
 def test_the_command_in_a_result_carries_everything_that_matters() -> None:
     options = Options("my file.toml", ("steps=3", "model=mlp-4"), Path("/data"), "cpu", "loop", 5, threads=3)
-    command = rerun_command(SMALL, SMALL.cells[1], 1, options)
+    command = rerun_command(SMALL, named("pfedhn-digits-6-seed1"), options)
     assert command == (
         "pfedhn run 'my file.toml' --only method=pfedhn --seeds 1 --set steps=3 --set model=mlp-4 "
         "--device cpu --executor loop --threads 3 --data-dir /data"
     )
     exact = Options("demo", device="cuda", precision="fp32", deterministic=True)
     mixed = Options(assignments=("pfedhn.lr=0.5", "fedavg.local_lr=0.1", "steps=7"))
-    assert "--set fedavg.local_lr=0.1 --set steps=7 --device" in rerun_command(SMALL, SMALL.cells[0], 0, mixed)
-    assert rerun_command(DEMO, DEMO.cells[0], 0, exact).endswith("--device cuda --precision fp32 --deterministic")
+    assert "--set fedavg.local_lr=0.1 --set steps=7 --device" in rerun_command(SMALL, SMALL.runs()[0], mixed)
+    assert rerun_command(DEMO, DEMO.runs()[0], exact).endswith("--device cuda --precision fp32 --deterministic")
 
 
 def test_a_result_of_changed_source_does_not_pass_for_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,10 +131,12 @@ def test_a_directory_keeps_the_experiment_what_was_asked_for_and_how(tmp_path: P
     options = Options("small.toml", ("steps=30",), Path("/data"), checkpoint_every=5)
     odd = replace(SMALL.cells[1], settings={"personal": ("last",), "clip": None}, data_seed=3)
     experiment = replace(SMALL, cells=(*SMALL.cells, odd), published={"pfedhn/6": (1.0, 2.0)})
-    directory.open(experiment, ["a-seed0"], options)
-    directory.open(experiment, ["b-seed1", "a-seed0"], options)
+    first, second, *_ = runs = experiment.runs()
+    directory.open(experiment, [first], options)
+    directory.open(experiment, [second, first], options)
     stored, planned = directory.read()
-    assert planned == ["a-seed0", "b-seed1"]
+    assert [one.name for one in planned] == [one.name for one in runs[:2]]
+    assert planned[0].cell == SMALL.cells[0]
     assert directory.options() == options
     assert stored.cells[:2] == SMALL.cells
     assert cell_algorithm(stored.cells[2]) == cell_algorithm(odd)
@@ -162,47 +172,79 @@ def test_a_damaged_directory_is_said(tmp_path: Path, content: str) -> None:
         Directory(tmp_path).read()
 
 
-def test_a_damaged_result_is_said(tmp_path: Path) -> None:
-    (tmp_path / "a-seed0").mkdir()
-    (tmp_path / "a-seed0" / "result.json").write_text("{")
-    with pytest.raises(UserError, match=r"result\.json is damaged; remove it and run again"):
-        Directory(tmp_path).results()
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [("{", r"result\.json is damaged; remove it and run again"), ("{}", r"cannot be read: 'name' is missing")],
+)
+def test_a_damaged_result_is_said(tmp_path: Path, content: str, sentence: str) -> None:
+    one = SMALL.runs()[0]
+    (tmp_path / one.name).mkdir()
+    (tmp_path / one.name / "result.json").write_text(content)
+    with pytest.raises(UserError, match=sentence):
+        run_many(tmp_path, SMALL, [one], jobs=1)
+
+
+def test_an_executor_is_read_as_it_was_spelled_before(tmp_path: Path) -> None:
+    directory = Directory(tmp_path)
+    directory.open(SMALL, [], Options(executor="vectorized"))
+    file = tmp_path / "experiment.toml"
+    file.write_text(file.read_text().replace('"vectorized"', '"vectorised"'))
+    assert directory.options().executor == "vectorized"
 
 
 def test_a_run_keeps_a_second_process_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute_module, "SECONDS_FOR_A_LOCK", 0.0)
-    (name, *_) = SMALL.runs()
-    (tmp_path / name).mkdir()
-    with claimed(tmp_path / name, 0.0), pytest.raises(UserError, match="is being run by another process"):
-        run_one(tmp_path, SMALL, name)
+    monkeypatch.setattr(record, "SECONDS_FOR_A_LOCK", 0.0)
+    with (
+        record.claimed(tmp_path / "run"),
+        pytest.raises(UserError, match="is being run by another process"),
+        record.claimed(tmp_path / "run"),
+    ):
+        pass
+    with record.claimed(tmp_path / "run"):
+        pass
+
+
+def stopping_at(step: int) -> Callable[[Event], None]:
+    """Ctrl-C, once a run has come so far."""
+    pressed: list[Event] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Update) and event.step >= step and not pressed:
+            pressed.append(event)
+            signal.raise_signal(signal.SIGINT)
+
+    return listen
 
 
 def test_a_run_that_has_begun_keeps_its_threads(tmp_path: Path) -> None:
-    name = "fedavg-digits-6-seed0"
-
-    def stop(progress: Any, run: Any) -> None:
-        if progress.step >= 10:
-            raise KeyboardInterrupt
-
-    before = torch.get_num_threads()
+    before, runs = torch.get_num_threads(), SMALL.runs()[:1]
     with pytest.raises(KeyboardInterrupt):
-        run_one(tmp_path, SMALL, name, threads=before + 1, watch=lambda run, simulation: stop)
-    result = run_one(tmp_path, SMALL, name, threads=before + 2)
-    assert result["environment"]["threads"] == before + 1
+        run_many(tmp_path, SMALL, runs, jobs=1, options=Options(threads=before + 1), listen=stopping_at(10))
+    outcome = run_many(tmp_path, SMALL, runs, jobs=1, options=Options(threads=before + 2))
+    assert outcome.results[runs[0].name].environment.threads == before + 1
     assert torch.get_num_threads() == before
 
 
-def test_the_spec_of_a_run_shows_the_settings_that_nobody_gave(tmp_path: Path) -> None:
-    run_one(tmp_path, SMALL, "pfedhn-digits-6-seed0")
-    settings = tomllib.loads((tmp_path / "pfedhn-digits-6-seed0" / "spec.toml").read_text())["settings"]
+def test_the_spec_of_a_run_shows_the_settings_that_nobody_gave(in_turn: Path) -> None:
+    settings = tomllib.loads((in_turn / "pfedhn-digits-6-seed0" / "spec.toml").read_text())["method"]["settings"]
     assert settings.items() >= {"local_steps": 2, "lr": 0.01, "local_lr": 0.005, "embedding_dim": 2}.items()
     assert settings["embedding_lr"] == "none"
+
+
+def test_a_run_whose_data_changed_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = SMALL.runs()[:1]
+    with pytest.raises(KeyboardInterrupt):
+        run_many(tmp_path, SMALL, runs, jobs=1, listen=stopping_at(10))
+    monkeypatch.setattr(record, "partition_digest", lambda federation: "another")
+    (failure,) = run_many(tmp_path, SMALL, runs, jobs=1).failures.values()
+    assert "holds another run (its digests differ); give another directory" in failure.sentence
+    assert failure.is_bad_input
 
 
 def test_preparing_refuses_a_client_without_rows_before_anything_is_written(tmp_path: Path) -> None:
     crowded = with_assignments(SMALL, {"clients": 900})
     with pytest.raises(ValueError, match="would have no training examples; use fewer clients"):
-        prepare(tmp_path / "new", crowded, select(crowded, [], None), Options())
+        prepare(tmp_path / "new", select(crowded, [], None), Options())
     assert not (tmp_path / "new").exists()
 
 
@@ -210,12 +252,19 @@ def test_preparing_refuses_a_client_without_rows_before_anything_is_written(tmp_
 
 
 def test_a_run_waits_for_the_one_it_starts_from() -> None:
-    name = "lg-fedavg-digits-6-seed0"
-    assert pretraining_run(WITH_LG, name) == "fedavg-digits-6-seed0"
-    assert with_pretraining(WITH_LG, [name]) == ["fedavg-digits-6-seed0", name]
-    assert pretraining_run(SMALL, "fedavg-digits-6-seed5") is None
-    with pytest.raises(UserError, match="has no run 'fedavg-digits-7-seed0'"):
-        pretraining_run(SMALL, "fedavg-digits-7-seed0")
+    later, earlier = WITH_LG.runs()
+    assert (later.name, earlier.name) == ("lg-fedavg-digits-6-seed0", "fedavg-digits-6-seed0")
+    assert pretraining_run(WITH_LG, later) == earlier
+    assert with_pretraining(WITH_LG, [later]) == [earlier, later]
+    assert pretraining_run(SMALL, named("fedavg-digits-6-seed5")) is None
+
+
+def test_a_run_is_found_by_its_name_with_any_seed() -> None:
+    assert SMALL.find("fedavg-digits-6-seed-5") == RunSpec(SMALL.cells[0], -5, "fedavg-digits-6-seed-5")
+    assert SMALL.find("pfedhn-digits-6-seed1") in SMALL.runs()
+    for name in ("fedavg-digits-7-seed0", "fedavg-digits-6", "fedavg-digits-6-seed", "fedavg-digits-6-seed01"):
+        with pytest.raises(UserError, match=f"has no run '{name}'"):
+            SMALL.find(name)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +272,7 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs of all experiments here, one after the other in this process."""
     path = tmp_path_factory.mktemp("in-turn")
     for experiment in (SMALL, WITH_LG):
-        outcome = run_many(path, experiment, list(experiment.runs()), jobs=1, options=Options(threads=1))
+        outcome = run_many(path, experiment, experiment.runs(), jobs=1, options=Options(threads=1))
         assert not outcome.failures
     return path
 
@@ -232,9 +281,9 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_side_by_side_gives_the_bits_of_one_after_the_other(tmp_path: Path, in_turn: Path) -> None:
     broken = replace(SMALL.cells[1], method="pfedhn-pc", settings={"local_lr": 1e30})
     experiment = replace(WITH_LG, cells=(*WITH_LG.cells, SMALL.cells[1], broken))
-    names = [name for name in experiment.runs() if not name.startswith("fedavg")]  # it comes by itself
+    runs = [one for one in experiment.runs() if one.cell.method != "fedavg"]  # it comes by itself
     heard: list[Event] = []
-    outcome = run_many(tmp_path, experiment, names, jobs=2, listen=heard.append)
+    outcome = run_many(tmp_path, experiment, runs, jobs=2, listen=heard.append)
     good = {"fedavg-digits-6-seed0", "lg-fedavg-digits-6-seed0", "pfedhn-digits-6-seed0"}
     assert set(outcome.results) == good
     for name in good:
@@ -250,13 +299,13 @@ def test_side_by_side_gives_the_bits_of_one_after_the_other(tmp_path: Path, in_t
     assert ends.index("fedavg-digits-6-seed0") < ends.index("lg-fedavg-digits-6-seed0")
     starts = [e.run for e in heard if isinstance(e, Update) and e.score == "starting"]
     assert starts.count("fedavg-digits-6-seed0") == 1
-    again = run_many(tmp_path, experiment, sorted(good), jobs=2, listen=heard.append)
+    again = run_many(tmp_path, experiment, named(*good, experiment=experiment), jobs=2, listen=heard.append)
     assert set(again.results) == good
 
 
 def test_what_starts_from_a_failed_run_fails_too(tmp_path: Path) -> None:
     broken = replace(WITH_LG, cells=(WITH_LG.cells[0], replace(WITH_LG.cells[1], settings={"local_lr": 1e30})))
-    outcome = run_many(tmp_path, broken, list(broken.runs()), jobs=1)
+    outcome = run_many(tmp_path, broken, broken.runs(), jobs=1)
     assert outcome.failures["lg-fedavg-digits-6-seed0"].sentence == (
         "the run it starts from, fedavg-digits-6-seed0, failed."
     )
@@ -272,12 +321,12 @@ def test_a_killed_worker_costs_its_run_alone(tmp_path: Path) -> None:
                 os.kill(process.pid or 0, signal.SIGKILL)
 
     long = with_assignments(SMALL, {"pfedhn.steps": 100_000})
-    names = ["pfedhn-digits-6-seed0", "fedavg-digits-6-seed0"]
+    one = long.find("pfedhn-digits-6-seed0")
     # One worker at a time, so that the process to kill is the one that was heard.
-    monkey = Queue(long, [names[0]], execute_module.Outcome(), listen)
+    monkey = Queue(long, [one], Outcome(), listen)
     run_side_by_side(monkey, tmp_path, 1, Options(threads=1))
     assert killed
-    assert monkey.outcome.failures[names[0]].sentence == (
+    assert monkey.outcome.failures[one.name].sentence == (
         "its process was ended by signal 9, perhaps for want of memory (fewer --jobs need less); "
         "the same command goes on from the last checkpoint."
     )
@@ -287,8 +336,8 @@ def test_an_error_of_ours_leaves_its_traceback_beside_the_run(tmp_path: Path, mo
     def fail(*arguments: Any, **options: Any) -> None:
         raise TypeError("unsupported operand")
 
-    monkeypatch.setattr(execute_module, "executing", fail)
-    outcome = run_many(tmp_path, SMALL, ["fedavg-digits-6-seed0"], jobs=1)
+    monkeypatch.setattr(run, "rounds", fail)
+    outcome = run_many(tmp_path, SMALL, SMALL.runs()[:1], jobs=1)
     log = tmp_path / "fedavg-digits-6-seed0" / "error.txt"
     (failure,) = outcome.failures.values()
     assert failure.sentence == (f"TypeError: unsupported operand (an error inside pfedhn; the details are in {log}).")
@@ -296,15 +345,15 @@ def test_an_error_of_ours_leaves_its_traceback_beside_the_run(tmp_path: Path, mo
 
 
 def test_what_a_run_says_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "fedavg-digits-6-seed0"
-    options = Options(threads=1, checkpoint_every=10)
+    (one, *_) = SMALL.runs()
+    name, options = one.name, Options(threads=1, checkpoint_every=10)
     with monkeypatch.context() as patch:  # as if it had ended before it could write its result
-        patch.setattr(execute_module, "remove_old", lambda folder, num_kept: None)
-        run_many(tmp_path, SMALL, [name], jobs=1, options=options)
+        patch.setattr(run, "remove_old", lambda folder, num_kept: None)
+        run_many(tmp_path, SMALL, [one], jobs=1, options=options)
     (tmp_path / name / "result.json").unlink()
     (tmp_path / name / "checkpoint-000000030.safetensors").write_bytes(b"half")
     heard: list[Event] = []
-    outcome = run_many(tmp_path, SMALL, [name], jobs=1, options=options, listen=heard.append)
+    outcome = run_many(tmp_path, SMALL, [one], jobs=1, options=options, listen=heard.append)
     assert set(outcome.results) == {name}
     said = [event.sentence for event in heard if isinstance(event, Said)]
     assert said == ["checkpoint-000000030.safetensors is truncated or was changed, and was not used."]
@@ -322,28 +371,35 @@ def test_stopping_the_runs_side_by_side_leaves_checkpoints_to_go_on_from(tmp_pat
 
     names = ["pfedhn-digits-6-seed0", "pfedhn-digits-6-seed1"]
     with pytest.raises(KeyboardInterrupt):
-        run_many(tmp_path, SMALL, names, jobs=2, listen=listen)
+        run_many(tmp_path, SMALL, named(*names), jobs=2, listen=listen)
     assert stopped.is_set()
     assert any((tmp_path / name).glob("checkpoint-*.json") for name in names)
     assert not multiprocessing.active_children()
-    outcome = run_many(tmp_path, SMALL, names, jobs=1, options=Options(threads=1))
+    outcome = run_many(tmp_path, SMALL, named(*names), jobs=1, options=Options(threads=1))
     assert not outcome.failures
     for name in names:
         assert scores(tmp_path, name) == scores(in_turn, name)
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs share this process and queue their rounds in turns, on a CPU that is called otherwise."""
+    monkeypatch.setattr(module, "run_side_by_side", None)
+    monkeypatch.setattr(module, "computing_on", lambda *arguments: nullcontext())
+    monkeypatch.setattr(module, "_give_memory_back", lambda device: None)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_runs_that_take_turns_on_a_device_are_the_runs_alone(tmp_path: Path, in_turn: Path) -> None:
-    """As on a GPU, where runs share one process and queue their rounds in turns."""
-    names = list(SMALL.runs())
-    queue = Queue(SMALL, list(names), execute_module.Outcome(), lambda event: None)
-    module._take_turns(queue, tmp_path, None, Options(threads=1))
-    assert queue.outcome.failures == {}
-    for name in names:
-        alone = json.loads((in_turn / name / "result.json").read_text())
-        assert queue.outcome.results[name]["test"] == alone["test"]
-        assert queue.outcome.results[name]["chosen_step"] == alone["chosen_step"]
+    outcome = run_many(tmp_path, SMALL, SMALL.runs(), options=Options(device="cpu:0", threads=1))
+    assert outcome.failures == {}
+    for one in SMALL.runs():
+        alone = json.loads((in_turn / one.name / "result.json").read_text())
+        assert to_json(outcome.results[one.name].test) == alone["test"]
+        assert outcome.results[one.name].chosen_step == alone["chosen_step"]
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("moment", [0, 10])
 def test_stopping_runs_that_take_turns_leaves_a_checkpoint_of_each(tmp_path: Path, moment: int) -> None:
     """Also of those whose turn was before the signal, and where it comes while another run is starting."""
@@ -355,30 +411,40 @@ def test_stopping_runs_that_take_turns_leaves_a_checkpoint_of_each(tmp_path: Pat
             heard.append(event)
             signal.raise_signal(signal.SIGINT)
 
-    queue = Queue(SMALL, list(names), execute_module.Outcome(), listen)
     with pytest.raises(KeyboardInterrupt):
-        module._take_turns(queue, tmp_path, None, Options(threads=1))
+        run_many(tmp_path, SMALL, named(*names), options=Options(device="cpu:0", threads=1), listen=listen)
     assert heard
     for name in names:
         assert any((tmp_path / name).glob("checkpoint-*.json"))
 
 
-@pytest.mark.parametrize(("device", "way"), [("cuda", "_take_turns"), ("cpu", "run_side_by_side")])
+@pytest.mark.parametrize(("device", "way"), [("cuda", "start"), ("cpu", "run_side_by_side")])
 def test_what_others_wait_for_and_what_takes_longest_starts_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, way: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, way: str, in_turn: Path
 ) -> None:
     started: list[str] = []
+    result = record.read_result(in_turn / "fedavg-digits-6-seed0")
 
-    def record(queue: Queue, *arguments: Any) -> None:
-        while (name := queue.take()) is not None:
-            started.append(name.split("-digits")[0])
-            queue.end(name, {})
+    def begin(directory: Path, experiment: Experiment, one: RunSpec, *arguments: Any) -> Any:
+        started.append(one.cell.method)
+        return iter(finished())
 
-    monkeypatch.setattr(module, "set_up_gpu", lambda *arguments: None)
-    monkeypatch.setattr(module, way, record)
+    def finished() -> Iterator[None]:
+        return Mock(result=result)
+        yield
+
+    def side_by_side(queue: Queue, *arguments: Any) -> None:
+        while (one := queue.take()) is not None:
+            started.append(one.cell.method)
+            assert result is not None
+            queue.end(one.name, result)
+
+    monkeypatch.setattr(module, "computing_on", lambda *arguments: nullcontext())
+    monkeypatch.setattr(module, "_give_memory_back", lambda device: None)
+    monkeypatch.setattr(module, way, begin if way == "start" else side_by_side)
     cells = [*WITH_LG.cells, SMALL.cells[1], replace(SMALL.cells[1], method="pfedhn-pc", steps=40)]
     experiment = replace(WITH_LG, cells=tuple(cells))
-    run_many(tmp_path, experiment, list(experiment.runs()), jobs=2, options=Options(device=device, threads=1))
+    run_many(tmp_path, experiment, experiment.runs(), jobs=2, options=Options(device=device, threads=1))
     assert started == ["fedavg", "pfedhn-pc", "pfedhn", "lg-fedavg"]  # by rounds: 6 and awaited, 40, 30, 2
 
 
@@ -394,6 +460,6 @@ def test_the_bar_names_a_method_as_it_is_registered(
     def bar() -> Iterator[Any]:
         yield lambda name, simulation: names.append(name)
 
-    monkeypatch.setattr("pfedhn.progress.bar", bar)
+    monkeypatch.setattr(run, "bar", bar)
     train(method, federation, mlp, steps=1)
     assert names == [name]

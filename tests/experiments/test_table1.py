@@ -55,8 +55,8 @@ def test_a_cell_of_the_table_by_its_command(name: str) -> None:
     assert result["steps"] == 3
     assert result["settings"]["embedding_dim"] == 3
     assert result["cell"]["partition"] == {"rule": "by_classes", "classes_per_client": classes}
-    assert sum(result["test"]["client_rows"]) <= ROWS_OF_A_CLASS["test"] * DATASETS[name].num_classes
-    assert sum(result["unused_rows"].values()) < train / 4
+    assert sum(result["test"]["client_examples"]) <= ROWS_OF_A_CLASS["test"] * DATASETS[name].num_classes
+    assert sum(result["unused_examples"].values()) < train / 4
     assert "--only method=pfedhn,clients=10 --seeds 0" in result["command"]
 
 

@@ -12,14 +12,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from pfedhn import run as run_module
 from pfedhn.cli import app as cli
 from pfedhn.errors import UserError
 from pfedhn.experiments import directory as directory_module
-from pfedhn.experiments import execute as execute_module
 from pfedhn.experiments import paper, tune
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.execute import Outcome
@@ -28,6 +29,7 @@ from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.rates import rates_for, read_rates, save_rates, with_rates
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.experiments.tune import Findings, Study, plan
+from pfedhn.result import Scores
 
 MINE = """
 method = ["fedavg", "lg-fedavg", "pfedhn"]
@@ -115,7 +117,8 @@ def test_the_first_stage_has_a_fifth_of_every_cells_steps() -> None:
     }
     assert steps["fedavg"] == (1_000, 5_000, 5_000)
     assert steps["local"] == (400, 2_000, 2_000)
-    assert study.runs("first", study.points_of("fedavg")[:1]) == ["fedavg-cifar10-50-local_lr=0.1-seed0"]
+    (run,) = study.runs("first", study.points_of("fedavg")[:1])
+    assert (run.name, run.cell.steps) == ("fedavg-cifar10-50-local_lr=0.1-seed0", 1_000)
 
 
 def test_tuned_settings_of_the_file_do_not_matter_but_others_do() -> None:
@@ -164,10 +167,11 @@ def outcome(study: Study, stage: tune.Stage, scores: dict[float, float | None]) 
     found = Outcome()
     for point in study.points_of("fedavg"):
         score = scores.get(point.rates["local_lr"])
-        for name in study.runs(stage, [point]):
+        for run in study.runs(stage, [point]):
             if score is not None:
-                splits = {"validation": {"sample_mean": score}, "test": {"sample_mean": 1 - score}}
-                found.results[name] = {**splits, "seconds": 1.0, "environment": {"device": "cpu"}}
+                found.results[run.name] = Mock(
+                    validation=Scores(0.0, 1, score, score), test=Scores(0.0, 1, 1 - score, 1 - score)
+                )
     return found
 
 
@@ -191,9 +195,8 @@ def test_a_point_that_diverged_is_worse_than_any_other() -> None:
 def test_with_several_seeds_the_mean_decides_and_one_that_diverged_spoils_it() -> None:
     study = plan(TABLE1, ["method=fedavg"], [0, 1])
     first = outcome(study, "first", {0.1: 0.5, 0.05: 0.6, 0.01: 0.7, 0.005: 0.1})
-    names = study.runs("first", study.points_of("fedavg"))
-    assert len(names) == 8
-    first.results["fedavg-cifar10-50-local_lr=0.1-seed1"]["validation"]["sample_mean"] = 0.8
+    assert len(study.runs("first", study.points_of("fedavg"))) == 8
+    first.results["fedavg-cifar10-50-local_lr=0.1-seed1"] = Mock(validation=Scores(0.0, 1, 0.8, 0.8))
     del first.results["fedavg-cifar10-50-local_lr=0.01-seed1"]
     found = Findings(study, first)
     assert found.score("first", study.points_of("fedavg")[0]) == pytest.approx(0.65)
@@ -275,7 +278,7 @@ def test_a_failure_that_is_no_divergence_ends_the_tuning(monkeypatch: pytest.Mon
     def fail(*arguments: Any, **options: Any) -> None:
         raise TypeError("unsupported operand")
 
-    monkeypatch.setattr(execute_module, "executing", fail)
+    monkeypatch.setattr(run_module, "rounds", fail)
     result = invoke("tune", "mine.toml", "--jobs", "1")
     assert result.exit_code == 1
     assert result.stderr.count("TypeError: unsupported operand (an error inside pfedhn;") == 4
@@ -355,7 +358,7 @@ def test_the_option_and_set_come_after_and_show_in_the_command() -> None:
         folder = Path(out, "fedavg-digits-4-seed0")
         result = json.loads((folder / "result.json").read_text())
         assert result["cell"]["settings"]["local_lr"] == rate
-        assert tomllib.loads((folder / "spec.toml").read_text())["settings"]["local_lr"] == rate
+        assert tomllib.loads((folder / "spec.toml").read_text())["method"]["settings"]["local_lr"] == rate
         assert (f"--rates {Path('other.toml').resolve()}" in result["command"]) == (out != "beside")
     assert Directory(Path("given")).options().rates == Path("other.toml").resolve()
     succeed("run", "--resume", "given")

@@ -18,6 +18,7 @@ from rich.console import Console
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.record import write_result
 from pfedhn.report.entries import Report, collect, compare, summarize
 from pfedhn.report.figures import draw_demo, pictures_of, plot_curves
 from pfedhn.report.page import to_html, write
@@ -35,51 +36,60 @@ from pfedhn.report.tables import (
     to_markdown,
     to_terminal,
 )
+from pfedhn.result import Cost, Environment, Moment, Result, Scores, to_json
 
 ROWS = [4, 4, 2, 0]  # test rows of each client; the last has none
 CELLS = tuple(Cell(method=method, clients=4, steps=20) for method in ("local", "fedavg", "pfedhn"))
 EXPERIMENT = Experiment("made", CELLS, (0, 1, 2), "Made by hand", published={"pfedhn/4": (80.0, 1.5)})
 
 
-def record(correct: Sequence[int]) -> dict[str, Any]:
-    """The test scores of one moment, from each client's number of correct rows."""
+def record(correct: Sequence[int]) -> Scores:
+    """The test scores of one moment, from each client's number of correct examples."""
     shares = [c / rows for c, rows in zip(correct, ROWS, strict=True) if rows]
-    return {
-        "loss": 1.0 - sum(correct) / 10,
-        "rows": sum(ROWS),
-        "client_mean": statistics.fmean(shares),
-        "sample_mean": sum(correct) / sum(ROWS),
-        "clients": list(correct),
-        "client_rows": ROWS,
-    }
+    return Scores(
+        1.0 - sum(correct) / 10,
+        sum(ROWS),
+        client_mean=statistics.fmean(shares),
+        sample_mean=sum(correct) / sum(ROWS),
+        clients=tuple(correct),
+        client_examples=tuple(ROWS),
+    )
 
 
 def put_run(directory: Path, name: str, correct: Sequence[int] | None, *, seconds: float = 2.0, **more: Any) -> None:
     """A finished run, or (without `correct`) one that has only begun."""
     folder = directory / name
     folder.mkdir(parents=True)
-    moments = [[1, 1, 0, 0], correct or [2, 1, 0, 0]]
+    moments = [record([1, 1, 0, 0]), record(correct or [2, 1, 0, 0])]
     lines = [
-        json.dumps({"step": 10 * number, "round": number, "test": record(moment), "validation": record(moment)})
+        json.dumps(to_json(Moment(10 * number, number, moment, moment, 0, 0, 1.0)))
         for number, moment in enumerate(moments, 1)
     ]
     ending = "\n" if correct else '\n{"step": 30, "te'  # killed while it was writing
     (folder / "metrics.jsonl").write_text("\n".join(lines) + ending)
     if correct is None:
         return
-    result = {
-        "name": name,
-        "test": record(correct),
-        "validation": record(correct),
-        "steps": 20,
-        "bytes_up": 1_500_000,
-        "bytes_down": 2_500_000,
-        "seconds": seconds,
-        "partition_sha256": name[-1],
-        "command": f"pfedhn run made --only name={name}",
-        "environment": {"device": "cpu: abacus", "threads": 1},
-    }
-    (folder / "result.json").write_text(json.dumps(result | more))
+    sent = 0 if name.startswith("local") else 1
+    result = Result(
+        name,
+        "made",
+        cell={},
+        settings={},
+        seed=int(name[-1]),
+        chosen_step=20,
+        steps=20,
+        rounds=20,
+        validation=record(correct),
+        test=record(correct),
+        bytes_up=sent * 1_500_000,
+        bytes_down=sent * 2_500_000,
+        seconds=seconds,
+        unused_examples={},
+        partition_sha256=name[-1],
+        command=f"pfedhn run made --only name={name}",
+        environment=Environment("cpu: abacus", 1),
+    )
+    write_result(folder, replace(result, **more))
 
 
 CORRECT: Mapping[str, Sequence[Sequence[int]]] = {
@@ -92,7 +102,7 @@ CORRECT: Mapping[str, Sequence[Sequence[int]]] = {
 def directory(tmp_path: Path) -> Path:
     """local: three seeds; pfedhn: two finished and one begun; fedavg: planned, not begun."""
     path = tmp_path / "made"
-    Directory(path).open(EXPERIMENT, list(EXPERIMENT.runs()))
+    Directory(path).open(EXPERIMENT, EXPERIMENT.runs())
     for seed in range(3):
         put_run(path, f"local-digits-4-seed{seed}", CORRECT["local"][seed], seconds=1.0 + seed)
     for seed in range(2):
@@ -108,7 +118,7 @@ def found(directory: Path) -> Report:
 
 
 def client_means(method: str, seeds: int) -> list[float]:
-    return [100 * record(correct)["client_mean"] for correct in CORRECT[method][:seeds]]
+    return [100 * (record(correct).client_mean or 0.0) for correct in CORRECT[method][:seeds]]
 
 
 def test_mean_and_sample_deviation_over_finished_seeds(found: Report) -> None:
@@ -136,7 +146,7 @@ def test_the_published_number_and_the_difference(found: Report) -> None:
 
 def test_a_single_seed_is_marked_and_has_no_deviation(tmp_path: Path) -> None:
     path = tmp_path / "one"
-    Directory(path).open(EXPERIMENT, ["pfedhn-digits-4-seed7"])
+    Directory(path).open(EXPERIMENT, [EXPERIMENT.find("pfedhn-digits-4-seed7")])
     put_run(path, "pfedhn-digits-4-seed7", [4, 2, 1, 0])
     (report,) = collect([path])
     entry = report.entries[2]
@@ -151,7 +161,7 @@ def test_a_row_per_method_with_what_it_cost(found: Report) -> None:
     ]
     local, fedavg, pfedhn = table[1:]
     assert local[0] == "local"
-    assert local[-5:] == ["3", "20", "1.5 MB", "2.5 MB", "2.0 s"]  # seconds 1, 2 and 3
+    assert local[-5:] == ["3", "20", "0 B", "0 B", "2.0 s"]  # seconds 1, 2 and 3
     assert fedavg == ["fedavg", "", "", "", "", "0 of 3", "", "", "", ""]
     values = client_means("pfedhn", 2)
     assert pfedhn[1] == f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
@@ -178,9 +188,9 @@ def test_columns_are_data_sets_and_numbers_of_clients(tmp_path: Path) -> None:
 def test_cells_of_one_method_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     cells = tuple(replace(CELLS[2], settings={"lr": lr}) for lr in (0.1, 0.2))
     experiment = Experiment("grid", cells, (0,))
-    Directory(tmp_path / "grid").open(experiment, list(experiment.runs()))
-    for name in experiment.runs():
-        put_run(tmp_path / "grid", name, [4, 4, 2, 0] if "0.2" in name else [0, 0, 0, 0])
+    Directory(tmp_path / "grid").open(experiment, experiment.runs())
+    for run in experiment.runs():
+        put_run(tmp_path / "grid", run.name, [4, 4, 2, 0] if run.cell.settings["lr"] == 0.2 else [0, 0, 0, 0])
     (report,) = collect([tmp_path / "grid"])
     assert report.labels == ["pfedhn lr=0.1", "pfedhn lr=0.2"]
     assert [accuracy_text(entry) for entry in report.entries] == ["0.00 (1 seed)", "100.00 (1 seed)"]
@@ -188,7 +198,7 @@ def test_cells_of_one_method_are_told_apart_by_what_differs(tmp_path: Path) -> N
 
 def test_two_directories_of_one_experiment_are_put_together(directory: Path, tmp_path: Path) -> None:
     other = tmp_path / "other-machine"
-    Directory(other).open(EXPERIMENT, ["pfedhn-digits-4-seed2", "fedavg-digits-4-seed0"])
+    Directory(other).open(EXPERIMENT, list(map(EXPERIMENT.find, ("pfedhn-digits-4-seed2", "fedavg-digits-4-seed0"))))
     put_run(other, "pfedhn-digits-4-seed2", CORRECT["pfedhn"][2])
     put_run(other, "fedavg-digits-4-seed0", [4, 4, 2, 0])
     (report,) = collect([directory, other])
@@ -210,8 +220,8 @@ def test_different_experiments_share_a_table_unless_they_collide(directory: Path
 def test_a_run_that_starts_from_another_counts_both(tmp_path: Path) -> None:
     cells = (replace(CELLS[1], steps=5_000), replace(CELLS[1], method="lg-fedavg", pretrain="fedavg"))
     experiment = Experiment("lg", cells, (0,))
-    Directory(tmp_path / "lg").open(experiment, list(experiment.runs()))
-    before = {"steps": 5_000, "bytes_up": 500_000, "bytes_down": 0, "seconds": 60.0}
+    Directory(tmp_path / "lg").open(experiment, experiment.runs())
+    before = Cost("fedavg-digits-4-seed0", 5_000, bytes_down=0, bytes_up=500_000, seconds=60.0)
     put_run(tmp_path / "lg", "lg-fedavg-digits-4-seed0", [4, 4, 2, 0], seconds=2.0, pretrain=before)
     (report,) = collect([tmp_path / "lg"])
     entry = report.entries[1]
@@ -227,7 +237,7 @@ def test_clients_are_compared_on_the_same_rows_only(found: Report) -> None:
     assert counts is not None
     # Seed 0: (4, 2, 1) against (2, 2, 1): 1 better, 2 the same. Seed 1: (3, 4, 1) against (1, 3, 1): 2 better, 1 same.
     assert counts == (3, 3, 0, 2)
-    changed = {seed: {**result, "partition_sha256": "other"} for seed, result in local.results.items()}
+    changed = {seed: replace(result, partition_sha256="other") for seed, result in local.results.items()}
     assert compare(pfedhn, replace(local, results=changed)) is None
 
 
@@ -270,8 +280,8 @@ def test_the_terminal_shows_it_within_eighty_columns(found: Report) -> None:
 def test_the_terminal_keeps_numbers_whole_beside_two_stages(tmp_path: Path) -> None:
     cells = (replace(CELLS[1], steps=5_000), replace(CELLS[1], method="lg-fedavg", pretrain="fedavg"))
     experiment = Experiment("lg", cells, (0, 1), published={"fedavg/4": (50.0, 1.0)})
-    Directory(tmp_path / "lg").open(experiment, list(experiment.runs()))
-    before = {"steps": 5_000, "bytes_up": 500_000, "bytes_down": 0, "seconds": 60.0}
+    Directory(tmp_path / "lg").open(experiment, experiment.runs())
+    before = Cost("fedavg-digits-4-seed0", 5_000, bytes_down=0, bytes_up=500_000, seconds=60.0)
     for seed in (0, 1):
         name = f"lg-fedavg-digits-4-seed{seed}"
         put_run(tmp_path / "lg", name, [4, 4, 2 - seed, 0], pretrain=before, steps=1_000)
@@ -290,9 +300,9 @@ def test_the_terminal_keeps_numbers_whole_beside_two_stages(tmp_path: Path) -> N
 def test_the_terminal_breaks_a_long_method_before_its_settings_and_no_heading(tmp_path: Path) -> None:
     cells = tuple(replace(CELLS[1], method="pfedhn", settings={"lr": rate}) for rate in (0.01, 0.05))
     experiment = Experiment("rates", cells, (0, 1))
-    Directory(tmp_path / "rates").open(experiment, list(experiment.runs()))
-    for name in experiment.runs():
-        put_run(tmp_path / "rates", name, [4, 4, 2, 0])
+    Directory(tmp_path / "rates").open(experiment, experiment.runs())
+    for run in experiment.runs():
+        put_run(tmp_path / "rates", run.name, [4, 4, 2, 0])
     (report,) = collect([tmp_path / "rates"])
     stream = io.StringIO()
     Console(file=stream, width=80).print(to_terminal(report))
@@ -350,7 +360,7 @@ def test_latex_escapes_and_gives_every_row_its_columns(found: Report) -> None:
     mean, deviation = statistics.fmean(values), statistics.stdev(values)
     assert rf"pFedHN & ${mean:.2f} \pm {deviation:.2f}$ (2 of 3 seeds) \\" in rows
     assert rf"\quad difference & ${mean - 80:+.2f}$ \\" in rows
-    assert any(row.startswith("Local & ") and row.endswith(r"& 3 & 20 & 1.5 MB & 2.5 MB & 2.0 s \\") for row in rows)
+    assert any(row.startswith("Local & ") and row.endswith(r"& 3 & 20 & 0 B & 0 B & 2.0 s \\") for row in rows)
     assert r"\quad published & $80.00 \pm 1.50$ \\" in rows
     assert "FedAvg &  \\\\" in rows
 
@@ -358,11 +368,10 @@ def test_latex_escapes_and_gives_every_row_its_columns(found: Report) -> None:
 def test_a_task_without_accuracy_is_reported_by_its_loss(tmp_path: Path) -> None:
     experiment = Experiment("regression", CELLS[2:], (0, 1))
     path = tmp_path / "regression"
-    Directory(path).open(experiment, list(experiment.runs()))
+    Directory(path).open(experiment, experiment.runs())
     for seed, loss in ((0, 0.5), (1, 0.7)):
-        put_run(
-            path, f"pfedhn-digits-4-seed{seed}", [1, 1, 1, 0], test={"loss": loss, "clients": [], "client_rows": []}
-        )
+        scores = Scores(loss, 10, clients=(loss,) * 4, client_examples=tuple(ROWS))
+        put_run(path, f"pfedhn-digits-4-seed{seed}", [1, 1, 1, 0], test=scores)
     (report,) = collect([path])
     assert report.measure == "test loss"
     assert details(report)[1][1] == f"0.6000 ± {statistics.stdev([0.5, 0.7]):.4f}"
@@ -403,14 +412,14 @@ def test_without_matplotlib_a_sentence_says_what_to_install(
 
 
 def test_runs_that_have_not_begun_make_tables_but_no_pictures(tmp_path: Path) -> None:
-    Directory(tmp_path / "new").open(EXPERIMENT, list(EXPERIMENT.runs()))
+    Directory(tmp_path / "new").open(EXPERIMENT, EXPERIMENT.runs())
     reports = collect([tmp_path / "new"])
     assert pictures_of(reports) == {}
     assert "No run is finished yet." in to_markdown(reports)
 
 
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no experiment"):
+    with pytest.raises(UserError, match="holds no experiment, no run"):
         collect([tmp_path])
     with pytest.raises(UserError, match="there is nothing to report"):
         write([], tmp_path)

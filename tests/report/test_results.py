@@ -25,14 +25,15 @@ from pfedhn.cli.app import app
 from pfedhn.errors import RunError, UserError
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.directory import Directory
-from pfedhn.experiments.execute import run_one
 from pfedhn.experiments.paper import EXPERIMENTS
+from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.files import write_atomically
 from pfedhn.report.entries import collect
 from pfedhn.report.figures import pictures_of
 from pfedhn.report.results import Runs, export, read, read_file, to_line
 from pfedhn.report.tables import grid, to_csv, to_latex, to_markdown
+from pfedhn.result import Cost, Curve, Environment, Measures, Moment, Result, Scores
 
 ROOT = Path(__file__).parents[2]
 COMMON = Cell(clients=5, model="mlp-4", steps=6, cohort_size=2, evaluate_every=2, settings={"local_steps": 1})
@@ -51,18 +52,19 @@ TINY = Experiment(
 
 def make(path: Path, names: Iterable[str], experiment: Experiment = TINY) -> Path:
     """A directory in which some runs are finished."""
-    Directory(path).open(experiment, list(names))
-    for name in names:
-        run_one(path, experiment, name, command=f"pfedhn run tiny --only name={name}")
+    runs = [experiment.find(name) for name in names]
+    Directory(path).open(experiment, runs)
+    outcome = run_many(path, experiment, runs, jobs=1)
+    assert not outcome.failures
     return path
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two seeds of FedAvg and LG-FedAvg, one of pFedHN and one that has only begun."""
-    names = [name for name in TINY.runs() if name != "pfedhn-digits-5-seed1"]
+    names = [run.name for run in TINY.runs() if run.name != "pfedhn-digits-5-seed1"]
     path = make(tmp_path_factory.mktemp("runs") / "tiny", names)
-    Directory(path).open(TINY, list(TINY.runs()))
+    Directory(path).open(TINY, TINY.runs())
     begun = path / "pfedhn-digits-5-seed1"
     begun.mkdir()
     first_line = (path / "pfedhn-digits-5-seed0" / "metrics.jsonl").read_text().splitlines()[0]
@@ -89,7 +91,7 @@ def runs_in(file: Path) -> list[str]:
 
 
 def test_every_finished_run_has_one_line_in_the_order_of_the_experiment(file: Path) -> None:
-    assert runs_in(file) == [name for name in TINY.runs() if name != "pfedhn-digits-5-seed1"]
+    assert runs_in(file) == [run.name for run in TINY.runs() if run.name != "pfedhn-digits-5-seed1"]
 
 
 def test_a_line_says_what_a_rerun_needs(made: Path, file: Path) -> None:
@@ -97,13 +99,15 @@ def test_a_line_says_what_a_rerun_needs(made: Path, file: Path) -> None:
         result = json.loads((made / line["name"] / "result.json").read_text())
         assert set(line) == set(result) | {"kind", "curve"}
         assert line["test"]["clients"] == result["test"]["clients"]
-        assert line["test"]["client_rows"] == result["test"]["client_rows"]
+        assert line["test"]["client_examples"] == result["test"]["client_examples"]
         assert line["test"]["loss"] == result["test"]["loss"]  # every bit: it shows whether a rerun is the same
         assert line["validation"]["sample_mean"] == pytest.approx(result["validation"]["sample_mean"], abs=1e-6)
-        assert line["cell"] == json.loads(json.dumps(asdict(TINY.runs()[line["name"]][0])))
+        assert line["cell"] == json.loads(json.dumps(asdict(TINY.find(line["name"]).cell)))
         for key in ("seed", "command", "partition_sha256", "seconds", "chosen_step", "bytes_up"):
             assert line[key] == result[key]
-        assert {"commit", "device", "deterministic", "torch", "numpy", "python", "cuda"} <= set(line["environment"])
+        assert {"commit", "device", "deterministic", "torch", "numpy", "python", "precision"} <= set(
+            line["environment"]
+        )
 
 
 def test_the_curve_is_that_of_the_metrics(made: Path, file: Path) -> None:
@@ -116,20 +120,39 @@ def test_the_curve_is_that_of_the_metrics(made: Path, file: Path) -> None:
                 assert line["curve"][split][measure] == pytest.approx(values, abs=5e-5)
 
 
-def test_a_task_without_accuracy_keeps_its_losses() -> None:
-    scores = {"loss": 0.123456789, "rows": 4, "clients": [0.1, 0.2], "client_rows": [2, 2]}
-    metrics = [{"step": step, "validation": scores, "test": scores} for step in (0, 2)]
-    line = to_line({"validation": scores, "test": scores}, metrics)
+def test_a_task_without_accuracy_keeps_its_losses(made: Path) -> None:
+    scores = Scores(0.123456789, 4, clients=(0.1, 0.2), client_examples=(2, 2))
+    (result, *_) = read(made)[0].results.values()
+    curve = Curve.of([Moment(step, step, scores, scores, 0, 0, 1.0) for step in (0, 2)])
+    line = to_line(replace(result, validation=scores, test=scores), curve)
     assert line["curve"] == {"step": [0, 2], "validation": {"loss": [0.1235] * 2}, "test": {"loss": [0.1235] * 2}}
+    assert line["test"] == {"loss": 0.123456789, "examples": 4, "clients": [0.1, 0.2], "client_examples": [2, 2]}
 
 
-def test_a_line_of_the_largest_table_is_small(file: Path) -> None:
-    line = lines_of(file)[1]
-    scores = {"loss": 0.123456789012345, "client_mean": 0.87654321, "sample_mean": 0.87123456}
-    metrics = [{"step": 30 * number, "validation": scores, "test": scores} for number in range(168)]
-    whole = {**scores, "rows": 10_000, "clients": [100] * 100, "client_rows": [100] * 100}
-    result = {**line, "validation": whole, "test": whole}
-    assert len(json.dumps(to_line(result, metrics), separators=(",", ":"))) < 15_000
+def test_a_line_of_the_largest_table_is_small(made: Path) -> None:
+    (result, *_) = read(made)[0].results.values()
+    scores = Scores(0.123456789012345, 10_000, 0.87654321, 0.87123456, (100,) * 100, (100,) * 100)
+    curve = Curve.of([Moment(30 * number, number, scores, scores, 0, 0, 1.0) for number in range(168)])
+    line = to_line(replace(result, validation=scores, test=scores), curve)
+    assert len(json.dumps(line, separators=(",", ":"))) < 15_000
+
+
+def test_lines_of_earlier_versions_are_read(file: Path) -> None:
+    """They said rows, where examples are meant."""
+    old = {"examples": "rows", "client_examples": "client_rows", "unused_examples": "unused_rows"}
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {old.get(name, name): renamed(part) for name, part in value.items() if name != "task"}
+        return [renamed(part) for part in value] if isinstance(value, list) else value
+
+    (expected,) = read_file(file)
+    file.write_text("".join(json.dumps(renamed(line)) + "\n" for line in lines_of(file)))
+    assert '"rows"' in file.read_text()
+    (runs,) = read_file(file)
+    assert (runs.curves, runs.experiment) == (expected.curves, expected.experiment)
+    for name, result in runs.results.items():
+        assert replace(result, cell=expected.results[name].cell) == expected.results[name]
 
 
 def test_packing_again_changes_nothing(made: Path, file: Path) -> None:
@@ -219,7 +242,7 @@ def test_a_result_that_could_not_be_read_again_is_not_written(made: Path, file: 
     del result["settings"]
     path.write_text(json.dumps(result))
     before = file.read_bytes()
-    with pytest.raises(UserError, match=r"fedavg-digits-5-seed1 cannot be kept: 'settings' is missing .* run it again"):
+    with pytest.raises(UserError, match=r"fedavg-digits-5-seed1/result.json cannot be read: 'settings' is missing"):
         export([older], file)
     assert file.read_bytes() == before
 
@@ -233,11 +256,11 @@ def test_two_experiments_share_a_file(file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_survives_its_line(name: str, tmp_path: Path) -> None:
-    Directory(tmp_path / "runs").open(EXPERIMENTS[name], list(EXPERIMENTS[name].runs()))
+    Directory(tmp_path / "runs").open(EXPERIMENTS[name], EXPERIMENTS[name].runs())
     export([tmp_path / "runs"], tmp_path / "file.jsonl")
     (runs,) = read_file(tmp_path / "file.jsonl")
     assert runs.experiment == EXPERIMENTS[name]
-    assert runs.planned == set(EXPERIMENTS[name].runs())
+    assert runs.planned == EXPERIMENTS[name].runs()
 
 
 # Reading
@@ -261,7 +284,7 @@ def test_a_file_renders_as_its_directory(made: Path, file: Path, tmp_path: Path)
 def test_a_folder_of_files_is_read_like_its_files(file: Path, tmp_path: Path) -> None:
     assert to_markdown(collect([file.parent])) == to_markdown(collect([file]))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"holds no experiment and no \.jsonl file of results"):
+    with pytest.raises(UserError, match=r"holds no experiment, no run and no \.jsonl file of results"):
         collect([tmp_path / "empty"])
 
 
@@ -373,30 +396,44 @@ CIFAR10 = EXPERIMENTS["table1-cifar10"]
 
 def pretended(accuracies: dict[str, dict[int, float]], **more: Any) -> Runs:
     """Runs of Table 1 with 50 clients: by method and seed an accuracy over samples; over clients it is a point less."""
-    results, metrics = {}, {}
+    results, curves = {}, {}
     for method, by_seed in accuracies.items():
         (cell,) = (cell for cell in CIFAR10.cells if (cell.method, cell.clients) == (method, 50))
         for seed, accuracy in by_seed.items():
             name = f"{method}-cifar10-50-seed{seed}"
-            test = {"loss": 0.5, "rows": 100, "client_mean": accuracy / 100 - 0.01, "sample_mean": accuracy / 100}
-            results[name] = {
-                **{"name": name, "experiment": "table1-cifar10", "cell": asdict(cell), "seed": seed, "rounds": 1},
-                "settings": asdict(cell_algorithm(cell)),  # type: ignore[call-overload]
-                **{"steps": cell.steps, "bytes_up": 10**9, "bytes_down": 2 * 10**9, "seconds": 600.0, "chosen_step": 0},
-                **{"test": {**test, "clients": [1], "client_rows": [2]}, "validation": test},
-                **{"partition_sha256": "0", "command": f"pfedhn run table1-cifar10 --seeds {seed}"},
-                "environment": {"device": "cuda: Abacus", "threads": 1, "precision": "tf32", "commit": "0123456789"},
+            test = Scores(0.5, 100, accuracy / 100 - 0.01, accuracy / 100, (1,), (2,))
+            results[name] = replace(
+                Result(
+                    name,
+                    "table1-cifar10",
+                    asdict(cell),
+                    asdict(cell_algorithm(cell)),  # type: ignore[call-overload]
+                    seed,
+                    chosen_step=0,
+                    steps=cell.steps,
+                    rounds=1,
+                    validation=test,
+                    test=test,
+                    bytes_down=2 * 10**9,
+                    bytes_up=10**9,
+                    seconds=600.0,
+                    unused_examples={},
+                    partition_sha256="0",
+                    command=f"pfedhn run table1-cifar10 --seeds {seed}",
+                    environment=Environment("cuda: Abacus", 1, "tf32", commit="0123456789"),
+                ),
                 **more,
-            }
-            metrics[name] = [{"step": step, "test": test, "validation": test} for step in (0, cell.steps)]
-    return Runs(CIFAR10, frozenset(CIFAR10.runs()), results, metrics)
+            )
+            moments = [Moment(step, 0, test, test, 0, 0, 1.0) for step in (0, cell.steps)]
+            curves[name] = Curve.of(moments)
+    return Runs(CIFAR10, CIFAR10.runs(), results, curves)
 
 
 def stored(folder: Path, runs: Runs) -> Path:
     """The runs as lines in a folder of results."""
     folder.mkdir(parents=True, exist_ok=True)
     lines: list[dict[str, Any]] = [{"kind": "experiment", **asdict(runs.experiment)}]
-    lines += [to_line(result, runs.metrics[name]) for name, result in runs.results.items()]
+    lines += [to_line(result, runs.curves[name]) for name, result in runs.results.items()]
     (folder / "some.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "notes.md").write_text("### FedAvg\n\nBecause.\n")
     return folder
@@ -413,10 +450,10 @@ def test_stored_accuracies_follow_from_the_stored_clients() -> None:
     for file in (ROOT / "results").glob("*.jsonl"):
         for runs in read_file(file):
             for result in runs.results.values():
-                test = result["test"]
-                correct, rows = numpy.array(test["clients"]), numpy.array(test["client_rows"])
-                assert test["sample_mean"] == pytest.approx(correct.sum() / rows.sum(), abs=1e-6)
-                assert test["client_mean"] == pytest.approx((correct[rows > 0] / rows[rows > 0]).mean(), abs=1e-6)
+                test = result.test
+                correct, count = numpy.array(test.clients), numpy.array(test.client_examples)
+                assert test.sample_mean == pytest.approx(correct.sum() / count.sum(), abs=1e-6)
+                assert test.client_mean == pytest.approx((correct[count > 0] / count[count > 0]).mean(), abs=1e-6)
                 found += 1
     assert found, "no stored run was read"
 
@@ -465,7 +502,8 @@ def test_the_bound_of_one_seed_takes_the_deviations_of_others(tmp_path: Path) ->
 def test_where_nothing_was_measured_the_paper_is_the_bar() -> None:
     reports = generator.read_results(ROOT / "tests")  # no results there
     entry = reports[-1].entry("pfedhn", ("mnist", 10))
-    filled = replace(entry, results={0: {"test": {"loss": 0.0, "client_mean": 0.99, "sample_mean": 0.99}}})
+    (result,) = pretended({"pfedhn": {0: 99.0}}).results.values()
+    filled = replace(entry, results={0: result})
     found = generator.bar(filled)
     assert (found.mean, found.num_runs, found.is_measured, found.deviation) == (99.53, 3, False, 0.16)
     assert found.bound == pytest.approx(99.53 - 2 * 0.16 * math.sqrt(1 + 1 / 3))
@@ -498,7 +536,7 @@ def test_the_table_compares_on_common_seeds_and_the_check_takes_all(tmp_path: Pa
 
 
 def test_the_cost_of_lg_fedavg_includes_its_fedavg(tmp_path: Path) -> None:
-    before = {"name": "fedavg", "steps": 5_000, "bytes_up": 4 * 10**9, "bytes_down": 5 * 10**9, "seconds": 1_200.0}
+    before = Cost("fedavg", 5_000, bytes_up=4 * 10**9, bytes_down=5 * 10**9, seconds=1_200.0)
     runs = pretended({"lg-fedavg": {0: 85.0, 1: 86.0}}, pretrain=before)
     text = generator.page(generator.read_results(stored(tmp_path, runs)), "", [])
     assert row(text, "LG-FedAvg", "50")[4:] == ["5,000 + 1,000", "5.0 GB", "7.0 GB", "30 min"]
@@ -516,8 +554,9 @@ def test_a_baseline_far_from_the_paper_needs_an_explanation(tmp_path: Path) -> N
     assert "Because." in section.split("\n## ")[0]
     (entry,) = generator.far_from_paper(reports)
     assert generator.steps_to(entry, 99.0) == "never"
-    rising = [{"step": step, "test": {"client_mean": step / 5_000}} for step in (0, 2_500, 5_000)]
-    assert generator.steps_to(replace(entry, metrics={0: rising}), 47.79) == "2,500 of 5,000"
+    means = Measures((0.0, 0.5, 1.0), (0.0, 0.5, 1.0))
+    rising = Curve((0, 2_500, 5_000), means, means)
+    assert generator.steps_to(replace(entry, curves={0: rising}), 47.79) == "2,500 of 5,000"
 
 
 def test_results_of_other_settings_than_today_are_refused(tmp_path: Path) -> None:
@@ -530,7 +569,8 @@ def test_results_of_other_settings_than_today_are_refused(tmp_path: Path) -> Non
 
 def test_results_of_other_defaults_than_today_are_refused(tmp_path: Path) -> None:
     runs = pretended({"fedavg": {0: 48.0}})
-    runs.results["fedavg-cifar10-50-seed0"]["settings"]["local_steps"] = 49
+    (result,) = runs.results.values()
+    runs = replace(runs, results={result.name: replace(result, settings={**result.settings, "local_steps": 49})})
     with pytest.raises(UserError, match="fedavg-cifar10-50-seed0 has other settings than 'table1-cifar10' has now"):
         generator.read_results(stored(tmp_path, runs))
 

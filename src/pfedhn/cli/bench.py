@@ -36,17 +36,18 @@ def bench(
       pfedhn bench --json > bench.jsonl
     """
     from pfedhn.bench.measure import bench as measure
-    from pfedhn.cli.find import choose_device
-    from pfedhn.experiments.provenance import environment
+    from pfedhn.environment import environment
+    from pfedhn.result import to_json
+    from pfedhn.run import choose_device
 
     if repeats < 1:
         raise UserError(f"--repeats is {repeats}; it must be at least 1.")
-    chosen = choose_device(device)
+    chosen = choose_device(device or "auto")
     with Console(stderr=True).status("starting") as status:
         records = measure(chosen, repeats, status.update)
     if as_json:
         for record in records:
-            typer.echo(json.dumps(record | {"versions": environment(chosen)}))
+            typer.echo(json.dumps(record | {"versions": to_json(environment(chosen))}))
         return
     for title, is_shown in (("Against the textbook", False), ("Against the number of clients", True)):
         shown = [record for record in records if ("clients" in record) == is_shown]

@@ -34,11 +34,11 @@ def demo(
     from pfedhn.report.tables import sentence, to_terminal
 
     screen = Console(stderr=True)
-    names = select(DEMO, [], None)
+    runs = select(DEMO, [], None)
     screen.print(f"[bold]{escape(DEMO.title)}.[/]", highlight=False)
     methods = ", ".join(dict.fromkeys(cell.method for cell in DEMO.cells))
-    screen.print(f"{methods}; {len(DEMO.seeds)} seeds each: {len(names)} runs.", highlight=False)
-    end(run_with_display(DEMO, names, out, Options(source="demo"), jobs))
+    screen.print(f"{methods}; {len(DEMO.seeds)} seeds each: {len(runs)} runs.", highlight=False)
+    end(run_with_display(DEMO, runs, out, Options(source="demo"), jobs))
     (found,) = collect([out])
     Console().print(to_terminal(found))
     typer.echo()

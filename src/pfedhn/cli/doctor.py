@@ -35,8 +35,8 @@ def doctor() -> None:
 
     from pfedhn.cli.data import data_state
     from pfedhn.data.catalogue import DATASETS, load
+    from pfedhn.environment import processor_name
     from pfedhn.experiments.directory import num_cores
-    from pfedhn.experiments.provenance import processor_name
     from pfedhn.files import cache_folder, write_trouble
 
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -4,8 +4,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.grid import from_toml
 from pfedhn.experiments.paper import EXPERIMENTS
@@ -39,14 +37,3 @@ def whole_numbers(texts: Sequence[str] | None) -> list[int] | None:
         return list(dict.fromkeys(int(part) for text in texts for part in text.split(",")))
     except ValueError:
         raise UserError(f"--seeds {' '.join(texts)} does not fit; it takes whole numbers, e.g. 0,1,2.") from None
-
-
-def choose_device(name: str | None) -> str:
-    """The device that --device names; a GPU if there is one and none is named."""
-    if name in (None, "auto"):
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name != "cpu" and not name.startswith("cuda"):
-        raise UserError(f"there is no device {name!r}; {closest(name, ['auto', 'cpu', 'cuda'])}")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("this PyTorch finds no CUDA device; `pfedhn doctor` says more, --device cpu works anywhere.")
-    return name

@@ -81,7 +81,7 @@ def report(
         if importlib.util.find_spec("matplotlib") is None:
             wanted = [name for name in wanted if name not in ("png", "html")]
             Console(stderr=True).print("no figures: they need matplotlib (pip install 'pfedhn[report]').")
-    is_one_directory = len(paths) == 1 and (paths[0] / "experiment.toml").exists()
+    is_one_directory = len(paths) == 1 and any((paths[0] / f"{name}.toml").exists() for name in ("experiment", "spec"))
     place = out or (paths[0] / "report" if is_one_directory else Path("report"))
     files = write(found, place, wanted, over)
     typer.echo(f"Written to {place}: {', '.join(file.name for file in files)}")

@@ -13,7 +13,7 @@ from pfedhn.errors import UserError
 
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
-    from pfedhn.experiments.spec import Experiment
+    from pfedhn.experiments.spec import Experiment, RunSpec
 
 
 def run(
@@ -99,26 +99,26 @@ def run(
       dataset = "visits.csv"    a table (.csv, .tsv, .parquet), and with it
       columns = {client = "clinic", label = "outcome"}
     """
-    from pfedhn.cli.find import choose_device
     from pfedhn.cli.running import end, run_with_display
     from pfedhn.report.entries import asked_for, collect
     from pfedhn.report.tables import to_terminal
+    from pfedhn.run import choose_device
 
     if resume is not None:
         given = {"NAME-OR-FILE": experiment, "--set": assignments, "--only": only, "--seeds": seeds, "--out": out}
         given["--rates"] = rates
         if clash := [name for name, value in given.items() if value]:
             raise UserError(f"--resume goes on with what {resume} holds, so {clash[0]} cannot be given with it.")
-        chosen, names, options = _stored(resume)
+        chosen, runs, options = _stored(resume)
     elif experiment is None:
         raise UserError("give the name or the file of an experiment, or --resume DIR; `pfedhn list` shows the names.")
     else:
-        chosen, names, options = _asked_for(experiment, assignments or [], only or [], seeds, rates)
+        chosen, runs, options = _asked_for(experiment, assignments or [], only or [], seeds, rates)
     if data_dir is not None:
         options = replace(options, data_dir=data_dir.expanduser().resolve())
     options = replace(
         options,
-        device=options.device if device is None and resume is not None else choose_device(device),
+        device=options.device if device is None and resume is not None else choose_device(device or "auto"),
         executor=executor or options.executor,
         checkpoint_every=options.checkpoint_every if checkpoint_every is None else checkpoint_every,
         threads=options.threads if threads is None else threads,
@@ -126,14 +126,14 @@ def run(
         deterministic=options.deterministic or deterministic,
     )
     path = resume or out or Path("runs") / chosen.name
-    outcome = run_with_display(chosen, names, path, options, jobs)
+    outcome = run_with_display(chosen, runs, path, options, jobs)
     if outcome.results:
         for found in collect([path]):
             Console().print(to_terminal(asked_for(found)))
     end(outcome)
 
 
-def _stored(resume: Path) -> "tuple[Experiment, list[str], Options]":
+def _stored(resume: Path) -> "tuple[Experiment, list[RunSpec], Options]":
     """What a directory holds, which of its runs were asked for, and how they were started."""
     from pfedhn.experiments.directory import Directory
 
@@ -143,14 +143,14 @@ def _stored(resume: Path) -> "tuple[Experiment, list[str], Options]":
 
 def _asked_for(
     name: str, assignments: list[str], only: list[str], seeds: list[str] | None, rates: Path | None
-) -> "tuple[Experiment, list[str], Options]":
+) -> "tuple[Experiment, list[RunSpec], Options]":
     """The experiment with what the person changed in it, the runs chosen of it, and how a later command names it."""
     from pfedhn.cli.find import find_experiment, rates_beside, whole_numbers
     from pfedhn.experiments.build import check
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.grid import refuse_without_effect, select, with_assignments
     from pfedhn.experiments.paper import with_rates_of
-    from pfedhn.experiments.spec import find_run, with_pretraining
+    from pfedhn.experiments.spec import with_pretraining
     from pfedhn.settings import parse_assignments
 
     chosen, source = find_experiment(name)
@@ -163,6 +163,6 @@ def _asked_for(
         Console(stderr=True).print(f"Learning rates: {escape(str(file))}", highlight=False, soft_wrap=True)
     chosen = with_assignments(chosen, parse_assignments(assignments))
     check(chosen)
-    names = select(chosen, only, whole_numbers(seeds))
-    refuse_without_effect(assignments, [find_run(chosen, run)[0] for run in with_pretraining(chosen, names)])
-    return chosen, names, Options(source=source, assignments=tuple(assignments), rates=rates)
+    runs = select(chosen, only, whole_numbers(seeds))
+    refuse_without_effect(assignments, [run.cell for run in with_pretraining(chosen, runs)])
+    return chosen, runs, Options(source=source, assignments=tuple(assignments), rates=rates)

@@ -15,18 +15,18 @@ from pfedhn.experiments.build import check
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.runner import prepare, run_many
-from pfedhn.experiments.spec import Experiment, find_run, with_pretraining
+from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
 from pfedhn.progress import Display
 
 
 def run_with_display(
-    chosen: Experiment, names: Sequence[str], path: Path, options: Options, jobs: int | None, split: str = "test"
+    chosen: Experiment, runs: Sequence[RunSpec], path: Path, options: Options, jobs: int | None, split: str = "test"
 ) -> Outcome:
     """Run what is left of the runs named, and those they start from.
 
     Args:
         chosen: the experiment.
-        names: its runs that are wanted.
+        runs: its runs that are wanted.
         path: the directory that holds it.
         options: how to run.
         jobs: runs side by side; None for as many as there are cores or room.
@@ -38,22 +38,22 @@ def run_with_display(
     directory = Directory(path)
     check(chosen)
     directory.refuse_other(chosen)
-    names = with_pretraining(chosen, names)
-    left = [name for name in names if not (path / name / "result.json").exists()]
+    runs = with_pretraining(chosen, runs)
+    left = [run for run in runs if not (path / run.name / "result.json").exists()]
     screen = Console(stderr=True)
-    for name in dict.fromkeys(find_run(chosen, run)[0].dataset for run in left):
+    for name in dict.fromkeys(run.cell.dataset for run in left):
         if name in catalogue.DATASETS:
             get_dataset(name, options.data_dir, again=False)
-    prepare(path, chosen, left, options)
+    prepare(path, left, options)
     if options.threads is None and (path / "experiment.toml").exists():
         options = replace(options, threads=directory.options().threads)  # however few runs are left by now
-    options = options.with_threads(len(names), jobs)
-    directory.open(chosen, names, options)
-    if len(left) < len(names):
-        screen.print(f"{len(names) - len(left)} of {len(names)} runs are finished already.", highlight=False)
+    options = options.with_threads(len(runs), jobs)
+    directory.open(chosen, runs, options)
+    if len(left) < len(runs):
+        screen.print(f"{len(runs) - len(left)} of {len(runs)} runs are finished already.", highlight=False)
     try:
         with Display(len(left), screen, split) as display:
-            return run_many(path, chosen, names, jobs=jobs, options=options, listen=display)
+            return run_many(path, chosen, runs, jobs=jobs, options=options, listen=display)
     except KeyboardInterrupt:
         raise Stopped(f"stopped; `pfedhn run --resume {path}` goes on.") from None
 

@@ -71,13 +71,14 @@ def tune(
       pfedhn run table1-cifar10 --rates runs/table1-cifar10-tuning/rates.toml
       pfedhn tune mine.toml --only method=pfedhn,clients=20
     """
-    from pfedhn.cli.find import choose_device, find_experiment, whole_numbers
+    from pfedhn.cli.find import find_experiment, whole_numbers
     from pfedhn.experiments.build import check
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.grid import refuse_without_effect, with_assignments
     from pfedhn.experiments.paper import EXPERIMENTS
     from pfedhn.experiments.rates import rates_file, save_rates
     from pfedhn.experiments.tune import ONLY_WHEN_NAMED, Findings, plan, read_record, refuse_other, write_record
+    from pfedhn.run import choose_device
     from pfedhn.settings import parse_assignments
 
     chosen, source = find_experiment(experiment)
@@ -96,7 +97,7 @@ def tune(
     _check_files(files, save)
     read_record(path / "tuning.json")
     options = Options(data_dir=None if data_dir is None else data_dir.expanduser().resolve())
-    options = replace(options, device=choose_device(device))
+    options = replace(options, device=choose_device(device or "auto"))
     found = Findings(study, _run_stage(study, "first", points, path, options, jobs))
     points = [point for method in study.methods for point in found.finalists(method)]
     found = replace(found, finals=_run_stage(study, "finals", points, path, options, jobs))

@@ -7,7 +7,7 @@ What a round does is written in the algorithm and in `simulate`; here it is cut 
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, get_type_hints
@@ -103,6 +103,9 @@ def form(network: nn.Module) -> Any:
     return shapes, tuple((name, type(part), settings(part)) for name, part in network.named_modules())
 
 
+DETERMINISTIC_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "PFEDHN_AUTOTUNE")
+
+
 def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> None:
     """How all runs of this process compute on a GPU. tf32 rounds the factors of products to 10 bits, and is faster.
 
@@ -114,6 +117,30 @@ def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> Non
     if is_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@contextmanager
+def computing_on_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> Iterator[None]:
+    """`set_up_gpu` for the length of a block; afterwards the process computes as it did before."""
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    deterministic, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    runs, variables = kernels.Card.runs, {name: os.environ.get(name) for name in DETERMINISTIC_VARIABLES}
+    set_up_gpu(precision, is_deterministic, num_runs)
+    try:
+        yield
+    finally:
+        kernels.Card.runs = runs
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = cudnn
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def is_autotuned() -> bool:

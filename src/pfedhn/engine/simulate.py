@@ -57,7 +57,7 @@ class Simulation:
     models: Mapping[str, Model]
     federation: Federation
     schedule: Schedule
-    seed: Key = 0
+    seed: int = 0
     executor: str = "auto"
     starts: Mapping[str, Params] | None = None  # from a run before this one; fresh where None
     upload: Transform = FULL
@@ -72,20 +72,18 @@ class Simulation:
             raise UserError(f"a cohort of {size} cannot be drawn from {num_clients} clients.")
         if self.schedule.steps < 1 or self.schedule.evaluate_every < 1 or self.schedule.batch_size < 1:
             raise UserError("steps, evaluate_every and batch_size must be at least 1.")
-        if not sum(int(self.federation.splits[split].size.sum()) for split in EVALUATED_SPLITS):
-            raise UserError("no client has validation or test rows; leave some out of training to judge the models by.")
         known = ("auto", *EXECUTORS, "captured")
         if self.executor not in known:
             raise UserError(f"there is no executor {self.executor!r}; there are {', '.join(known)}.")
 
-    def joining(self, federation: Federation, memories: Memories, rounds: int, key: Key) -> "Simulation":
+    def joining(self, federation: Federation, memories: Memories, rounds: int, seed: int) -> "Simulation":
         """The clients of `federation` join this run as it stands in `memories`: all of them train in every round."""
         num_clients = federation.num_clients
         schedule = replace(
             self.schedule, steps=rounds * num_clients, cohort_size=num_clients, evaluate_every=num_clients
         )
         joins = Joining(memories.shared, memories.rows, self.initial_models())
-        return replace(self, federation=federation, schedule=schedule, seed=key, joins=joins)
+        return replace(self, federation=federation, schedule=schedule, seed=seed, joins=joins)
 
     @property
     def exchange(self) -> Exchange:
@@ -309,6 +307,16 @@ class Simulation:
     @property
     def has_metric(self) -> bool:
         return all(model.per_example_metric is not None for model in self.models.values())
+
+    def personal_weights(self, memories: Memories, model: Model, client: int, number: int) -> Params:
+        """The weights that a client would use after round `number`, whose memories are given."""
+        member = torch.tensor([client], device=self.federation.x.device)
+        count, size = self.algorithm.num_personalize_batches, self.schedule.batch_size
+        batches = self.federation.batches(member, self.personalize_key(number), count, size)
+        kept = take(memories.private[model.name].take([client]), 0)
+        return self.exchange.personal_weights(
+            model, memories.shared, take(memories.rows, client), kept, take(batches, 0)
+        )
 
     def personalize_key(self, number: int) -> Key:
         return keys.fold(self.seed, "personalise", number)  # spelled as in every stored result

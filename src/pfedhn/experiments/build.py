@@ -5,26 +5,23 @@ import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
-import numpy
 import torch
 
-import pfedhn.models as models
+from pfedhn import models
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
 from pfedhn.data.dealing import share_out
 from pfedhn.data.federation import Federation
 from pfedhn.data.files import read_federation
-from pfedhn.engine.network import build_model
 from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import Schedule
 from pfedhn.errors import UserError, closest
-from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, is_own_data, pretraining_cell
-from pfedhn.model import Factory
+from pfedhn.experiments.directory import Options
+from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, RunSpec, is_own_data, pretraining_cell
 from pfedhn.params import Params
-from pfedhn.run import AnyAlgorithm, build_algorithm
+from pfedhn.run import AnyAlgorithm, assemble, build_algorithm
 from pfedhn.settings import checked, describe, fits
 
 PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
@@ -37,10 +34,6 @@ PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
 
 OLD_SPELLINGS = {"normalise": "normalize", "pools": "apart"}
 """What files and stored results of earlier versions call a partition's settings and their values."""
-
-
-LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
-
 
 COUNTS = ("local_steps", "outer_steps", "inner_steps", "embedding_dim", "hidden_dim")
 """Settings of methods of which there must be one; of all other numbers, none may be negative."""
@@ -60,7 +53,7 @@ def check(experiment: Experiment) -> None:
             if (value := getattr(cell, name)) is not None and value < 1:
                 raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
         build_partition(cell)
-        check_model_name(cell.model)
+        models.check_name(cell.model)
         if cell.pretrain is not None:
             if cell.pretrain not in ALGORITHMS:
                 raise UserError(f"pretrain names no method: {cell.pretrain!r}; {closest(cell.pretrain, ALGORITHMS)}")
@@ -163,40 +156,29 @@ def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str)
     return Federation.from_assignment(x, y, assignment).with_training_examples()
 
 
-def check_model_name(name: str) -> None:
-    """A target network by name: lenet-s, lenet (m), lenet-l, omniglot, or mlp-32-16 for hidden layers of 32 and 16."""
-    if name not in LENET_SIZES and name != "omniglot" and not re.fullmatch(r"mlp(-[1-9]\d*)*", name):
-        raise UserError(f"there is no target network {name!r}; {closest(name, [*LENET_SIZES, 'omniglot', 'mlp-32'])}")
+def preprocessing(cell: Cell) -> dict[str, Any] | None:
+    """What the pixels of a known data set went through: divided by scale, less mean, divided by std."""
+    source = datasets.DATASETS.get(cell.dataset)
+    if source is None:
+        return None
+    return {"scale": 16.0 if cell.dataset == "digits" else 255.0, "mean": source.mean, "std": source.std}
 
 
-def build_factory(cell: Cell, federation: Federation) -> Factory:
-    check_model_name(cell.model)
-    return _factory(cell.model, federation.num_classes or 1, tuple(federation.x.shape[1:]))
-
-
-@lru_cache
-def _factory(name: str, num_classes: int, shape: tuple[int, ...]) -> Factory:
-    """The same object for the same network: runs whose models are equal share what was traced and compiled."""
-    if name in LENET_SIZES:
-        return lambda: models.LeNet(num_classes, LENET_SIZES[name], shape[0])
-    if name == "omniglot":
-        return lambda: models.OmniglotNet(num_classes)
-    hidden = [int(width) for width in name.split("-")[1:]]
-    return lambda: models.MLP(int(numpy.prod(shape)), *hidden, num_classes)
-
-
-def build_simulation(
-    cell: Cell,
-    seed: int,
-    *,
-    data_dir: Path | None = None,
-    device: str = "cpu",
-    executor: str = "auto",
-    starts: Mapping[str, Params] | None = None,
-) -> Simulation:
-    federation = build_federation(cell, seed, data_dir, device).to(device)
-    model = build_model(cell.model, build_factory(cell, federation), federation)
-    algorithm = cell_algorithm(cell).for_clients(federation.num_clients, federation.descriptor_dim)
-    size = min(algorithm.usual_cohort_size, federation.num_clients) if cell.cohort_size is None else cell.cohort_size
-    schedule = Schedule(cell.steps, size, cell.batch_size, cell.evaluate_every)
-    return Simulation(algorithm, {model.name: model}, federation, schedule, seed, executor, starts)
+def build_simulation(run: RunSpec, options: Options, starts: Mapping[str, Params] | None = None) -> Simulation:
+    """A run as its experiment describes it."""
+    cell = run.cell
+    federation = build_federation(cell, run.seed, options.data_dir, options.device)
+    factory = models.factory(cell.model, federation.num_classes or 1, tuple(federation.x.shape[1:]))
+    return assemble(
+        cell_algorithm(cell),
+        federation,
+        {cell.model: factory},
+        steps=cell.steps,
+        cohort_size=cell.cohort_size,
+        batch_size=cell.batch_size,
+        evaluate_every=cell.evaluate_every,
+        seed=run.seed,
+        device=options.device,
+        executor=options.executor,
+        starts=starts,
+    )

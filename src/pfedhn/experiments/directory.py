@@ -1,6 +1,5 @@
 """The files of one experiment: `experiment.toml`, and a folder per run."""
 
-import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -10,11 +9,12 @@ from typing import Any
 
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.errors import UserError, closest
-from pfedhn.experiments.build import check
 from pfedhn.experiments.grid import from_table
-from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.files import is_empty, make_folder, read_text, write_atomically
 from pfedhn.settings import build, to_toml
+
+OLD_EXECUTORS = {"vectorised": "vectorized"}  # as earlier versions wrote them into a directory
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,6 @@ class Options:
             return self
         return replace(self, threads=max(1, num_cores() // num_jobs(num_runs, jobs)))
 
-    def engine(self) -> dict[str, Any]:
-        return {"data_dir": self.data_dir, "device": self.device, "executor": self.executor}
-
 
 @dataclass(frozen=True)
 class Directory:
@@ -81,13 +78,13 @@ class Directory:
             )
         raise UserError(f"{named} is not empty and holds no experiment; give another --out.")
 
-    def open(self, experiment: Experiment, planned: Sequence[str], options: Options | None = None) -> None:
+    def open(self, experiment: Experiment, planned: Sequence[RunSpec], options: Options | None = None) -> None:
         """Claim the directory for an experiment, or refuse one that holds another."""
-        check(experiment)
         self.refuse_other(experiment)
         before = self.read()[1] if (self.path / "experiment.toml").exists() else []
         make_folder(self.path)
-        table = {**plain(asdict(experiment)), "planned": list(dict.fromkeys([*before, *planned]))}
+        names = dict.fromkeys(run.name for run in (*before, *planned))
+        table = {**plain(asdict(experiment)), "planned": list(names)}
         if options is not None:
             table["options"] = {name: value for name, value in asdict(options).items() if value is not None}
             for name in ("data_dir", "rates"):
@@ -95,12 +92,12 @@ class Directory:
                     table["options"][name] = str(place.resolve())
         write_atomically(self.path / "experiment.toml", to_toml(table).encode())
 
-    def read(self) -> tuple[Experiment, list[str]]:
+    def read(self) -> tuple[Experiment, list[RunSpec]]:
         """The stored experiment and the runs that were asked for so far."""
         table = self._table()
         try:
             experiment = from_table(table, self.path.name)
-            planned = [str(name) for name in table["planned"]]
+            planned = [experiment.find(str(name)) for name in table["planned"]]
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{self.path / 'experiment.toml'} is damaged ({error}); give another --out.") from None
         return experiment, planned
@@ -108,18 +105,11 @@ class Directory:
     def options(self) -> Options:
         """How the runs were last started."""
         stored = dict(self._table().get("options", {}))
+        stored["executor"] = OLD_EXECUTORS.get(stored.get("executor", "auto"), stored.get("executor", "auto"))
         for name in ("data_dir", "rates"):
             if name in stored:
                 stored[name] = Path(stored[name])
         return build(Options, stored, "options")
-
-    def results(self) -> dict[str, dict[str, Any]]:
-        """What finished runs reported, by run name."""
-        return {
-            file.parent.name: result
-            for file in sorted(self.path.glob("*/result.json"))
-            if (result := read_result(file.parent)) is not None
-        }
 
     def _table(self) -> dict[str, Any]:
         file = self.path / "experiment.toml"
@@ -165,18 +155,6 @@ def plain(value: Any) -> Any:
             if part is not None
         }
     return [plain(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def read_result(folder: Path) -> dict[str, Any] | None:
-    """What a finished run reported; None while it is not finished."""
-    file = folder / "result.json"
-    if not file.exists():
-        return None
-    try:
-        result: dict[str, Any] = json.loads(read_text(file))
-    except ValueError:
-        raise UserError(f"{file} is damaged; remove it and run again: the run's checkpoint is still there.") from None
-    return result
 
 
 def num_cores() -> int:

@@ -10,7 +10,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.rates import rates_file, rates_for, with_rates
-from pfedhn.experiments.spec import CELL_TABLES, Cell, Experiment, distinct, flat_fields, is_own_data
+from pfedhn.experiments.spec import CELL_TABLES, Cell, Experiment, RunSpec, distinct, flat_fields, is_own_data
 from pfedhn.files import read_text
 from pfedhn.run import build_algorithm
 from pfedhn.settings import build, fits, parse_assignments, parse_value
@@ -185,8 +185,8 @@ def _setting_names(method: str) -> set[str]:
     return {item.name for item in fields(type(build_algorithm(method)))}  # type: ignore[arg-type]
 
 
-def select(experiment: Experiment, only: Sequence[str], seeds: Sequence[int] | None) -> list[str]:
-    """`--only`: the names of the runs that match every field; a field given several times takes any of its values.
+def select(experiment: Experiment, only: Sequence[str], seeds: Sequence[int] | None) -> list[RunSpec]:
+    """`--only`: the runs that match every field; a field given several times takes any of its values.
 
     `name` is the run's folder without its seed.
     """
@@ -200,23 +200,27 @@ def select(experiment: Experiment, only: Sequence[str], seeds: Sequence[int] | N
             raise UserError(f"--only: there is no field {name!r}; {closest(name, known)}")
         wanted.setdefault(name, []).append(value)
 
-    def matches(run: str, cell: Cell) -> bool:
-        values = {"name": run.rpartition("-seed")[0], **flat_fields(cell)}
+    def matches(run: RunSpec) -> bool:
+        values = _fields_of(run)
         return all(
             any(str(values.get(name)) == text or values.get(name) == parse_value(text) for text in texts)
             for name, texts in wanted.items()
         )
 
-    all_runs = replace(experiment, seeds=tuple(seeds or experiment.seeds)).runs()
-    chosen = [run for run, (cell, _) in all_runs.items() if matches(run, cell)]
+    runs = experiment.runs(seeds or None)
+    chosen = [run for run in runs if matches(run)]
     if not chosen:
-        there = [f"{name} is {_values_of(name, all_runs)}" for name in wanted]
+        there = [f"{name} is {_values_of(name, runs)}" for name in wanted]
         raise UserError(f"--only {' '.join(only)} leaves no run of {experiment.name!r}, where {'; '.join(there)}.")
     return chosen
 
 
-def _values_of(field: str, runs: Mapping[str, tuple[Cell, int]]) -> str:
+def _fields_of(run: RunSpec) -> dict[str, Any]:
+    return {"name": run.cell_name, **flat_fields(run.cell)}
+
+
+def _values_of(field: str, runs: Iterable[RunSpec]) -> str:
     """Every value that a field of an experiment has; "pfedhn, local or fedavg"."""
-    values = [{"name": run.rpartition("-seed")[0], **flat_fields(cell)}.get(field) for run, (cell, _) in runs.items()]
+    values = [_fields_of(run).get(field) for run in runs]
     words = list(dict.fromkeys("none" if value is None else str(value) for value in values))
     return " or ".join([*([", ".join(words[:-1])] if words[:-1] else []), words[-1]])

@@ -1,46 +1,37 @@
-"""The runs of an experiment side by side: in processes, or taking turns on a GPU."""
+"""The runs of an experiment side by side: in processes on a CPU, taking turns on a GPU."""
 
 import gc
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from pfedhn.engine.capture import set_up_gpu
 from pfedhn.experiments.build import build_simulation, cell_algorithm, forget_datasets
-from pfedhn.experiments.directory import Options, num_jobs, read_result
-from pfedhn.experiments.execute import Failure, Listener, Outcome, Queue, failure, running
-from pfedhn.experiments.spec import (
-    Cell,
-    Experiment,
-    find_run,
-    pretraining_run,
-    with_pretraining,
-)
+from pfedhn.experiments.directory import Options, num_jobs
+from pfedhn.experiments.execute import Listener, Outcome, Queue, failure, start
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_run, with_pretraining
 from pfedhn.experiments.workers import run_side_by_side
-from pfedhn.run import drain, stop_on_signal
+from pfedhn.record import read_result
+from pfedhn.run import Run, computing_on, stop_on_signal
+
+MAX_RUNS_ON_DEVICE = 24  # a GPU is busy long before; more only wait longer for their first result
 
 
-def prepare(directory: Path, experiment: Experiment, names: Sequence[str], options: Options) -> None:
+def prepare(directory: Path, runs: Sequence[RunSpec], options: Options) -> None:
     """Build each cell once, so that data or settings that cannot work are refused before anything is written."""
     seen: list[Cell] = []
-    for name in names:
-        cell, seed = find_run(experiment, name)
-        if cell not in seen and not (directory / name / "result.json").exists():
-            seen.append(cell)
-            build_simulation(cell, seed, **options.engine())
+    for run in runs:
+        if run.cell not in seen and not (directory / run.name / "result.json").exists():
+            seen.append(run.cell)
+            build_simulation(run, options)
     if options.device == "cpu":
         forget_datasets()
-
-
-MAX_RUNS_ON_DEVICE = 24  # a card is busy long before; more only wait longer for their first result
 
 
 def run_many(
     directory: Path,
     experiment: Experiment,
-    names: Sequence[str],
+    runs: Sequence[RunSpec],
     *,
     jobs: int | None = None,
     options: Options | None = None,
@@ -50,89 +41,78 @@ def run_many(
 
     A run that fails does not stop the others. Ctrl-C lets every run write a checkpoint, then raises KeyboardInterrupt.
 
-    jobs: by default as many as there are runs or cores, whichever is less; on a GPU as many as its memory has room for.
+    Args:
+        directory: Of the experiment; every run gets a folder of its name in it.
+        experiment: What the runs are part of.
+        runs: Those that are wanted. What they start from is run before them; what is finished is only read.
+        jobs: By default as many as there are runs or cores, whichever is less; on a GPU as many as its memory holds.
+        options: How to run.
+        listen: Told of everything that happens.
     """
-    names = with_pretraining(experiment, names)
-    options = (options or Options()).with_threads(
-        len(names), jobs
-    )  # as if none were finished: the bits must not change
+    runs = with_pretraining(experiment, runs)
+    options = (options or Options()).with_threads(len(runs), jobs)  # as if none were finished: the bits must not change
+    queue = _line_up(directory, experiment, runs, listen)
+    if options.device == "cpu":
+        jobs = num_jobs(len(queue.waiting), jobs)
+        if jobs > 1:
+            run_side_by_side(queue, directory, jobs, options)
+            return queue.outcome
+    limit = jobs or MAX_RUNS_ON_DEVICE
+    num_runs = min(len(queue.waiting), limit)
+    going: dict[str, Generator[None, None, Run]] = {}
+    with computing_on(options.device, options.precision, options.deterministic, num_runs), stop_on_signal() as stop:
+        while queue.waiting or going:
+            # One at a time: its first round shows how much room a run takes.
+            has_room = len(going) < limit and (jobs or not going or _has_room(options.device))
+            run = queue.take() if has_room and not stop.is_set() else None
+            turns = list(going) if run is None else [run.name]
+            if not turns:
+                break
+            for name in turns:
+                try:
+                    if run is not None:
+                        going[name] = start(directory, experiment, run, options, listen, stop)
+                    next(going[name])  # a round, queued on a stream of its own
+                    continue
+                except StopIteration as end:
+                    queue.end(name, end.value.result)
+                except KeyboardInterrupt:  # it wrote its checkpoint; the others have yet to write theirs
+                    if not stop.is_set():
+                        raise
+                except Exception as error:
+                    queue.end(name, failure(error, directory / name))
+                going.pop(name, None)
+                _give_memory_back(options.device)
+        if stop.is_set():
+            raise KeyboardInterrupt
+    return queue.outcome
+
+
+def _line_up(directory: Path, experiment: Experiment, runs: Sequence[RunSpec], listen: Listener) -> Queue:
+    """The runs that are not finished, in the order in which they should start."""
     outcome = Outcome()
     waiting = []
-    for name in names:
-        if (result := read_result(directory / name)) is not None:
-            outcome.results[name] = result
+    for run in runs:
+        if (result := read_result(directory / run.name)) is not None:
+            outcome.results[run.name] = result
         else:
-            waiting.append(name)
-    # Started last, a run that takes long would leave the other cores idle at the end, or the card half used.
-    awaited = {pretraining_run(experiment, name) for name in waiting}
-    waiting.sort(key=lambda name: (name not in awaited, -_num_rounds(experiment, name)))
-    queue = Queue(experiment, waiting, outcome, listen)
-    if options.device != "cpu":
-        set_up_gpu(options.precision, options.deterministic, min(len(waiting), jobs or MAX_RUNS_ON_DEVICE))
-        _take_turns(queue, directory, jobs, options)
-        return outcome
-    jobs = num_jobs(len(waiting), jobs)
-    if jobs == 1:
-        while (next_run := queue.take()) is not None:
-            queue.end(next_run, _attempt(directory, experiment, next_run, options, listen))
-    else:
-        run_side_by_side(queue, directory, jobs, options)
-    return outcome
+            waiting.append(run)
+    # Started last, a run that takes long would leave the other cores idle at the end, or the GPU half used.
+    awaited = [pretraining_run(experiment, run) for run in waiting]
+    waiting.sort(key=lambda run: (run not in awaited, -_num_rounds(run.cell)))
+    return Queue(experiment, waiting, outcome, listen)
 
 
-def _num_rounds(experiment: Experiment, name: str) -> float:
-    cell, _ = find_run(experiment, name)
+def _num_rounds(cell: Cell) -> float:
     algorithm = cell_algorithm(cell)
     size = cell.cohort_size or algorithm.usual_cohort_size
     return cell.steps / (size if algorithm.communicates else cell.clients)
 
 
-def _attempt(
-    directory: Path, experiment: Experiment, name: str, options: Options, listen: Listener
-) -> dict[str, Any] | Failure:
-    try:
-        with stop_on_signal() as stop:
-            return drain(running(directory, experiment, name, options, listen, stop))
-    except Exception as error:
-        return failure(error, directory / name)
-
-
-def _take_turns(queue: Queue, directory: Path, jobs: int | None, options: Options) -> None:
-    """Runs side by side on one device, in this process: each queues a round on a stream of its own, then the next."""
-    going: dict[str, Generator[None, None, dict[str, Any]]] = {}
-    with stop_on_signal() as stop:
-        while True:
-            while len(going) < (jobs or MAX_RUNS_ON_DEVICE) and (jobs or not going or _has_room(options.device)):
-                if stop.is_set() or (name := queue.take()) is None:
-                    break
-                going[name] = running(directory, queue.experiment, name, options, queue.listen, stop)
-                _advance(queue, going, name, directory)  # its first round shows how much room it takes
-            if not going:
-                break
-            num_going = len(going)
-            for name in list(going):
-                _advance(queue, going, name, directory)
-            if len(going) < num_going and queue.waiting and not stop.is_set():
-                _give_memory_back()
-    if stop.is_set():
-        raise KeyboardInterrupt
-
-
-def _advance(queue: Queue, going: dict[str, Generator[None, None, dict[str, Any]]], name: str, directory: Path) -> None:
-    try:
-        next(going[name])
-        return
-    except StopIteration as end:
-        queue.end(name, end.value)
-    except KeyboardInterrupt:  # it wrote its checkpoint; the others have yet to write theirs
-        pass
-    except Exception as error:
-        queue.end(name, failure(error, directory / name))
-    del going[name]
-
-
-def _give_memory_back() -> None:
+def _give_memory_back(device: str) -> None:
     """What finished runs held is kept for their own streams; the next run would find the device full."""
+    if device == "cpu":
+        return
     gc.collect()  # a run and its captured round refer to each other
     torch.cuda.empty_cache()
 

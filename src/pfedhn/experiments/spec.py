@@ -1,11 +1,11 @@
-"""An experiment as a value: a named set of cells, each run with every seed."""
+"""An experiment as a value: a named set of cells, each run with every seed; a run is a cell, a seed and a name."""
 
 import hashlib
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from pfedhn.errors import UserError
 TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
 
 
-FEDERATION_FIELDS = ("dataset", "clients", "partition", "split", "stratify", "data_seed", "labels", "columns")
+FEDERATION_FIELDS = ("dataset", "clients", "partition", "split", "stratify", "data_seed", "labels", "columns", "task")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Cell:
     data_seed: int | None = None  # of the split; the run's seed by default
     labels: Literal["global", "within-group"] = "global"
     columns: Mapping[str, str] = field(default_factory=dict)  # of a table: which one names the client, which the label
+    task: Literal["auto", "classification", "regression"] = "auto"  # "auto": whole numbers and texts are classes
     model: str = "mlp-32"
     steps: int = 5_000
     cohort_size: int | None = None
@@ -38,6 +39,24 @@ class Cell:
     evaluate_every: int = 30
     pretrain: str | None = None  # the method whose last model every client starts from
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run: a cell, a seed, and the name of its folder."""
+
+    cell: Cell
+    seed: int
+    name: str
+
+    @property
+    def cell_name(self) -> str:
+        """The name that all seeds of the cell share."""
+        return self.name.removesuffix(_seed_suffix(self.seed))
+
+
+def _seed_suffix(seed: int) -> str:
+    return f"-seed{seed}"
 
 
 @dataclass(frozen=True)
@@ -50,14 +69,22 @@ class Experiment:
     title: str = ""
     published: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # "method/clients" -> mean, deviation
 
-    def runs(self) -> dict[str, tuple[Cell, int]]:
-        """Every run by the name of its folder."""
-        names = cell_names(self.cells)
-        return {
-            f"{name}-seed{seed}": (cell, seed)
-            for name, cell in zip(names, self.cells, strict=True)
-            for seed in self.seeds
-        }
+    def runs(self, seeds: Sequence[int] | None = None) -> list[RunSpec]:
+        """Every run, cell by cell; with other seeds than the experiment's own where they are given."""
+        return [
+            RunSpec(cell, seed, name + _seed_suffix(seed))
+            for name, cell in zip(cell_names(self.cells), self.cells, strict=True)
+            for seed in (self.seeds if seeds is None else seeds)
+        ]
+
+    def find(self, name: str) -> RunSpec:
+        """The run of a folder or line with this name, also of a seed that was given on the command line."""
+        _, separator, seed = name.rpartition("-seed")
+        runs = self.runs([int(seed)]) if separator and re.fullmatch(r"-?\d+", seed) else []
+        found = next((run for run in runs if run.name == name), None)
+        if found is None:
+            raise UserError(f"{self.name!r} has no run {name!r}.")
+        return found
 
 
 def dataset_name(cell: Cell) -> str:
@@ -118,7 +145,10 @@ def cell_names(cells: Sequence[Cell]) -> list[str]:
 
 
 def cell_digest(cell: Cell) -> str:
-    return hashlib.sha256(json.dumps(asdict(cell), sort_keys=True).encode()).hexdigest()
+    table = asdict(cell)
+    if cell.task == "auto":
+        del table["task"]  # younger than stored runs, whose names have the digest without it
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
 def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
@@ -126,15 +156,6 @@ def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
 
 
 CELL_TABLES = ("partition", "settings", "columns")  # fields that are tables, which "partition.alpha" reaches into
-
-
-def find_run(experiment: Experiment, name: str) -> tuple[Cell, int]:
-    """The cell and the seed of a run, also of a seed that was given on the command line."""
-    _, separator, seed = name.rpartition("-seed")
-    runs = replace(experiment, seeds=(int(seed),)).runs() if separator and re.fullmatch(r"-?\d+", seed) else {}
-    if name not in runs:
-        raise UserError(f"{experiment.name!r} has no run {name!r}.")
-    return runs[name]
 
 
 def pretraining_cell(experiment: Experiment, cell: Cell) -> Cell:
@@ -154,23 +175,22 @@ def pretraining_cell(experiment: Experiment, cell: Cell) -> Cell:
     return max(fitting, key=lambda other: sum(mine.get(key) == value for key, value in flat_fields(other).items()))
 
 
-def pretraining_run(experiment: Experiment, name: str) -> str | None:
-    """The run that has to be finished before the one named can start."""
-    cell, seed = find_run(experiment, name)
-    if cell.pretrain is None:
+def pretraining_run(experiment: Experiment, run: RunSpec) -> RunSpec | None:
+    """The run that has to be finished before this one can start."""
+    if run.cell.pretrain is None:
         return None
-    earlier = pretraining_cell(experiment, cell)
-    return next(n for n, value in replace(experiment, seeds=(seed,)).runs().items() if value == (earlier, seed))
+    earlier = pretraining_cell(experiment, run.cell)
+    return next(other for other in experiment.runs([run.seed]) if other.cell == earlier)
 
 
-def with_pretraining(experiment: Experiment, names: Iterable[str]) -> list[str]:
+def with_pretraining(experiment: Experiment, runs: Iterable[RunSpec]) -> list[RunSpec]:
     """The runs and those they start from, these first."""
-    ordered: dict[str, None] = {}
-    for name in names:
-        chain = [name]
+    ordered: dict[str, RunSpec] = {}
+    for run in runs:
+        chain = [run]
         while (earlier := pretraining_run(experiment, chain[0])) is not None:
             if earlier in chain:
-                raise UserError(f"{name} would start from itself; mend its pretrain.")
+                raise UserError(f"{run.name} would start from itself; mend its pretrain.")
             chain.insert(0, earlier)
-        ordered |= dict.fromkeys(chain)
-    return list(ordered)
+        ordered |= {part.name: part for part in chain}
+    return list(ordered.values())

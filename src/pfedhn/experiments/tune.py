@@ -21,8 +21,9 @@ from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import select
 from pfedhn.experiments.rates import Rates
-from pfedhn.experiments.spec import Cell, Experiment, cell_digest, cell_names, find_run
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest
 from pfedhn.files import is_empty, read_text, write_atomically
+from pfedhn.result import Environment, Result, to_json
 
 LEARNING_RATES = (1e-1, 5e-2, 1e-2, 5e-3)
 PERSONAL_RATES = (5e-2, 1e-2, 5e-3, 1e-3)
@@ -85,20 +86,19 @@ class Study:
             ),
         }
 
-    @cached_property
-    def _names(self) -> dict[Stage, list[str]]:
-        return {stage: cell_names(experiment.cells) for stage, experiment in self.stages.items()}
-
     def points_of(self, method: str) -> list[Point]:
         return [point for point in self.points if point.method == method]
 
-    def runs(self, stage: Stage, points: Iterable[Point]) -> list[str]:
-        """The runs of some points, by the names of their folders."""
-        names = [self._names[stage][self.points.index(point)] for point in points]
-        return [f"{name}-seed{seed}" for name in names for seed in self.seeds]
+    def runs(self, stage: Stage, points: Iterable[Point]) -> list[RunSpec]:
+        """The runs of some points."""
+        cells = [self._cell(stage, point) for point in points]
+        return [run for run in self.stages[stage].runs(self.seeds) if run.cell in cells]
 
     def steps(self, stage: Stage, point: Point) -> int:
-        return self.stages[stage].cells[self.points.index(point)].steps
+        return self._cell(stage, point).steps
+
+    def _cell(self, stage: Stage, point: Point) -> Cell:
+        return self.stages[stage].cells[self.points.index(point)]
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ class Findings:
 
     def score(self, stage: Stage, point: Point) -> float | None:
         """By validation, the mean over seeds; None if a run of the point diverged."""
-        names, results = self.study.runs(stage, [point]), self._results(stage)
-        found = [validation_score(results[name]) for name in names if name in results]
-        return fmean(found) if len(found) == len(names) else None
+        runs, results = self.study.runs(stage, [point]), self._results(stage)
+        found = [results[run.name].validation.score for run in runs if run.name in results]
+        return fmean(found) if len(found) == len(runs) else None
 
     def finalists(self, method: str) -> list[Point]:
         """The points that are run in full."""
@@ -136,7 +136,7 @@ class Findings:
         # Stable: of equals, the one that stands first in the grid.
         return [point for _, point in sorted(scored, key=lambda pair: -pair[0])]
 
-    def _results(self, stage: Stage) -> Mapping[str, Mapping[str, Any]]:
+    def _results(self, stage: Stage) -> Mapping[str, Result]:
         return (self.first if stage == "first" else self.finals).results
 
     def tables(self) -> Iterator[Table]:
@@ -193,24 +193,19 @@ class Findings:
         """Where the winner was run, which need not be where this runs now."""
         if winner is None:
             return None
-        environment: dict[str, Any] = self.finals.results[self.study.runs("finals", [winner])[0]]["environment"]
-        return environment
+        environment: Environment = self.finals.results[self.study.runs("finals", [winner])[0].name].environment
+        table: dict[str, Any] = to_json(environment)
+        return table
 
     def _stage_record(self, stage: Stage, point: Point) -> dict[str, Any]:
         results = self._results(stage)
-        names = self.study.runs(stage, [point])
+        names = [run.name for run in self.study.runs(stage, [point])]
         return {
-            "runs": {name: validation_score(results[name]) if name in results else "diverged" for name in names},
+            "runs": {name: results[name].validation.score if name in results else "diverged" for name in names},
             "score": self.score(stage, point),
             "steps": self.study.steps(stage, point),
-            "seconds": round(sum(results[name]["seconds"] for name in names if name in results), 3),
+            "seconds": round(sum(results[name].seconds for name in names if name in results), 3),
         }
-
-
-def validation_score(result: Mapping[str, Any]) -> float:
-    """What rounds are chosen by too: accuracy over all validation rows, or minus the loss where there is none."""
-    validation = result["validation"]
-    return float(validation["sample_mean"]) if "sample_mean" in validation else -float(validation["loss"])
 
 
 def plan(
@@ -234,7 +229,7 @@ def plan(
     parts = [part.strip() for entry in only for part in entry.split(",")]
     named = [part.partition("=")[2].strip() for part in parts if part.startswith("method=")]
     others = [part for part in parts if not part.startswith("method=")]
-    cells = [find_run(experiment, run)[0] for run in select(experiment, others, [0])]
+    cells = [run.cell for run in select(experiment, others, [0])]
     numbers = sorted({cell.clients for cell in cells if cell.method in GRIDS})
     if numbers:
         clients = CLIENTS if CLIENTS in numbers else numbers[len(numbers) // 2]

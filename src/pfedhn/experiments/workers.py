@@ -9,13 +9,14 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pfedhn.experiments.directory import Options
-from pfedhn.experiments.execute import Failure, Queue, failure, running
-from pfedhn.experiments.spec import Experiment
+from pfedhn.experiments.execute import Failure, Queue, failure, start
+from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.process import new_process
 from pfedhn.progress import Event, Said, Update
+from pfedhn.result import Result
 from pfedhn.run import drain, stop_requests
 
 
@@ -29,7 +30,7 @@ class _Stopped(NamedTuple):
 class _Worker:
     process: BaseProcess
     pipe: Connection
-    run: str | None = None
+    run: RunSpec | None = None
 
 
 def run_side_by_side(queue: Queue, directory: Path, jobs: int, options: Options) -> None:
@@ -68,15 +69,15 @@ def run_side_by_side(queue: Queue, directory: Path, jobs: int, options: Options)
 
 def _hand_out(queue: Queue, workers: list[_Worker], directory: Path, jobs: int, options: Options) -> None:
     while any(worker.run is None for worker in workers) or len(workers) < jobs:
-        name = queue.take()
-        if name is None:
+        run = queue.take()
+        if run is None:
             return
         idle = next((worker for worker in workers if worker.run is None), None)
         if idle is None:
             idle = _start_worker(directory, queue.experiment, options)
             workers.append(idle)
-        idle.run = name
-        idle.pipe.send(name)
+        idle.run = run
+        idle.pipe.send(run)
 
 
 def _start_worker(directory: Path, experiment: Experiment, options: Options) -> _Worker:
@@ -99,8 +100,8 @@ def _start_worker(directory: Path, experiment: Experiment, options: Options) -> 
 
 def _hear(queue: Queue, worker: _Worker) -> bool:
     """Take in what a worker said; False once it is gone."""
-    name = worker.run
-    assert name is not None
+    assert worker.run is not None
+    name = worker.run.name
     try:
         while worker.run is not None and worker.pipe.poll():
             match worker.pipe.recv():
@@ -139,12 +140,13 @@ def _work(pipe: Connection, directory: Path, experiment: Experiment, options: Op
             stop.set()
 
     with suppress(EOFError, OSError):
-        while (name := pipe.recv()) is not None:
+        while (run := pipe.recv()) is not None:
+            ending: Result | Failure | None
             try:
-                ending: dict[str, Any] | Failure = drain(running(directory, experiment, name, options, listen, stop))
+                ending = drain(start(directory, experiment, run, options, listen, stop)).result
             except KeyboardInterrupt:
-                pipe.send(_Stopped(name))
+                pipe.send(_Stopped(run.name))
                 return
             except Exception as error:
-                ending = failure(error, directory / name)
+                ending = failure(error, directory / run.name)
             pipe.send(ending)

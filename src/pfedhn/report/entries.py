@@ -5,13 +5,14 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy
 from numpy.typing import NDArray
 
 from pfedhn.experiments.spec import Cell, Experiment, dataset_name, distinctions, pretraining_cell
 from pfedhn.report.results import Runs, read
+from pfedhn.result import Curve, Environment, Result
 
 Average: TypeAlias = Literal["clients", "samples"]
 
@@ -29,6 +30,9 @@ NAMES = {
     "pfedhn": "pFedHN",
     "pfedhn-pc": "pFedHN-PC",
 }
+
+
+MEANS: dict[Average, str] = {"clients": "client_mean", "samples": "sample_mean"}
 
 
 class Summary(NamedTuple):
@@ -54,8 +58,8 @@ class Entry:
 
     label: str  # the method, and what tells the cell from others of that method
     cell: Cell
-    results: Mapping[int, Mapping[str, Any]]  # by seed, of finished runs
-    metrics: Mapping[int, Sequence[Mapping[str, Any]]]  # by seed, of all that have begun
+    results: Mapping[int, Result]  # by seed, of finished runs
+    curves: Mapping[int, Curve]  # by seed, of all that have begun
     num_planned: int
     published: tuple[float, float] | None = None
     steps_before: int = 0  # of the run it starts from
@@ -67,18 +71,18 @@ class Entry:
 
     @property
     def has_accuracy(self) -> bool:
-        return all("client_mean" in result["test"] for result in self.results.values())
+        return all(result.test.has_accuracy for result in self.results.values())
 
     def test(self, average: Average = "clients") -> Summary | None:
         """Test accuracy in per cent at the chosen round; of a task without accuracy, the loss."""
         if not self.has_accuracy:
-            return summarize(result["test"]["loss"] for result in self.results.values())
-        key = {"clients": "client_mean", "samples": "sample_mean"}[average]
-        return summarize(100 * result["test"][key] for result in self.results.values())
+            return summarize(result.test.loss for result in self.results.values())
+        return summarize(100 * getattr(result.test, MEANS[average]) for result in self.results.values())
 
-    def total(self, key: str) -> Summary | None:
+    def total(self, cost: Literal["steps", "bytes_up", "bytes_down", "seconds"]) -> Summary | None:
         """Steps, bytes or seconds of a run, with those of the run it starts from."""
-        return summarize(result[key] + result.get("pretrain", {}).get(key, 0) for result in self.results.values())
+        parts = [[result, *([result.pretrain] if result.pretrain else [])] for result in self.results.values()]
+        return summarize(sum(getattr(part, cost) for part in both) for both in parts)
 
     def difference(self, average: Average = "clients") -> float | None:
         ours = self.test(average)
@@ -93,25 +97,27 @@ class Entry:
 
     @property
     def hardware(self) -> str:
-        return "; ".join(sorted({_place(result["environment"]) for result in self.results.values()}))
+        return "; ".join(sorted({_place(result.environment) for result in self.results.values()}))
+
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether its finished runs sent nothing over the wire."""
+        return bool(self.results) and not any(result.bytes_up or result.bytes_down for result in self.results.values())
 
     def client_accuracy(self, seed: int) -> NDArray[numpy.float64]:
-        """[clients]: each one's own test accuracy in per cent; NaN where it has no test rows."""
-        test = self.results[seed]["test"]
-        rows = numpy.array(test["client_rows"], dtype=numpy.float64)
-        correct = numpy.array(test["clients"], dtype=numpy.float64)
-        return 100 * numpy.divide(correct, rows, out=numpy.full_like(rows, numpy.nan), where=rows > 0)
+        """[clients]: each one's own test accuracy in per cent; NaN where it has no test examples."""
+        test = self.results[seed].test
+        examples = numpy.array(test.client_examples, dtype=numpy.float64)
+        correct = numpy.array(test.clients, dtype=numpy.float64)
+        return 100 * numpy.divide(correct, examples, out=numpy.full_like(examples, numpy.nan), where=examples > 0)
 
     def curve(self, seed: int, average: Average = "clients") -> dict[int, float]:
-        """Communication steps -> test accuracy in per cent (or loss); empty where there are no test rows."""
-        key = {"clients": "client_mean", "samples": "sample_mean"}[average]
-        values = {
-            self.steps_before + record["step"]: 100 * record["test"][key]
-            if key in record["test"]
-            else record["test"]["loss"]
-            for record in self.metrics[seed]
-        }
-        return {step: value for step, value in values.items() if not math.isnan(value)}
+        """Communication steps -> test accuracy in per cent (or loss); empty where there are no test examples."""
+        curve = self.curves[seed]
+        means: Sequence[float] | None = getattr(curve.test, MEANS[average])
+        values = [100 * mean for mean in means] if means is not None else curve.test.loss or ()
+        pairs = zip(curve.step, values, strict=True)
+        return {self.steps_before + step: value for step, value in pairs if not math.isnan(value)}
 
 
 @dataclass(frozen=True)
@@ -180,44 +186,34 @@ def asked_for(report: Report) -> Report:
 
 def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
     entries = []
-    cells = _seeds_of_cells(experiment, {name for part in parts for name in part.planned})
-    for cell, different, seeds in zip(experiment.cells, distinctions(experiment.cells), cells, strict=True):
-        results: dict[int, Mapping[str, Any]] = {}
-        metrics: dict[int, Sequence[Mapping[str, Any]]] = {}
-        for seed, name in seeds.items():
+    planned = {run.name: run for part in parts for run in part.planned}
+    title = experiment.title or experiment.name
+    for cell, different in zip(experiment.cells, distinctions(experiment.cells), strict=True):
+        results: dict[int, Result] = {}
+        curves: dict[int, Curve] = {}
+        runs = [run for run in planned.values() if run.cell == cell]
+        for run in sorted(runs, key=lambda run: run.seed):
             for part in parts:
-                if name in part.results:
-                    results.setdefault(seed, part.results[name])
-                if name in part.metrics:
-                    metrics.setdefault(seed, part.metrics[name])
+                if run.name in part.results:
+                    results.setdefault(run.seed, part.results[run.name])
+                if run.name in part.curves:
+                    curves.setdefault(run.seed, part.curves[run.name])
         label = " ".join([cell.method, *(f"{name}={value}" for name, value in different.items())])
         published = experiment.published
         known = published.get(f"{cell.method}/{cell.dataset}/{cell.clients}") or published.get(
             f"{cell.method}/{cell.clients}"
         )
         before = pretraining_cell(experiment, cell).steps if cell.pretrain is not None else 0
-        title = experiment.title or experiment.name
-        entries.append(Entry(label, cell, dict(sorted(results.items())), metrics, len(seeds), known, before, title))
+        entries.append(Entry(label, cell, results, curves, len(runs), known, before, title))
     return entries
 
 
-def _seeds_of_cells(experiment: Experiment, planned: set[str]) -> list[dict[int, str]]:
-    """For each cell, the planned seeds and the names of their runs; seeds may have been given on the command line."""
-    seeds = sorted({int(name.rpartition("-seed")[2]) for name in planned})
-    runs = Experiment(experiment.name, experiment.cells, tuple(seeds)).runs()
-    return [
-        {seed: name for name, (owner, seed) in runs.items() if owner is cell and name in planned}
-        for cell in experiment.cells
-    ]
-
-
-def _place(environment: Mapping[str, Any]) -> str:
+def _place(environment: Environment) -> str:
     """The device and what else of it decides the numbers: of a processor the threads, of a GPU how it multiplies."""
-    device = str(environment["device"])
-    if not device.startswith("cuda"):
-        return f"{device}, {counted(environment['threads'], 'thread')}"
-    kind = ", deterministic" if environment.get("deterministic") else ""
-    return f"{device.removeprefix('cuda: ')}, {environment.get('precision', 'tf32')}{kind}"
+    if not environment.device.startswith("cuda"):
+        return f"{environment.device}, {counted(environment.threads, 'thread')}"
+    kind = ", deterministic" if environment.deterministic else ""
+    return f"{environment.device.removeprefix('cuda: ')}, {environment.precision}{kind}"
 
 
 def column_text(column: Column) -> str:
@@ -255,7 +251,7 @@ def compare(entry: Entry, other: Entry) -> Comparison | None:
     better = same = worse = num_seeds = 0
     for seed in entry.results.keys() & other.results.keys():
         mine, theirs = entry.results[seed], other.results[seed]
-        if mine["partition_sha256"] != theirs["partition_sha256"]:
+        if mine.partition_sha256 != theirs.partition_sha256:
             continue
         num_seeds += 1
         difference = entry.client_accuracy(seed) - other.client_accuracy(seed)

@@ -10,7 +10,6 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn.errors import missing_extra
-from pfedhn.experiments.build import cell_algorithm
 from pfedhn.report.entries import Average, Column, Entry, Report, column_text, compare, display_name
 from pfedhn.report.tables import sentence
 
@@ -49,7 +48,7 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
     """Accuracy against communication steps: the mean of the seeds, and a band from the lowest to the highest."""
     drawn: list[tuple[Entry, str, float, float]] = []
     for entry in entries:
-        curves = [curve for seed in entry.metrics if (curve := entry.curve(seed, average))]
+        curves = [curve for seed in entry.curves if (curve := entry.curve(seed, average))]
         if not curves:
             continue
         steps = sorted(set.intersection(*(set(curve) for curve in curves)))
@@ -59,7 +58,7 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
             axes.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
         axes.plot(steps, values.mean(0), color=color, linestyle=dash, linewidth=1.8)
         end, last = float(steps[-1]), float(values.mean(0)[-1])
-        if not cell_algorithm(entry.cell).communicates:  # however long the others talk, it stays there
+        if entry.sends_nothing:  # however long the others talk, it stays there
             axes.axhline(last, color=color, linestyle=dash, linewidth=0.9)
             end = 0.0
         drawn.append((entry, color, end, last))
@@ -80,7 +79,7 @@ MANY_EVALUATIONS = 20
 
 def _show_upper_part(axes: Any, entries: Sequence[Entry], average: Average) -> None:
     """Every run starts near chance; leave that to the first steps and give the height to where they differ."""
-    curves = [entry.curve(seed, average) for entry in entries for seed in entry.metrics]
+    curves = [entry.curve(seed, average) for entry in entries for seed in entry.curves]
     if max(map(len, curves)) < MANY_EVALUATIONS:
         return  # a short run is mostly its start
     late = [value for curve in curves for step, value in curve.items() if step >= 0.15 * max(curve)]
@@ -185,7 +184,7 @@ def _tidy(axes: Any) -> None:
 
 def draw_curves(report: Report, column: Column, average: Average = "clients", dpi: int = 150) -> bytes | None:
     """None where no run has begun."""
-    if not any(entry.curve(seed) for entry in report.in_column(column) for seed in entry.metrics):
+    if not any(entry.curve(seed) for entry in report.in_column(column) for seed in entry.curves):
         return None
     figure = _figure(8.0, 4.8)
     axes = figure.subplots()

@@ -13,18 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pfedhn.errors import UserError
-from pfedhn.experiments.directory import Directory, read_result
+from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.grid import from_table
-from pfedhn.experiments.spec import Cell, Experiment, cell_names, find_run
-from pfedhn.files import make_folder, one_at_a_time, read_bytes, read_text, write_atomically
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
+from pfedhn.files import make_folder, one_at_a_time, read_bytes, write_atomically
+from pfedhn.record import Spec, read_history, read_result, read_spec
+from pfedhn.result import Curve, Result, SchemaError, from_json, to_json
 from pfedhn.settings import build
 
-SPLITS = ("validation", "test")
-WHOLE = (
-    "cell",
-    "settings",
-    "loss",
-)  # never rounded: settings are what they are, and by the loss one sees the same bits again
+WHOLE = ("cell", "settings", "loss")
+"""Never rounded: settings are what they are, and by the loss one sees the same bits again."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,9 @@ class Runs:
     """An experiment and what is known of its runs, by their names."""
 
     experiment: Experiment
-    planned: frozenset[str]
-    results: Mapping[str, Mapping[str, Any]]  # of those that have finished
-    metrics: Mapping[str, Sequence[Mapping[str, Any]]]  # of those that have begun
+    planned: Sequence[RunSpec]
+    results: Mapping[str, Result]  # of those that have finished
+    curves: Mapping[str, Curve]  # of those that have begun
 
 
 class LineError(ValueError):
@@ -42,40 +40,58 @@ class LineError(ValueError):
 
 
 def read(path: Path) -> list[Runs]:
-    """The runs of a directory that `pfedhn run` made, of a JSONL file, or of a folder of such files."""
+    """The runs of a directory of an experiment or of one run, of a JSONL file, or of a folder of such files."""
     if path.is_file():
         return read_file(path)
     if (path / "experiment.toml").exists():
-        return [read_directory(path)]
+        return [read_experiment(path)]
+    if (path / "spec.toml").exists():
+        return [read_run(path)]
     files = sorted(path.glob("*.jsonl"))
     if not files:
-        inside = sorted(file.parent for file in path.glob("*/experiment.toml"))
+        inside = sorted(file.parent for name in ("experiment", "spec") for file in path.glob(f"*/{name}.toml"))
         hint = f"; give {' or '.join(map(str, inside[:3]))}" if inside else ""
-        raise UserError(f"{path} holds no experiment and no .jsonl file of results{hint}.")
+        raise UserError(f"{path} holds no experiment, no run and no .jsonl file of results{hint}.")
     return [runs for file in files for runs in read_file(file)]
 
 
-def read_directory(path: Path) -> Runs:
+def read_experiment(path: Path) -> Runs:
+    """What lies in the directory of an experiment."""
     experiment, planned = Directory(path).read()
-    results, metrics = {}, {}
-    for name in planned:
-        if (result := read_result(path / name)) is not None:
-            results[name] = result
-        if records := _read_metrics(path / name / "metrics.jsonl"):
-            metrics[name] = records
-    return Runs(experiment, frozenset(planned), results, metrics)
+    results, curves = {}, {}
+    for run in planned:
+        if (result := read_result(path / run.name)) is not None:
+            results[run.name] = result
+        if history := read_history(path / run.name):
+            curves[run.name] = Curve.of(history)
+    return Runs(experiment, planned, results, curves)
 
 
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a run so far; the last line of one that was killed may be half written."""
-    records: list[dict[str, Any]] = []
-    if path.exists():
-        for line in read_text(path).splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                break
-    return records
+def read_run(path: Path) -> Runs:
+    """A single run, as an experiment that has no other."""
+    spec = read_spec(path)
+    assert spec is not None
+    name = path.resolve().name
+    experiment = Experiment(name, (_cell_of(spec),), (spec.seed,))
+    (run,) = experiment.runs()
+    result, history = read_result(path), read_history(path)
+    known = {} if result is None else {run.name: replace(result, name=run.name, experiment=name, cell=asdict(run.cell))}
+    return Runs(experiment, [run], known, {run.name: Curve.of(history)} if history else {})
+
+
+def _cell_of(spec: Spec) -> Cell:
+    """The cell of an experiment's run; of any other, one that says as much as the run's directory does."""
+    if spec.cell is not None:
+        return replace(build(Cell, spec.cell, spec.name), pretrain=None)  # the run it started from is not here
+    schedule = asdict(spec.schedule)
+    return Cell(
+        method=re.split(r"[:.]", spec.method.name)[-1],
+        dataset=spec.data.name or "own-data",
+        clients=spec.data.clients,
+        model=", ".join(spec.networks),
+        settings=spec.method.settings,
+        **schedule,
+    )
 
 
 def read_file(path: Path) -> list[Runs]:
@@ -93,13 +109,14 @@ def read_file(path: Path) -> list[Runs]:
             experiment = _experiment(line)
             if experiments.setdefault(experiment.name, experiment) != experiment:
                 raise LineError(f"it says otherwise than an earlier line what {experiment.name!r} is")
-    found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in experiments}
-    for number, line in lines:
+    found: dict[str, dict[str, Line]] = {name: {} for name in experiments}
+    for number, table in lines:
         with _naming(path, number):
-            _check_run(line, experiments)
-            runs = found[line["experiment"]]
-            runs[line["name"]] = _later(runs.get(line["name"]), line)
-    return [_runs_of(experiment, found[name].values()) for name, experiment in experiments.items()]
+            run = _line(table)
+            _check(run, experiments)
+            runs = found[run.result.experiment]
+            runs[run.result.name] = _later(runs.get(run.result.name), run)
+    return [_runs_of(experiment, found[name]) for name, experiment in experiments.items()]
 
 
 @contextmanager
@@ -129,59 +146,38 @@ def _experiment(line: Mapping[str, Any]) -> Experiment:
         raise LineError(str(error).removesuffix(".")) from None
 
 
-RUN_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "experiment": str,
-    "name": str,
-    "cell": dict,
-    "settings": dict,
-    "steps": int,
-    "bytes_up": int,
-    "bytes_down": int,
-    "seconds": (int, float),
-    "validation": dict,
-    "test": dict,
-    "partition_sha256": str,
-    "command": str,
-    "environment": dict,
-    "curve": dict,
-}
-"""What every table and picture relies on."""
+class Line(NamedTuple):
+    """What is kept of a finished run."""
+
+    result: Result
+    curve: Curve
 
 
-def _check_run(line: Mapping[str, Any], experiments: Mapping[str, Experiment]) -> None:
-    for name, kind in RUN_FIELDS.items():
-        if not isinstance(line.get(name), kind):
-            raise LineError(f"{name!r} is missing or of the wrong kind")
-    experiment = experiments.get(line["experiment"])
-    if experiment is None:
-        raise LineError(f"no line says what the experiment {line['experiment']!r} is")
+@dataclass(frozen=True)
+class _Curve:
+    curve: Curve
+
+
+def _line(table: Mapping[str, Any]) -> Line:
     try:
-        cell, _ = find_run(experiment, line["name"])
-        stored = build(Cell, line["cell"], line["name"])
-    except (UserError, ValueError) as error:
+        return Line(from_json(Result, table), from_json(_Curve, table).curve)
+    except SchemaError as error:
+        raise LineError(str(error)) from None
+
+
+def _check(line: Line, experiments: Mapping[str, Experiment]) -> None:
+    """A run must be of its experiment, with the settings that this has."""
+    result = line.result
+    experiment = experiments.get(result.experiment)
+    if experiment is None:
+        raise LineError(f"no line says what the experiment {result.experiment!r} is")
+    try:
+        run = experiment.find(result.name)
+        stored = build(Cell, result.cell, result.name)
+    except UserError as error:
         raise LineError(str(error).removesuffix(".")) from None
-    if stored != cell:
-        raise LineError(f"{line['name']} has other settings ({_differences(stored, cell)}) than its experiment")
-    test, curve = line["test"], line["curve"]
-    parts = [test.get("clients"), test.get("client_rows")]
-    if not {"loss", *_measures(test)} <= set(test) or not _are_lists_of_one_length(parts):
-        raise LineError("'test' is not whole")
-    measures = _measures(test)
-    by_split = [curve[split] if isinstance(curve.get(split), dict) else {} for split in SPLITS]
-    columns = [split.get(name) for split in by_split for name in measures]
-    if not _are_lists_of_one_length([curve.get("step"), *columns]):
-        raise LineError("'curve' is not whole")
-    if not {"device", "threads"} <= set(line["environment"]):
-        raise LineError("'environment' is not whole")
-
-
-def _measures(scores: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a curve shows; a task without accuracy has the loss alone."""
-    return ("client_mean", "sample_mean") if "client_mean" in scores else ("loss",)
-
-
-def _are_lists_of_one_length(values: Sequence[Any]) -> bool:
-    return all(isinstance(part, list) for part in values) and len({len(part) for part in values}) == 1
+    if stored != run.cell:
+        raise LineError(f"{result.name} has other settings ({_differences(stored, run.cell)}) than its experiment")
 
 
 def _differences(cell: Cell, other: Cell) -> str:
@@ -189,47 +185,39 @@ def _differences(cell: Cell, other: Cell) -> str:
     return ", ".join(f"{name} = {mine[name]!r}, not {theirs[name]!r}" for name in mine if mine[name] != theirs[name])
 
 
-def _runs_of(experiment: Experiment, lines: Iterable[Mapping[str, Any]]) -> Runs:
+def _runs_of(experiment: Experiment, lines: Mapping[str, Line]) -> Runs:
     """Every run of the experiment counts as planned: a table shows what has not been run."""
-    results = {line["name"]: {key: value for key, value in line.items() if key != "curve"} for line in lines}
-    metrics = {line["name"]: _records(line["curve"]) for line in lines}
-    return Runs(experiment, frozenset([*experiment.runs(), *results]), results, metrics)
+    planned = {run.name: run for run in [*experiment.runs(), *map(experiment.find, lines)]}
+    return Runs(
+        experiment,
+        list(planned.values()),
+        {name: line.result for name, line in lines.items()},
+        {name: line.curve for name, line in lines.items()},
+    )
 
 
-def _records(curve: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A curve as the lines of metrics.jsonl."""
-    return [
-        {"step": step, **{split: {name: values[number] for name, values in curve[split].items()} for split in SPLITS}}
-        for number, step in enumerate(curve["step"])
-    ]
+def to_line(result: Result, curve: Curve) -> dict[str, Any]:
+    """What is kept of a finished run, as JSON."""
+    validation = replace(result.validation, clients=None, client_examples=None)
+    kept = _rounded(to_json(replace(result, validation=validation)), 6)
+    return {"kind": "run", **kept, "curve": _rounded(to_json(curve), 4, whole=())}
 
 
-def to_line(result: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is kept of a finished run."""
-    validation = {key: value for key, value in result["validation"].items() if key not in ("clients", "client_rows")}
-    curve: dict[str, Any] = {"step": [record["step"] for record in metrics]}
-    for split in SPLITS:
-        names = _measures(result[split])
-        curve[split] = {name: [_rounded(record[split][name], 4) for record in metrics] for name in names}
-    kept = {key: value for key, value in result.items() if key not in ("kind", "curve")}
-    return {"kind": "run", **_rounded({**kept, "validation": validation}, 6), "curve": curve}
-
-
-def _rounded(value: Any, digits: int) -> Any:
+def _rounded(value: Any, digits: int, whole: Sequence[str] = WHOLE) -> Any:
     if isinstance(value, float):
         return round(value, digits)
     if isinstance(value, Mapping):
-        return {key: part if key in WHOLE else _rounded(part, digits) for key, part in value.items()}
-    return [_rounded(part, digits) for part in value] if isinstance(value, list | tuple) else value
+        return {key: part if key in whole else _rounded(part, digits, whole) for key, part in value.items()}
+    return [_rounded(part, digits, whole) for part in value] if isinstance(value, list) else value
 
 
-def _later(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
+def _later(one: Line | None, other: Line) -> Line:
     """Of two lines of a run, the one that finished last: so files can be put together in any order."""
     return other if one is None or _finished(one) <= _finished(other) else one
 
 
-def _finished(line: Mapping[str, Any]) -> str:
-    return str(line["environment"].get("finished", ""))
+def _finished(line: Line) -> str:
+    return line.result.environment.finished or ""
 
 
 class Exported(NamedTuple):
@@ -252,7 +240,7 @@ def export(paths: Iterable[Path], file: Path) -> Exported:
 
 
 def _export(paths: Iterable[Path], file: Path) -> Exported:
-    kept: dict[str, tuple[Experiment, dict[str, dict[str, Any]]]] = {}
+    kept: dict[str, tuple[Experiment, dict[str, Line]]] = {}
     for runs in read_file(file) if file.exists() else []:
         kept[runs.experiment.name] = runs.experiment, _lines(runs)
     before = {(name, run): line for name, (_, lines) in kept.items() for run, line in lines.items()}
@@ -264,55 +252,54 @@ def _export(paths: Iterable[Path], file: Path) -> Exported:
         kept[experiment.name] = experiment, lines | {name: _later(lines.get(name), fresh[name]) for name in fresh}
     after = {(name, run): line for name, (_, lines) in kept.items() for run, line in lines.items()}
     content = "".join(
-        json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n"
+        _text(line)
         for _, (experiment, lines) in sorted(kept.items())
         for line in [{"kind": "experiment", **asdict(experiment)}, *_in_order(experiment, lines)]
     ).encode()
     if not file.exists() or read_bytes(file) != content:
         write_atomically(file, content)
-    replaced = sum(after[key] != line for key, line in before.items())
+    # By their texts: NaN, the score of nobody, is equal to nothing.
+    replaced = sum(_text(to_line(*after[key])) != _text(to_line(*line)) for key, line in before.items())
     return Exported(len(after) - len(before), replaced, len(after))
 
 
-def _lines(runs: Runs) -> dict[str, dict[str, Any]]:
-    return {name: to_line(result, runs.metrics.get(name, [])) for name, result in runs.results.items()}
+def _text(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n"
 
 
-def _check_before_writing(experiment: Experiment, lines: Mapping[str, dict[str, Any]]) -> None:
+def _lines(runs: Runs) -> dict[str, Line]:
+    """The finished runs as they will stand in a file: rounded, so that what is read equals what was written."""
+    return {name: _line(to_line(result, runs.curves.get(name, Curve.of([])))) for name, result in runs.results.items()}
+
+
+def _check_before_writing(experiment: Experiment, lines: Mapping[str, Line]) -> None:
     """Nothing is written that could not be read again."""
     for name, line in lines.items():
         try:
-            _check_run(line, {experiment.name: experiment})
+            _check(line, {experiment.name: experiment})
         except LineError as error:
             raise UserError(f"the result of {name} cannot be kept: {error}; run it again with this version.") from None
 
 
-def _in_order(experiment: Experiment, lines: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _in_order(experiment: Experiment, lines: Mapping[str, Line]) -> list[dict[str, Any]]:
     """As the experiment names its cells, then by seed."""
-    seeds = sorted({_seed(name) for name in lines})
-    ordered = replace(experiment, seeds=tuple(seeds)).runs()
-    return [lines[name] for name in ordered if name in lines]
-
-
-def _seed(name: str) -> int:
-    found = re.search(r"-seed(-?\d+)$", name)
-    assert found is not None, f"{name} is no name of a run"
-    return int(found[1])
+    seeds = sorted({line.result.seed for line in lines.values()})
+    return [to_line(*lines[run.name]) for run in experiment.runs(seeds) if run.name in lines]
 
 
 def _one_for_both(
     file: Path,
     stored: Experiment,
-    stored_lines: Mapping[str, Any],
+    stored_lines: Mapping[str, Line],
     given: Experiment,
-    given_lines: Mapping[str, Any],
+    given_lines: Mapping[str, Line],
 ) -> Experiment:
     """The given experiment, but with the stored one's cells that have runs: a cell is as it was run.
 
     A cell of which both have runs, with other settings, is refused.
     """
     named = dict(zip(cell_names(given.cells), given.cells, strict=True))
-    named |= {name.rpartition("-seed")[0]: find_run(stored, name)[0] for name in stored_lines}
+    named |= {run.cell_name: run.cell for run in map(stored.find, stored_lines)}
     both = replace(given, cells=tuple(named.values()))
     misfits = _misfits(both, given, given_lines) + _misfits(both, stored, stored_lines)
     if misfits:
@@ -325,7 +312,6 @@ def _one_for_both(
 
 def _misfits(experiment: Experiment, owner: Experiment, names: Iterable[str]) -> list[str]:
     """The runs of `owner` that `experiment` does not have, or has with other settings."""
-    theirs = {name: find_run(owner, name)[0] for name in names}
-    seeds = tuple({_seed(name) for name in theirs})
-    mine = {name: cell for name, (cell, _) in replace(experiment, seeds=seeds).runs().items()}
-    return [name for name, cell in theirs.items() if mine.get(name) != cell]
+    theirs = list(map(owner.find, names))
+    mine = experiment.runs(list({run.seed for run in theirs}))
+    return [run.name for run in theirs if run not in mine]

@@ -51,7 +51,7 @@ def seconds_text(value: Summary | None) -> str:
 
 def steps_text(entry: Entry) -> str:
     """A run that starts from another counts the steps of both."""
-    own = summarize(result["steps"] for result in entry.results.values())
+    own = summarize(result.steps for result in entry.results.values())
     if own is None:
         return ""
     return f"{entry.steps_before:,} + {own.mean:,.0f}" if entry.steps_before else f"{own.mean:,.0f}"
@@ -149,7 +149,7 @@ def to_terminal(report: Report, average: Average = "clients") -> Group:
             title = None
         parts.append(Text(caption(report, average), style="dim"))
         for column in report.columns:
-            if any(entry.metrics for entry in report.in_column(column)):
+            if any(entry.curves for entry in report.in_column(column)):
                 parts += ["", _rich_table(details(report, average, column), column_text(column))]
     else:
         title = f"{report.title} ({column_text(report.columns[0])})" if report.columns else report.title
@@ -193,7 +193,7 @@ def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def commands(report: Report) -> list[str]:
-    return [result["command"] for entry in report.entries for result in entry.results.values() if result["command"]]
+    return [result.command for entry in report.entries for result in entry.results.values() if result.command]
 
 
 def to_csv(reports: Sequence[Report]) -> str:
@@ -209,15 +209,14 @@ def to_csv(reports: Sequence[Report]) -> str:
     for entry in (entry for report in reports for entry in report.entries):
         averages: tuple[Average, ...] = ("clients", "samples")
         accuracies = [entry.test(average) if entry.has_accuracy else None for average in averages]
-        loss = summarize(result["test"]["loss"] for result in entry.results.values())
+        loss = summarize(result.test.loss for result in entry.results.values())
         cells: list[Any] = [entry.label, *entry.column, len(entry.results), entry.num_planned]
         for value in (*accuracies, loss):
             cells += ["", ""] if value is None else [value.mean, "" if value.deviation is None else value.deviation]
         cells += [*(entry.published or ("", ""))]
         cells += [entry.difference(average) if entry.has_accuracy else None for average in averages]
-        for key in ("steps", "bytes_up", "bytes_down", "seconds"):
-            total = entry.total(key)
-            cells.append(None if total is None else total.mean)
+        totals = [entry.total("steps"), entry.total("bytes_up"), entry.total("bytes_down"), entry.total("seconds")]
+        cells += [None if total is None else total.mean for total in totals]
         writer.writerow([*cells, entry.hardware])
     return stream.getvalue()
 

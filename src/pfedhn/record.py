@@ -1,0 +1,360 @@
+"""A run's directory, whoever made it: what is written of a run, and how it is read back.
+
+spec.toml          what the run is: method, network, schedule, data, where it is made
+metrics.jsonl      a line per evaluation
+checkpoint-*       its state (engine/checkpoint.py)
+start.safetensors  the weights it started from, if these are another run's
+result.json        what it found; written last, so that it says: finished
+"""
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from pfedhn.algorithm import Algorithm
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.data.absent import AbsentFederation, Description
+from pfedhn.data.federation import Federation
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import Schedule
+from pfedhn.environment import environment
+from pfedhn.errors import UserError
+from pfedhn.files import write_atomically
+from pfedhn.model import Factory, Model, PerExample
+from pfedhn.params import Params
+from pfedhn.reference import Code, find, name_of
+from pfedhn.result import Cost, Environment, Moment, Result, SchemaError, from_json, to_json
+from pfedhn.settings import build, to_toml
+
+FORMAT = 2  # 1: directories of `train` and of experiments differed, and said too little to load a run
+SECONDS_FOR_A_LOCK = 5.0  # a worker whose parent was killed needs a round to notice
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a simulation does not know of its run: what it is called, and where it comes from."""
+
+    name: str
+    method: str  # as it is registered, or "module:qualname"
+    experiment: str = ""
+    cell: Mapping[str, Any] = field(default_factory=dict)  # of an experiment's run
+    dataset: str | None = None  # where it has a name
+    preprocessing: Mapping[str, Any] | None = None  # what was done to the raw data
+    pretrain: Cost | None = None
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A target network of a run."""
+
+    factory: Code
+    loss: Code
+    metric: Code | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """The algorithm of a run, by the name it is registered by or by "module:qualname", with every setting."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything that spec.toml says."""
+
+    format: int
+    name: str
+    seed: int
+    executor: str
+    method: Method
+    schedule: Schedule
+    networks: Mapping[str, Network]
+    data: Description
+    digests: Mapping[str, str]  # by which one sees that a directory holds another run
+    environment: Environment
+    cell: Mapping[str, Any] | None = None
+
+
+def describe(simulation: Simulation, origin: Origin) -> Spec:
+    """What a run's directory says of it."""
+    networks = {
+        name: Network(
+            Code.of(model.factory),
+            Code.of(model.per_example_loss),
+            None if model.per_example_metric is None else Code.of(model.per_example_metric),
+        )
+        for name, model in simulation.models.items()
+    }
+    digests = {"partition": partition_digest(simulation.federation), "networks": networks_digest(simulation.models)}
+    if simulation.starts is not None:
+        digests["start"] = hashlib.sha256(_start_content(simulation.starts)).hexdigest()
+    return Spec(
+        FORMAT,
+        origin.name,
+        simulation.seed,
+        simulation.executor,
+        Method(origin.method, settings_of(simulation.algorithm)),
+        simulation.schedule,
+        networks,
+        replace(Description.of(simulation.federation), name=origin.dataset, preprocessing=origin.preprocessing),
+        digests,
+        replace(environment(simulation.federation.x.device), finished=None),
+        origin.cell or None,
+    )
+
+
+def settings_of(algorithm: Algorithm[Any, Any, Any]) -> dict[str, Any]:
+    """Every setting of a method, also those that were left at their defaults."""
+    values: dict[str, Any] = asdict(algorithm)  # type: ignore[call-overload]
+    return {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def method_name(method: str | Algorithm[Any, Any, Any]) -> str:
+    """What a method is called: the name it is registered by, or else "module:qualname"."""
+    if isinstance(method, str):
+        return method
+    registered = (name for name in ALGORITHMS if type(ALGORITHMS[name]()) is type(method))
+    return next(registered, name_of(type(method)))
+
+
+def partition_digest(federation: Federation) -> str:
+    """A name for who owns which examples."""
+    digest = hashlib.sha256()
+    for examples in federation.splits.values():
+        for part in (examples.index, examples.offset, examples.size):
+            digest.update(part.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def networks_digest(models: Mapping[str, Model]) -> str:
+    """A name for the weights that the target networks have."""
+    shapes = {name: {part: list(shape) for part, shape in model.shapes.items()} for name, model in models.items()}
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+
+
+# Writing
+
+
+@contextmanager
+def claimed(directory: Path | None) -> Iterator[None]:
+    """Keep a second process out of a run's directory; the system lets go of the lock however this one ends."""
+    if directory is None:
+        yield
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(directory / ".lock")
+    try:
+        lock.acquire(timeout=SECONDS_FOR_A_LOCK)
+    except Timeout:
+        raise UserError(f"{directory} is being run by another process; wait for it or stop it.") from None
+    except NotImplementedError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def open_directory(directory: Path, simulation: Simulation, origin: Origin) -> None:
+    """Write down what the run is, or refuse a directory that holds another one."""
+    spec = describe(simulation, origin)
+    text = to_toml(_without_none(to_json(spec)))
+    if (stored := read_spec(directory)) is not None:
+        given = from_json(Spec, tomllib.loads(text))
+        parts = ("method", "seed", "schedule", "digests")
+        differing = [part for part in parts if getattr(given, part) != getattr(stored, part)]
+        if differing:
+            raise UserError(
+                f"{directory} holds another run (its {', '.join(differing)} differ); give another directory, or the "
+                "settings it was made with."
+            )
+    if simulation.starts is not None:
+        write_atomically(directory / "start.safetensors", _start_content(simulation.starts))
+    write_atomically(directory / "spec.toml", text.encode())
+
+
+def _start_content(starts: Mapping[str, Params]) -> bytes:
+    tensors = {f"{name}/{part}": value for name, weights in starts.items() for part, value in weights.items()}
+    return save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
+
+
+def _without_none(value: Any, is_setting: bool = False) -> Any:
+    """TOML has no None: it is left out of what we name, and written as "none" where it is a setting's value."""
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: "none" if part is None else _without_none(part, is_setting or name in ("settings", "cell"))
+        for name, part in value.items()
+        if part is not None or is_setting
+    }
+
+
+def append_moment(directory: Path, moment: Moment) -> None:
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(to_json(moment)) + "\n")
+
+
+def cut_history(directory: Path, step: int) -> list[Moment]:
+    """Forget what was written after the checkpoint at `step`: the run will write it again."""
+    kept = [moment for moment in read_history(directory) if moment.step <= step]
+    if (directory / "metrics.jsonl").exists():
+        content = "".join(json.dumps(to_json(moment)) + "\n" for moment in kept)
+        write_atomically(directory / "metrics.jsonl", content.encode())
+    return kept
+
+
+def write_result(directory: Path, result: Result) -> None:
+    write_atomically(directory / "result.json", json.dumps(to_json(result), indent=1).encode())
+
+
+# Reading
+
+
+def read_spec(directory: Path) -> Spec | None:
+    """What a directory says of its run; None if it holds none."""
+    file = directory / "spec.toml"
+    if not file.exists():
+        if any(directory.glob("checkpoint-*")):
+            raise UserError(OLDER.format(directory))
+        return None
+    try:
+        table = tomllib.loads(file.read_text())
+        if table.get("format") != FORMAT:
+            raise UserError(OLDER.format(directory))
+        return from_json(Spec, table)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, SchemaError) as error:
+        raise UserError(f"{file} is damaged ({error}); use another directory.") from None
+
+
+OLDER = (
+    "{} was made by another version of pfedhn, which this one can neither load nor go on with; run it again elsewhere."
+)
+
+
+def read_history(directory: Path) -> list[Moment]:
+    """Every evaluation so far; the last line of a run that was killed may be half written."""
+    file = directory / "metrics.jsonl"
+    moments: list[Moment] = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            moments.append(from_json(Moment, json.loads(line)))
+        except ValueError:
+            break
+    return moments
+
+
+def read_result(directory: Path) -> Result | None:
+    """What a finished run found; None while it is not finished."""
+    file = directory / "result.json"
+    if not file.exists():
+        return None
+    try:
+        return from_json(Result, json.loads(file.read_text()))
+    except SchemaError as error:
+        raise UserError(f"{file} cannot be read: {error}; remove it and run again.") from None
+    except ValueError:
+        raise UserError(f"{file} is damaged; remove it and run again: the run's checkpoint is still there.") from None
+
+
+def to_simulation(
+    directory: Path,
+    spec: Spec,
+    *,
+    model: Factory | Mapping[str, Factory] | None,
+    method: type[Any] | None,
+    loss: PerExample | None,
+    metric: PerExample | None,
+    device: str,
+) -> Simulation:
+    """The simulation of a run from its directory; what is given stands for what the directory names.
+
+    Its federation knows the clients and holds no examples.
+    """
+    dtype: torch.dtype = getattr(torch, spec.data.dtype)
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    models = {}
+    for name, network in spec.networks.items():
+        factory = model.get(name) if isinstance(model, Mapping) else model
+        factory = factory or _factory(directory, name, network.factory)
+        wanted = metric
+        if metric is None and network.metric is not None:
+            wanted = _function(directory, "metric", network.metric)
+        models[name] = Model(name, factory, loss or _function(directory, "loss", network.loss), wanted, device, dtype)
+    if networks_digest(models) != spec.digests["networks"]:
+        raise UserError(f"the network has other weights than the one that {directory} was made with; give that one.")
+    return Simulation(
+        _algorithm(directory, spec.method, method),
+        models,
+        AbsentFederation.of(spec.data, device),
+        spec.schedule,
+        spec.seed,
+        spec.executor,
+        _read_start(directory / "start.safetensors", device) if "start" in spec.digests else None,
+    )
+
+
+def _factory(directory: Path, name: str, code: Code) -> Factory:
+    with _naming(f"the network {name!r}", directory, "model"):
+        factory = code.load()
+        made = factory.func if isinstance(factory, partial) else factory
+        if isinstance(made, type) and not issubclass(made, nn.Module):
+            raise UserError(f"{code.name} is no nn.Module.")
+        return factory
+
+
+def _algorithm(directory: Path, method: Method, given: type[Any] | None) -> Algorithm[Any, Any, Any]:
+    with _naming("the method", directory, "method"):
+        kind: Any = given or (type(ALGORITHMS[method.name]()) if method.name in ALGORITHMS else find(method.name))
+        if not isinstance(kind, type) or not is_dataclass(kind):
+            raise UserError(f"{method.name} is no method.")
+        algorithm: Any = build(kind, method.settings, method.name)
+        if not isinstance(algorithm, Algorithm):
+            raise UserError(f"{method.name} is no method.")
+        return algorithm
+
+
+def _function(directory: Path, what: str, code: Code) -> PerExample:
+    """The loss or the metric; where it cannot be imported, a function that says so when somebody needs it."""
+    try:
+        with _naming(f"the {what}", directory, what):
+            return code.load()
+    except UserError as error:
+        sentence = str(error)
+
+    def refuse(outputs: Any, y: Tensor) -> Tensor:
+        raise UserError(sentence)
+
+    return refuse
+
+
+@contextmanager
+def _naming(what: str, directory: Path, argument: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(
+            f"{what} cannot be made from {directory} alone: {str(error).removesuffix('.')}; give it as "
+            f"load(..., {argument}=...)."
+        ) from None
+
+
+def _read_start(file: Path, device: str) -> dict[str, Params]:
+    starts: dict[str, Params] = {}
+    for name, value in load_file(file, device).items():
+        network, _, part = name.partition("/")
+        starts.setdefault(network, {})[part] = value
+    return starts

@@ -1,0 +1,97 @@
+"""Code by name: where a function or class is defined, what it was called with, and how it is found again."""
+
+import functools
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pfedhn.errors import UserError, first_line
+
+
+@dataclass(frozen=True)
+class Code:
+    """A function or class that a run was made with, as a file can hold it."""
+
+    name: str  # "module:qualname"
+    arguments: tuple[Any, ...] | None = None  # of a functools.partial
+    keywords: Mapping[str, Any] | None = None
+    missing: str | None = None  # why nobody can make it from this alone, to stand in a sentence
+
+    @staticmethod
+    def of(thing: Callable[..., Any]) -> "Code":
+        """What is kept of a callable: for `functools.partial(Network, 10)` the name of `Network`, and the 10."""
+        if not isinstance(thing, functools.partial):
+            return Code(name_of(thing), missing=_why_not(thing))
+        name, why = name_of(thing.func), _why_not(thing.func)
+        try:
+            arguments = json.loads(json.dumps([thing.args, thing.keywords], allow_nan=False))
+        except (TypeError, ValueError):
+            return Code(name, missing=why or "has arguments that a file cannot hold")
+        if _holds_none(arguments):
+            return Code(name, missing=why or "has an argument None, which a file cannot hold")
+        return Code(name, tuple(arguments[0]) or None, arguments[1] or None, why)
+
+    def load(self) -> Callable[..., Any]:
+        """The callable itself. This imports the module that the name begins with, and so runs it."""
+        if self.missing is not None:
+            raise UserError(f"{self.name} {self.missing}.")
+        found = find(self.name)
+        if self.arguments is None and self.keywords is None:
+            return found
+        return functools.partial(found, *(self.arguments or ()), **(self.keywords or {}))
+
+
+def name_of(thing: Any) -> str:
+    """`module:qualname` of a function or class; of any other object, that of its class."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def find(name: str) -> Callable[..., Any]:
+    """The function or class that goes by this name, in the module in which it is defined.
+
+    Refused is what no run could have been made with: the standard library, PyTorch outside of `torch.nn`, and names
+    that lead from one module into another. So an edited file cannot call, say, `os.system`.
+    """
+    module, _, path = name.partition(":")
+    package = module.partition(".")[0]
+    is_allowed = package not in sys.stdlib_module_names or package == "__main__"
+    if not path or not is_allowed or (package == "torch" and not module.startswith("torch.nn.")):
+        raise UserError(f"{name} is not code that a run can be made with.")
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{name} cannot be imported here ({first_line(error)}).") from None
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise UserError(f"{name} is not there: {module} has nothing of that name.")
+    is_code = inspect.isclass(found) or inspect.isfunction(found) or inspect.ismethod(found)
+    if not is_code or name_of(found) != name:
+        raise UserError(f"{name} is not code that a run can be made with.")
+    return found  # type: ignore[no-any-return]
+
+
+def _why_not(thing: Any) -> str | None:
+    """Why another process could not import this; None if it can."""
+    qualname = getattr(thing, "__qualname__", None)
+    if qualname is None:
+        return "is an object, of which only the class is known"
+    if "<lambda>" in qualname:
+        return "is a lambda, which has no name to import it by"
+    if "<locals>" in qualname:
+        return "is defined inside a function, from where it cannot be imported"
+    try:
+        return None if find(name_of(thing)) == thing else "is not what its name says"
+    except UserError as error:
+        return f"cannot be imported: {str(error).removesuffix('.')}"
+
+
+def _holds_none(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return any(map(_holds_none, value)) if isinstance(value, list) else value is None
