@@ -34,6 +34,7 @@ check: $(SETUP)
 	$(BIN)/lint-imports
 
 docs: $(SETUP)
+	$(BIN)/python tools/methods_page.py
 	$(BIN)/mkdocs build --strict
 
 results: $(SETUP)

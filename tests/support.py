@@ -4,17 +4,17 @@ Six clients of different sizes, one of them (client 3) smaller than a batch. The
 they are the same bits on every machine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.data.federation import Federation
-from pfedhn.engine.evaluate import personal_weights
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule, State
 from pfedhn.experiments.spec import Cell, Experiment
@@ -122,9 +122,9 @@ def personal(simulation: Simulation, state: State) -> list[Params]:
             algorithm.num_personalize_batches,
             simulation.schedule.batch_size,
         )
-        private = take(memories.private[architecture.name].take([client]), 0)
+        kept = take(memories.private[architecture.name].take([client]), 0)
         row = take(memories.rows, client)
-        weights.append(personal_weights(algorithm, architecture, memories.shared, row, private, take(batches, 0)))
+        weights.append(simulation.exchange.personal_weights(architecture, memories.shared, row, kept, take(batches, 0)))
     return weights
 
 
@@ -150,6 +150,16 @@ def memories_of(state: State) -> Any:
         for client, slot in sorted(table.slots.items())
     }
     return memories.shared, memories.rows, private
+
+
+def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """Parameters of a test of which `make test` takes only those given as fast; tuples are several arguments."""
+    cases = list(values)
+    assert all(case in cases for case in fast)
+    return [
+        case if case in fast else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+        for case in cases
+    ]
 
 
 SMALL = Experiment(

@@ -22,27 +22,10 @@ def train(model: object, federation: pfedhn.Federation | None = None, **settings
     return pfedhn.train("pfedhn", federation, model, steps=2, progress=False, **settings)  # type: ignore[arg-type]
 
 
-class Noisy(pfedhn.MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(nn.functional.dropout(x, 0.5, self.training))
-
-
-@pytest.mark.parametrize(
-    ("model", "sentence"),
-    [
-        (
-            lambda: nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)),
-            "changes buffers of the layers 1;",
-        ),
-        (lambda: Noisy(8, 4), "outside of a dropout layer"),
-        (lambda: pfedhn.MLP(9, 4), r"does not take rows of shape \(8,\)"),
-        (lambda: pfedhn.MLP(8, 3), r"has the label 3, but the network 'model' has 3 outputs"),
-        (lambda: nn.ReLU(), "no trainable parameters"),
-    ],
-)
-def test_networks(model: object, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        train(model)
+def test_a_network_that_would_be_wrong() -> None:
+    """All of them are in tests/engine/test_network.py."""
+    with pytest.raises(UserError, match="changes buffers of the layers 1;"):
+        train(lambda: nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)))
 
 
 def test_constant_buffers_pass_and_go_along_with_the_personal_model() -> None:
@@ -66,11 +49,6 @@ def test_frozen_parameters_are_constants() -> None:
 
     run = train(half_frozen)
     assert set(run.personal_weights(0)) == {"2.weight", "2.bias"}
-
-
-def test_a_loss_that_is_not_per_row() -> None:
-    with pytest.raises(UserError, match="one value per row"):
-        train(lambda: pfedhn.MLP(8, 4), loss=nn.functional.cross_entropy)
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,55 @@
 """Personalized federated learning with hypernetworks: a model of its own for every client."""
 
-import os
-
-# Before PyTorch is loaded: its threads wait for each other by spinning, and where another program has taken a core they
-# spin at the one they wait for, which made a round ten times as long. A short wait costs nothing on a quiet machine.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-from pfedhn.algorithms import ALGORITHMS
-from pfedhn.algorithms.fedavg import FedAvg
-from pfedhn.algorithms.fedper import FedPer
-from pfedhn.algorithms.lg_fedavg import LGFedAvg
-from pfedhn.algorithms.local import Local
-from pfedhn.algorithms.per_fedavg import PerFedAvg
-from pfedhn.algorithms.pfedhn import PFedHN
-from pfedhn.algorithms.pfedme import PFedMe
-from pfedhn.data.federation import Federation
-from pfedhn.data.partition import by_classes, by_coarse_class, by_group, dirichlet
-from pfedhn.kernels.conv import ConvBlock
-from pfedhn.kernels.linear import Linear
-from pfedhn.models import MLP, LeNet, OmniglotNet
-from pfedhn.run import NewClient, Run, load, train
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "ALGORITHMS": "pfedhn.algorithms",
+    "ConvBlock": "pfedhn.kernels.conv",
+    "FedAvg": "pfedhn.algorithms.fedavg",
+    "FedPer": "pfedhn.algorithms.fedper",
+    "Federation": "pfedhn.data.federation",
+    "LGFedAvg": "pfedhn.algorithms.lg_fedavg",
+    "LeNet": "pfedhn.models",
+    "Linear": "pfedhn.kernels.linear",
+    "Local": "pfedhn.algorithms.local",
+    "MLP": "pfedhn.models",
+    "NewClient": "pfedhn.run",
+    "OmniglotNet": "pfedhn.models",
+    "PFedHN": "pfedhn.algorithms.pfedhn",
+    "PFedMe": "pfedhn.algorithms.pfedme",
+    "PerFedAvg": "pfedhn.algorithms.per_fedavg",
+    "Run": "pfedhn.run",
+    "by_classes": "pfedhn.data.partition",
+    "by_coarse_class": "pfedhn.data.partition",
+    "by_group": "pfedhn.data.partition",
+    "datasets": "pfedhn.datasets",
+    "dirichlet": "pfedhn.data.partition",
+    "load": "pfedhn.run",
+    "set_up_process": "pfedhn.process",
+    "train": "pfedhn.run",
+}
+"""Where each public name lives. It is imported when it is asked for: `set_up_process` must come before PyTorch."""
+
+if TYPE_CHECKING:
+    from pfedhn import datasets
+    from pfedhn.algorithms import ALGORITHMS
+    from pfedhn.algorithms.fedavg import FedAvg
+    from pfedhn.algorithms.fedper import FedPer
+    from pfedhn.algorithms.lg_fedavg import LGFedAvg
+    from pfedhn.algorithms.local import Local
+    from pfedhn.algorithms.per_fedavg import PerFedAvg
+    from pfedhn.algorithms.pfedhn import PFedHN
+    from pfedhn.algorithms.pfedme import PFedMe
+    from pfedhn.data.federation import Federation
+    from pfedhn.data.partition import by_classes, by_coarse_class, by_group, dirichlet
+    from pfedhn.kernels.conv import ConvBlock
+    from pfedhn.kernels.linear import Linear
+    from pfedhn.models import MLP, LeNet, OmniglotNet
+    from pfedhn.process import set_up_process
+    from pfedhn.run import NewClient, Run, load, train
 
 __all__ = [
     "ALGORITHMS",
@@ -44,7 +71,22 @@ __all__ = [
     "by_classes",
     "by_coarse_class",
     "by_group",
+    "datasets",
     "dirichlet",
     "load",
+    "set_up_process",
     "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pfedhn' has no attribute {name!r}")
+    home = importlib.import_module(_HOMES[name])
+    value = home if home.__name__ == f"pfedhn.{name}" else getattr(home, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,17 +1,20 @@
 """The protocol every method follows: one round of federated learning, split where the network splits it.
 
-    server                          |  wire  |             client i
+    server                          |      wire      |             client i
     send(model, shared, row_i) -----|- received_i -->|  train(model, received_i, private_i, batches_i)
     receive(shared, groups)   <-----|-- update_i ----|  private_i stays here
-                                    |- received_i -->|  personalize(model, received_i, private_i, batches_i)
+    publish(model, shared, row_i) --|- received_i -->|  personalize(model, received_i, private_i, batches_i)
 
 Everything a method remembers is in one of three places: `shared` (server, for all), a `row` (server, for one client),
 `private` (client, for itself). Each is a tree of tensors; `()` where a method has nothing to remember.
 Axes: [C]lients of a cohort that share one architecture.
 """
 
+import inspect
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,13 +28,8 @@ from pfedhn.sgd import Batches
 Rule: TypeAlias = Literal["mean", "sum", "size"]
 """How the updates of several clients become one server step: their mean, their sum, or a mean weighted by data size."""
 
-
 Shared = TypeVar("Shared")
-
-
 Row = TypeVar("Row")
-
-
 Private = TypeVar("Private")
 
 
@@ -41,55 +39,115 @@ class Group(NamedTuple):
     model: Model
     rows: Any  # [C, ...] at every leaf
     updates: Params  # [C, ...], received minus trained
-    sizes: Tensor  # [C], training rows of each client
+    sizes: Tensor  # [C], training examples of each client
 
 
 @runtime_checkable
 class Algorithm(Protocol[Shared, Row, Private]):
-    """One round, split at the wire. All functions are pure; only `receive` sees a cohort, the others one client."""
+    """One round, split at the wire. A method writes only what it does; the rest has the bodies below.
+
+    All functions are pure; only `receive` sees a cohort, the others one client.
+    """
+
+    usual_cohort_size: ClassVar[int] = 5
+    """Clients per round in the paper's comparison."""
+    communicates: ClassVar[bool] = True
+    """Whether anything crosses the wire; a method that sends nothing trains every client in every round."""
 
     @property
+    @abstractmethod
     def num_batches(self) -> int:
         """Minibatches that `train` consumes."""
 
     @property
     def num_personalize_batches(self) -> int:
-        """Minibatches of training data that `personalize` consumes: 0 for most."""
+        """Minibatches of training data that `personalize` consumes."""
+        return 0
 
     @property
-    def communicates(self) -> bool:
-        """Whether anything crosses the wire; a method that sends nothing trains every client in every round."""
+    def needs_descriptors(self) -> bool:
+        """Whether `init_row` and `join_row` are given a description of each client."""
+        return False
 
-    @property
-    def usual_cohort_size(self) -> int:
-        """Clients per round in the paper's comparison."""
-
-    def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "Algorithm[Shared, Row, Private]":
+    def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> Self:
         """The same method with settings that depend on the size of the federation filled in."""
+        return self
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Shared:
         """The server's memory at round 0, from one initial model per architecture."""
+        return ()  # type: ignore[return-value]
 
     def init_row(self, key: Key, descriptor: Tensor | None) -> Row:
         """The server's memory of ONE client; written in tensor operations, so that a million keys map at once."""
+        return ()  # type: ignore[return-value]
 
     def join_row(self, shared: Shared, rows: Row, descriptor: Tensor | None) -> Row:
         """The server's memory of a client that joins a trained federation whose rows [N, ...] are given."""
+        return ()  # type: ignore[return-value]
 
     def init_private(self, model: Model, start: Params, key: Key) -> Private:
         """ONE client's own memory, made on the client at first contact."""
+        return ()  # type: ignore[return-value]
 
     def send(self, model: Model, shared: Shared, row: Row) -> Params:
-        """What ONE client receives. Never writes."""
+        """What ONE client receives to train from. Never writes."""
+        return {}
 
+    def publish(self, model: Model, shared: Shared, row: Row) -> Params:
+        """What ONE client gets to USE: for evaluation, for its own model, and to join a trained federation with."""
+        return self.send(model, shared, row)
+
+    @abstractmethod
     def train(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Private]:
         """ONE client's local work: its update (received minus trained) and its new private memory."""
 
     def receive(self, shared: Shared, groups: Sequence[Group]) -> tuple[Shared, list[Row]]:
         """ONE server step from the updates of a cohort: new shared memory, new rows of each group."""
+        return shared, [group.rows for group in groups]
+
+    def move_row(self, model: Model, shared: Shared, row: Row, update: Params) -> Row:
+        """The row of ONE client that joins a trained federation, after its update; `shared` is frozen."""
+        return row
 
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         """The weights ONE client would use now: what every method is judged by."""
+        return received
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of `ALGORITHMS`: a method under the name users give it, and what experiments need to know of it.
+
+    Calling it makes the algorithm: `ALGORITHMS["pfedhn"](lr=0.02)`.
+
+    Args:
+        name: The name in tables and figures, as its paper writes it.
+        algorithm: The frozen dataclass that is the method.
+        settings: What this variant sets; everything else is as the dataclass has it.
+        summary: One line for lists; the first line of the algorithm's file by default.
+        grid: Which settings `pfedhn tune` varies, and over which values.
+        is_tuned: Whether `pfedhn tune` varies them without being asked by name; where not, its authors chose.
+        rates_from: The method whose tuned rates this one takes over.
+        color: Of its lines in figures; one that is free by default.
+        dash: Of its lines, as Matplotlib takes it.
+    """
+
+    name: str
+    algorithm: type[Algorithm[Any, Any, Any]]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    summary: str = ""
+    grid: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    is_tuned: bool = True
+    rates_from: str | None = None
+    color: str | None = None
+    dash: Any = "-"
+
+    def __call__(self, **settings: Any) -> Algorithm[Any, Any, Any]:
+        return self.algorithm(**{**self.settings, **settings})
+
+    @property
+    def description(self) -> str:
+        return self.summary or (inspect.getdoc(inspect.getmodule(self.algorithm)) or "").splitlines()[0]
 
 
 def client_weights(rule: Rule, sizes: Tensor) -> Tensor:
@@ -98,16 +156,26 @@ def client_weights(rule: Rule, sizes: Tensor) -> Tensor:
     return counts if rule == "sum" else counts / counts.sum()
 
 
+def weighted_updates(rule: Rule, groups: Sequence[Group]) -> list[Params]:
+    """Every client's update, times how much it counts in one server step over all groups."""
+    weights = client_weights(rule, torch.cat([group.sizes for group in groups]))
+    parts = zip(groups, weights.split([len(group.sizes) for group in groups]), strict=True)
+    return [
+        {name: torch.einsum("c,c...->c...", part.to(value), value) for name, value in group.updates.items()}
+        for group, part in parts
+    ]
+
+
 def only_group(groups: Sequence[Group], method: str) -> Group:
-    """Averaging methods add up weights of one shape; several architectures are refused."""
+    """The group of a method that adds up weights of one shape; several architectures are refused."""
     if len(groups) != 1:
         names = ", ".join(group.model.name for group in groups)
-        raise UserError(several_architectures(method, names))
+        raise several_architectures(method, names)
     return groups[0]
 
 
-def several_architectures(method: str, names: str) -> str:
-    return (
+def several_architectures(method: str, names: str) -> UserError:
+    return UserError(
         f"{method} averages weights of one shape and cannot serve the architectures {names} together; "
         "use pfedhn, or run it once per architecture."
     )

@@ -1,17 +1,20 @@
 """Data sets by name, and a person's own: the public face of `pfedhn.data`."""
 
 from pfedhn.data.catalogue import DATASETS, Dataset, Source, cache_path, cache_state, get, load
-from pfedhn.data.files import Table, from_folders, from_table
+from pfedhn.data.files import Folders, Table, Task, from_folders, from_table, read_federation
 
 __all__ = [
     "DATASETS",
     "Dataset",
+    "Folders",
     "Source",
     "Table",
+    "Task",
     "cache_path",
     "cache_state",
     "from_folders",
     "from_table",
     "get",
     "load",
+    "read_federation",
 ]

@@ -1,7 +1,8 @@
 """What a person can mend: one kind of error, whose message is a sentence that says what to do."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class UserError(ValueError):
@@ -20,11 +21,16 @@ class RunError(UserError):
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """A hint for a name that does not exist: the known one that looks most like it, then all of them."""
+    """A hint for a name that does not exist: the known one that looks most like it, then the others."""
     names = list(known)
     near = difflib.get_close_matches(name.lower(), names, n=1)
-    listed = ", ".join(names)
+    listed = some(names, 20)
     return f"did you mean {near[0]!r}? There are {listed}." if near else f"there are {listed}."
+
+
+def some(items: Sequence[Any], limit: int = 5) -> str:
+    """The first of a long list and how many more there are, to stand inside a sentence."""
+    return ", ".join(map(str, items[:limit])) + (f" and {len(items) - limit} more" if len(items) > limit else "")
 
 
 def first_line(error: BaseException) -> str:

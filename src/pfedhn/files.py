@@ -1,38 +1,154 @@
-"""Files that are written whole or not at all, and one writer at a time."""
+"""A person's files: written whole or not at all, one process at a time; what fails is said with what to do."""
 
+import errno
 import os
+import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pfedhn.errors import RunError, UserError
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Either the whole new file or the old one, whenever the power goes."""
-    temporary = path.with_name(path.name + ".part")
+LOCK = ".lock"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system
+ANOTHER_PLACE = "give a place that can be written (--out for a folder; --export, --save or --plot for a file)"
+
+
+def cache_folder() -> Path:
+    """The folder of decoded data sets and compiled kernels: PFEDHN_CACHE, or ~/.cache/pfedhn."""
+    return Path(os.environ.get("PFEDHN_CACHE") or Path.home() / ".cache" / "pfedhn").expanduser()
+
+
+def write_atomically(path: Path, content: bytes, way_out: str = ANOTHER_PLACE) -> None:
+    """Write the whole new file or leave the old one, whenever the power goes.
+
+    The content goes to a new file beside it first, whose name nobody can guess. Neither there nor at the path itself
+    is a link followed: it is refused, or replaced.
+    """
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    with writing(path, way_out):
+        try:
+            with scratch.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, path)
+        finally:
+            with suppress(OSError):  # it became the file itself, or was never made
+                scratch.unlink()
+
+
+def append(path: Path, text: str) -> None:
+    """Add lines to a file."""
+    with writing(path), path.open("a") as file:
+        file.write(text)
+
+
+def make_folder(path: Path, way_out: str = ANOTHER_PLACE) -> None:
+    """Make a folder, and those above it, unless it is there."""
+    with writing(path, way_out):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether nothing would be mixed with what is written there: the folder is empty, or does not exist."""
+    with writing(folder):
+        return not folder.exists() or next(folder.iterdir(), None) is None
+
+
+def read_text(path: Path) -> str:
+    """Read a text file."""
+    return read_bytes(path).decode()
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a whole file."""
+    with reading(path):
+        return path.read_bytes()
+
+
+@contextmanager
+def writing(path: Path, way_out: str = ANOTHER_PLACE) -> Iterator[None]:
+    """Inside the block, what the system refuses becomes a sentence that names the path and the way out."""
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        yield
     except OSError as error:
-        if error.filename is not None:
-            error.filename, error.filename2 = str(path), None  # the name that the person gave
-        raise
+        way_out = "make room, and the same command goes on" if error.errno in NO_ROOM else way_out
+        raise RunError(f"{path}: {_reason(error)}; {way_out}.") from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """As `writing`, for a file or folder that is only read."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path} cannot be read ({_reason(error)}); make it readable, or give another.") from error
+
+
+def _reason(error: OSError) -> str:
+    text = error.strerror or str(error)
+    return text[:1].lower() + text[1:]
 
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait until no other process changes a file of this folder; the system lets go however a process ends."""
-    try:
-        import fcntl
-    except ImportError:  # not on this system
-        yield
+    """Wait until no other process changes a file of this folder; the system lets go however a process ends.
+
+    The folder itself is locked, so that nothing is left in it.
+    """
+    from filelock import FileLock, lock_descriptor  # here: the help of the command line needs no lock
+
+    if os.name == "nt":  # where no folder can be locked, but the file of a lock goes with it
+        with FileLock(folder / LOCK):
+            yield
         return
-    handle = os.open(folder, os.O_RDONLY)
+    with writing(folder):
+        handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            lock_descriptor(handle)
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def claimed(folder: Path, seconds: float) -> Iterator[None]:
+    """Hold the folder of a run; the system lets go however a process ends.
+
+    What a process that was killed left half written is removed.
+
+    Args:
+        folder: the run's own.
+        seconds: how long to wait for another process before it is refused.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / LOCK, timeout=seconds)
+    with writing(folder):
+        try:
+            lock.acquire()
+        except Timeout:
+            raise UserError(f"{folder} is being run by another process; wait for it or stop it.") from None
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                raise
+        for left in folder.glob(".*.part"):
+            left.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def write_trouble(folder: Path) -> str | None:
+    """Why nothing can be written there; None if it can. Nothing is made."""
+    try:
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            return None
+    except OSError as error:
+        return _reason(error)

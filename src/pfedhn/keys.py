@@ -40,10 +40,15 @@ def fold(key: Key, *parts: str | Key) -> Key:
     """A new key from a key and what the draw is for: `fold(seed, "batches", round, client)`."""
     for part in parts:
         if isinstance(part, str):
-            part = int.from_bytes(hashlib.blake2b(part.encode(), digest_size=8).digest(), "little", signed=True)
+            part = hash_text(part)
         mixed = key ^ (mix(part + STEP) if isinstance(part, Tensor) else mix(_wrap(part + STEP)))
         key = mix(mixed)  # type: ignore[type-var]
     return key
+
+
+def hash_text(text: str) -> int:
+    """The number that a text stands for in a key, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def permutation_head(key: Key, size: int | Tensor, count: int) -> Tensor:

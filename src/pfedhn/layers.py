@@ -1,23 +1,61 @@
-"""Whose each parameter of a network is, by the names of its layers."""
+"""Whose each parameter of a network is: one mechanism, by the names of layers, for all methods that split a network."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
 
 from pfedhn.errors import UserError
 from pfedhn.model import Model
 
+Shapes: TypeAlias = dict[str, torch.Size]
+Role: TypeAlias = Literal["personal", "generated", "shared", "frozen"]
 
-def layer_names(model: Model, layers: Sequence[str], setting: str) -> frozenset[str]:
-    """The parameters that belong to the named layers, e.g. "fc3" -> {"fc3.weight", "fc3.bias"}."""
-    chosen = set()
+
+class Roles(NamedTuple):
+    """The parameters of a network by role, each in the network's own order."""
+
+    personal: Shapes  # stay with their client
+    generated: Shapes  # written by a hypernetwork
+    shared: Shapes  # one for all clients
+    frozen: Shapes  # nobody trains them: they stay at their start
+
+
+def assign_roles(model: Model, rest: Role, settings: Mapping[str, str] | None = None, **layers: Sequence[str]) -> Roles:
+    """Give every parameter a role.
+
+    Args:
+        model: The network.
+        rest: The role of what is not named.
+        settings: What a method calls a role in its settings, for the sentence that refuses a layer.
+        layers: Layers by role, e.g. `personal=("fc3",)`. "last" stands for the layer of the last parameter.
+    """
+    roles: dict[str, str] = dict.fromkeys(model.shapes, rest)
+    for role, names in layers.items():
+        for name in _parameters(model, names, (settings or {}).get(role, role)):
+            if roles[name] not in (rest, role):
+                raise UserError(f"the layer of {name!r} is named as {roles[name]} and as {role}; name it once.")
+            roles[name] = role
+    if not {"generated", "shared"} & set(roles.values()):
+        raise UserError(
+            f"every layer of {model.name} stays with the client, so nothing is left to generate or to share; name "
+            "fewer personal layers, or use the method local."
+        )
+    parts = [{name: shape for name, shape in model.shapes.items() if roles[name] == role} for role in Roles._fields]
+    return Roles(*parts)
+
+
+def _parameters(model: Model, layers: Sequence[str], setting: str) -> list[str]:
+    """The parameters that belong to the named layers, e.g. "fc3" -> ["fc3.weight", "fc3.bias"]."""
+    chosen: list[str] = []
     for layer in layers:
-        if layer == "last":
-            layer = last_layer(model)
-        owned = {name for name in model.shapes if name == layer or name.startswith(layer + ".")}
+        layer = last_layer(model) if layer == "last" else layer
+        owned = [name for name in model.shapes if name == layer or name.startswith(layer + ".")]
         if not owned:
             known = ", ".join(dict.fromkeys(name.rsplit(".", 1)[0] for name in model.shapes))
             raise UserError(f"{setting} names the layer {layer!r}, which {model.name} does not have; it has {known}.")
-        chosen |= owned
-    return frozenset(chosen)
+        chosen += owned
+    return chosen
 
 
 def last_layer(model: Model) -> str:

@@ -17,20 +17,23 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from pfedhn import keys
-from pfedhn.algorithm import Algorithm, Group
+from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.absent import with_examples
-from pfedhn.data.federation import Arrays, Federation, LazyFederation
+from pfedhn.data.arrays import Arrays
+from pfedhn.data.federation import Federation
+from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.capture import CapturedRun, computing_on_gpu
 from pfedhn.engine.checkpoint import load_state, remove_old, save_state
-from pfedhn.engine.evaluate import Chunk, SplitResult, evaluate, personal_weights, plan, to_splits
+from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.network import build_model, check_model, with_num_outputs
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Progress, Schedule, State
 from pfedhn.environment import environment
 from pfedhn.errors import UserError, closest
 from pfedhn.model import Factory, PerExample
-from pfedhn.params import Params, stack, take
+from pfedhn.params import Params, take
+from pfedhn.process import advise_once
 from pfedhn.progress import Watch, bar
 from pfedhn.record import (
     Origin,
@@ -184,17 +187,10 @@ class Run:
                     f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}"
                 )
             model = simulation.models[architecture]
-        federation = simulation.federation if data is None else with_examples(simulation.federation, place, data)
-        batches = federation.batches(
-            torch.tensor([place], device=federation.x.device),
-            simulation.personalize_key(self.state.round if last else self.chosen.round),
-            simulation.algorithm.num_personalize_batches,
-            simulation.schedule.batch_size,
-        )
-        private = take(memories.private[model.name].take([place]), 0)
-        return personal_weights(
-            simulation.algorithm, model, memories.shared, take(memories.rows, place), private, take(batches, 0)
-        )
+        if data is not None:
+            simulation = replace(simulation, federation=with_examples(simulation.federation, place, data))
+        number = self.state.round if last else self.chosen.round
+        return simulation.personal_weights(memories, model, place, number)
 
     def personal_model(
         self, client: int | str, last: bool = False, architecture: str | None = None, data: Arrays | None = None
@@ -214,14 +210,7 @@ class Run:
 
     def _place(self, client: int | str) -> int:
         """Where a client stands in the tables."""
-        federation = self.simulation.federation
-        if hasattr(federation, "number_of"):
-            return int(federation.number_of(client))
-        if not isinstance(client, int) or not 0 <= client < federation.num_clients:
-            raise UserError(
-                f"there is no client {client}; this federation has the clients 0 to {federation.num_clients - 1}."
-            )
-        return client
+        return self.simulation.federation.number_of(client)
 
     def add_client(
         self,
@@ -237,62 +226,45 @@ class Run:
     ) -> "NewClient":
         """Let a client join that took no part in training: only what is its own learns, the server's model is frozen.
 
-        For pFedHN that is the embedding (and the personal layers of PC). The functions are those of training; what
-        `receive` would change for all is thrown away.
+        For pFedHN that is the embedding (and the personal layers of PC). The rounds are those of training, but that the
+        server moves the client's row alone (`move_row`).
 
-        x, y: the new client's rows; they are split like a client's, and the best round is chosen on its validation.
-        descriptor: of the new client, for a run with fixed descriptors; its class shares by default.
+        Args:
+            x: The new client's examples; they are split, and the best round is chosen on its validation examples.
+            y: Their labels.
+            rounds: How many rounds it takes part in.
+            split: Fractions for training, validation and test.
+            architecture: Which of several target networks it runs; that of the first client by default.
+            descriptor: Of the new client, for a run with fixed descriptors; its class shares by default.
+            seed: Of its split and its draws.
+            last: Join the run as it was after its last round instead of the chosen one.
         """
-        simulation, memories = self.simulation, self.memories(last)
-        algorithm = simulation.algorithm
+        simulation = self.simulation
+        if rounds < 0:
+            raise UserError(f"rounds is {rounds}; a client joins in 0 rounds or more.")
         if architecture is not None and architecture not in simulation.models:
             raise UserError(f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}")
         model = simulation.models[architecture] if architecture else simulation.model_of(0)
         data = Federation.from_clients([(x, y)], split=split, seed=seed)
         data = data.to(simulation.federation.x.device, model.dtype if data.x.is_floating_point() else None)
         check_model(model, data)
-        key = keys.fold(simulation.seed, "new client", seed)
-        row = algorithm.join_row(memories.shared, memories.rows, self._descriptor(data, descriptor))
-        private = algorithm.init_private(model, simulation.initial_models()[model.name], key)
-        member = torch.zeros(1, dtype=torch.int64, device=data.x.device)
-        best: NewClient | None = None
-
-        chunks = plan(data, lambda client: model, EVALUATED_SPLITS, one_by_one=True)
-
-        def private_of(value: Any) -> Callable[[Chunk], Any]:
-            return lambda chunk: stack([value])
-
-        for number in range(rounds + 1):
-            look = keys.fold(key, "personalise", number)
-            results = evaluate(
-                algorithm,
-                chunks,
-                data,
-                memories.shared,
-                stack([row]),
-                private_of(private),
-                simulation.executor_for,
-                look,
-                simulation.schedule.batch_size,
-            )
-            splits = to_splits(results, data, EVALUATED_SPLITS, model.per_example_metric is not None)
-            chosen_on = splits["validation"] if int(splits["validation"].count.sum()) else None
-            if best is None or chosen_on is None or chosen_on.score > best.splits["validation"].score:
-                batches = data.batches(member, look, algorithm.num_personalize_batches, simulation.schedule.batch_size)
-                weights = personal_weights(algorithm, model, memories.shared, row, private, take(batches, 0))
-                best = NewClient(model.with_weights(weights), weights, row, private, splits, number)
-            if number == rounds:
+        if simulation.federation.architectures is not None:
+            data = data.with_architectures([model.name])
+        if (described := self._descriptor(data, descriptor)) is not None:
+            data = data.with_descriptors(described[None])
+        key = int(keys.fold(simulation.seed, "new client", seed))
+        joining = simulation.joining(data, self.memories(last), max(rounds, 1), key)
+        state = joining.initial_state()
+        for progress in joining.rounds(state):
+            if progress.step >= rounds:
                 break
-            batches = data.batches(
-                member, keys.fold(key, "batches", number), algorithm.num_batches, simulation.schedule.batch_size
-            )
-            received = algorithm.send(model, memories.shared, row)
-            with model.seeded(torch.as_tensor(keys.fold(key, "noise", number))):
-                update, private = algorithm.train(model, received, private, take(batches, 0))
-            group = Group(model, stack([row]), stack([update]), data.splits["train"].size)
-            row = take(algorithm.receive(memories.shared, [group])[1][0], 0)
-        assert best is not None
-        return best
+        assert state.best is not None
+        memories, chosen = state.best.memories, state.best.evaluation
+        weights = joining.personal_weights(memories, model, 0, chosen.round)
+        kept = take(memories.private[model.name].take([0]), 0)
+        return NewClient(
+            model.with_weights(weights), weights, take(memories.rows, 0), kept.private, chosen.splits, chosen.round
+        )
 
     def _descriptor(self, data: Federation, given: ArrayLike | Tensor | None) -> Tensor | None:
         wanted = self.simulation.descriptors()
@@ -596,6 +568,7 @@ def train(
         >>> run.accuracy.shape
         (12,)
     """
+    advise_once(device)
     simulation = assemble(
         method,
         federation,

@@ -1,14 +1,18 @@
-"""Settings from outside (a TOML file, a command line, a keyword) checked against the fields of a frozen dataclass."""
+"""Settings from outside (a TOML file, a command line, a keyword) checked against the fields of a frozen dataclass.
 
-import json
+The checks are written here, not taken from msgspec or pydantic: a rate may be a tensor inside a trace, "none" stands
+for what TOML has no word for, and a refusal is one sentence that names the closest field and what would fit. With
+either library all three would be code of ours around it.
+"""
+
 import math
-import re
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import tomli_w
 from torch import Tensor
 
 from pfedhn.errors import UserError, closest
@@ -101,44 +105,10 @@ def parse_value(text: str) -> Any:
 
 def to_toml(table: Mapping[str, Any]) -> str:
     """A nested table as TOML; None is left out, since TOML has no such value."""
-    return "\n".join(_toml_lines(table, "")).lstrip("\n") + "\n"
+    return tomli_w.dumps(_without_none(table))
 
 
-def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
-    plain = {name: value for name, value in table.items() if value is not None}
-    tables = {name: value for name, value in plain.items() if isinstance(value, Mapping)}
-    lists = {name: value for name, value in plain.items() if _is_table_list(value)}
-    lines = [f"{_key(n)} = {_toml_value(v)}" for n, v in plain.items() if n not in tables and n not in lists]
-    for name, value in tables.items():
-        lines += ["", f"[{prefix}{_key(name)}]", *_toml_lines(value, f"{prefix}{_key(name)}.")]
-    for name, entries in lists.items():
-        for entry in entries:
-            lines += ["", f"[[{prefix}{_key(name)}]]", *_toml_lines(entry, f"{prefix}{_key(name)}.")]
-    return lines
-
-
-def _is_table_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(entry, Mapping) for entry in value)
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else _toml_text(name)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return repr(int(value))
-    if isinstance(value, float):
-        return repr(float(value))  # a NumPy number is a float with a repr of its own
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml_value, value)) + "]"
-    if isinstance(value, str):
-        return _toml_text(value)
-    raise TypeError(f"{value!r} cannot be written as TOML")
-
-
-def _toml_text(text: str) -> str:
-    """JSON's escapes are TOML's, but that TOML wants DEL escaped too."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_none(part) for name, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list | tuple) else value

@@ -22,7 +22,7 @@ Loss: TypeAlias = Callable[[Params, "Batches"], Tensor]
 
 
 class Batches(NamedTuple):
-    """Minibatches of one client; `mask` is False where a batch was filled up because the client has fewer rows."""
+    """Minibatches of one client; `mask` is False where a batch was filled up because the client has fewer examples."""
 
     x: Tensor  # [K, B, ...]
     y: Tensor  # [K, B, ...]
@@ -78,6 +78,11 @@ class SGD:
             return weights - self.lr * velocity, velocity
         return weights.add(velocity, alpha=-self.lr), velocity
 
+    def step_all(self, weights: Params, velocity: Params, gradient: Params) -> tuple[Params, Params]:
+        """`step` for every name of `weights`."""
+        moved = {name: self.step(value, velocity[name], gradient[name]) for name, value in weights.items()}
+        return {name: pair[0] for name, pair in moved.items()}, {name: pair[1] for name, pair in moved.items()}
+
     def run(
         self,
         loss: Loss,
@@ -85,21 +90,37 @@ class SGD:
         batches: Batches,
         velocity: Params | None = None,
         clipped: Collection[str] | None = None,
+        frozen: Collection[str] = (),
     ) -> tuple[Params, Params]:
-        """One step per batch; names missing from `velocity` start at rest. Only `clipped` names (all) are clipped."""
-        names = [name for name in weights if clipped is None or name in clipped]
-        weights = pick(weights, names) | weights  # what is clipped comes first in the vector
-        vector, unpack = pack(weights)
-        pace, _ = pack({name: (velocity or {}).get(name, torch.zeros_like(value)) for name, value in weights.items()})
+        """Take one step per batch.
+
+        Args:
+            loss: The loss of all weights on one batch.
+            weights: Where to start.
+            batches: [K, B, ...], one for each step.
+            velocity: Where momentum starts; names that are missing start at rest.
+            clipped: The names whose gradient is clipped together; all of them by default.
+            frozen: Names that stay as they are; a method that trains its layers in phases freezes some in each.
+
+        Returns:
+            The weights and the velocity after the last step.
+        """
+        held, velocity = pick(weights, frozen), velocity or {}
+        moving = {name: value for name, value in weights.items() if name not in held}
+        names = [name for name in moving if clipped is None or name in clipped]
+        moving = pick(moving, names) | moving  # what is clipped comes first in the vector
+        vector, unpack = pack(moving)
+        speed, _ = pack({name: velocity.get(name, torch.zeros_like(value)) for name, value in moving.items()})
         num_clipped = sum(weights[name].numel() for name in names)
-        gradient_of = gradient(loss, unpack)
 
-        def step(carry: tuple[Tensor, Tensor], batch: Batches, lr: Rate) -> tuple[Tensor, Tensor]:
-            slope = clip_vector(gradient_of(carry[0], batch), self.clip, num_clipped)
-            return SGD(lr, self.momentum, self.weight_decay).step(*carry, slope)
+        def step(carry: tuple[Tensor, Tensor], batch: Batches, constants: tuple[Rate, Params]) -> tuple[Tensor, Tensor]:
+            lr, held = constants
+            gradient_of = gradient(lambda weights, batch: loss(weights | held, batch), unpack)
+            clipped_gradient = clip_vector(gradient_of(carry[0], batch), self.clip, num_clipped)
+            return SGD(lr, self.momentum, self.weight_decay).step(*carry, clipped_gradient)
 
-        vector, pace = scan(step, (vector, pace), batches, self.lr)
-        return unpack(vector), unpack(pace)
+        vector, speed = scan(step, (vector, speed), batches, (self.lr, held))
+        return unpack(vector) | held, unpack(speed) | pick(velocity, held)
 
 
 def gradient(loss: Loss, unpack: Callable[[Tensor], Params]) -> Callable[[Tensor, Batches], Tensor]:
@@ -108,8 +129,8 @@ def gradient(loss: Loss, unpack: Callable[[Tensor], Params]) -> Callable[[Tensor
     def of_vector(vector: Tensor, batch: Batches) -> Tensor:
         return loss(unpack(vector), batch)
 
-    slope: Callable[[Tensor, Batches], Tensor] = torch.func.grad(of_vector)
-    return slope
+    result: Callable[[Tensor, Batches], Tensor] = torch.func.grad(of_vector)
+    return result
 
 
 def clip_vector(vector: Tensor, limit: float | None, length: int) -> Tensor:

@@ -17,6 +17,7 @@ from pfedhn.params import copy, put, take
 
 NUM_STEPS = 1_000
 DIM, NUM_ROWS = 2, 7
+slow = pytest.mark.slow
 
 
 def moved(lr: float, momentum: float, decay: float) -> torch.Tensor:
@@ -27,19 +28,25 @@ def moved(lr: float, momentum: float, decay: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("settings", "is_complex", "cohort"),
     [
-        ({"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}, False, 1),
-        ({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.2}, True, 1),
-        ({"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "embedding_lr": 2.0}, False, 2),
-        ({"lr": 0.05, "momentum": 0.5, "weight_decay": 0.3, "embedding_lr": 3.0}, True, 2),
-        ({"lr": 0.05, "momentum": 0.0, "weight_decay": 0.1}, False, 1),
-        ({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}, False, 2),
+        pytest.param({"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-3}, False, 1, id="usual"),
+        pytest.param({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.2}, True, 1, id="complex", marks=slow),
+        pytest.param(
+            {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, "embedding_lr": 2.0},
+            *(False, 2),
+            id="embedding-lr",
+            marks=slow,
+        ),
+        pytest.param(
+            {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.3, "embedding_lr": 3.0}, True, 2, id="complex-embedding-lr"
+        ),
+        pytest.param({"lr": 0.05, "momentum": 0.0, "weight_decay": 0.1}, False, 1, id="no-momentum", marks=slow),
+        pytest.param({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}, False, 2, id="no-decay", marks=slow),
     ],
-    ids=["usual", "complex", "embedding-lr", "complex-embedding-lr", "no-momentum", "no-decay"],
 )
 def test_dense_is_lazy(settings: dict[str, Any], is_complex: bool, cohort: int) -> None:
     """1,000 server steps with random clients and random updates; torch.optim moves every row of the table each time."""
     spec = PFedHN(**settings, embedding_dim=DIM, linear=True, clip=1.0, rule="sum")
-    eigenvalues = torch.linalg.eigvals(moved(float(spec.row_lr), spec.momentum, spec.weight_decay))
+    eigenvalues = torch.linalg.eigvals(moved(float(spec.embeddings.lr), spec.momentum, spec.weight_decay))
     assert bool((eigenvalues.imag != 0).any()) == is_complex
 
     model = Model("line", lambda: nn.Linear(3, 1, bias=False), squared_error, dtype=torch.float64)
@@ -50,7 +57,7 @@ def test_dense_is_lazy(settings: dict[str, Any], is_complex: bool, cohort: int) 
     ((name, start),) = shared.phi.items()
     weight = nn.Parameter(start.clone())
     dense = torch.optim.SGD(
-        [{"params": [weight]}, {"params": table.parameters(), "lr": spec.row_lr}],
+        [{"params": [weight]}, {"params": table.parameters(), "lr": spec.embeddings.lr}],
         spec.lr,
         spec.momentum,
         weight_decay=spec.weight_decay,
@@ -110,7 +117,7 @@ def test_single_precision_rows_keep_up() -> None:
     value, velocity = row.embedding.double(), row.velocity.double()
     for _ in range(5_000):
         velocity = spec.momentum * velocity + spec.weight_decay * value
-        value = value - float(spec.row_lr) * velocity
+        value = value - float(spec.embeddings.lr) * velocity
     assert now.embedding.dtype == torch.float32
     assert_close(now.embedding.double(), value, rtol=1e-6)
 

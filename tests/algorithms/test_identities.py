@@ -176,7 +176,7 @@ def test_pfedme_with_no_mixing_never_moves_w(federation: Federation) -> None:
     assert_same_bits(finish(simulation).memories.shared, simulation.initial_models()["mlp"])
 
 
-def test_proposition_1_linear_hypernetwork_is_uncenterd_pca() -> None:
+def test_proposition_1_linear_hypernetwork_is_uncentered_pca() -> None:
     """For X_i^T X_i = I, h(v; W) = W v trained to the end is the best rank-D fit of the clients' own solutions."""
     num_clients, num_rows, dim, rank = 5, 6, 4, 2
     federation = regression(num_clients, num_rows, dim)

@@ -18,6 +18,7 @@ from support import (
     assert_close,
     finish,
     model,
+    mostly_slow,
     personal,
     simulate,
     uint8_images,
@@ -34,7 +35,7 @@ from pfedhn.algorithms.fedper import FedPer
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
-from pfedhn.algorithms.pfedhn import PFedHN, pfedhn_pc
+from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedme import PFedMe
 from pfedhn.bench import textbook
 from pfedhn.bench.measure import Images
@@ -138,7 +139,7 @@ def test_local(federation: Federation, target: str) -> None:
     state = finish(simulation)
     assert_close(personal(simulation, state), [weights_of(net) for net in nets])
     for client in CLIENTS:
-        private = take(state.memories.private[target].take([client]), 0)
+        private = take(state.memories.private[target].take([client]), 0).private
         assert_close(private.velocity, velocity_of(nets[client], optimizers[client]))
 
 
@@ -193,7 +194,7 @@ def test_averaging(federation: Federation, target: str, spec: FedAvg, rule: str,
 
     state = finish(simulation)
     assert_close(state.memories.shared, shared)
-    assert_close([take(state.memories.private[target].take([i]), 0) for i in CLIENTS], own)
+    assert_close([take(state.memories.private[target].take([i]), 0).private for i in CLIENTS], own)
     assert_close(personal(simulation, state), [shared | part for part in own])
 
 
@@ -294,7 +295,7 @@ def test_pfedme(federation: Federation, target: str, tested: str) -> None:
 HYPER = {"hidden_dim": 6, "num_hidden": 2, "embedding_dim": 3, "lr": 0.3, "weight_decay": 0.05, "clip": None}
 
 
-@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 @pytest.mark.parametrize(
     ("settings", "images"),
     [
@@ -334,7 +335,7 @@ class Hyper(nn.Module):
         shared, rows = state.memories.shared, state.memories.rows
         depth = 0 if self.spec.linear else 1 + self.spec.num_hidden
         self.trunk = nn.ModuleList(self._layer(shared, f"trunk.{i}", f"trunk.{i}") for i in range(depth))
-        self.shapes = {name: self.spec.generated(m) for name, m in simulation.models.items()}
+        self.shapes = {name: self.spec.roles(m).generated for name, m in simulation.models.items()}
         self.heads = nn.ModuleDict()
         for name, shapes in self.shapes.items():
             heads, first = [], 0
@@ -448,7 +449,7 @@ def check_pfedhn(simulation: Simulation) -> None:
         theta = {n: v.detach() for n, v in h(simulation.model_of(client).name, client).items()}
         expected.append(theta | {n: v for n, v in weights_of(net).items() if n not in theta})
         if spec.personal:
-            private = take(state.memories.private[simulation.model_of(client).name].take([client]), 0)
+            private = take(state.memories.private[simulation.model_of(client).name].take([client]), 0).private
             velocity = velocity_of(net, head_optimizers[client][0]) or {
                 n: torch.zeros_like(v) for n, v in private.head.items()
             }
@@ -459,18 +460,18 @@ def check_pfedhn(simulation: Simulation) -> None:
 CLIPPED = {"clip": 0.05, "local_clip": 1.2}
 
 
-@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 @pytest.mark.parametrize(
     ("spec", "cohort"),
     [
-        (pfedhn_pc(**LOCAL, **HYPER), 1),
-        (pfedhn_pc(**LOCAL, **(HYPER | CLIPPED)), 2),
+        (ALGORITHMS["pfedhn-pc"](**LOCAL, **HYPER), 1),
+        (ALGORITHMS["pfedhn-pc"](**LOCAL, **(HYPER | CLIPPED)), 2),
         (PFedHN(**LOCAL, **HYPER), 3),
         (PFedHN(**LOCAL, **HYPER, rule="sum"), 3),
         (PFedHN(**LOCAL, **(HYPER | CLIPPED), rule="size"), 3),
         (PFedHN(**LOCAL, **HYPER, embedding_lr=1.5), 2),
         (PFedHN(**LOCAL, **HYPER, spectral_norm=True), 1),
-        (pfedhn_pc(**LOCAL, **(HYPER | CLIPPED), spectral_norm=True), 2),
+        (ALGORITHMS["pfedhn-pc"](**LOCAL, **(HYPER | CLIPPED), spectral_norm=True), 2),
         (PFedHN(**LOCAL, **HYPER, linear=True), 1),
         (PFedHN(**LOCAL, **(HYPER | CLIPPED), linear=True), 2),
     ],
@@ -503,9 +504,9 @@ def test_pfedhn_fixed_embeddings(federation: Federation, settings: dict[str, Any
     check_pfedhn(simulate(spec, given.to("cpu", torch.float64), cohort=2))
 
 
-@pytest.mark.parametrize("cohort", [1, 3])
+@pytest.mark.parametrize("cohort", mostly_slow([1, 3], 3))
 @pytest.mark.parametrize(
-    "spec", [PFedHN(**LOCAL, **HYPER), pfedhn_pc(**LOCAL, **(HYPER | CLIPPED))], ids=["plain", "pc"]
+    "spec", [PFedHN(**LOCAL, **HYPER), ALGORITHMS["pfedhn-pc"](**LOCAL, **(HYPER | CLIPPED))], ids=["plain", "pc"]
 )
 def test_pfedhn_architectures(federation: Federation, spec: PFedHN, cohort: int) -> None:
     """Clients of three kinds on one trunk; the head of a kind that sits a round out still decays and still moves."""

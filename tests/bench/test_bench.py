@@ -12,7 +12,7 @@ from PIL import Image
 
 from pfedhn.bench import measure as bench
 from pfedhn.bench.measure import Images, Program, Worker, Workload, is_equal, rounds_of
-from pfedhn.engine.executors import keep_freed_memory
+from pfedhn.process import keep_freed_memory
 
 SMALL = Workload("mlp", num_clients=4, rows_per_client=20, local_steps=2, batch_size=8)
 
@@ -57,6 +57,7 @@ def test_operators_are_counted_without_views() -> None:
     assert bench.count_kernels(lambda: (a.t() @ a.view(3, 4)).relu().sum(), "cpu") == 3
 
 
+@pytest.mark.slow
 def test_worker_measures_a_program() -> None:
     worker = Worker.start(Program("traced"), SMALL, "cpu")
     assert is_equal(worker.first(), numbers(Program("textbook")))

@@ -2,6 +2,7 @@
 
 import errno
 import importlib.util
+import inspect
 import json
 import os
 import random
@@ -17,20 +18,24 @@ from typing import Any
 
 import numpy
 import pytest
-from click.testing import Result
 from safetensors import safe_open
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import pfedhn
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.cli import app as cli
+from pfedhn.cli import find
+from pfedhn.cli.app import app
+from pfedhn.cli.tune import tune
 from pfedhn.data import catalogue as datasets
 from pfedhn.engine import checkpoint
+from pfedhn.engine.executors import EXECUTORS
 from pfedhn.experiments import directory as directory_module
-from pfedhn.experiments import runner
+from pfedhn.experiments import paper, runner
 from pfedhn.experiments.grid import with_assignments
 from pfedhn.experiments.paper import DEMO, EXPERIMENTS
 from pfedhn.experiments.spec import Experiment
+from pfedhn.experiments.tune import plan
+from pfedhn.report.page import FORMATS
 
 MINE = """
 clients = 6
@@ -62,7 +67,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, list(arguments))
+    return CliRunner().invoke(app, list(arguments), prog_name="pfedhn")
 
 
 def refused(code: int, sentence: str, *arguments: str) -> Result:
@@ -113,6 +118,36 @@ def test_every_help_page_has_an_example_or_the_commands(command: list[str]) -> N
         assert len(line) <= 100
 
 
+def test_help_and_version_come_without_pytorch() -> None:
+    code = """
+import sys
+import pfedhn.cli
+try:
+    pfedhn.cli.main()
+finally:
+    assert not {"torch", "numpy", "matplotlib"} & set(sys.modules)
+"""
+    for words in ("--help", "--version", "run --help", "data show --help"):
+        subprocess.run([sys.executable, "-c", code, *words.split()], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_data_alone_shows_its_help() -> None:
+    shown = invoke("data")
+    assert "Commands" in shown.output
+    assert "error:" not in shown.output
+
+
+def test_help_names_what_there_is() -> None:
+    """Help comes without the modules that know it, so it is written there a second time."""
+    pages = {name: " ".join(invoke(name, "--help").output.replace("│", "").split()) for name in ("run", "report")}
+    assert f"auto, {', '.join(EXECUTORS)}, captured." in pages["run"]
+    assert f"Of {', '.join(FORMATS)}." in pages["report"]
+    asked = inspect.signature(tune).parameters
+    chosen = inspect.signature(plan).parameters
+    for name in ("fraction", "finalists"):
+        assert asked[name].default == chosen[name].default
+
+
 def test_the_help_of_run_is_right_about_files(tmp_path: Path) -> None:
     """The file that the help shows can be run as it stands, in fewer steps."""
     lines = [line.strip() for line in invoke("run", "--help").output.splitlines()]
@@ -140,7 +175,7 @@ def test_doctor_says_what_is_there_and_how_to_get_the_rest(monkeypatch: pytest.M
     result = invoke("doctor")
     assert result.exit_code == 0
     words = " ".join(result.output.split())
-    assert "extra report missing (draws pictures): pip install 'pfedhn[report]'" in words
+    assert "extra report missing (draws figures): pip install 'pfedhn[report]'" in words
     assert "data digits always there" in words
     assert "data mnist not cached: pfedhn data get mnist" in words
     assert "can be written" in words
@@ -150,7 +185,7 @@ def test_doctor_says_that_the_cache_cannot_be_written(monkeypatch: pytest.Monkey
     Path("file").write_text("")
     monkeypatch.setenv("PFEDHN_CACHE", "file/cache")
     words = " ".join(invoke("doctor").output.split())
-    assert "file/cache: cannot be written (Not a directory); set PFEDHN_CACHE to another folder" in words
+    assert "file/cache: cannot be written (not a directory); set PFEDHN_CACHE to another folder" in words
 
 
 def test_data_show_counts_every_row_once() -> None:
@@ -286,15 +321,15 @@ def test_without_test_rows_there_is_a_table_and_a_report_all_the_same() -> None:
     assert invoke("report", "runs/mine").exit_code == 0
 
 
-def test_the_demo_ends_with_a_table_a_sentence_and_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_ends_with_a_table_a_sentence_and_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     short = with_assignments(replace(DEMO, seeds=(0, 1)), {"steps": 60, "local_steps": 1, "evaluate_every": 60})
-    monkeypatch.setattr(cli, "DEMO", short)
+    monkeypatch.setattr(paper, "DEMO", short)
     result = invoke("demo", "--jobs", "1", "--out", "shown")
     assert result.exit_code == 0, result.output
     assert re.search(r"^ pfedhn +\d\d\.\d\d ± ", result.stdout, re.MULTILINE)
     assert "On average, a client's own test accuracy is " in result.stdout
     assert "of 100 clients (2 seeds together), " in result.stdout
-    assert "The picture: shown/demo.png" in result.stdout
+    assert "The figure: shown/demo.png" in result.stdout
     assert Path("shown/demo.png").read_bytes()[:4] == b"\x89PNG"
     for command in re.findall(r"`pfedhn ([^`]*)`", result.stdout):  # what to try next can be tried
         assert command.split()[0] in ("run", "report", "list")
@@ -346,12 +381,17 @@ def test_the_demo_compares_methods_at_one_number_of_steps() -> None:
         ("would have no training rows; use fewer clients", "run demo --set clients=2000"),
         ("a cohort of 7 cannot be drawn from 6 clients.", "run mine.toml --set cohort_size=7"),
         ("11 classes per client were asked for", "run demo --set partition.classes_per_client=11"),
-        ("does not take rows of shape (64,)", "run demo --set model=lenet"),
+        ("does not take examples of shape (64,)", "run demo --set model=lenet"),
         ("omniglot; put images_background.zip", "run demo --set dataset=omniglot"),
         ("nowhere holds no experiment to go on with", "run --resume nowhere"),
         ("so --set cannot be given with it.", "run --resume nowhere --set steps=3"),
-        ("No such option '--foo'.", "run demo --foo"),
-        ("No such command 'dmeo'.", "dmeo"),
+        ("No such command 'lst'.", "lst"),
+        ("(`pfedhn --help` says more.)", "lst"),
+        ("No such option", "--bug"),
+        ("--stes", "run demo --stes 3"),
+        ("(`pfedhn run --help` says more.)", "run demo --stes 3"),
+        ("(`pfedhn data get --help` says more.)", "data get"),
+        ("Invalid value for '--jobs'", "run demo --jobs many"),
     ],
 )
 def test_bad_input_gets_one_sentence_code_2_and_leaves_nothing(sentence: str, arguments: str) -> None:
@@ -378,8 +418,8 @@ def test_a_wrong_file_gets_one_sentence_and_code_2(text: str, sentence: str) -> 
 @pytest.mark.parametrize(
     ("row", "value", "sentence"),
     [
-        (3, numpy.nan, "row 3 of x holds NaN or infinity; clean the data before federating it."),
-        (None, -1, "row 5 has the label -1; class labels start at 0."),
+        (3, numpy.nan, "example 3 of x holds NaN or infinity; clean the data before federating it."),
+        (None, -1, "example 5 has the label -1; class labels start at 0."),
     ],
 )
 def test_own_data_with_faults_gets_one_sentence_and_code_2(row: int | None, value: float, sentence: str) -> None:
@@ -470,7 +510,7 @@ def test_an_error_of_ours_is_called_one(monkeypatch: pytest.MonkeyPatch) -> None
     def fail(*arguments: Any) -> Experiment:
         raise KeyError("oops")
 
-    monkeypatch.setattr(cli, "_find", fail)
+    monkeypatch.setattr(find, "find_experiment", fail)
     refused(1, "KeyError: 'oops' (an error inside pfedhn; `pfedhn --debug ...` shows where).", "run", "demo")
 
 
@@ -500,6 +540,7 @@ def wait_for(runs: list[Path], num_records: int) -> None:
     raise AssertionError("the runs did not begin")
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_then_resume_gives_the_same_bits(finished: Path) -> None:
     runs = [Path("killed") / f"{method}-digits-6-seed0" for method in METHODS]
     process = start("run", "mine.toml", "--out", "killed", "--checkpoint-every", "7", "--jobs", "2", "--threads", "1")
@@ -516,6 +557,7 @@ def test_kill_9_at_any_moment_then_resume_gives_the_same_bits(finished: Path) ->
         assert scores(run) == scores(finished / "runs" / run.name)
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on_and_ends_with_130(finished: Path) -> None:
     runs = [Path("stopped") / f"{method}-digits-6-seed0" for method in METHODS]
     forever = ["--set", "steps=200000"]

@@ -7,7 +7,7 @@ import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy
 import pyarrow
@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from pfedhn.data import catalogue as datasets
 from pfedhn.data.catalogue import DATASETS, cache_state, get, load
-from pfedhn.data.files import from_folders, from_table
+from pfedhn.data.files import Task, from_folders, from_table, read_federation
 from pfedhn.errors import UserError
 
 CHARACTERS = {
@@ -62,13 +62,16 @@ def images(name: str, count: int, seed: int) -> numpy.ndarray:
 
 
 def write_hub_folder(folder: Path, name: str, order: int = 0, train: int = 12, test: int = 6) -> None:
-    """A tiny data set as on the Hub: two train shards and one test shard, rows in the order that `order` seeds."""
+    """A tiny data set as on the Hub: two train shards and one test shard, images in the order that `order` seeds."""
     source = DATASETS[name]
     for split, count, num_shards in (("train", train, 2), ("test", test, 1)):
         pictures, labels = images(name, count, seed=len(split)), numpy.arange(count) % 4
-        rows = numpy.random.default_rng(order).permutation(count)
-        for shard, part in enumerate(numpy.array_split(rows, num_shards)):
-            columns = {source.image: [encoded(pictures[row]) for row in part], source.label: labels[part].tolist()}
+        shuffled = numpy.random.default_rng(order).permutation(count)
+        for shard, part in enumerate(numpy.array_split(shuffled, num_shards)):
+            columns = {
+                source.image: [encoded(pictures[number]) for number in part],
+                source.label: labels[part].tolist(),
+            }
             if source.coarse:
                 columns[source.coarse] = (labels[part] // 2).tolist()
             write_table(folder / f"{split}-{shard:05d}-of-{num_shards:05d}.parquet", columns)
@@ -104,8 +107,8 @@ def write_omniglot(folder: Path, form: str) -> None:
                 archive.writestr(member, blob)
 
 
-def as_rows(x: torch.Tensor, y: torch.Tensor) -> set[tuple[int, bytes]]:
-    return {(int(label), row.numpy().tobytes()) for row, label in zip(x, y, strict=True)}
+def as_pairs(x: torch.Tensor, y: torch.Tensor) -> set[tuple[int, bytes]]:
+    return {(int(label), image.numpy().tobytes()) for image, label in zip(x, y, strict=True)}
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
@@ -122,8 +125,8 @@ def test_a_folder_as_on_the_hub_loads_normalized(name: str, tmp_path: Path) -> N
         assert x.dtype == torch.float32
         assert y.dtype == torch.int64
         assert y.tolist() == sorted(y.tolist())
-        for row, label in zip(expected, numpy.arange(count) % 4, strict=True):
-            distance = (x - row).abs().flatten(1).amax(1)
+        for image, label in zip(expected, numpy.arange(count) % 4, strict=True):
+            distance = (x - image).abs().flatten(1).amax(1)
             assert distance.min() < 1e-5
             assert y[distance.argmin()] == label
     assert (data.num_classes, data.mean, data.std) == (source.num_classes, source.mean, source.std)
@@ -264,7 +267,7 @@ def test_digits_are_embedded_and_in_canonical_order() -> None:
     assert data.test_x is None
     original = load_digits()
     x = torch.from_numpy(original.data / 16).to(torch.float32)
-    assert as_rows(data.x, data.y) == as_rows(x, torch.from_numpy(original.target))
+    assert as_pairs(data.x, data.y) == as_pairs(x, torch.from_numpy(original.target))
     assert get("digits").exists()
 
 
@@ -338,7 +341,7 @@ class Refusals:
     @staticmethod
     def unnamed_split(root: Path) -> tuple[Any, ...]:
         """are named neither train nor test"""
-        write_table(root / "rows.parquet", {"image": [b""], "label": [0]})
+        write_table(root / "table.parquet", {"image": [b""], "label": [0]})
         return "mnist", root
 
     @staticmethod
@@ -438,7 +441,7 @@ def test_a_full_disk_says_so_and_leaves_no_cache(tmp_path: Path, cache: Path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(UserError, match="No space left on device"):
+    with pytest.raises(UserError, match="no space left on device; make room"):
         get("mnist", tmp_path / "data")
     assert not list(cache.iterdir())
 
@@ -449,10 +452,10 @@ def test_from_folders_reads_a_client_per_folder(tmp_path: Path) -> None:
         numpy.save(tmp_path / client / "x.npy", numpy.full((2, 3), ord(client)))
         numpy.save(tmp_path / client / "y.npy", numpy.array(labels))
     (tmp_path / ".hidden").mkdir()
-    names, clients = from_folders(tmp_path)
-    assert names == ["a", "b"]
-    assert [y.tolist() for _, y in clients] == [[1, 2], [2, 0]]
-    assert [x[0, 0] for x, _ in clients] == [ord("a"), ord("b")]
+    clients, class_names = from_folders(tmp_path)
+    assert class_names == ("ant", "bee", "cat")
+    assert {name: y.tolist() for name, (_, y) in clients.items()} == {"a": [1, 2], "b": [2, 0]}
+    assert {name: x[0, 0] for name, (x, _) in clients.items()} == {"a": ord("a"), "b": ord("b")}
 
 
 @pytest.mark.parametrize(
@@ -462,7 +465,7 @@ def test_from_folders_reads_a_client_per_folder(tmp_path: Path) -> None:
         (
             numpy.zeros((2, 3)),
             numpy.zeros(3, int),
-            r"x of shape \(2, 3\) and y of shape \(3,\); give one label per row",
+            r"x of shape \(2, 3\) and y of shape \(3,\); give one label per example",
         ),
         (numpy.zeros((2, 3)), numpy.array([1, "a"], dtype=object), "not an array of numbers or text"),
     ],
@@ -503,11 +506,13 @@ def test_from_table_reads_every_form_alike(ending: str, tmp_path: Path) -> None:
     table = from_table(path, "site", "label")
     assert table.x.dtype == numpy.float32
     assert table.x.tolist() == [[1.5, 1], [2, 0], [0.25, 0], [3, 1]]
-    assert table.feature_names == ["height", "ripe"]
+    assert table.feature_names == ("height", "ripe")
     assert table.y.tolist() == [1, 0, 0, 1]
-    assert table.label_names == ["fig", "pear"]
-    assert table.client_names == ["2", "3", "10"]
+    assert table.class_names == ("fig", "pear")
+    assert table.client_names == ("2", "3", "10")
     assert table.groups.tolist() == [2, 0, 2, 1]
+    assert {name: y.tolist() for name, (_, y) in table.clients.items()} == {"2": [0], "3": [1], "10": [1, 0]}
+    assert table.clients["10"][0].tolist() == [[1.5, 1], [0.25, 0]]
 
 
 @pytest.mark.parametrize(
@@ -520,44 +525,103 @@ def test_from_table_reads_every_form_alike(ending: str, tmp_path: Path) -> None:
     ],
 )
 def test_labels_of_a_table(labels: list[str], expected: list[float], kind: str, tmp_path: Path) -> None:
-    rows = "\n".join(f"007,{label},1" if row else f"7,{label},1" for row, label in enumerate(labels))
-    (tmp_path / "rows.csv").write_text(f"who,what,feature\n{rows}")
-    table = from_table(tmp_path / "rows.csv", "who", "what")
+    lines = "\n".join(f"007,{label},1" if number else f"7,{label},1" for number, label in enumerate(labels))
+    (tmp_path / "table.csv").write_text(f"who,what,feature\n{lines}")
+    table = from_table(tmp_path / "table.csv", "who", "what")
     assert table.y.tolist() == expected
     assert table.y.dtype.kind == kind
-    assert table.client_names == ["007", "7"]
+    assert table.client_names == ("007", "7")
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("who,what,a\n1,2,3\n1,2\n", "row 2 of rows.csv has 2 cells and the header 3"),
-        ("who,what,a\n1,2,3\n1,2,x\n", "row 2 of column 'a' of rows.csv is 'x' and not a number"),
-        ("who,what,a\n1,2,\n", "row 1 of column 'a' of rows.csv is '' and not a number"),
-        ("who,what,a\n1,2,3\n1,2,nan\n", "row 2 of column 'a' of rows.csv is 'nan' and not a finite number"),
-        ("who,what,a\n1,2,3\n1,,3\n", "row 2 of column 'what' of rows.csv is empty"),
+        ("who,what,a\n1,2,3\n1,2\n", "example 2 of table.csv has 2 cells and the header 3"),
+        ("who,what,a\n1,2,3\n1,2,x\n", "'a' of example 2 of table.csv is 'x' and not a number"),
+        ("who,what,a\n1,2,\n", "'a' of example 1 of table.csv is '' and not a number"),
+        ("who,what,a\n1,2,3\n1,2,nan\n", "'a' of example 2 of table.csv is 'nan' and not a finite number"),
+        ("who,what,a\n1,2,3\n1,,3\n", "example 2 of table.csv has no 'what'; fill the cell"),
         ("whom,what,a\n1,2,3\n", "no column 'who'; did you mean 'whom'"),
         ("who,what\n1,2\n", "no feature columns"),
-        ("who,what,a\n", "has no rows"),
+        ("who,what,a\n", "has no examples"),
         ("who,what,what\n1,2,3\n", "must name every column once"),
         ("", "must name every column once"),
     ],
 )
 def test_from_table_refuses(text: str, sentence: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text(text)
+    (tmp_path / "table.csv").write_text(text)
     with pytest.raises(UserError, match=sentence):
-        from_table(tmp_path / "rows.csv", "who", "what")
+        from_table(tmp_path / "table.csv", "who", "what")
 
 
 def test_from_table_refuses_other_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a file"):
-        from_table(tmp_path / "rows.csv", "who", "what")
-    (tmp_path / "rows.xlsx").write_text("")
+        from_table(tmp_path / "table.csv", "who", "what")
+    (tmp_path / "table.xlsx").write_text("")
     with pytest.raises(UserError, match=r"neither \.csv, \.tsv nor \.parquet"):
-        from_table(tmp_path / "rows.xlsx", "who", "what")
-    (tmp_path / "rows.parquet").write_text("")
+        from_table(tmp_path / "table.xlsx", "who", "what")
+    (tmp_path / "table.parquet").write_text("")
     with pytest.raises(UserError, match="not a whole parquet file"):
-        from_table(tmp_path / "rows.parquet", "who", "what")
-    parquet.write_table(pyarrow.table({"who": [1, 2], "what": [0, 1], "a": [0.5, None]}), tmp_path / "rows.parquet")
-    with pytest.raises(UserError, match=r"column 'a' of rows\.parquet has empty cells"):
-        from_table(tmp_path / "rows.parquet", "who", "what")
+        from_table(tmp_path / "table.parquet", "who", "what")
+    parquet.write_table(pyarrow.table({"who": [1, 2], "what": [0, 1], "a": [0.5, None]}), tmp_path / "table.parquet")
+    with pytest.raises(UserError, match=r"column 'a' of table\.parquet has empty cells"):
+        from_table(tmp_path / "table.parquet", "who", "what")
+
+
+def write_prices(path: Path, count: int, highest: int) -> None:
+    prices = numpy.linspace(1_000, highest, count).astype(int)
+    lines = [f"shop{i % 5},{i % 7},{price}" for i, price in enumerate(prices.tolist())]
+    path.write_text("\n".join(["shop,size,price", *lines]))
+
+
+def test_prices_are_not_taken_for_classes(tmp_path: Path) -> None:
+    path = tmp_path / "prices.csv"
+    write_prices(path, 500, 215_000)
+    with pytest.raises(UserError, match=r'class number 215000, and 500 examples may .* task = "regression"'):
+        read_federation(path, "shop", "price")
+    federation = read_federation(path, "shop", "price", task="regression")
+    assert federation.y.dtype == torch.float32
+    assert sorted(federation.y.tolist()) == numpy.linspace(1_000, 215_000, 500).astype(int).tolist()
+    assert federation.num_classes is None
+
+
+def write_folders(root: Path, labels: numpy.ndarray) -> None:
+    for client, part in enumerate(numpy.array_split(labels, 3)):
+        (root / f"client{client}").mkdir(parents=True)
+        numpy.save(root / f"client{client}" / "x.npy", numpy.zeros((len(part), 2)))
+        numpy.save(root / f"client{client}" / "y.npy", part)
+
+
+def test_the_task_says_what_labels_in_folders_are(tmp_path: Path) -> None:
+    whole = numpy.arange(60) % 4
+    write_folders(tmp_path / "whole", whole)
+    write_folders(tmp_path / "floating", whole.astype(float))
+    write_folders(tmp_path / "high", whole * 1_000_000)
+    write_folders(tmp_path / "fractions", whole + 0.5)
+    write_folders(tmp_path / "text", whole.astype(str))
+    kinds: dict[str, list[Any]] = {}
+    for task in get_args(Task):
+        for name in ("whole", "floating", "high", "fractions", "text"):
+            try:
+                kinds.setdefault(name, []).append(read_federation(tmp_path / name, task=task).y.dtype)
+            except UserError as error:
+                kinds.setdefault(name, []).append(str(error).split(";")[0].replace(str(tmp_path), "."))
+    classes, numbers = torch.int64, torch.float32
+    too_high = "y holds the class number 3000000, and 60 examples may have class numbers below 2000"
+    assert kinds == {
+        "whole": [classes, classes, numbers],
+        "floating": [numbers, classes, numbers],
+        "high": [too_high, too_high, numbers],
+        "fractions": [
+            numbers,
+            'the labels in ./fractions have fractions, and task = "classification" has classes',
+            numbers,
+        ],
+        "text": [
+            classes,
+            classes,
+            'the labels in ./text are text, and task = "regression" predicts numbers',
+        ],
+    }
+    with pytest.raises(UserError, match="there is no task 'regresion'; did you mean 'regression'"):
+        read_federation(tmp_path / "whole", task="regresion")  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
-"""Partitions: every row has one owner or none, shares are alike in all splits, nothing hangs, the key decides."""
+"""Partitions: every example has one owner or none, shares are alike in all splits, nothing hangs, the key decides."""
 
 import doctest
-import sys
 from collections.abc import Mapping
 
 import numpy
@@ -17,16 +16,14 @@ from pfedhn.data.partition import (
     by_classes,
     by_coarse_class,
     by_group,
-    describe,
     dirichlet,
-    plot,
 )
 from pfedhn.errors import UserError
 
-Pools = Mapping[str, Labels]
+Splits = Mapping[str, Labels]
 
 
-def balanced_pools(num_classes: int, train: int, validation: int, test: int) -> dict[str, Labels]:
+def balanced_splits(num_classes: int, train: int, validation: int, test: int) -> dict[str, Labels]:
     """As CIFAR: train and validation split at random, test balanced; coarse classes of five."""
     y = numpy.random.default_rng(0).permutation(numpy.arange(train + validation) % num_classes)
     parts = {"train": y[:train], "validation": y[train:], "test": numpy.arange(test) % num_classes}
@@ -34,8 +31,8 @@ def balanced_pools(num_classes: int, train: int, validation: int, test: int) -> 
 
 
 @st.composite
-def any_pools(draw: st.DrawFn) -> dict[str, Labels]:
-    """Pools of any size, empty ones too, over classes that may have gaps in their numbers."""
+def any_splits(draw: st.DrawFn) -> dict[str, Labels]:
+    """Splits of any size, empty ones too, over classes that may have gaps in their numbers."""
     classes = numpy.array(sorted(draw(st.sets(st.integers(0, 30), min_size=1, max_size=12))))
     generator = numpy.random.default_rng(draw(st.integers(0, 2**32)))
     sizes = [draw(st.integers(1, 300)), draw(st.integers(0, 100)), draw(st.integers(0, 100))]
@@ -70,12 +67,12 @@ def same(left: Assignment, right: Assignment) -> bool:
     )
 
 
-def counts(assignment: Assignment, splits: Pools, name: str) -> numpy.ndarray:
+def counts(assignment: Assignment, splits: Splits, name: str) -> numpy.ndarray:
     width = assignment.shares.shape[1]
-    return numpy.stack([numpy.bincount(splits[name].y[rows], minlength=width) for rows in assignment.clients[name]])
+    return numpy.stack([numpy.bincount(splits[name].y[owned], minlength=width) for owned in assignment.clients[name]])
 
 
-def assert_every_row_once(assignment: Assignment, splits: Pools) -> None:
+def assert_every_example_once(assignment: Assignment, splits: Splits) -> None:
     assert set(assignment.clients) == set(assignment.unused) == set(splits)
     for name, labels in splits.items():
         assert len(assignment.clients[name]) == assignment.num_clients
@@ -83,7 +80,7 @@ def assert_every_row_once(assignment: Assignment, splits: Pools) -> None:
         assert numpy.array_equal(numpy.sort(everything), numpy.arange(len(labels.y)))
 
 
-def assert_shares_rounded_down(assignment: Assignment, splits: Pools) -> None:
+def assert_shares_rounded_down(assignment: Assignment, splits: Splits) -> None:
     for name, labels in splits.items():
         exact = assignment.shares * numpy.bincount(labels.y, minlength=assignment.shares.shape[1])
         short = exact - counts(assignment, splits, name)
@@ -92,10 +89,10 @@ def assert_shares_rounded_down(assignment: Assignment, splits: Pools) -> None:
 
 
 @settings(deadline=2000, max_examples=150)
-@given(any_pools(), rules, st.integers(-(2**63), 2**63 - 1))
-def test_every_rule_gives_every_row_one_owner_or_none(splits: Pools, rule: Partition, key: int) -> None:
+@given(any_splits(), rules, st.integers(-(2**63), 2**63 - 1))
+def test_every_rule_gives_every_example_one_owner_or_none(splits: Splits, rule: Partition, key: int) -> None:
     assignment = rule.assign(splits, key)
-    assert_every_row_once(assignment, splits)
+    assert_every_example_once(assignment, splits)
     assert numpy.isfinite(assignment.shares).all()
     assert assignment.shares.min() >= 0
     assert assignment.shares.sum(0).max() <= 1 + 1e-9
@@ -103,14 +100,14 @@ def test_every_rule_gives_every_row_one_owner_or_none(splits: Pools, rule: Parti
 
 
 @settings(deadline=2000, max_examples=150)
-@given(any_pools(), st.data(), st.integers(0, 1000))
-def test_by_classes_is_balanced_and_distinct(splits: Pools, data: st.DataObject, key: int) -> None:
+@given(any_splits(), st.data(), st.integers(0, 1000))
+def test_by_classes_is_balanced_and_distinct(splits: Splits, data: st.DataObject, key: int) -> None:
     present = numpy.unique(numpy.concatenate([labels.y for labels in splits.values()]))
     per_client = data.draw(st.integers(1, len(present)))
     num_clients = data.draw(st.integers(1, 30))
     for shares in ("paper", "reference"):
         assignment = by_classes(per_client, num_clients, shares).assign(splits, key)
-        assert_every_row_once(assignment, splits)
+        assert_every_example_once(assignment, splits)
         assert_shares_rounded_down(assignment, splits)
         holds = assignment.shares > 0
         assert (holds.sum(1) == per_client).all()
@@ -127,7 +124,7 @@ def test_by_classes_is_balanced_and_distinct(splits: Pools, data: st.DataObject,
             assert (lost[num_holders[num_holders > 0] < num_slots] > 0.4 / (0.6 * num_slots) - 1e-9).all()
 
 
-# Per cent of the 40,000 training rows in use, from a simulation of the reference program's own rule over five seeds.
+# Per cent of the 40,000 training examples in use, from a simulation of the reference code's own rule over five seeds.
 @pytest.mark.parametrize(
     ("num_classes", "per_client", "num_clients", "reference"),
     [
@@ -141,24 +138,24 @@ def test_by_classes_is_balanced_and_distinct(splits: Pools, data: st.DataObject,
         (100, 10, 100, 89.6),
     ],
 )
-def test_used_fractions_are_those_of_the_reference_program(
+def test_used_fractions_are_those_of_the_reference_code(
     num_classes: int, per_client: int, num_clients: int, reference: float
 ) -> None:
-    splits = balanced_pools(num_classes, 40_000, 10_000, 10_000)
+    splits = balanced_splits(num_classes, 40_000, 10_000, 10_000)
 
     def used(rule: Partition) -> float:
         unused = [len(rule.assign(splits, key).unused["train"]) for key in range(5)]
         return 100 * (1 - float(numpy.mean(unused)) / 40_000)
 
     assert used(by_classes(per_client, num_clients, "reference")) == pytest.approx(reference, abs=1)
-    # Divided among holders alone, rounding down costs half a row for each class a client holds.
+    # Divided among holders alone, rounding down costs half an example for each class a client holds.
     assert used(by_classes(per_client, num_clients)) == pytest.approx(
         100 * (1 - 0.5 * num_clients * per_client / 40_000), abs=0.15
     )
 
 
 def test_shares_of_one_class_are_uniform_draws_over_their_sum() -> None:
-    splits = balanced_pools(100, 40_000, 10_000, 10_000)
+    splits = balanced_splits(100, 40_000, 10_000, 10_000)
     shares = by_classes(50, 2).assign(splits, 0).shares  # one holder each
     assert set(shares.ravel()) == {0.0, 1.0}
     shares = by_classes(100, 2).assign(splits, 0).shares  # two holders: a / (a + b) with a, b in [.4, .6]
@@ -171,19 +168,18 @@ def uniform_pairs() -> numpy.ndarray:
     return numpy.random.default_rng(0).uniform(0.4, 0.6, (5000, 2))
 
 
-def test_classes_without_a_holder_are_unused_and_named() -> None:
-    splits = balanced_pools(10, 400, 100, 100)
+def test_classes_without_a_holder_are_unused() -> None:
+    splits = balanced_splits(10, 400, 100, 100)
     assignment = by_classes(2, num_clients=3).assign(splits, 0)
     holders = (assignment.shares > 0).sum(0)
     assert sorted(holders) == [0] * 4 + [1] * 6
     orphans = numpy.flatnonzero(holders == 0)
     for name, labels in splits.items():
         assert set(labels.y[assignment.unused[name]]) == set(orphans)
-    assert f"classes without a client: {', '.join(map(str, orphans))}" in describe(assignment, splits)
 
 
-def test_another_key_deals_other_rows_and_another_pool_its_own() -> None:
-    splits = balanced_pools(10, 2000, 500, 500)
+def test_another_key_deals_other_examples_and_another_split_its_own() -> None:
+    splits = balanced_splits(10, 2000, 500, 500)
     for rule in (by_classes(2, 10), dirichlet(0.5, 10), by_coarse_class(3)):
         assert not same(rule.assign(splits, 0), rule.assign(splits, 1))
         alone = rule.assign({"train": splits["train"]}, 0)
@@ -193,10 +189,10 @@ def test_another_key_deals_other_rows_and_another_pool_its_own() -> None:
 
 @settings(deadline=2000, max_examples=60)
 @given(
-    any_pools(), st.floats(1e-9, 1e9), st.integers(1, 30), st.sampled_from(["paper", "per-class"]), st.integers(0, 9)
+    any_splits(), st.floats(1e-9, 1e9), st.integers(1, 30), st.sampled_from(["paper", "per-class"]), st.integers(0, 9)
 )
 def test_dirichlet_shares_sum_to_one_at_any_alpha(
-    splits: Pools, alpha: float, num_clients: int, form: partition.Form, key: int
+    splits: Splits, alpha: float, num_clients: int, form: partition.Form, key: int
 ) -> None:
     assignment = dirichlet(alpha, num_clients, form).assign(splits, key)
     assert_shares_rounded_down(assignment, splits)
@@ -226,7 +222,7 @@ def test_per_class_form_is_a_dirichlet_over_clients(alpha: float) -> None:
 
 
 def test_novel_alpha_leaves_training_clients_untouched() -> None:
-    splits = balanced_pools(10, 8000, 2000, 2000)
+    splits = balanced_splits(10, 8000, 2000, 2000)
     for form in ("paper", "per-class"):
         rule = {alpha: dirichlet(0.1, 18, form, novel_clients=2, novel_alpha=alpha) for alpha in (0.1, 1.0)}
         mild, strong = rule[1.0].assign(splits, 5), rule[0.1].assign(splits, 5)
@@ -235,13 +231,13 @@ def test_novel_alpha_leaves_training_clients_untouched() -> None:
             assert not numpy.array_equal(mild.clients[name][18], strong.clients[name][18])
             novel = sum(map(len, mild.clients[name][18:]))
             assert novel == pytest.approx(0.1 * len(splits[name].y), rel=0.05)
-        assert_every_row_once(mild, splits)
+        assert_every_example_once(mild, splits)
         assert numpy.allclose(mild.shares.sum(0), 1)
         assert numpy.allclose(mild.shares[:18].sum(0), 0.9)
 
 
 def test_joint_normalization_lets_novel_clients_take_from_the_others() -> None:
-    splits = balanced_pools(10, 8000, 2000, 2000)
+    splits = balanced_splits(10, 8000, 2000, 2000)
     joint = {a: dirichlet(0.1, 18, "paper", 2, a, "jointly").assign(splits, 5) for a in (0.1, 1.0)}
     assert_shares_rounded_down(joint[1.0], splits)
     assert numpy.allclose(joint[1.0].shares.sum(0), 1)
@@ -250,13 +246,13 @@ def test_joint_normalization_lets_novel_clients_take_from_the_others() -> None:
 
 @pytest.mark.parametrize("normalize", ["apart", "jointly"])
 def test_novel_clients_have_draws_of_their_own(normalize: partition.Normalize) -> None:
-    splits = balanced_pools(10, 800, 200, 200)
+    splits = balanced_splits(10, 800, 200, 200)
     shares = dirichlet(0.5, 9, novel_clients=9, normalize=normalize).assign(splits, 3).shares
     assert not numpy.allclose(shares[:9], shares[9:], atol=0.05)
 
 
 def test_without_novel_clients_both_normalizations_agree() -> None:
-    splits = balanced_pools(10, 800, 200, 200)
+    splits = balanced_splits(10, 800, 200, 200)
     assert same(dirichlet(0.5, 9).assign(splits, 3), dirichlet(0.5, 9, normalize="jointly").assign(splits, 3))
 
 
@@ -267,28 +263,69 @@ def test_a_client_may_come_out_empty() -> None:
 
 
 @settings(deadline=2000, max_examples=50)
-@given(any_pools())
-def test_by_group_gives_a_client_all_rows_of_its_group(splits: Pools) -> None:
+@given(any_splits())
+def test_by_group_gives_a_client_all_examples_of_its_group(splits: Splits) -> None:
     assignment = by_group().assign(splits, 0)
     groups = numpy.unique(numpy.concatenate([labels.groups for labels in splits.values() if labels.groups is not None]))
     assert assignment.num_clients == len(groups)
     for name, labels in splits.items():
         assert not len(assignment.unused[name])
-        for group, rows in zip(groups, assignment.clients[name], strict=True):
-            assert numpy.array_equal(rows, numpy.flatnonzero(labels.groups == group))
+        for group, owned in zip(groups, assignment.clients[name], strict=True):
+            assert numpy.array_equal(owned, numpy.flatnonzero(labels.groups == group))
 
 
 @settings(deadline=2000, max_examples=50)
-@given(any_pools(), st.integers(1, 5))
-def test_by_coarse_class_splits_each_fine_class_evenly(splits: Pools, per_class: int) -> None:
+@given(any_splits(), st.integers(1, 5))
+def test_by_coarse_class_splits_each_fine_class_evenly(splits: Splits, per_class: int) -> None:
     assignment = by_coarse_class(per_class).assign(splits, 0)
     assert_shares_rounded_down(assignment, splits)
     coarse = numpy.unique(numpy.concatenate([labels.coarse for labels in splits.values() if labels.coarse is not None]))
     assert assignment.num_clients == len(coarse) * per_class
-    for client, rows in enumerate(assignment.clients["train"]):
-        assert set(splits["train"].y[rows] // 3) <= {coarse[client // per_class]}
+    for client, owned in enumerate(assignment.clients["train"]):
+        assert set(splits["train"].y[owned] // 3) <= {coarse[client // per_class]}
     for mine in counts(assignment, splits, "train").reshape(len(coarse), per_class, -1):
         assert (mine == mine[:1]).all()
+
+
+def whole_shares(splits: Splits, per_class: int) -> dict[str, list[list[int]]]:
+    """How many examples of each class present every client has, by integer division alone."""
+    present = numpy.unique(numpy.concatenate([labels.y for labels in splits.values()]))
+    coarse = numpy.unique(present // 3)
+    return {
+        name: [
+            [int((labels.y == label).sum()) // per_class if label // 3 == owner else 0 for label in present]
+            for owner in coarse
+            for _ in range(per_class)
+        ]
+        for name, labels in splits.items()
+    }
+
+
+@settings(deadline=2000, max_examples=60)
+@given(any_splits(), st.integers(1, 250))
+def test_by_coarse_class_rounds_as_whole_numbers_do(splits: Splits, per_class: int) -> None:
+    assignment = by_coarse_class(per_class).assign(splits, 0)
+    present = numpy.unique(numpy.concatenate([labels.y for labels in splits.values()]))
+    for name, expected in whole_shares(splits, per_class).items():
+        assert counts(assignment, splits, name)[:, present].tolist() == expected
+
+
+@settings(deadline=2000, max_examples=300)
+@given(st.integers(1, 3_000), st.integers(1, 40), st.integers(0, 3_000))
+def test_a_kth_of_any_number_is_its_quotient(per_class: int, quotient: int, remainder: int) -> None:
+    zeros = numpy.zeros(per_class * quotient + remainder % per_class, dtype=int)
+    assignment = by_coarse_class(per_class).assign({"train": Labels(zeros, coarse=zeros)}, 0)
+    assert {len(owned) for owned in assignment.clients["train"]} == {quotient}
+
+
+@pytest.mark.parametrize("per_class", [49, 98, 103, 107, 161, 187, 196, 197])
+def test_a_kth_of_k_examples_is_one(per_class: int) -> None:
+    """1 / k in floating point is less than a kth for these, and k times it less than 1."""
+    assert per_class * (1 / per_class) < 1
+    y = numpy.arange(2 * per_class) % 2
+    assignment = by_coarse_class(per_class).assign({"train": Labels(y, coarse=y)}, 0)
+    assert [len(owned) for owned in assignment.clients["train"]] == [1] * (2 * per_class)
+    assert not len(assignment.unused["train"])
 
 
 def test_rules_are_values_whose_repr_is_their_call() -> None:
@@ -316,6 +353,13 @@ SPLITS = {"train": Labels(numpy.arange(20) % 4)}
         (lambda: by_classes(0, 3), "classes_per_client is 0; give a whole number of at least 1"),
         (lambda: by_classes(2, 0), "num_clients is 0"),
         (lambda: by_classes(2, 2.5), "num_clients is 2.5"),  # type: ignore[arg-type]
+        (lambda: by_classes(True, 5), "classes_per_client is True; give a whole number"),
+        (lambda: by_classes(2, True), "num_clients is True"),
+        (lambda: dirichlet(0.5, True), "num_clients is True"),
+        (lambda: dirichlet(0.5, 5, novel_clients=True), "novel_clients is True"),
+        (lambda: dirichlet(True, 5), "alpha is True; give a number above 0"),
+        (lambda: dirichlet("0.5", 5), "alpha is '0.5'"),  # type: ignore[arg-type]
+        (lambda: by_coarse_class(True), "clients_per_class is True"),
         (lambda: by_classes(2, 3, "papers"), "choose 'paper' or 'reference'"),  # type: ignore[arg-type]
         (lambda: dirichlet(0, 3), "alpha is 0; give a number above 0"),
         (lambda: dirichlet(-1, 3), "alpha is -1"),
@@ -326,55 +370,24 @@ SPLITS = {"train": Labels(numpy.arange(20) % 4)}
         (lambda: dirichlet(1, 3, novel_alpha=1), "give novel_clients too"),
         (lambda: dirichlet(1, 3, form="class"), "choose 'paper' or 'per-class'"),  # type: ignore[arg-type]
         (lambda: dirichlet(1, 3, normalize="no"), "choose 'apart' or 'jointly'"),  # type: ignore[arg-type]
-        (lambda: by_group().assign(SPLITS, 0), "the train rows have none; give groups"),
-        (lambda: by_coarse_class(2).assign(SPLITS, 0), "the train rows have none; give coarse"),
+        (lambda: by_group().assign(SPLITS, 0), "the train examples have none; give groups"),
+        (lambda: by_coarse_class(2).assign(SPLITS, 0), "the train examples have none; give coarse"),
         (lambda: by_coarse_class(0), "clients_per_class is 0"),
         (
             lambda: by_coarse_class(1).assign({"train": Labels([3, 3], coarse=[0, 1])}, 0),  # type: ignore[arg-type]
             "class 3 is in coarse classes 0 and 1",
         ),
-        (lambda: by_classes(1, 1).assign({"train": Labels([])}, 0), "no rows to share out"),  # type: ignore[arg-type]
-        (lambda: by_classes(1, 1).assign({}, 0), "no rows to share out"),
-        (lambda: Labels(numpy.array([0.5])), "y must be one whole number per row"),
+        (lambda: by_classes(1, 1).assign({"train": Labels([])}, 0), "no examples to share out"),  # type: ignore[arg-type]
+        (lambda: by_classes(1, 1).assign({}, 0), "no examples to share out"),
+        (lambda: Labels(numpy.array([0.5])), "y must be one whole number per example"),
         (lambda: Labels(numpy.array([-1, 0])), "y holds the class -1"),
         (lambda: Labels(numpy.array([1, 0]), groups=numpy.array([1])), "groups has 1 entries and y has 2"),
     ],
 )
 def test_bad_input_is_refused_with_a_sentence(call, sentence: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=sentence) as caught:
+    with pytest.raises(UserError, match=sentence) as caught:
         call()
     assert "\n" not in str(caught.value)
-
-
-def test_describe_counts_rows_and_leaves_out_the_middle() -> None:
-    splits = balanced_pools(10, 4000, 1000, 1000)
-    assignment = by_classes(2, num_clients=30).assign(splits, 0)
-    lines = describe(assignment, splits).splitlines()
-    assert lines[0].split()[:4] == ["client", "train", "validation", "test"]
-    assert len(lines) == 1 + 15 + 1 + 5 + 2
-    assert lines[16].endswith("10 more clients")
-    assert lines[17].split()[0] == "25"
-    assert [int(cell) for cell in lines[-2].split()[1:]] == [sum(map(len, assignment.clients[name])) for name in splits]
-    assert [int(cell) for cell in lines[-1].split()[1:]] == [len(assignment.unused[name]) for name in splits]
-    assert {int(cell.split()[0]) for cell in lines[1].split("  ")[-1].split(",")} == set(
-        splits["train"].y[assignment.clients["train"][0]]
-    )
-    assert "more clients" not in describe(by_classes(2, num_clients=20).assign(splits, 0), splits)
-
-
-@pytest.mark.parametrize("rule", [by_classes(2, 10), by_classes(2, 100), dirichlet(1e-3, 2), by_coarse_class(1)])
-def test_plot_draws(rule: Partition, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    pytest.importorskip("matplotlib")
-    splits = balanced_pools(10, 1000, 100, 100)
-    plot(rule.assign(splits, 0), splits, tmp_path / "split.png")
-    assert (tmp_path / "split.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_plot_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    splits = balanced_pools(10, 100, 20, 20)
-    with pytest.raises(UserError, match=r"drawing needs .* pip install 'pfedhn\[report\]'"):
-        plot(by_classes(2, 5).assign(splits, 0), splits, tmp_path / "split.png")
 
 
 def test_examples_in_the_documentation_run() -> None:

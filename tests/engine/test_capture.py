@@ -1,24 +1,23 @@
 """What a GPU would replay, run on a CPU: the captured round is the loop's, for every method."""
 
 import gc
-import os
+import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from support import assert_close, assert_same_bits, finish, memories_of, model, simulate
+from support import assert_close, assert_same_bits, finish, memories_of, model, mostly_slow, simulate
 from torch import nn
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine import capture, executors
-from pfedhn.engine.capture import CapturedRun, keep_compiled, rates, side_by_side
+from pfedhn.engine.capture import CapturedRun, rates, side_by_side
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged, State
 from pfedhn.params import copy
@@ -36,9 +35,14 @@ def captured(simulation: Simulation) -> tuple[State, list[float]]:
     return state, losses
 
 
-@pytest.mark.parametrize("target", ["mlp", "conv"])
-@pytest.mark.parametrize("cohort", [1, 3])
-@pytest.mark.parametrize("method", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("method", "cohort", "target"),
+    mostly_slow(
+        itertools.product(ALGORITHMS, (1, 3), ("mlp", "conv")),
+        *((method, 3, "mlp") for method in ALGORITHMS),
+        ("pfedhn-pc", 1, "conv"),
+    ),
+)
 def test_captured_is_the_loop(method: str, cohort: int, target: str, federation: Federation) -> None:
     loop = simulate(algorithm(method), federation, target, rounds=5, cohort=cohort, evaluate_every=2, executor="loop")
     expected = loop.initial_state()
@@ -53,7 +57,7 @@ def test_captured_is_the_loop(method: str, cohort: int, target: str, federation:
     assert state.best.evaluation.step == expected.best.evaluation.step
 
 
-@pytest.mark.parametrize("method", ALGORITHMS)
+@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedme", "pfedhn-pc"))
 def test_memories_share_nothing_with_one_another_or_the_start(method: str, federation: Federation) -> None:
     """They are written in place; with one client nothing was ever copied, and pFedMe's shared model was its private."""
     start = {"mlp": model().fresh(3)}
@@ -68,7 +72,7 @@ def test_memories_share_nothing_with_one_another_or_the_start(method: str, feder
     assert_same_bits(start, before)
 
 
-@pytest.mark.parametrize("method", ["local", "fedper", "pfedhn-pc"])
+@pytest.mark.parametrize("method", mostly_slow(["local", "fedper", "pfedhn-pc"], "fedper"))
 def test_a_large_cohort_trains_some_at_a_time(
     method: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +88,7 @@ def test_a_large_cohort_trains_some_at_a_time(
     assert {len(some.mask) for some in batches} <= {1, 2}
 
 
-@pytest.mark.parametrize("cohort", [1, 4])
+@pytest.mark.parametrize("cohort", mostly_slow([1, 4], 1))
 def test_several_architectures(cohort: int, federation: Federation) -> None:
     models = {name: model(name) for name in ("mlp", "wide")}
     mixed = federation.with_architectures(["mlp", "wide"] * 3)
@@ -197,7 +201,7 @@ def test_splits_of_other_lengths_share_what_was_traced(federation: Federation, m
     assert_close(memories_of(state), memories_of(expected))
 
 
-@pytest.mark.parametrize("method", ALGORITHMS)
+@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedhn", "fedavg"))
 def test_points_of_a_grid_share_what_was_traced(
     method: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +225,7 @@ def test_points_of_a_grid_share_what_was_traced(
     assert len(traces) > so_far
 
 
-@pytest.mark.parametrize("change", ["activation", "slope", "width"])
+@pytest.mark.parametrize("change", mostly_slow(["activation", "slope", "width"], "width"))
 def test_one_factory_may_make_other_networks(change: str, federation: Federation) -> None:
     """A function that reads a variable is the same function after the variable has changed."""
     hidden = {"activation": nn.Identity, "slope": 0.1, "width": 5}
@@ -259,9 +263,11 @@ def test_what_cannot_be_captured_runs_all_the_same(
     runs = [simulate(PFedHN(local_steps=2), federation, rounds=3, executor=name) for name in ("loop", "captured")]
     states = [run.initial_state() for run in runs]
     list(rounds(runs[0], states[0]))
+    gc.freeze()  # what other tests left behind need not be searched
     for _ in rounds(runs[1], states[1]):
         gc.collect()
         assert attempts[0]() is None  # nor is anything of it left in memory
+    gc.unfreeze()
     assert_close(memories_of(states[1]), memories_of(states[0]))
     assert caplog.text.count("cannot be captured") == 1
     assert "not permitted" in caplog.text
@@ -339,14 +345,3 @@ def test_what_was_compiled_for_runs_of_the_past_is_let_go(monkeypatch: pytest.Mo
         compiled = capture.compile_graph(graph, [on_gpu])
         assert compiled(torch.tensor(1.0)) == 1 + number
     assert len(capture._compiled) == 2
-
-
-def test_what_is_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the package's cache, unless somebody has said where."""
-    monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
-    keep_compiled()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
-    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
-    del os.environ["TORCHINDUCTOR_CACHE_DIR"]

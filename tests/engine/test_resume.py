@@ -73,6 +73,7 @@ def test_killed_at_random_and_resumed(method: str, federation: Federation, tmp_p
     assert_same_run(found, expected, directory, tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_captured_and_stopped_between_any_two_turns(federation: Federation, tmp_path: Path) -> None:
     """Also between a round and its evaluation, which must not be left out."""
     method, turns = "pfedhn-pc", 0

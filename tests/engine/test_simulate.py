@@ -1,6 +1,7 @@
 """The round in one process: who takes part, what is remembered and counted, what happens when numbers run away."""
 
 import copy as python_copy
+import itertools
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from support import (
     finish,
     memories_of,
     model,
+    mostly_slow,
     personal,
     simulate,
 )
@@ -27,7 +29,7 @@ from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
-from pfedhn.algorithms.pfedhn import PFedHN, pfedhn_pc
+from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedme import PFedMe
 from pfedhn.data.federation import Federation, cohort
 from pfedhn.engine import evaluate
@@ -125,7 +127,7 @@ def test_same_seed_same_bits(federation: Federation, target: str) -> None:
     for number in range(2):
         torch.manual_seed(number)
         before = torch.get_rng_state()
-        results.append(memories_of(finish(simulate(pfedhn_pc(**SMALL), federation, target, rounds=4))))
+        results.append(memories_of(finish(simulate(ALGORITHMS["pfedhn-pc"](**SMALL), federation, target, rounds=4))))
         assert torch.equal(torch.get_rng_state(), before)
     assert_same_bits(*results)
 
@@ -171,7 +173,9 @@ def until_divergence(simulation: Simulation, state: State, number: int, client: 
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("spec", [pfedhn_pc(**SMALL), FedAvg(local_steps=2), PFedMe(outer_steps=2)], ids=repr)
+@pytest.mark.parametrize(
+    "spec", [ALGORITHMS["pfedhn-pc"](**SMALL), FedAvg(local_steps=2), PFedMe(outer_steps=2)], ids=repr
+)
 def test_divergence_names_round_and_client_and_leaves_the_state(
     federation: Federation, spec: Any, executor: str
 ) -> None:
@@ -215,7 +219,9 @@ def without_evaluation_rows(federation: Federation, clients: list[int]) -> Feder
 
 def test_private_memories_are_made_at_first_contact(federation: Federation) -> None:
     unseen = [0, 1, 2, 5]
-    simulation = simulate(pfedhn_pc(**SMALL), without_evaluation_rows(federation, unseen), rounds=2, cohort=1)
+    simulation = simulate(
+        ALGORITHMS["pfedhn-pc"](**SMALL), without_evaluation_rows(federation, unseen), rounds=2, cohort=1
+    )
     took_part = {client for r in range(2) for client in simulation.cohort(r)}
     state = finish(simulation)
     expected = took_part | ({*range(NUM_CLIENTS)} - {*unseen})
@@ -236,7 +242,9 @@ def test_whoever_is_met_later_starts_where_the_first_did(federation: Federation,
 
 def test_an_architecture_nobody_runs_costs_nothing(federation: Federation) -> None:
     models = {"mlp": model("mlp"), "conv": model("conv")}
-    simulation = simulate(pfedhn_pc(**SMALL), federation.with_architectures(["mlp"] * NUM_CLIENTS), models, rounds=2)
+    simulation = simulate(
+        ALGORITHMS["pfedhn-pc"](**SMALL), federation.with_architectures(["mlp"] * NUM_CLIENTS), models, rounds=2
+    )
     assert finish(simulation).memories.private["conv"].slots == {}
 
 
@@ -249,7 +257,7 @@ def num_bytes(shapes: Any, names: Any = None) -> int:
     [
         (FedAvg(local_steps=1), num_bytes(model().shapes)),
         (PFedHN(**SMALL), num_bytes(model().shapes)),
-        (pfedhn_pc(**SMALL), num_bytes(model().shapes, {"1.weight", "1.bias"})),
+        (ALGORITHMS["pfedhn-pc"](**SMALL), num_bytes(model().shapes, {"1.weight", "1.bias"})),
         (LGFedAvg(local_steps=1), num_bytes(model().shapes, {"3.weight", "3.bias"})),
         (Local(local_steps=1), 0),
     ],
@@ -326,8 +334,15 @@ def test_scores_of_clients_without_rows(federation: Federation) -> None:
     assert_close(result.sample_mean, float(result.metric[others].sum() / result.count[others].sum()))
 
 
-@pytest.mark.parametrize("executor", [*EXECUTORS, "captured"])
-@pytest.mark.parametrize("method", ["per-fedavg", "pfedhn-pc"])
+@pytest.mark.parametrize(
+    ("method", "executor"),
+    mostly_slow(
+        itertools.product(["per-fedavg", "pfedhn-pc"], [*EXECUTORS, "captured"]),
+        ("per-fedavg", "loop"),
+        ("per-fedavg", "captured"),
+        ("pfedhn-pc", "vectorized"),
+    ),
+)
 def test_a_client_with_many_rows_is_tested_in_parts(
     federation: Federation, method: str, executor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,7 +373,7 @@ def test_settings_that_cannot_work_are_refused(federation: Federation) -> None:
         simulate(FedAvg(), federation, batch_size=0)
     with pytest.raises(ValueError, match=r"'fc9'.*it has 1, 3"):
         simulate(PFedHN(personal=("fc9",)), federation).initial_state()
-    with pytest.raises(ValueError, match="no layer left to share"):
+    with pytest.raises(ValueError, match="nothing is left to generate or to share"):
         simulate(LGFedAvg(global_layers=()), federation).initial_state()
 
 
@@ -438,7 +453,7 @@ def foreign(kind: str) -> tuple[Federation, dict[str, Model]]:
     return make(), {kind: Model(kind, factory, loss, metric)}
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("kind", mostly_slow(FOREIGN, "lstm", "regressor"))
 def test_any_module_learns_under_pfedhn(foreign: tuple[Federation, dict[str, Model]]) -> None:
     federation, models = foreign
     spec = PFedHN(lr=0.05, local_lr=0.05, local_steps=10, hidden_dim=20, num_hidden=1)
@@ -454,8 +469,15 @@ def assert_same_shapes(weights: dict[str, Tensor], architecture: Model) -> None:
     assert {name: value.shape for name, value in weights.items()} == architecture.shapes
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-@pytest.mark.parametrize("method", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    mostly_slow(
+        itertools.product(ALGORITHMS, FOREIGN),
+        *((method, "regressor") for method in ALGORITHMS),
+        ("fedavg", "lstm"),
+        ("pfedhn", "transformer"),
+    ),
+)
 def test_any_module_runs_under_every_method(foreign: tuple[Federation, dict[str, Model]], method: str) -> None:
     federation, models = foreign
     small = {"local_steps": 2, "outer_steps": 2, "hidden_dim": 5}
@@ -466,8 +488,10 @@ def test_any_module_runs_under_every_method(foreign: tuple[Federation, dict[str,
     assert torch.isfinite(state.best.evaluation.splits["test"].loss).all()
 
 
-@pytest.mark.parametrize("executor", ["auto", "loop", "traced"])
-@pytest.mark.parametrize("spec", [pfedhn_pc(**SMALL), PerFedAvg(local_steps=2)], ids=["pfedhn-pc", "per-fedavg"])
+@pytest.mark.parametrize("executor", mostly_slow(["auto", "loop", "traced"], "auto", "loop"))
+@pytest.mark.parametrize(
+    "spec", [ALGORITHMS["pfedhn-pc"](**SMALL), PerFedAvg(local_steps=2)], ids=["pfedhn-pc", "per-fedavg"]
+)
 def test_dropout_is_keyed(spec: Any, executor: str) -> None:
     """Same seed, same bits, whatever torch's own generator is at; clients and rounds draw different masks."""
     results = []

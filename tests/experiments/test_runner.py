@@ -243,7 +243,7 @@ def test_a_run_whose_data_changed_is_not_gone_on_with(tmp_path: Path, monkeypatc
 
 def test_preparing_refuses_a_client_without_rows_before_anything_is_written(tmp_path: Path) -> None:
     crowded = with_assignments(SMALL, {"clients": 900})
-    with pytest.raises(ValueError, match="would have no training rows; use fewer clients"):
+    with pytest.raises(ValueError, match="would have no training examples; use fewer clients"):
         prepare(tmp_path / "new", select(crowded, [], None), Options())
     assert not (tmp_path / "new").exists()
 
@@ -277,6 +277,7 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_side_by_side_gives_the_bits_of_one_after_the_other(tmp_path: Path, in_turn: Path) -> None:
     broken = replace(SMALL.cells[1], method="pfedhn-pc", settings={"local_lr": 1e30})
     experiment = replace(WITH_LG, cells=(*WITH_LG.cells, SMALL.cells[1], broken))
@@ -359,6 +360,7 @@ def test_what_a_run_says_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [file.stem for file in checkpoints(tmp_path / name)] == ["checkpoint-000000030"], "large, and of no more use"
 
 
+@pytest.mark.slow
 def test_stopping_the_runs_side_by_side_leaves_checkpoints_to_go_on_from(tmp_path: Path, in_turn: Path) -> None:
     stopped = threading.Event()
 

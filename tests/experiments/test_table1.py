@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from support import mostly_slow
 from test_datasets import encoded, images, write_table
 from typer.testing import CliRunner
 
@@ -45,7 +46,7 @@ def run(experiment: str, only: str, *more: str) -> dict[str, dict]:  # type: ign
     return {file.parent.name: json.loads(file.read_text()) for file in files}
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist"])
+@pytest.mark.parametrize("name", mostly_slow(["cifar10", "cifar100", "mnist"], "mnist"))
 def test_a_cell_of_the_table_by_its_command(name: str) -> None:
     write_whole(Path("data"), name)
     (result,) = run(f"table1-{name}", "method=pfedhn,clients=10", "--set", "steps=3", "--set", "local_steps=2").values()
@@ -59,6 +60,7 @@ def test_a_cell_of_the_table_by_its_command(name: str) -> None:
     assert "--only method=pfedhn,clients=10 --seeds 0" in result["command"]
 
 
+@pytest.mark.slow
 def test_all_eight_methods_of_a_column() -> None:
     write_whole(Path("data"), "cifar10")
     settings = ["steps=10", *(f"{method}.local_steps=1" for method in CIFAR10 if method != "pfedme")]

@@ -15,8 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from pfedhn import run as run_module
 from pfedhn.cli import app as cli
@@ -210,6 +209,7 @@ def test_with_several_seeds_the_mean_decides_and_one_that_diverged_spoils_it() -
 @pytest.fixture
 def with_a_bad_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tune.GRIDS, "fedavg", {"local_lr": (1e30, 0.1, 0.05)})
+    monkeypatch.setitem(tune.GRIDS, "pfedhn", {"lr": (0.05, 0.01), "local_lr": (0.05,)})  # few, for the time they take
 
 
 @pytest.mark.usefixtures("with_a_bad_rate")
@@ -286,6 +286,7 @@ def test_a_failure_that_is_no_divergence_ends_the_tuning(monkeypatch: pytest.Mon
     assert not Path("runs/mine-tuning/tuning.json").exists()
 
 
+@pytest.mark.slow
 def test_after_kill_9_the_finished_points_are_only_read() -> None:
     succeed("tune", "mine.toml", "--jobs", "1", "--out", "whole")
     Path("mine.rates.toml").unlink()

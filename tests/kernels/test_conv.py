@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import mostly_slow
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,9 +34,11 @@ needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 @pytest.mark.skipif(ON_GPU or kernels.INTERPRETED, reason="the kernels are tested directly")
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="Triton is not installed")
-def test_the_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("which", mostly_slow(["not slow", "slow"], "not slow"))
+def test_the_kernels_in_the_interpreter(which: str) -> None:
     files = [__file__, str(Path(__file__).with_name("test_linear.py"))]
-    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "on_triton", *files]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    arguments = ["-m", "pytest", "-q", *plugins, "-k", "on_triton", "-m", which, *files]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[2]
     result = subprocess.run([sys.executable, *arguments], env=environment, cwd=root, capture_output=True, text=True)
@@ -172,10 +175,13 @@ SHAPES = [
     (64, 128, 3, 1, 3, 3, False),
     (64, 16, 5, 0, 6, 6, True),
 ]
+FEW_SHAPES = [SHAPES[1], SHAPES[3]]
 
 
 @needs_triton
-@pytest.mark.parametrize(("channels", "out_channels", "kernel", "padding", "height", "width", "pool"), SHAPES)
+@pytest.mark.parametrize(
+    ("channels", "out_channels", "kernel", "padding", "height", "width", "pool"), mostly_slow(SHAPES, *FEW_SHAPES)
+)
 def test_block_on_triton(
     channels: int, out_channels: int, kernel: int, padding: int, height: int, width: int, pool: bool
 ) -> None:
@@ -300,7 +306,7 @@ def calls(graph: torch.fx.GraphModule) -> dict[str, int]:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", mostly_slow(TRANSFORMS, "vmap"))
 def test_transform_on_triton(name: str) -> None:
     function, batched = TRANSFORMS[name]
     arguments = arguments_for(batched)
@@ -317,6 +323,7 @@ def test_transform_on_triton(name: str) -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grad", "vmap(grad)"])
 def test_compiled_trace_on_triton(name: str) -> None:
     function, batched = TRANSFORMS[name]
@@ -328,6 +335,7 @@ def test_compiled_trace_on_triton(name: str) -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_many_runs_on_triton() -> None:
     torch.manual_seed(0)
     runs = kernels.MANY_RUNS

@@ -5,12 +5,14 @@ that the loop also sums up, and copies the next one over it while the product st
 some 200,000 steps, which no comparison of results notices; that runs of the same seed were not always alike, did.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support import mostly_slow
 from torch import Tensor, nn
 
 from pfedhn.kernels import conv as kernels
@@ -102,8 +104,9 @@ def overwritten_factors(code: str) -> Iterator[str]:
             yield from (f for f in factors if buffer_of.get(f) in single & filled)
 
 
-@pytest.mark.parametrize("num_runs", [1, 24])
-@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize(
+    ("target", "num_runs"), mostly_slow(itertools.product(TARGETS, (1, 24)), ("Omniglot, an alphabet", 1), ("MLP", 24))
+)
 def test_no_factor_is_overwritten_while_it_is_read(
     target: str, num_runs: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -113,6 +116,7 @@ def test_no_factor_is_overwritten_while_it_is_read(
         assert not list(overwritten_factors(intermediate_code(launch))), launch
 
 
+@pytest.mark.slow
 def test_the_race_would_be_seen(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     blocks = kernels.Blocks(64, 64, 32, warps=4, stages=2)
     monkeypatch.setattr(linear, "blocks_for", lambda kind, *sizes: blocks)

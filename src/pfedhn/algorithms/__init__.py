@@ -1,23 +1,49 @@
 """Every method, by the name users give it: the only table of them."""
 
-from collections.abc import Callable
-from typing import Any
-
+from pfedhn.algorithm import Method
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedper import FedPer
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
-from pfedhn.algorithms.pfedhn import PFedHN, pfedhn_pc
+from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedme import PFedMe
 
-ALGORITHMS: dict[str, Callable[..., Any]] = {
-    "pfedhn": PFedHN,
-    "pfedhn-pc": pfedhn_pc,
-    "local": Local,
-    "fedavg": FedAvg,
-    "per-fedavg": PerFedAvg,
-    "pfedme": PFedMe,
-    "lg-fedavg": LGFedAvg,
-    "fedper": FedPer,
+# The paper's grids.
+LEARNING_RATES = (1e-1, 5e-2, 1e-2, 5e-3)
+PERSONAL_RATES = (5e-2, 1e-2, 5e-3, 1e-3)
+LOCAL = {"local_lr": LEARNING_RATES}
+TWO_LEVELS = {"lr": LEARNING_RATES, "local_lr": PERSONAL_RATES}
+
+# Colors of Okabe and Ito, which color-blind people can tell apart, and a dash of its own for each besides.
+ALGORITHMS: dict[str, Method] = {
+    "pfedhn": Method("pFedHN", PFedHN, grid=TWO_LEVELS, is_tuned=False, color="#D55E00"),
+    "pfedhn-pc": Method(
+        "pFedHN-PC",
+        PFedHN,
+        settings={"lr": 5e-2, "personal": ("last",)},
+        summary="pFedHN-PC with its authors' rates: the last layer stays with the client.",
+        grid=TWO_LEVELS,
+        is_tuned=False,
+        color="#CC79A7",
+    ),
+    "local": Method("Local", Local, grid=LOCAL, color="#4D4D4D", dash=(0, (1, 1.2))),
+    "fedavg": Method("FedAvg", FedAvg, grid=LOCAL, color="#0072B2", dash=(0, (5, 1.5))),
+    "per-fedavg": Method(
+        "Per-FedAvg",
+        PerFedAvg,
+        grid={"local_lr": LEARNING_RATES, "personal_lr": PERSONAL_RATES},
+        color="#56B4E9",
+        dash=(0, (7, 2)),
+    ),
+    "pfedme": Method(
+        "pFedMe",
+        PFedMe,
+        grid={"lr": LEARNING_RATES, "personal_lr": PERSONAL_RATES},
+        color="#E69F00",
+        dash=(0, (4, 1, 1, 1, 1, 1)),
+    ),
+    # It goes on with FedAvg's model, and so with FedAvg's rates.
+    "lg-fedavg": Method("LG-FedAvg", LGFedAvg, rates_from="fedavg", color="#8C6D31", dash=(0, (2, 1))),
+    "fedper": Method("FedPer", FedPer, grid=LOCAL, color="#009E73", dash=(0, (3, 1, 1, 1))),
 }

@@ -4,10 +4,16 @@ The published program decays EVERY embedding at every server step and lets its l
 gets no gradient follows (velocity, value) -> A (velocity, value) with a fixed 2x2 matrix A, so n missed steps are A^n.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from pfedhn import keys
+from pfedhn.errors import UserError
+from pfedhn.keys import Key
+from pfedhn.sgd import SGD, Rate
 
 NUM_POWERS = 32  # as many bits as a count of missed steps has
 
@@ -45,3 +51,47 @@ def caught_up(rows: Row, powers: Tensor, step: Tensor) -> Row:
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """A matrix product as sums of products, which a compiler fuses where it would call a library for each."""
     return (left[..., None] * right[..., None, :, :]).sum(-2)
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """How a server starts and moves its rows: trained by SGD, or fixed to what describes each client."""
+
+    dim: int
+    lr: Rate
+    momentum: float
+    weight_decay: float
+    is_fixed: bool = False
+
+    def powers(self) -> Tensor:
+        return step_powers(float(self.lr), self.momentum, self.weight_decay)
+
+    def start(self, key: Key, descriptor: Tensor | None) -> Row:
+        value = descriptor if self.is_fixed else keys.normal(key, self.dim)
+        assert value is not None
+        return Row(value, torch.zeros_like(value), torch.zeros((), dtype=torch.int32, device=value.device))
+
+    def join(self, rows: Row, powers: Tensor, step: Tensor, descriptor: Tensor | None) -> Row:
+        # A commented-out sentence in the paper's source starts a new embedding at the mean of the trained ones.
+        value = self.at(rows, powers, step).embedding.mean(0) if descriptor is None else descriptor
+        return Row(value, torch.zeros_like(value), step)
+
+    def at(self, rows: Row, powers: Tensor, step: Tensor) -> Row:
+        return rows if self.is_fixed else caught_up(rows, powers, step)
+
+    def moved(self, row: Row, gradient: Tensor, step: Tensor) -> Row:
+        sgd = SGD(self.lr, self.momentum, self.weight_decay)
+        return Row(*sgd.step(row.embedding, row.velocity, gradient), step.expand_as(row.last_step))
+
+
+def embedding_dim(given: int | None, num_clients: int, descriptor_dim: int | None, is_fixed: bool) -> int | None:
+    """The dimension of the rows: as given, as a client is described, or as the authors choose it.
+
+    They take int(1 + n / 4); here it is held at 64 for large federations.
+    """
+    if is_fixed and given and descriptor_dim not in (None, given):
+        raise UserError(
+            f"embedding_dim is {given}, but the federation describes a client by {descriptor_dim} numbers; leave "
+            "embedding_dim out."
+        )
+    return given or (descriptor_dim if is_fixed else min(int(1 + num_clients / 4), 64))

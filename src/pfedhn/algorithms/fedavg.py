@@ -4,59 +4,54 @@
     client   w_i <- K steps of SGD from w; return w - w_i              train
     server   w <- w - sum_i |T_i| (w - w_i) / sum_i |T_i|              receive
 
-FedPer and LG-FedAvg are this with some layers kept by the clients (`kept`).
+FedPer and LG-FedAvg are this with some layers kept by the clients (`roles`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from pfedhn.algorithm import Group, Rule, client_weights, only_group, several_architectures
-from pfedhn.errors import UserError
+from pfedhn.algorithm import (
+    Algorithm,
+    Group,
+    Rule,
+    client_weights,
+    only_group,
+    several_architectures,
+)
 from pfedhn.keys import Key
+from pfedhn.layers import Roles, assign_roles
 from pfedhn.model import Model
 from pfedhn.params import Params, pick, subtract, weighted_sum
 from pfedhn.sgd import SGD, Batches, Rate
 
 
 @dataclass(frozen=True)
-class FedAvg:
+class FedAvg(Algorithm[Params, tuple[()], Params]):
     """FedAvg; the personal model of every client is the shared one."""
 
-    local_lr: Rate = 1e-2
-    local_steps: int = 50
-    local_momentum: float = 0.9  # starts at rest in every round
-    local_weight_decay: float = 5e-5
-    local_clip: float | None = None
-    rule: Rule = "size"
-
-    usual_cohort_size = 5
-    communicates = True
-    num_personalize_batches = 0
+    local_lr: Rate = 1e-2  # learning rate of a client's steps
+    local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
+    local_momentum: float = 0.9  # momentum of a client's steps; starts at rest in every round
+    local_weight_decay: float = 5e-5  # weight decay of a client's steps
+    local_clip: float | None = None  # largest norm of a client's gradient
+    rule: Rule = "size"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
 
     @property
     def num_batches(self) -> int:
         return self.local_steps
 
-    def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "FedAvg":
-        return self
-
-    def kept(self, model: Model) -> frozenset[str]:
-        """Parameters that stay with the client: none in FedAvg itself."""
-        return frozenset()
+    def roles(self, model: Model) -> Roles:
+        """Every layer is shared; FedPer and LG-FedAvg leave some with the client."""
+        return assign_roles(model, rest="shared")
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
-        return shared_model(type(self).__name__, models, starts, self.kept)
-
-    def init_row(self, key: Key, descriptor: Tensor | None) -> tuple[()]:
-        return ()
-
-    def join_row(self, shared: Params, rows: tuple[()], descriptor: Tensor | None) -> tuple[()]:
-        return ()
+        start = only_start(type(self).__name__, models, starts)
+        return pick(start, self.roles(next(iter(models.values()))).shared)
 
     def init_private(self, model: Model, start: Params, key: Key) -> Params:
-        return pick(start, self.kept(model))
+        return pick(start, self.roles(model).personal)
 
     def send(self, model: Model, shared: Params, row: tuple[()]) -> Params:
         return shared
@@ -68,20 +63,19 @@ class FedAvg:
 
     def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
         group = only_group(groups, type(self).__name__)
-        return subtract(shared, weighted_sum(group.updates, client_weights(self.rule, group.sizes))), [group.rows]
+        return averaged(shared, group, client_weights(self.rule, group.sizes)), [group.rows]
 
     def personalize(self, model: Model, received: Params, private: Params, batches: Batches) -> Params:
         return received | private
 
 
-def shared_model(
-    method: str, models: Mapping[str, Model], starts: Mapping[str, Params], kept: Callable[[Model], frozenset[str]]
-) -> Params:
-    """The one model that an averaging method shares, less what clients keep; several architectures are refused."""
+def only_start(method: str, models: Mapping[str, Model], starts: Mapping[str, Params]) -> Params:
+    """The initial model of a method that shares one; several architectures are refused."""
     if len(models) != 1:
-        raise UserError(several_architectures(method, ", ".join(models)))
-    ((name, model),) = models.items()
-    shared = {key: value for key, value in starts[name].items() if key not in kept(model)}
-    if not shared:
-        raise UserError(f"{method} has no layer left to share: its settings keep all of them with the client.")
-    return shared
+        raise several_architectures(method, ", ".join(models))
+    return starts[next(iter(models))]
+
+
+def averaged(shared: Params, group: Group, weights: Tensor) -> Params:
+    """The shared model after one step along the clients' updates, each counted with its weight [C]."""
+    return subtract(shared, weighted_sum(group.updates, weights))

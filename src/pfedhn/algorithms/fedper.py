@@ -8,7 +8,7 @@ server   base <- base - sum_i |T_i| (base - base_i) / sum_i |T_i|         receiv
 from dataclasses import dataclass
 
 from pfedhn.algorithms.fedavg import FedAvg
-from pfedhn.layers import layer_names
+from pfedhn.layers import Roles, assign_roles
 from pfedhn.model import Model
 
 
@@ -16,7 +16,7 @@ from pfedhn.model import Model
 class FedPer(FedAvg):
     """FedPer; all heads start equal, so a client that was never chosen has an untrained one."""
 
-    personal: tuple[str, ...] = ("last",)
+    personal: tuple[str, ...] = ("last",)  # layers that stay with the client; "last" is the last layer
 
-    def kept(self, model: Model) -> frozenset[str]:
-        return layer_names(model, self.personal, "personal")
+    def roles(self, model: Model) -> Roles:
+        return assign_roles(model, rest="shared", personal=self.personal)

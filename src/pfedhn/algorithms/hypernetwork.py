@@ -108,11 +108,6 @@ class Hypernetwork:
         }
 
 
-def default_embedding_dim(num_clients: int) -> int:
-    """The authors' int(1 + n / 4) at the paper's sizes, held at 64 for large federations."""
-    return min(int(1 + num_clients / 4), 64)
-
-
 def _num_weights(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 

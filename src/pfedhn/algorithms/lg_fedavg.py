@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pfedhn.algorithm import Rule
 from pfedhn.algorithms.fedavg import FedAvg
-from pfedhn.layers import layer_names
+from pfedhn.layers import Roles, assign_roles
 from pfedhn.model import Model
 
 
@@ -21,8 +21,8 @@ from pfedhn.model import Model
 class LGFedAvg(FedAvg):
     """LG-FedAvg; the personal model is the client's own lower layers under the current global top."""
 
-    global_layers: tuple[str, ...] = ("last",)
-    rule: Rule = "mean"
+    global_layers: tuple[str, ...] = ("last",)  # layers that are shared; all others stay with the client
+    rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
 
-    def kept(self, model: Model) -> frozenset[str]:
-        return frozenset(model.shapes) - layer_names(model, self.global_layers, "global_layers")
+    def roles(self, model: Model) -> Roles:
+        return assign_roles(model, rest="personal", settings={"shared": "global_layers"}, shared=self.global_layers)

@@ -19,28 +19,31 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pfedhn.algorithm import Group, Rule, client_weights, only_group
-from pfedhn.algorithms.fedavg import shared_model
+from pfedhn.algorithm import (
+    Algorithm,
+    Group,
+    Rule,
+    client_weights,
+    only_group,
+)
+from pfedhn.algorithms.fedavg import averaged, only_start
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import Params, pack, subtract, take, weighted_sum
+from pfedhn.params import Params, pack, take
 from pfedhn.sgd import SGD, Batches, Rate, gradient, scan
 
 
 @dataclass(frozen=True)
-class PerFedAvg:
+class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
     """Per-FedAvg, first-order or Hessian-free; `local_lr` is beta, `personal_lr` alpha."""
 
-    local_lr: Rate = 1e-2
-    personal_lr: Rate = 5e-3
-    local_steps: int = 50  # tau
-    form: Literal["first-order", "hessian-free"] = "first-order"
-    difference: float = 1e-3  # d
-    adaptation_steps: int = 1
-    rule: Rule = "mean"
-
-    usual_cohort_size = 5
-    communicates = True
+    local_lr: Rate = 1e-2  # beta, the size of the outer step
+    personal_lr: Rate = 5e-3  # alpha, the size of the inner step and of the adaptation before a test
+    local_steps: int = 50  # tau, local iterations in one round; each takes two minibatches, or three if Hessian-free
+    form: Literal["first-order", "hessian-free"] = "first-order"  # Hessian-free estimates the second-order term too
+    difference: float = 1e-3  # d, the step of that estimate
+    adaptation_steps: int = 1  # steps on training minibatches before a test
+    rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
 
     @property
     def num_batches(self) -> int:
@@ -54,20 +57,8 @@ class PerFedAvg:
     def num_personalize_batches(self) -> int:
         return self.adaptation_steps
 
-    def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "PerFedAvg":
-        return self
-
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
-        return shared_model("Per-FedAvg", models, starts, lambda model: frozenset())
-
-    def init_row(self, key: Key, descriptor: Tensor | None) -> tuple[()]:
-        return ()
-
-    def join_row(self, shared: Params, rows: tuple[()], descriptor: Tensor | None) -> tuple[()]:
-        return ()
-
-    def init_private(self, model: Model, start: Params, key: Key) -> tuple[()]:
-        return ()
+        return only_start("Per-FedAvg", models, starts)
 
     def send(self, model: Model, shared: Params, row: tuple[()]) -> Params:
         return shared
@@ -95,7 +86,7 @@ class PerFedAvg:
 
     def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
         group = only_group(groups, "Per-FedAvg")
-        return subtract(shared, weighted_sum(group.updates, client_weights(self.rule, group.sizes))), [group.rows]
+        return averaged(shared, group, client_weights(self.rule, group.sizes)), [group.rows]
 
     def personalize(self, model: Model, received: Params, private: tuple[()], batches: Batches) -> Params:
         return SGD(self.personal_lr).run(model.loss, received, batches)[0]

@@ -19,11 +19,17 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pfedhn.algorithm import Group, Rule, client_weights, only_group
-from pfedhn.algorithms.fedavg import shared_model
+from pfedhn.algorithm import (
+    Algorithm,
+    Group,
+    Rule,
+    client_weights,
+    only_group,
+)
+from pfedhn.algorithms.fedavg import averaged, only_start
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import Params, pack, subtract, weighted_sum
+from pfedhn.params import Params, pack
 from pfedhn.sgd import Batches, Rate, gradient, scan
 
 
@@ -33,38 +39,25 @@ class Private(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PFedMe:
+class PFedMe(Algorithm[Params, tuple[()], Private]):
     """pFedMe; `lr` moves x_i, `personal_lr` theta_i."""
 
-    lr: Rate = 5e-3
-    personal_lr: Rate = 1e-2
-    strength: float = 15.0  # lambda
-    mixing: float = 1.0  # beta
-    outer_steps: int = 20  # R
-    inner_steps: int = 3  # K
-    decay: float = 1e-3  # mu
-    tested: Literal["theta", "x"] = "theta"
-    rule: Rule = "size"
-
-    usual_cohort_size = 5
-    communicates = True
-    num_personalize_batches = 0
+    lr: Rate = 5e-3  # learning rate of x_i, the client's copy of the shared model
+    personal_lr: Rate = 1e-2  # lr_p, learning rate of theta_i, its personal model
+    strength: float = 15.0  # lambda, how strongly theta_i is held to x_i
+    mixing: float = 1.0  # beta, how far the server moves to the average
+    outer_steps: int = 20  # R, minibatches in one round
+    inner_steps: int = 3  # K, steps of theta_i on each minibatch
+    decay: float = 1e-3  # mu, weight decay of theta_i
+    tested: Literal["theta", "x"] = "theta"  # which of the two is tested; "x" is what the authors' code does
+    rule: Rule = "size"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
 
     @property
     def num_batches(self) -> int:
         return self.outer_steps
 
-    def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "PFedMe":
-        return self
-
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
-        return shared_model("pFedMe", models, starts, lambda model: frozenset())
-
-    def init_row(self, key: Key, descriptor: Tensor | None) -> tuple[()]:
-        return ()
-
-    def join_row(self, shared: Params, rows: tuple[()], descriptor: Tensor | None) -> tuple[()]:
-        return ()
+        return only_start("pFedMe", models, starts)
 
     def init_private(self, model: Model, start: Params, key: Key) -> Private:
         device = next(iter(start.values())).device
@@ -80,8 +73,8 @@ class PFedMe:
         def step(carry: tuple[Tensor, Tensor], batch: Batches, rates: tuple[Rate, Rate]) -> tuple[Tensor, Tensor]:
             (x, theta), (lr, personal_lr) = carry, rates
             for _ in range(self.inner_steps):
-                slope = gradient_of(theta, batch) + self.strength * (theta - x) + self.decay * theta
-                theta = theta - personal_lr * slope
+                direction = gradient_of(theta, batch) + self.strength * (theta - x) + self.decay * theta
+                theta = theta - personal_lr * direction
             return x - lr * self.strength * (x - theta), theta
 
         x, theta = scan(step, (w, w), batches, (self.lr, self.personal_lr))
@@ -90,8 +83,7 @@ class PFedMe:
 
     def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
         group = only_group(groups, "pFedMe")
-        weights = self.mixing * client_weights(self.rule, group.sizes)
-        return subtract(shared, weighted_sum(group.updates, weights)), [group.rows]
+        return averaged(shared, group, self.mixing * client_weights(self.rule, group.sizes)), [group.rows]
 
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         return {

@@ -4,14 +4,13 @@ Every program lives in a process of its own, so that its memory can be told, and
 one after the other, again and again, so that a busy neighbor slows all of them alike.
 """
 
-import multiprocessing
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from pfedhn.errors import UserError
 from pfedhn.model import Model
 from pfedhn.models import MLP, LeNet, cross_entropy, is_correct
 from pfedhn.params import Params
+from pfedhn.process import new_process
 
 MEAN, STD = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
 TOLERANCE = 1e-3  # relative, of all weights after one round, tf32 off
@@ -298,10 +298,8 @@ class Worker:
 
     @staticmethod
     def start(program: Program, workload: Workload, device: str, threads: int = 1, precision: str = "fp32") -> "Worker":
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        arguments = (theirs, program, workload, device, threads, precision)
-        process = context.Process(target=_worker, args=arguments, daemon=True)
+        ours, theirs = Pipe()
+        process = new_process(_worker, theirs, program, workload, device, threads, precision)
         process.start()
         theirs.close()  # so that a worker that dies is noticed
         return Worker(program, ours, process)

@@ -49,7 +49,7 @@ def rounds(simulation: Simulation, state: State, data: Dataset[Any]) -> Iterator
     assert isinstance(spec, PFedHN)
     target = model.with_weights({}).train()
     h = Hypernetwork(target, state.memories.shared.phi, state.memories.rows.embedding).to(model.device)
-    groups = [{"params": p, "lr": spec.row_lr if p is h.embedding.weight else spec.lr} for p in h.parameters()]
+    groups = [{"params": p, "lr": spec.embeddings.lr if p is h.embedding.weight else spec.lr} for p in h.parameters()]
     server = optim.SGD(groups, momentum=spec.momentum, weight_decay=spec.weight_decay)
     rows = replace(simulation.federation, x=torch.arange(len(simulation.federation.x)))
     for number in range(simulation.num_rounds):

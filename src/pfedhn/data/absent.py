@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pfedhn.data.federation import SPLITS, Arrays, Examples, Federation
+from pfedhn.data.arrays import SPLITS, Arrays
+from pfedhn.data.federation import Examples, Federation
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.sgd import Batches

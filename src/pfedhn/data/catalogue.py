@@ -1,7 +1,7 @@
-"""Data sets in memory: digits (inside scikit-learn), MNIST, CIFAR-10, CIFAR-100, Omniglot, and the user's own.
+"""Data sets by name: digits (inside scikit-learn), MNIST, CIFAR-10, CIFAR-100 and Omniglot.
 
-The images of a data set are decoded once, into a cache of one verified file. Rows are in a canonical order that comes
-from their content alone, so every copy of a data set gives the same federation from the same seed.
+The images of a data set are decoded once, into a cache of one verified file. Examples are in a canonical order that
+comes from their content alone, so every copy of a data set gives the same federation from the same seed.
 """
 
 import hashlib
@@ -25,36 +25,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pfedhn.errors import UserError, closest, first_line
-
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the number of images decoded so far and the number of all."""
-
+from pfedhn.files import cache_folder, make_folder, write_atomically
 
 Array: TypeAlias = NDArray[Any]
-
-
 Pixels: TypeAlias = NDArray[numpy.uint8]
+Progress: TypeAlias = Callable[[int, int], None]
+"""It is called with the number of images decoded so far and the number of all."""
 
 CACHE_FORMAT = 1  # a change to the canonical form raises it, and older caches are refused
-
-
+ANOTHER_CACHE = "set PFEDHN_CACHE to another folder"
 CHUNK = 512  # images that a thread decodes at a time
-
-
 OMNIGLOT_ARCHIVES = ("images_background.zip", "images_evaluation.zip")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set comes from and how it is prepared. mean, std: per channel, of pixels scaled to 0..1."""
+    """Where a data set comes from and how it is prepared."""
 
     description: str
     shape: tuple[int, ...]
     num_classes: int
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # of each channel, its pixels scaled to 0..1
     std: tuple[float, ...]
-    hub: str | None = None  # Hugging Face id
-    image: str = "image"  # columns
+    hub: str | None = None  # its id on the Hugging Face Hub
+    image: str = "image"  # columns there
     label: str = "label"
     coarse: str | None = None
 
@@ -89,25 +83,20 @@ DATASETS = {
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A data set in memory, normalized, in canonical order.
-
-    x, test_x: float32 [rows, channels, height, width]; digits [rows, 64].
-    y, test_y: class numbers, int64. groups: Omniglot's alphabet. coarse, test_coarse: CIFAR-100's coarse class.
-    within: Omniglot's character counted from 0 in its own alphabet.
-    """
+    """A data set in memory, normalized, in canonical order."""
 
     name: str
-    x: Tensor
-    y: Tensor
+    x: Tensor  # float32 [examples, channels, height, width]; digits [examples, 64]
+    y: Tensor  # class numbers, int64
     test_x: Tensor | None
     test_y: Tensor | None
-    groups: Tensor | None
-    coarse: Tensor | None
+    groups: Tensor | None  # Omniglot's alphabet
+    coarse: Tensor | None  # CIFAR-100's coarse class
     test_coarse: Tensor | None
     num_classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    within: Tensor | None = None
+    within: Tensor | None = None  # Omniglot's character counted from 0 in its own alphabet
     group_names: tuple[str, ...] = ()
 
 
@@ -117,10 +106,15 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
     digits is inside scikit-learn. The others are decoded on first use, from the files in `data_dir` or else from the
     Hugging Face Hub, and read from the cache from then on (see `get`).
 
-    >>> import pfedhn.datasets
-    >>> digits = pfedhn.datasets.load("digits")
-    >>> tuple(digits.x.shape), digits.num_classes
-    ((1797, 64), 10)
+    Args:
+        name: The data set.
+        data_dir: A folder with its files, as `get` takes it.
+
+    Examples:
+        >>> import pfedhn.datasets
+        >>> digits = pfedhn.datasets.load("digits")
+        >>> tuple(digits.x.shape), digits.num_classes
+        ((1797, 64), 10)
     """
     source = _source(name)
     if name == "digits":
@@ -153,14 +147,14 @@ def get(name: str, data_dir: str | Path | None = None, progress: Progress | None
     machine without network.
 
     Args:
-        name: mnist, cifar10, cifar100 or omniglot (digits needs no cache).
-        data_dir: a folder with the data set's files, or with a folder of its name that has them; default: the
+        name: One of mnist, cifar10, cifar100 and omniglot (digits needs no cache).
+        data_dir: A folder with the data set's files, or with a folder of its name that has them; default: the
             environment variable PFEDHN_DATA_DIR; without either, the Hugging Face Hub. MNIST and CIFAR are parquet
             files as on the Hub. Omniglot, which the Hub does not have, is the author's images_background.zip and
             images_evaluation.zip, their unpacked folders (alphabet/character01/*.png), or parquet files with the
             columns image, alphabet and character.
-        progress: called with the number of images decoded and the number of all.
-        again: decode even if there is a cached copy.
+        progress: Called with the number of images decoded and the number of all.
+        again: Decode even if there is a cached copy.
     """
     source = _source(name)
     if name == "digits":
@@ -172,8 +166,7 @@ def get(name: str, data_dir: str | Path | None = None, progress: Progress | None
         _verify(name, path, data_dir)
         return path
     folder = _folder(name, data_dir)
-    with _writing(path):  # before a minute's decoding, not after
-        path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, ANOTHER_CACHE)  # before a minute's decoding, not after
     if name == "omniglot":
         arrays, group_names = _read_omniglot(source, folder, progress)
         num_classes = int(arrays["y"].max()) + 1
@@ -194,9 +187,7 @@ def get(name: str, data_dir: str | Path | None = None, progress: Progress | None
 
 def cache_path(name: str) -> Path:
     """Where a data set's decoded copy is or would be; next to it lies a .json with its checksum."""
-    return (
-        Path(os.environ.get("PFEDHN_CACHE") or Path.home() / ".cache" / "pfedhn").expanduser() / f"{name}.safetensors"
-    )
+    return cache_folder() / f"{name}.safetensors"
 
 
 def _source(name: str) -> Source:
@@ -223,7 +214,7 @@ def _normalized(pixels: Tensor, source: Source) -> Tensor:
 
 
 def _read_images(name: str, source: Source, folder: Path | None, progress: Progress | None) -> dict[str, Array]:
-    """The train and test rows of MNIST or CIFAR."""
+    """The train and test examples of MNIST or CIFAR."""
     arrays: dict[str, Array] = {}
     with _hub_tables(name, source, folder) as tables:
         missing = [split for split in ("train", "test") if split not in tables]
@@ -265,8 +256,8 @@ def _read_omniglot(
     else:
         drawings = list(_omniglot_drawings(files))
         alphabets, characters = [item[0] for item in drawings], [item[1] for item in drawings]
-        rows = _Blobs([item[2] for item in drawings])
-        pixels = _decoded("omniglot", rows, source, _ink, _shifted(progress, 0, len(rows)))
+        blobs = _Blobs([item[2] for item in drawings])
+        pixels = _decoded("omniglot", blobs, source, _ink, _shifted(progress, 0, len(blobs)))
     pairs = sorted(set(zip(alphabets, characters, strict=True)))
     number = {pair: place for place, pair in enumerate(pairs)}
     names = sorted(set(alphabets))
@@ -304,8 +295,8 @@ class _Blobs:
     def __len__(self) -> int:
         return len(self.blobs)
 
-    def __getitem__(self, rows: slice) -> dict[str, list[dict[str, Any]]]:
-        return {"image": [{"bytes": blob} for blob in self.blobs[rows]]}
+    def __getitem__(self, numbers: slice) -> dict[str, list[dict[str, Any]]]:
+        return {"image": [{"bytes": blob} for blob in self.blobs[numbers]]}
 
 
 @contextmanager
@@ -436,13 +427,13 @@ def _shifted(progress: Progress | None, done: int, total: int) -> Callable[[int]
 
 
 def _decoded(
-    name: str, rows: Any, source: Source, decode: Callable[[bytes, Source], Pixels], tick: Callable[[int], None]
+    name: str, table: Any, source: Source, decode: Callable[[bytes, Source], Pixels], tick: Callable[[int], None]
 ) -> Pixels:
     """All images of a table [N, C, H, W]; threads, because Pillow lets go of the interpreter while it decodes."""
     import PIL.Image
 
     PIL.Image.init()  # it registers formats on first use, which two threads must not do at once
-    starts = range(0, len(rows), CHUNK)
+    starts = range(0, len(table), CHUNK)
 
     def decode_chunk(start_and_blobs: tuple[int, list[dict[str, Any]]]) -> list[Pixels]:
         start, blobs = start_and_blobs
@@ -458,9 +449,9 @@ def _decoded(
                 ) from error
         return chunk
 
-    pixels = numpy.empty((len(rows), *source.shape), dtype=numpy.uint8)
+    pixels = numpy.empty((len(table), *source.shape), dtype=numpy.uint8)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        chunks = pool.map(decode_chunk, ((start, rows[start : start + CHUNK][source.image]) for start in starts))
+        chunks = pool.map(decode_chunk, ((start, table[start : start + CHUNK][source.image]) for start in starts))
         for start, chunk in zip(starts, chunks, strict=True):
             pixels[start : start + len(chunk)] = chunk
             tick(start + len(chunk))
@@ -488,38 +479,20 @@ def _ink(blob: bytes, source: Source) -> Pixels:
 
 
 def _canonical_order(pixels: Pixels, labels: Array) -> NDArray[numpy.int64]:
-    """By label, then by a hash of the pixels: rows that tie are equal."""
-    hashes = [hashlib.blake2b(numpy.ascontiguousarray(row).data, digest_size=16).digest() for row in pixels]
-    order = sorted(range(len(labels)), key=lambda row: (labels[row], hashes[row]))
+    """By label, then by a hash of the pixels: images that tie are equal."""
+    hashes = [hashlib.blake2b(numpy.ascontiguousarray(image).data, digest_size=16).digest() for image in pixels]
+    order = sorted(range(len(labels)), key=lambda number: (labels[number], hashes[number]))
     return numpy.array(order, dtype=numpy.int64)
 
 
 def _write(path: Path, arrays: dict[str, Array], record: dict[str, Any]) -> None:
-    """The record goes last: without it there is no cache. Readers never see half a file."""
+    """The record goes last: without it there is no cache."""
     from safetensors.numpy import save
 
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _writing(path):
-        try:
-            # Not save_file: its files can be read by their owner alone, and a cache may be shared.
-            content = save({key: numpy.ascontiguousarray(value) for key, value in arrays.items()})
-            scratch.write_bytes(content)
-            os.replace(scratch, path)
-            record = {**record, "sha256": hashlib.sha256(content).hexdigest()}
-            scratch.write_text(json.dumps(record, indent=1) + "\n")
-            os.replace(scratch, path.with_suffix(".json"))
-        finally:
-            scratch.unlink(missing_ok=True)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"the cache {path.parent} cannot be written ({first_line(error)}); set PFEDHN_CACHE to another folder."
-        ) from error
+    content = save({key: numpy.ascontiguousarray(value) for key, value in arrays.items()})
+    write_atomically(path, content, ANOTHER_CACHE)
+    record = {**record, "sha256": hashlib.sha256(content).hexdigest()}
+    write_atomically(path.with_suffix(".json"), (json.dumps(record, indent=1) + "\n").encode(), ANOTHER_CACHE)
 
 
 def _whole_record(path: Path) -> dict[str, Any] | None:
@@ -533,7 +506,7 @@ def _whole_record(path: Path) -> dict[str, Any] | None:
 
 
 def cache_state(name: str) -> Literal["cached", "not cached", "damaged"]:
-    """Of a data set's copy in the cache; it is read in whole for that."""
+    """How a data set's copy in the cache is; this reads the whole of it."""
     path = cache_path(name)
     if not path.with_suffix(".json").exists():
         return "not cached"

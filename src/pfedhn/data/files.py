@@ -4,31 +4,105 @@ import csv
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy
 from numpy.typing import NDArray
 
 from pfedhn.data.catalogue import Array
+from pfedhn.data.federation import Federation
 from pfedhn.errors import UserError, closest, first_line
 
+Task: TypeAlias = Literal["auto", "classification", "regression"]
 
-def from_folders(path: str | Path) -> tuple[list[str], list[tuple[Array, Array]]]:
-    """The user's own data: a folder per client, each with x.npy and y.npy.
 
-    Returns the clients' names (the folders', sorted) and their (x, y), for `Federation.from_clients`. Text labels
-    become class numbers 0, 1, ... in the sorted order of all clients' labels.
+class Folders(NamedTuple):
+    """What every client's folder holds."""
 
-    >>> import numpy, pathlib, tempfile
-    >>> from pfedhn.datasets import from_folders
-    >>> root = pathlib.Path(tempfile.mkdtemp())
-    >>> for client in ("paris", "lyon"):
-    ...     (root / client).mkdir()
-    ...     numpy.save(root / client / "x.npy", numpy.zeros((4, 3)))
-    ...     numpy.save(root / client / "y.npy", numpy.array(["cat", "dog", "cat", "dog"]))
-    >>> names, clients = from_folders(root)
-    >>> names, clients[0][1]
-    (['lyon', 'paris'], array([0, 1, 0, 1]))
+    clients: dict[str, tuple[Array, Array]]  # (x, y) by the folder's name
+    class_names: tuple[str, ...] | None  # of classes 0, 1, ... where the labels were text
+
+
+class Table(NamedTuple):
+    """A table of numbers in which every example has a client and a label."""
+
+    x: NDArray[numpy.float32]  # [examples, features]
+    y: Array  # class numbers int64, or float32 where the labels have fractions
+    groups: NDArray[numpy.int64]  # the client of each example
+    client_names: tuple[str, ...]
+    feature_names: tuple[str, ...]
+    class_names: tuple[str, ...] | None  # of classes 0, 1, ... where the labels were text
+
+    @property
+    def clients(self) -> dict[str, tuple[Array, Array]]:
+        """The examples (x, y) of each client by its name, as `Federation.from_clients` takes them."""
+        owned = [self.groups == client for client in range(len(self.client_names))]
+        return {name: (self.x[own], self.y[own]) for name, own in zip(self.client_names, owned, strict=True)}
+
+
+def read_federation(
+    path: str | Path,
+    client_column: str | None = None,
+    label_column: str | None = None,
+    *,
+    task: Task = "auto",
+    split: tuple[float, float, float] = (0.7, 0.15, 0.15),
+    stratify: bool = False,
+    seed: int = 0,
+) -> Federation:
+    """A federation of your own files, in which clients and classes keep their names.
+
+    Args:
+        path: A folder that `from_folders` reads, or a file that `from_table` reads.
+        client_column: The column of a table that names the client.
+        label_column: The column of a table that holds the label.
+        task: What the labels are, as in `from_table`.
+        split: The fractions of a client's examples for training, validation and test.
+        stratify: Draw each client's split within each of its classes instead of over all its examples.
+        seed: The seed of the split.
+
+    Examples:
+        >>> import pathlib, tempfile
+        >>> from pfedhn.datasets import read_federation
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "visits.csv"
+        >>> visits = [f"{'lyon' if i % 3 else 'paris'},{i},{'ill' if i % 2 else 'well'}" for i in range(30)]
+        >>> _ = path.write_text("\\n".join(["clinic,dose,outcome", *visits]))
+        >>> federation = read_federation(path, client_column="clinic", label_column="outcome")
+        >>> federation.names, federation.class_names
+        (('lyon', 'paris'), ('ill', 'well'))
+    """
+    data: Folders | Table
+    if Path(path).expanduser().is_dir():
+        data = from_folders(path, task)
+    elif client_column is None or label_column is None:
+        raise UserError(f"{path} is read as a table; say which column names the client and which holds the label.")
+    else:
+        data = from_table(path, client_column, label_column, task)
+    return Federation.from_clients(
+        data.clients, split=split, stratify=stratify, seed=seed, class_names=data.class_names
+    )
+
+
+def from_folders(path: str | Path, task: Task = "auto") -> Folders:
+    """Your own data: a folder per client, each with x.npy and y.npy.
+
+    Text labels become class numbers 0, 1, ... in the sorted order of all clients' labels.
+
+    Args:
+        path: The folder that holds the clients' folders; their names, sorted, are the clients'.
+        task: What the labels are, as in `from_table`; with "auto", floating-point labels are numbers to predict.
+
+    Examples:
+        >>> import numpy, pathlib, tempfile
+        >>> from pfedhn.datasets import from_folders
+        >>> root = pathlib.Path(tempfile.mkdtemp())
+        >>> for client in ("paris", "lyon"):
+        ...     (root / client).mkdir()
+        ...     numpy.save(root / client / "x.npy", numpy.zeros((4, 3)))
+        ...     numpy.save(root / client / "y.npy", numpy.array(["cat", "dog", "cat", "dog"]))
+        >>> clients, class_names = from_folders(root)
+        >>> list(clients), clients["lyon"][1], class_names
+        (['lyon', 'paris'], array([0, 1, 0, 1]), ('cat', 'dog'))
     """
     root = Path(path).expanduser()
     if not root.is_dir():
@@ -40,38 +114,36 @@ def from_folders(path: str | Path) -> tuple[list[str], list[tuple[Array, Array]]
     for folder in folders:
         x, y = (_load_array(folder / file) for file in ("x.npy", "y.npy"))
         if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
-            raise UserError(f"{folder} has x of shape {x.shape} and y of shape {y.shape}; give one label per row.")
+            raise UserError(f"{folder} has x of shape {x.shape} and y of shape {y.shape}; give one label per example.")
         clients.append((x, y))
-    labels, _ = _class_numbers([y for _, y in clients])
-    return [folder.name for folder in folders], [(x, y) for (x, _), y in zip(clients, labels, strict=True)]
+    labels, class_names = _labels([y for _, y in clients], task, str(root))
+    named = {folder.name: (x, y) for folder, (x, _), y in zip(folders, clients, labels, strict=True)}
+    return Folders(named, class_names)
 
 
-class Table(NamedTuple):
-    """A table of numbers with a client and a label in each row."""
-
-    x: NDArray[numpy.float32]  # [rows, features]
-    y: Array  # class numbers int64, or float32 where the labels have fractions
-    groups: NDArray[numpy.int64]  # the client of each row
-    client_names: list[str]
-    feature_names: list[str]
-    label_names: list[str]  # of classes 0, 1, ... where the labels were text, else empty
-
-
-def from_table(path: str | Path, client_column: str, label_column: str) -> Table:
-    """The user's own data: a CSV, TSV or parquet file with a row per example.
+def from_table(path: str | Path, client_column: str, label_column: str, task: Task = "auto") -> Table:
+    """Your own data: a CSV, TSV or parquet file with an example in each line.
 
     One column names the client, one the label; all others are numeric features. Text labels become class numbers
-    0, 1, ... in sorted order; so do clients (whole numbers in their own order).
+    0, 1, ... in sorted order; so do clients (whole numbers in their own order). Features are not scaled.
 
-    >>> import pathlib, tempfile
-    >>> from pfedhn.datasets import from_table
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "visits.csv"
-    >>> _ = path.write_text("clinic,age,dose,outcome\\nlyon,61,0.5,well\\nparis,47,1.5,ill\\nlyon,55,1.0,ill\\n")
-    >>> table = from_table(path, client_column="clinic", label_column="outcome")
-    >>> table.client_names, table.groups, table.y
-    (['lyon', 'paris'], array([0, 1, 0]), array([1, 0, 0]))
+    Args:
+        path: The file.
+        client_column: The column that names the client.
+        label_column: The column that holds the label.
+        task: "classification" where labels are class numbers or names, "regression" where they are numbers to predict.
+            With "auto" it is regression if some label has a fraction.
 
-    To federate it: `Federation.from_arrays(table.x, table.y, partition=by_group(), groups=table.groups)`.
+    Examples:
+        >>> import pathlib, tempfile
+        >>> from pfedhn.datasets import from_table
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "visits.csv"
+        >>> _ = path.write_text("clinic,age,dose,outcome\\nlyon,61,0.5,well\\nparis,47,1.5,ill\\nlyon,55,1.0,ill\\n")
+        >>> table = from_table(path, client_column="clinic", label_column="outcome")
+        >>> table.client_names, table.groups, table.y
+        (('lyon', 'paris'), array([0, 1, 0]), array([1, 0, 0]))
+
+    To federate it: `Federation.from_clients(table.clients, class_names=table.class_names)`.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -87,15 +159,16 @@ def from_table(path: str | Path, client_column: str, label_column: str) -> Table
     if not features:
         raise UserError(f"{file.name} has no feature columns; give it at least one besides client and label.")
     if not len(columns[label_column]):
-        raise UserError(f"{file.name} has no rows; give it at least one per client.")
+        raise UserError(f"{file.name} has no examples; give it at least one per client.")
     for name in (client_column, label_column):
-        empty = [row for row, cell in enumerate(columns[name].tolist(), start=1) if cell == ""]
+        empty = [number for number, cell in enumerate(columns[name].tolist(), start=1) if cell == ""]
         if empty:
-            raise UserError(f"row {empty[0]} of column {name!r} of {file.name} is empty; fill or drop that row.")
+            raise UserError(f"example {empty[0]} of {file.name} has no {name!r}; fill the cell or drop the example.")
     x = numpy.stack([_numbers(file, name, columns[name]) for name in features], axis=1)
-    (y,), label_names = _class_numbers([_as_numbers(columns[label_column])])
+    (y,), class_names = _labels([_as_numbers(columns[label_column])], task, f"column {label_column!r} of {file.name}")
     clients, groups = numpy.unique(_as_identifiers(columns[client_column]), return_inverse=True)
-    return Table(x, y, groups.astype(numpy.int64), [str(name) for name in clients.tolist()], features, label_names)
+    client_names = tuple(map(str, clients.tolist()))
+    return Table(x, y, groups.astype(numpy.int64), client_names, tuple(features), class_names)
 
 
 def _load_array(path: Path) -> Array:
@@ -108,29 +181,43 @@ def _load_array(path: Path) -> Array:
     return array
 
 
-def _class_numbers(labels: Sequence[Array]) -> tuple[list[Array], list[str]]:
-    """Labels as numbers: text becomes its place in the sorted order of all, fractions stay fractions (float32)."""
+def _labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array], tuple[str, ...] | None]:
+    """Labels as numbers: text becomes its place in the sorted order of all, numbers to predict become float32."""
+    if task not in get_args(Task):
+        raise UserError(f"there is no task {task!r}; {closest(str(task), get_args(Task))}")
     kinds = {array.dtype.kind for array in labels}
+    if task == "regression":
+        if kinds & set("USO"):
+            raise UserError(f'the labels in {where} are text, and task = "regression" predicts numbers; give numbers.')
+        return [array.astype(numpy.float32) for array in labels], None
+    if task == "classification" and kinds & set("f"):
+        labels = [_as_numbers(array) for array in labels]
+        kinds = {array.dtype.kind for array in labels}
+        if kinds & set("f"):
+            raise UserError(
+                f'the labels in {where} have fractions, and task = "classification" has classes; give their numbers or '
+                'names, or use task = "regression".'
+            )
     if kinds & set("USO"):
         texts = [array.astype(str) for array in labels]
         names = numpy.unique(numpy.concatenate(texts))
-        return [numpy.searchsorted(names, text).astype(numpy.int64) for text in texts], [str(name) for name in names]
-    return [array.astype(numpy.float32 if kinds & set("f") else numpy.int64) for array in labels], []
+        return [numpy.searchsorted(names, text).astype(numpy.int64) for text in texts], tuple(map(str, names.tolist()))
+    return [array.astype(numpy.float32 if kinds & set("f") else numpy.int64) for array in labels], None
 
 
 def _read_csv(file: Path) -> dict[str, Array]:
     with file.open(newline="", encoding="utf-8-sig") as stream:
         reader = csv.reader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
         header = [name.strip() for name in next(reader, [])]
-        rows = [row for row in reader if row]
+        lines = [line for line in reader if line]
     if len(set(header)) != len(header) or not header:
         raise UserError(f"the first line of {file.name} must name every column once.")
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(header):
+    for number, line in enumerate(lines, start=1):
+        if len(line) != len(header):
             raise UserError(
-                f"row {number} of {file.name} has {len(row)} cells and the header {len(header)}; repair it."
+                f"example {number} of {file.name} has {len(line)} cells and the header {len(header)}; repair it."
             )
-    return {name: numpy.array([row[place] for row in rows], dtype=str) for place, name in enumerate(header)}
+    return {name: numpy.array([line[place] for line in lines], dtype=str) for place, name in enumerate(header)}
 
 
 def _read_parquet(file: Path) -> dict[str, Array]:
@@ -153,15 +240,16 @@ def _numbers(file: Path, name: str, column: Array) -> NDArray[numpy.float32]:
     try:
         numbers: NDArray[numpy.float32] = column.astype(numpy.float32)
     except (ValueError, TypeError):
-        row = next(number for number, cell in enumerate(column, start=1) if not _is_number(cell))
+        bad = next(place for place, cell in enumerate(column) if not _is_number(cell))
         raise UserError(
-            f"row {row} of column {name!r} of {file.name} is {str(column[row - 1])!r} and not a number; "
+            f"{name!r} of example {bad + 1} of {file.name} is {str(column[bad])!r} and not a number; "
             "features must be numbers: encode or drop that column."
         ) from None
-    if len(bad := numpy.flatnonzero(~numpy.isfinite(numbers))):
+    if not numpy.isfinite(numbers).all():
+        bad = int(numpy.flatnonzero(~numpy.isfinite(numbers))[0])
         raise UserError(
-            f"row {bad[0] + 1} of column {name!r} of {file.name} is {str(column[bad[0]])!r} and not a finite number; "
-            "fill the cell or drop the row."
+            f"{name!r} of example {bad + 1} of {file.name} is {str(column[bad])!r} and not a finite number; "
+            "fill the cell or drop the example."
         )
     return numbers
 
@@ -175,7 +263,7 @@ def _is_number(cell: Any) -> bool:
 
 
 def _as_numbers(column: Array) -> Array:
-    """Labels that are numbers in every row, as text in a CSV file, become numbers; whole ones become int64."""
+    """Labels that are numbers throughout, as text in a CSV file, become numbers; whole ones become int64."""
     if column.dtype.kind in "USO":
         try:
             column = column.astype(numpy.float64)

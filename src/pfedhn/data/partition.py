@@ -1,23 +1,22 @@
-"""Who gets which rows: labels in, one list of row numbers per client and split out.
+"""Who gets which examples: labels in, one list of examples' numbers per client and split out.
 
 Every rule first fixes each client's share of each class, then deals every split (train, validation, test) by those same
-shares. A row goes to one client or is counted as unused: shares are rounded down, as in the paper.
+shares. An example goes to one client or is counted as unused: shares are rounded down, as in the paper.
 Axes: [N] clients, [C]lasses.
 """
 
-import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
+from numbers import Real
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy
 from numpy.typing import NDArray
 
 from pfedhn import keys
-from pfedhn.errors import UserError, missing_extra
+from pfedhn.errors import UserError
 
 Integers: TypeAlias = NDArray[numpy.int64]
 Floats: TypeAlias = NDArray[numpy.float64]
@@ -29,7 +28,7 @@ Normalize: TypeAlias = Literal["apart", "jointly"]
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """The labels of the rows of one split: class, and where there are such, group and coarse class."""
+    """The labels of one split's examples: class, and where there are such, group and coarse class."""
 
     y: Integers
     groups: Integers | None = None
@@ -43,11 +42,11 @@ class Labels:
             values = numpy.asarray(given)
             if values.ndim != 1 or not (values.size == 0 or numpy.issubdtype(values.dtype, numpy.integer)):
                 raise UserError(
-                    f"{name} must be one whole number per row, not {values.dtype} of shape {values.shape}; "
+                    f"{name} must be one whole number per example, not {values.dtype} of shape {values.shape}; "
                     "number the classes from 0."
                 )
             if len(values) != len(self.y):
-                raise UserError(f"{name} has {len(values)} entries and y has {len(self.y)}; give one per row.")
+                raise UserError(f"{name} has {len(values)} entries and y has {len(self.y)}; give one per example.")
             if name == "y" and values.size and values.min() < 0:
                 raise UserError(f"y holds the class {values.min()}; number the classes from 0.")
             object.__setattr__(self, name, values.astype(numpy.int64, copy=False))
@@ -55,14 +54,16 @@ class Labels:
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Row numbers within each split, ascending, and the shares they were dealt by."""
+    """The numbers of every client's examples in each split, ascending, and the shares they were dealt by."""
 
     clients: dict[str, list[Integers]]
     unused: dict[str, Integers]
     shares: Floats  # [N, C]
+    num_novel: int = 0  # how many of the clients, last in the lists, join after training
 
     @property
     def num_clients(self) -> int:
+        """All of them, those that join later included."""
         return len(self.shares)
 
 
@@ -120,25 +121,26 @@ class ByClasses(_Rule):
 
 
 def by_classes(classes_per_client: int, num_clients: int, shares: Shares = "paper") -> ByClasses:
-    """Each client has a few of the classes: the paper's split of CIFAR and MNIST.
+    """Each client has a few of the classes: the paper's partition of CIFAR and MNIST.
 
     Every class goes to the same number of clients (to within one, where clients x classes per client is not a multiple
-    of the number of classes), and its holders share its rows in proportion to draws from U(0.4, 0.6). With fewer
-    clients x classes per client than classes, some classes have no holder, and their rows are counted as unused.
+    of the number of classes), and its holders share its examples in proportion to draws from U(0.4, 0.6). With fewer
+    clients x classes per client than classes, some classes have no holder, and their examples are counted as unused.
 
     Args:
-        classes_per_client: how many different classes each client has; the paper: 2 of 10, 10 of 100.
-        num_clients: how many clients.
-        shares: "paper" divides a class among its holders alone. "reference" does as the authors' program does today:
-            one more share of each class is drawn and handed to nobody, which leaves a third of CIFAR-10 unused with 10
+        classes_per_client: How many different classes each client has; in the paper 2 of 10, or 10 of 100.
+        num_clients: How many clients there are.
+        shares: "paper" divides a class among its holders alone. "reference" does as the authors' code does today: one
+            more share of each class is drawn and handed to nobody, which leaves a third of CIFAR-10 unused with 10
             clients and 9 % with 50.
 
-    >>> import numpy
-    >>> from pfedhn.data.partition import Labels, by_classes
-    >>> train = Labels(numpy.arange(1000) % 10)
-    >>> assignment = by_classes(2, num_clients=5).assign({"train": train}, key=0)
-    >>> [len(set(train.y[rows])) for rows in assignment.clients["train"]]
-    [2, 2, 2, 2, 2]
+    Examples:
+        >>> import numpy
+        >>> from pfedhn.data.partition import Labels, by_classes
+        >>> train = Labels(numpy.arange(1000) % 10)
+        >>> assignment = by_classes(2, num_clients=5).assign({"train": train}, key=0)
+        >>> [len(set(train.y[examples])) for examples in assignment.clients["train"]]
+        [2, 2, 2, 2, 2]
     """
     return ByClasses(classes_per_client, num_clients, shares)
 
@@ -175,7 +177,7 @@ class Dirichlet(_Rule):
         shares = numpy.zeros((sum(sides), num_classes))
         if self.normalize == "jointly" or not self.novel_clients:
             shares[:, classes] = _divided(numpy.concatenate([training, novel]))
-            return _deal(splits, shares, key)
+            return _deal(splits, shares, key, self.novel_clients)
         own = [numpy.zeros((size, num_classes)) for size in sides]
         owners = {}
         for side, log_weights in zip(own, (training, novel), strict=True):
@@ -183,20 +185,20 @@ class Dirichlet(_Rule):
         for name, labels in splits.items():
             shuffled = keys.numpy_generator(keys.fold(key, "novel rows", name)).permutation(len(labels.y))
             num_novel = round(len(shuffled) * self.novel_clients / sum(sides))
-            rows = numpy.sort(shuffled[num_novel:]), numpy.sort(shuffled[:num_novel])
+            parts = numpy.sort(shuffled[num_novel:]), numpy.sort(shuffled[:num_novel])
             owners[name] = numpy.empty(len(labels.y), dtype=numpy.int64)
-            for side, part, start, purpose in zip(own, rows, (0, sides[0]), ("rows", "novel"), strict=True):
+            for side, part, start, purpose in zip(own, parts, (0, sides[0]), ("rows", "novel"), strict=True):
                 dealt = _owners(labels.y[part], side, keys.fold(key, purpose, name))
                 owners[name][part] = numpy.where(dealt == len(side), sum(sides), start + dealt)
         # A share is of the whole class, so that training and novel clients are on one scale.
         shares[:] = numpy.concatenate([side * (len(side) / sum(sides)) for side in own])
-        return _assignment(owners, shares)
+        return _assignment(owners, shares, self.novel_clients)
 
     def _log_weights(self, alpha: float, num_clients: int, num_classes: int, key: keys.Key) -> Floats:
-        """Logarithms of Gamma(alpha) draws [N, C]; divided by a row's or a column's sum these are Dirichlet.
+        """Logarithms of Gamma(alpha) draws [N, C]; divided by a client's or a class's sum these are Dirichlet.
 
         Gamma(a) = Gamma(a + 1) * U^(1/a), so a small alpha, whose draws underflow, still has a largest client per
-        class: no column is ever 0 / 0 and no draw needs repeating.
+        class: no class is ever divided 0 / 0 and no draw needs repeating.
         """
         generator = keys.numpy_generator(key)
         shape = (num_clients, num_classes)
@@ -214,29 +216,30 @@ def dirichlet(
 ) -> Dirichlet:
     """Each client's classes follow a Dirichlet distribution: the paper's experiment on clients that join later.
 
-    A small alpha gives clients few classes each, a large one gives all the same mixture. Clients may get few rows or
-    none, most often in validation and test; `Federation` refuses a client without training rows.
+    A small alpha gives clients few classes each, a large one gives all the same mixture. Clients may get few examples
+    or none, most often in validation and test; `Federation` refuses a client without training examples.
 
     Args:
-        alpha: concentration for the training clients; the paper: 0.1.
-        num_clients: how many training clients; the paper: 90.
+        alpha: The concentration for the training clients; 0.1 in the paper.
+        num_clients: How many clients train; 90 in the paper.
         form: "paper" draws every client's mixture of classes, then divides each class by its sum over clients.
-            "per-class", the form most programs use, draws for every class how it is divided over clients.
-        novel_clients: how many clients, last in the list, join after training; the paper: 10.
-        novel_alpha: concentration for the novel clients (default: alpha).
-        normalize: "apart" first splits the rows at random between training and novel clients, in proportion to their
-            numbers, and divides each part on its own: the training clients' rows do not depend on novel_alpha, so one
-            trained run serves every novel_alpha. "jointly" divides each class over all clients together, as the
-            paper's text reads.
+            "per-class", the form most code uses, draws for every class how it is divided over clients.
+        novel_clients: How many more clients join after training (`federation.joining`); 10 in the paper.
+        novel_alpha: The concentration for the novel clients (default: alpha).
+        normalize: "apart" first cuts the examples at random between training and novel clients, in proportion to their
+            numbers, and divides each part on its own: the training clients' examples do not depend on novel_alpha, so
+            that one trained run serves every novel_alpha. "jointly" divides each class over all clients together, as
+            the paper's text reads.
 
-    >>> import numpy
-    >>> from pfedhn.data.partition import Labels, dirichlet
-    >>> rule = dirichlet(0.1, num_clients=9, novel_clients=1, novel_alpha=1.0)
-    >>> rule
-    dirichlet(alpha=0.1, num_clients=9, novel_clients=1, novel_alpha=1.0)
-    >>> assignment = rule.assign({"train": Labels(numpy.arange(1000) % 10)}, key=0)
-    >>> len(assignment.clients["train"])
-    10
+    Examples:
+        >>> import numpy
+        >>> from pfedhn.data.partition import Labels, dirichlet
+        >>> rule = dirichlet(0.1, num_clients=9, novel_clients=1, novel_alpha=1.0)
+        >>> rule
+        dirichlet(alpha=0.1, num_clients=9, novel_clients=1, novel_alpha=1.0)
+        >>> assignment = rule.assign({"train": Labels(numpy.arange(1000) % 10)}, key=0)
+        >>> assignment.num_clients, assignment.num_novel
+        (10, 1)
     """
     return Dirichlet(alpha, num_clients, form, novel_clients, novel_alpha, normalize)
 
@@ -255,15 +258,16 @@ class ByGroup(_Rule):
 
 
 def by_group() -> ByGroup:
-    """One client per group, with all rows of it, in ascending order of group: Omniglot's alphabets in the paper.
+    """One client per group, with all its examples, in ascending order of group: Omniglot's alphabets in the paper.
 
     The groups are given next to the labels; every split needs them.
 
-    >>> import numpy
-    >>> from pfedhn.data.partition import Labels, by_group
-    >>> train = Labels(y=numpy.array([0, 1, 2, 3]), groups=numpy.array([7, 4, 7, 7]))
-    >>> by_group().assign({"train": train}, key=0).clients["train"]
-    [array([1]), array([0, 2, 3])]
+    Examples:
+        >>> import numpy
+        >>> from pfedhn.data.partition import Labels, by_group
+        >>> train = Labels(y=numpy.array([0, 1, 2, 3]), groups=numpy.array([7, 4, 7, 7]))
+        >>> by_group().assign({"train": train}, key=0).clients["train"]
+        [array([1]), array([0, 2, 3])]
     """
     return ByGroup()
 
@@ -289,8 +293,10 @@ class ByCoarseClass(_Rule):
                 "give every class one coarse class."
             )
         shares = numpy.zeros((len(distinct) * self.clients_per_class, num_classes))
+        # Rounded up: 1 / 49 is a little less than a 49th, and of 49 examples its floor would be none.
+        share = numpy.nextafter(1 / self.clients_per_class, 1)
         for client in range(len(shares)):
-            shares[client, classes[parent[classes] == client // self.clients_per_class]] = 1 / self.clients_per_class
+            shares[client, classes[parent[classes] == client // self.clients_per_class]] = share
         return _deal(splits, shares, key)
 
 
@@ -301,117 +307,29 @@ def by_coarse_class(clients_per_class: int) -> ByCoarseClass:
     clients per coarse class make 100 clients with five related classes each.
 
     Args:
-        clients_per_class: how many clients share one coarse class.
+        clients_per_class: How many clients share one coarse class.
 
-    >>> import numpy
-    >>> from pfedhn.data.partition import Labels, by_coarse_class
-    >>> train = Labels(y=numpy.arange(80) % 4, coarse=numpy.arange(80) % 4 // 2)
-    >>> assignment = by_coarse_class(2).assign({"train": train}, key=0)
-    >>> [sorted({int(label) for label in train.y[rows]}) for rows in assignment.clients["train"]]
-    [[0, 1], [0, 1], [2, 3], [2, 3]]
+    Examples:
+        >>> import numpy
+        >>> from pfedhn.data.partition import Labels, by_coarse_class
+        >>> train = Labels(y=numpy.arange(80) % 4, coarse=numpy.arange(80) % 4 // 2)
+        >>> assignment = by_coarse_class(2).assign({"train": train}, key=0)
+        >>> [sorted({int(label) for label in train.y[examples]}) for examples in assignment.clients["train"]]
+        [[0, 1], [0, 1], [2, 3], [2, 3]]
     """
     return ByCoarseClass(clients_per_class)
 
 
-def describe(
-    assignment: Assignment,
-    splits: Mapping[str, Labels],
-    client_names: Sequence[str] = (),
-    label_names: Sequence[str] = (),
-) -> str:
-    """A text table: each client's rows per split and its classes; the middle is left out past 20 clients.
-
-    client_names, label_names: what clients and classes are called, where they are more than numbers.
-
-    >>> import numpy
-    >>> from pfedhn.data.partition import Labels, by_classes, describe
-    >>> splits = {"train": Labels(numpy.arange(300) % 3), "test": Labels(numpy.arange(90) % 3)}
-    >>> print(describe(by_classes(1, num_clients=3).assign(splits, key=4), splits))
-    client  train  test  classes (% of the client's rows)
-         0    100    30  0 (100)
-         1    100    30  2 (100)
-         2    100    30  1 (100)
-     total    300    90
-    unused      0     0
-    """
-    counts = _counts(assignment, splits)
-    number = assignment.num_clients
-    labels = label_names or range(counts.shape[1])
-    named = ["name"] if client_names else []
-    lines = [["client", *named, *splits, "classes (% of the client's rows)"]]
-    for client in range(number):
-        sizes = [str(len(assignment.clients[name][client])) for name in splits]
-        lines.append([str(client), *client_names[client : client + 1], *sizes, _mixture(counts[client], labels)])
-    if number > 20:
-        lines[16:-5] = [["...", *["..." for _ in (*named, *splits)], f"{number - 20} more clients"]]
-    none = ["" for _ in named]
-    lines.append(["total", *none, *[str(sum(map(len, assignment.clients[name]))) for name in splits], ""])
-    lines.append(["unused", *none, *[str(len(assignment.unused[name])) for name in splits], ""])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]) - 1)]
-    text = [
-        "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
-        for line in lines
-    ]
-    present, _ = _classes(splits)
-    orphans = present[assignment.shares[:, present].sum(0) == 0]
-    if len(orphans):
-        text.append(f"classes without a client: {_some([labels[label] for label in orphans.tolist()], 20)}")
-    return "\n".join(text)
-
-
-def plot(assignment: Assignment, splits: Mapping[str, Labels], path: str | Path) -> None:
-    """Draw the rows that each client has of each class, as an image file (PNG, PDF or SVG by the name's ending).
-
-    A dot's area is its number of rows in the first split (train); the bars above add them up.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing_extra("drawing", "report") from error
-    name = next(iter(splits))
-    counts = _counts(assignment, {name: splits[name]})
-    num_clients, num_classes = counts.shape
-    width = min(max(0.16 * num_clients, 5.0), 13.0) + 1.2
-    height = min(max(0.22 * num_classes, 2.2), 9.0)
-    figure = Figure(figsize=(width, height + 1.8), layout="constrained")
-    bars, dots = figure.subplots(2, 1, sharex=True, height_ratios=[1.0, height])
-    color = "#1f5a94"
-    # A dot just fits its cell; dots of a thousand classes would vanish, and may overlap instead. 72 points an inch.
-    cell = 72 * min((width - 1.2) / num_clients, height / num_classes)
-    largest = max(0.92 * cell, 3.0) ** 2
-    client, label = numpy.nonzero(counts)
-    rows = counts[client, label]
-    area = numpy.maximum(largest * rows / max(counts.max(), 1), 0.6)
-    dots.scatter(client, label, s=area, color=color, linewidths=0)
-    margin = max(0.75, 0.012 * num_classes)
-    dots.set(xlabel="client", xlim=(-0.75, num_clients - 0.25))
-    dots.set(ylabel="class", ylim=(num_classes - 1 + margin, -margin))
-    dots.grid(color="#e8e8e8", linewidth=0.6)
-    bars.bar(numpy.arange(num_clients), counts.sum(1), color=color, width=0.75)
-    bars.set_ylabel(f"{name} rows")
-    title = f"{num_clients} clients, {counts.sum():,} {name} rows, {len(assignment.unused[name]):,} unused"
-    bars.set_title(title, loc="left", fontsize=10)
-    for axes, count in ((dots.xaxis, num_clients), (dots.yaxis, num_classes)):
-        axes.set_ticks(
-            list(range(0, count, next(step for step in (1, 2, 5, 10, 20, 50, 100, count) if count <= 26 * step)))
-        )
-    for axis in (bars, dots):
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(length=0, labelsize=8)
-    figure.savefig(path, dpi=150)
-
-
-def _deal(splits: Mapping[str, Labels], shares: Floats, key: keys.Key) -> Assignment:
+def _deal(splits: Mapping[str, Labels], shares: Floats, key: keys.Key, num_novel: int = 0) -> Assignment:
     owners = {name: _owners(labels.y, shares, keys.fold(key, "rows", name)) for name, labels in splits.items()}
-    return _assignment(owners, shares)
+    return _assignment(owners, shares, num_novel)
 
 
 def _owners(y: Integers, shares: Floats, key: keys.Key) -> Integers:
-    """The client of each row, the number of clients standing for nobody: floor(share * rows) random rows of a class.
+    """The client of each example: floor(share * size) random examples of a class go to each of its holders.
 
-    Shares of a class that sum to 1 but for rounding cannot hand out more rows than there are: the sum of the floors is
-    a whole number under rows + 1.
+    The number of clients stands for nobody. Shares of a class that sum to 1 but for rounding cannot hand out more
+    examples than there are: the sum of the floors is a whole number under size + 1.
     """
     num_clients, num_classes = shares.shape
     shuffled = keys.numpy_generator(key).permutation(len(y))
@@ -424,13 +342,13 @@ def _owners(y: Integers, shares: Floats, key: keys.Key) -> Integers:
     return owners
 
 
-def _assignment(owners: Mapping[str, Integers], shares: Floats) -> Assignment:
+def _assignment(owners: Mapping[str, Integers], shares: Floats, num_novel: int = 0) -> Assignment:
     clients, unused = {}, {}
     for name, owner in owners.items():
         sizes = numpy.bincount(owner, minlength=len(shares) + 1)
         parts = numpy.split(numpy.argsort(owner, kind="stable"), numpy.cumsum(sizes)[:-1])
         clients[name], unused[name] = parts[:-1], parts[-1]
-    return Assignment(clients, unused, shares)
+    return Assignment(clients, unused, shares, num_novel)
 
 
 def _divided(log_weights: Floats) -> Floats:
@@ -443,7 +361,7 @@ def _divided(log_weights: Floats) -> Floats:
 def _classes(splits: Mapping[str, Labels]) -> tuple[Integers, int]:
     """The classes that occur in any split, and the number of columns that hold them (gaps in the numbers included)."""
     if not any(len(labels.y) for labels in splits.values()):
-        raise UserError("there are no rows to share out; give at least one split with labels.")
+        raise UserError("there are no examples to share out; give at least one split with labels.")
     classes = numpy.unique(numpy.concatenate([labels.y for labels in splits.values()]))
     return classes, int(classes[-1]) + 1
 
@@ -453,28 +371,11 @@ def _required(splits: Mapping[str, Labels], field: str, rule: str, meaning: str)
     for name, labels in splits.items():
         given = getattr(labels, field)
         if given is None and len(labels.y):
-            raise UserError(f"{rule} needs {meaning} of every row, and the {name} rows have none; give {field}.")
+            raise UserError(
+                f"{rule} needs {meaning} of every example, and the {name} examples have none; give {field}."
+            )
         values[name] = numpy.empty(0, dtype=numpy.int64) if given is None else given
     return values
-
-
-def _counts(assignment: Assignment, splits: Mapping[str, Labels]) -> Integers:
-    """[N, C]: each client's rows of each class, all splits together."""
-    num_clients, num_classes = assignment.shares.shape
-    counts = numpy.zeros((num_clients, num_classes), dtype=numpy.int64)
-    for name, labels in splits.items():
-        for client, rows in enumerate(assignment.clients[name]):
-            counts[client] += numpy.bincount(labels.y[rows], minlength=num_classes)
-    return counts
-
-
-def _mixture(counts: Integers, labels: Sequence[Any]) -> str:
-    order = [label for label in numpy.argsort(-counts, kind="stable") if counts[label]]
-    return _some([f"{labels[label]} ({100 * counts[label] / counts.sum():.0f})" for label in order], 6)
-
-
-def _some(items: Sequence[Any], limit: int) -> str:
-    return ", ".join(map(str, items[:limit])) + (f" and {len(items) - limit} more" if len(items) > limit else "")
 
 
 def _check_count(name: str, value: int, least: int = 1) -> None:
@@ -482,7 +383,7 @@ def _check_count(name: str, value: int, least: int = 1) -> None:
         number = operator.index(value)
     except TypeError:
         number = least - 1
-    if number < least:
+    if number < least or isinstance(value, bool):
         raise UserError(f"{name} is {value!r}; give a whole number of at least {least}.")
 
 
@@ -493,5 +394,5 @@ def _check_choice(name: str, value: str, choices: Any) -> None:
 
 def _check_alpha(name: str, value: float) -> None:
     # Outside these bounds the logarithms lose all meaning, long after the partition has stopped changing.
-    if not (math.isfinite(value) and 1e-9 <= value <= 1e9):
+    if not isinstance(value, Real) or isinstance(value, bool) or not 1e-9 <= value <= 1e9:
         raise UserError(f"{name} is {value!r}; give a number above 0, from 1e-9 to 1e9.")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,17 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.algorithm import Algorithm, Group
-from pfedhn.data.catalogue import cache_path
+from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Examples, cohort, draw_batches
 from pfedhn.engine.evaluate import evaluate, plan, to_splits
-from pfedhn.engine.executors import EXECUTORS, Function, TogetherScan, Traced, TracedScan
+from pfedhn.engine.executors import EXECUTORS, Function, TogetherScan, Traced, TracedScan, run_as_traced
+from pfedhn.engine.round import Exchange, Kept, Offer, Returned, bytes_down, bytes_up
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Progress, State
 from pfedhn.kernels import conv as kernels
 from pfedhn.model import Model
-from pfedhn.params import Params, copy, num_bytes, stack, take
-from pfedhn.sgd import Batches, Rate, scanning
+from pfedhn.params import Params, copy, stack, take
+from pfedhn.sgd import Batches, Rate
 
 Signature: TypeAlias = tuple[tuple[str, int], ...]
 """The make-up of a cohort: how many clients of each architecture."""
@@ -38,7 +38,24 @@ _compiled: dict[Any, Function] = {}
 _borrowed: dict[Any, Traced | TracedScan] = {}
 MAX_BORROWED = 256
 MAX_TOGETHER = 32  # clients whose minibatches are in memory at a time; they fill a card
+
+
+class Cost(NamedTuple):
+    """Bytes of one round."""
+
+    down: int
+    up: int
+
+
 MIN_ROUNDS = 8192  # the schedule's length: runs of other lengths, as in tuning, are not compiled for anew
+
+COMPILER_OPTIONS: dict[str, Any] = {
+    "max_autotune_gemm_backends": "TRITON",  # cuBLAS chooses slow kernels for products this small
+    "max_pointwise_cat_inputs": 64,  # a gradient is put together from its parts where it is used
+    "combo_kernels": True,  # small independent kernels become one
+    "autotune_num_choices_displayed": 0,
+}
+AUTOTUNED = "max-autotune-no-cudagraphs"  # torch.compile takes a mode or options, so the mode is taken as its options
 
 
 def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool = True) -> Function:
@@ -52,16 +69,12 @@ def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool
     shapes = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments)
     key = (graph.code, shapes, id(graph) if constants else None)
     if key not in _compiled:
-        import torch._inductor.config as inductor
+        from torch._inductor import list_mode_options
 
-        inductor.max_autotune_gemm_backends = "TRITON"  # cuBLAS chooses slow kernels for products this small
-        inductor.max_pointwise_cat_inputs = 64  # a gradient is put together from its parts where it is used
-        inductor.combo_kernels = True  # small independent kernels become one
-        inductor.autotune_num_choices_displayed = 0
-        mode = "max-autotune-no-cudagraphs" if is_step and is_autotuned() else None
+        options = COMPILER_OPTIONS | (list_mode_options(AUTOTUNED) if is_step and is_autotuned() else {})
         while len(_compiled) >= MAX_BORROWED:  # runs that use it hold on to it; nobody else needs one with constants
             del _compiled[next(iter(_compiled))]
-        _compiled[key] = torch.compile(graph, dynamic=False, fullgraph=True, mode=mode)
+        _compiled[key] = torch.compile(graph, dynamic=False, fullgraph=True, options=options)
     return _compiled[key]
 
 
@@ -103,7 +116,6 @@ def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> Non
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if is_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ["PFEDHN_AUTOTUNE"] = "0"  # kernels chosen by timing are not always the same ones
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
@@ -131,20 +143,12 @@ def computing_on_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) 
                 os.environ[name] = value
 
 
-def keep_compiled() -> None:
-    """Let the compilers keep what they make in the package's cache: by default it lies in /tmp, which does not last."""
-    folder = cache_path("").parent / "compiled"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
-
-
 def is_autotuned() -> bool:
-    """PFEDHN_AUTOTUNE=1 spends a minute on choosing kernels by timing, for rounds of many runs 5 % faster."""
-    return os.environ.get("PFEDHN_AUTOTUNE", "0") == "1"
+    """PFEDHN_AUTOTUNE=1 spends a minute on choosing kernels by timing, for rounds of many runs 5 % faster.
+
+    Kernels chosen by timing are not always the same ones, so a deterministic run does without.
+    """
+    return os.environ.get("PFEDHN_AUTOTUNE", "0") == "1" and not torch.are_deterministic_algorithms_enabled()
 
 
 def rates(algorithm: Any, dtype: torch.dtype, device: torch.device) -> Params:
@@ -157,35 +161,47 @@ def rates(algorithm: Any, dtype: torch.dtype, device: torch.device) -> Params:
     }
 
 
+def exchange_with_rates(exchange: Exchange, rates: Mapping[str, Any]) -> Exchange:
+    return replace(exchange, algorithm=with_rates(exchange.algorithm, rates))
+
+
 def with_rates(algorithm: Algorithm[Any, Any, Any], rates: Mapping[str, Any]) -> Algorithm[Any, Any, Any]:
     changed: Algorithm[Any, Any, Any] = replace(algorithm, **rates)  # type: ignore[type-var]
     return changed
 
 
-def send_to_all(algorithm: Algorithm[Any, Any, Any], model: Model, shared: Any, rows: Any, count: int) -> Params:
-    """What [C] clients receive, stacked; a method without rows sends one thing to all of them."""
-    if pytree.tree_leaves(rows):
-        result: Params = torch.vmap(lambda row: algorithm.send(model, shared, row))(rows)
-        return result
-    return {name: value.expand(count, *value.shape) for name, value in algorithm.send(model, shared, rows).items()}
+def offers_to_all(
+    exchange: Exchange, model: Model, shared: Any, rows: Any, number: Tensor, identities: Tensor
+) -> Offer:
+    """What [C] clients are offered, stacked; a method without rows sends one thing to all of them."""
+    if pytree.tree_leaves(rows) or exchange.download.draws:
+        stacked: Offer = torch.vmap(lambda row, identity: exchange.offer(model, shared, row, number, identity))(
+            rows, identities
+        )
+        return stacked
+    one = exchange.offer(model, shared, rows, number, identities[0])
+    offers: Offer = pytree.tree_map(lambda leaf: leaf.expand(len(identities), *leaf.shape), one)
+    return offers
 
 
-def before_training(algorithm: Algorithm[Any, Any, Any], models: Mapping[str, Model], signature: Signature) -> Function:
-    """Who takes part, what they receive and what they remember."""
+def before_training(exchange: Exchange, models: Mapping[str, Model], signature: Signature) -> Function:
+    """Who takes part, what they are offered and what they keep."""
 
-    def before(rates: Params, counter: Tensor, schedule: Tensor, memories: Any, slots: Any) -> Any:
+    def before(rates: Params, counter: Tensor, schedule: Tensor, memories: Any, slots: Any, identities: Tensor) -> Any:
         shared, rows_table, private_tables = memories
         # schedule[counter] would ask the host. Where everybody takes part in every round, the schedule has one line.
         everybody = schedule.index_select(0, counter.remainder(len(schedule)).reshape(1)).squeeze(0)
+        number = counter.clone()  # of its own: the counter moves on at the end of the round
         results = []
         start = 0
         for name, count in signature:
             members = everybody[start : start + count]
             start += count
             rows = take(rows_table, members)
-            private = take(private_tables[name], slots[name][members])
-            received = send_to_all(with_rates(algorithm, rates), models[name], shared, rows, count)
-            results.append((members, rows, received, private))
+            kept = take(private_tables[name], slots[name][members])
+            at_rates = exchange_with_rates(exchange, rates)
+            offers = offers_to_all(at_rates, models[name], shared, rows, number, identities[members])
+            results.append((members, rows, offers, kept))
         return results
 
     return before
@@ -195,33 +211,45 @@ def drawing(width: int) -> Function:
     """The rows that some clients train on in a round."""
 
     def draw(counter: Tensor, batch_key: Tensor, members: Tensor, data: Any) -> Batches:
-        x, y, index, offset, size, steps = data
-        return draw_batches(x, y, Examples(index, offset, size), members, keys.fold(batch_key, counter), steps, width)
+        x, y, index, offset, size, identities, steps = data
+        examples, key = Examples(index, offset, size), keys.fold(batch_key, counter)
+        return draw_batches(x, y, examples, members, key, steps, width, identities[members])
 
     return draw
 
 
-def after_training(algorithm: Algorithm[Any, Any, Any], models: Mapping[str, Model], signature: Signature) -> Function:
-    """The server step, and everything that is remembered written back, unless a number is not finite."""
+def after_training(exchange: Exchange, models: Mapping[str, Model], signature: Signature) -> Function:
+    """The replies, the server step, and what is remembered written back, unless a number is not finite."""
 
     def after(
-        rates: Params, counter: Tensor, bad: Tensor, memories: Any, slots: Any, sizes: Tensor, returned: Any
+        rates: Params,
+        counter: Tensor,
+        bad: Tensor,
+        memories: Any,
+        slots: Any,
+        sizes: Tensor,
+        identities: Tensor,
+        trained: Any,
     ) -> None:
         shared, rows_table, private_tables = memories
-        groups = [
-            Group(models[name], rows, updates, sizes[members])
-            for (name, _), (members, rows, updates, _) in zip(signature, returned, strict=True)
-        ]
-        finite = torch.cat([_finite(updates, private, len(members)) for members, _, updates, private in returned])
-        everybody = torch.cat([members for members, *_ in returned])
+        at_rates = exchange_with_rates(exchange, rates)
+        returned, remembered = [], []
+        for (name, _), (members, rows, offers, updates, kept) in zip(signature, trained, strict=True):
+            replies, kept = torch.vmap(at_rates.reply)(offers, updates, kept, sizes[members], identities[members])
+            returned.append(Returned(models[name], rows, replies))
+            remembered.append(kept)
+        finite = torch.cat([part.replies.metrics["is_finite"] for part in returned])
+        everybody = torch.cat([members for members, *_ in trained])
         is_good = finite.all() & (bad[0] < 0)
-        new_shared, new_rows = with_rates(algorithm, rates).receive(shared, groups)
+        new_shared, new_rows = at_rates.step(shared, returned)
         for old, new in zip(pytree.tree_leaves(shared), pytree.tree_leaves(new_shared), strict=True):
             old.copy_(torch.where(is_good, new, old))
-        for (name, _), (members, rows, _, private), rows_after in zip(signature, returned, new_rows, strict=True):
+        for (name, _), (members, rows, *_), kept, rows_after in zip(
+            signature, trained, remembered, new_rows, strict=True
+        ):
             _write(rows_table, members, rows, rows_after, is_good)
             places = slots[name][members]
-            _write(private_tables[name], places, take(private_tables[name], places), private, is_good)
+            _write(private_tables[name], places, take(private_tables[name], places), kept, is_good)
         first_bad = torch.stack(
             [counter, everybody.index_select(0, (~finite).to(torch.int8).argmax().reshape(1)).squeeze(0)]
         )
@@ -252,8 +280,6 @@ class CapturedRun:
         simulation, state = self.simulation, self.state
         device = simulation.federation.x.device
         self.is_cuda = device.type == "cuda"
-        if self.is_cuda:
-            keep_compiled()
         self.stream = torch.cuda.Stream(device) if self.is_cuda else None  # a bare one is the first card's
         self.pool = torch.cuda.graph_pool_handle() if self.is_cuda else None  # no two graphs of a run work at a time
         self.counter = torch.tensor(state.round, device=device)
@@ -300,12 +326,16 @@ class CapturedRun:
         self.scores = torch.zeros(shape, dtype=torch.float64, device=device)
         width = min(simulation.schedule.batch_size, simulation.federation.largest_train_size)
         self.draw = borrow(self._key("draw", width), lambda: Traced(drawing(width), compile_once))
-        about = (simulation.algorithm, simulation.models)
+        self.identities = simulation.federation.identity(torch.arange(simulation.federation.num_clients, device=device))
+        exchange = simulation.exchange
+        about = (exchange, simulation.models)
+        # What draws by a key of 64 bits is run as it was traced.
+        compile_halves = run_as_traced if exchange.upload.draws or exchange.download.draws else compile_once
         self.before: dict[Signature, Traced] = {}
         self.after: dict[Signature, Traced] = {}
         for s in set(self.signatures):
-            before = partial(Traced, before_training(*about, s), compile_once)
-            after = partial(Traced, after_training(*about, s), compile_once, writes=True)
+            before = partial(Traced, before_training(*about, s), compile_halves)
+            after = partial(Traced, after_training(*about, s), compile_halves, writes=True)
             self.before[s] = borrow(self._key("before", s), before)
             self.after[s] = borrow(self._key("after", s), after)
         self.evaluator = EXECUTORS["vectorized"]()
@@ -317,7 +347,10 @@ class CapturedRun:
         settings = with_rates(simulation.algorithm, dict.fromkeys(self.rates))
         how = (str(self.counter.device), kernels.dot_precision(), kernels.Card.runs)
         models = tuple((model, form(model.training_module)) for model in simulation.models.values())
-        return (*parts, type(settings), repr(settings), tuple(self.rates), models, how)
+        exchange = simulation.exchange
+        draws = exchange.upload.draws or exchange.download.draws
+        wire = (exchange.upload, exchange.download, exchange.is_frozen, exchange.seed if draws else None)
+        return (*parts, type(settings), repr(settings), tuple(self.rates), models, how, wire)
 
     def _memories(self) -> Any:
         memories = self.state.memories
@@ -326,17 +359,22 @@ class CapturedRun:
 
     def _round(self, signature: Signature) -> None:
         memories, train = self._memories(), self.simulation.federation.splits["train"]
-        prepared = self.before[signature](self.rates, self.counter, self.schedule, memories, self.slots)
+        known = (memories, self.slots)
+        prepared = self.before[signature](self.rates, self.counter, self.schedule, *known, self.identities)
         trained = self._train_all(
             [
-                (self.simulation.models[name], members, received, private)
-                for (name, _), (members, _, received, private) in zip(signature, prepared, strict=True)
+                (self.simulation.models[name], members, offers, kept)
+                for (name, _), (members, _, offers, kept) in zip(signature, prepared, strict=True)
             ]
         )
-        stacked = [(members, rows, *result) for (members, rows, *_), result in zip(prepared, trained, strict=True)]
-        self.after[signature](self.rates, self.counter, self.bad, memories, self.slots, train.size, stacked)
+        # The weights that were offered are of no use any more; the round and version that a client answers are.
+        stacked = [
+            (members, rows, offers._replace(weights=()), *result)
+            for (members, rows, offers, _), result in zip(prepared, trained, strict=True)
+        ]
+        self.after[signature](self.rates, self.counter, self.bad, *known, train.size, self.identities, stacked)
 
-    def _train_all(self, groups: Sequence[tuple[Model, Tensor, Params, Any]]) -> list[tuple[Params, Any]]:
+    def _train_all(self, groups: Sequence[tuple[Model, Tensor, Offer, Kept]]) -> list[tuple[Params, Kept]]:
         """Every group's local steps, on branches of the graph that do not wait for one another."""
         if not self.is_cuda or len(groups) == 1:
             return [self._train_group(*group) for group in groups]
@@ -351,42 +389,41 @@ class CapturedRun:
             main.wait_stream(branch)
         return results
 
-    def _train_group(self, model: Model, members: Tensor, received: Params, private: Any) -> tuple[Params, Any]:
+    def _train_group(self, model: Model, members: Tensor, offers: Offer, kept: Kept) -> tuple[Params, Kept]:
         """The clients [C, ...] of one architecture, so many at a time that their minibatches take bounded memory."""
         federation = self.simulation.federation
         train = federation.splits["train"]
-        data = (federation.x, federation.y, self.index, train.offset, train.size, self.steps)
+        data = (federation.x, federation.y, self.index, train.offset, train.size, self.identities, self.steps)
         results = []
         for some in torch.arange(len(members)).tensor_split(-(-len(members) // MAX_TOGETHER)):
             part = slice(int(some[0]), int(some[-1]) + 1)
             batches = self.draw(self.counter, self.batch_key, members[part], data)
-            results.append(self._train(model, *take((received, private), part), batches))
+            results.append(self._train(model, *take((offers, kept), part), batches))
         return results[0] if len(results) == 1 else pytree.tree_map(lambda *parts: torch.cat(parts), *results)
 
-    def _train(self, model: Model, received: Params, private: Any, batches: Batches) -> tuple[Params, Any]:
+    def _train(self, model: Model, offers: Offer, kept: Kept, batches: Batches) -> tuple[Params, Kept]:
         """The clients of one architecture, all arguments [C, ...]: together, so that a kernel serves all of them."""
         count = batches.mask.shape[0]
         kind = TracedScan if count == 1 else TogetherScan
         if (model.name, count) not in self.scans:
             self.scans[model.name, count] = borrow(self._key("steps", model.name, count), lambda: kind(compile_graph))
-        scan = self.scans[model.name, count]
-        scan.position = 0
-        algorithm = with_rates(self.simulation.algorithm, self.rates)
+        exchange = exchange_with_rates(self.simulation.exchange, self.rates)
 
-        def train(received: Params, private: Any, batches: Batches) -> tuple[Params, Any]:
-            return algorithm.train(model, received, private, batches)
+        def train(offer: Offer, kept: Kept, batches: Batches) -> tuple[Params, Kept]:
+            return exchange.train(model, offer, kept, batches)
 
-        with scanning(scan):
+        given = (offers, kept, batches)
+        with self.scans[model.name, count].running(given):
             if count == 1:
-                return stack([train(*take((received, private, batches), 0))])
-            result: tuple[Params, Any] = torch.vmap(train)(received, private, batches)
+                return stack([train(*take(given, 0))])
+            result: tuple[Params, Kept] = torch.vmap(train)(*given)
             return result
 
     def _evaluate(self) -> None:
         shared, rows, private = self._memories()
         simulation = self.simulation
         results = evaluate(
-            simulation.algorithm,
+            simulation.exchange,
             self.chunks,
             simulation.federation,
             shared,
@@ -434,25 +471,25 @@ class CapturedRun:
         self.prepare()
         state.bad = self.bad
         size = simulation.clients_per_round
-        one_way = self._bytes_one_way()
+        cost = self._bytes_of_rounds()
         if state.round == 0 and state.best is None:
-            yield from self._evaluated(one_way)
+            yield from self._evaluated(cost)
         for number in range(state.round, simulation.num_rounds):
             signature = self.signatures[number]
             graph = self.graph_of(signature)
             with self._on_stream():
                 graph.replay()
             state.round = number + 1
-            state.bytes_down += one_way[signature]
-            state.bytes_up += one_way[signature]
+            state.bytes_down += cost[signature].down
+            state.bytes_up += cost[signature].up
             if simulation.schedule.is_evaluated(number * size, (number + 1) * size):
-                yield from self._evaluated(one_way)
+                yield from self._evaluated(cost)
             else:
                 yield Progress((number + 1) * size, None)
         if self.stream is not None:
             self.stream.synchronize()  # the state is whole for whoever reads it next, on whatever stream
 
-    def _evaluated(self, one_way: Mapping[Signature, int]) -> Iterator[Progress]:
+    def _evaluated(self, cost: Mapping[Signature, Cost]) -> Iterator[Progress]:
         simulation, state = self.simulation, self.state
         assert self.evaluation_graph is not None
         with self._on_stream():
@@ -467,10 +504,10 @@ class CapturedRun:
             done.synchronize()
         if int(bad[0]) >= 0:
             for number in range(int(bad[0]), state.round):
-                state.bytes_down -= one_way[self.signatures[number]]
-                state.bytes_up -= one_way[self.signatures[number]]
+                state.bytes_down -= cost[self.signatures[number]].down
+                state.bytes_up -= cost[self.signatures[number]].up
             state.round, state.bad = int(bad[0]), None
-            raise Diverged.at(int(bad[0]), int(bad[1]))
+            raise Diverged.at(int(bad[0]), simulation.federation.name_of(int(bad[1])))
         splits = to_splits(scores, simulation.federation, EVALUATED_SPLITS, simulation.has_metric)
         with self._on_stream():
             evaluation = simulation.choose(state, splits)
@@ -479,21 +516,21 @@ class CapturedRun:
     def _on_stream(self) -> AbstractContextManager[None]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
-    def _bytes_one_way(self) -> dict[Any, int]:
-        """What one round of each make-up sends down; as much comes back, since update names are sent names."""
-        shared, rows, _ = self._memories()
-        each = {
-            name: num_bytes(self.simulation.algorithm.send(model, shared, take(rows, 0)))
-            for name, model in self.simulation.models.items()
+    def _bytes_of_rounds(self) -> dict[Signature, Cost]:
+        """What a round of each make-up weighs on the wire, from one client of each architecture."""
+        exchange, number = self.simulation.exchange, torch.zeros_like(self.counter)
+        shared, rows, private = self._memories()
+        each = {}
+        for name, tree in private.items():
+            model, one = self.simulation.models[name], self.identities[0]
+            offer = exchange.offer(model, shared, take(rows, 0), number, one)
+            update = exchange.download.decode(offer.weights, model.dtype)  # an update has the names that were sent
+            reply, _ = exchange.reply(offer, update, take(tree, 0), number, one)
+            each[name] = Cost(bytes_down([offer]), bytes_up([reply]))
+        return {
+            s: Cost(*(sum(count * each[name][way] for name, count in s) for way in range(2)))
+            for s in set(self.signatures)
         }
-        return {s: sum(count * each[name] for name, count in s) for s in set(self.signatures)}
-
-
-def _finite(updates: Params, private: Any, count: int) -> Tensor:
-    """[C]: whether everything a client produced is finite."""
-    leaves = [leaf for leaf in pytree.tree_leaves((updates, private)) if leaf.is_floating_point()]
-    checks = [torch.isfinite(leaf.reshape(count, -1)).all(1) for leaf in leaves]
-    return torch.stack(checks).all(0)
 
 
 def _write(table: Any, index: Tensor, old: Any, new: Any, is_good: Tensor) -> None:

@@ -20,10 +20,10 @@ from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Best, Diverged, Evaluation, Memories, PrivateTable, State
 from pfedhn.errors import RunError
-from pfedhn.files import write_atomically
+from pfedhn.files import read_bytes, read_text, write_atomically
 from pfedhn.params import take
 
-FORMAT = 1
+FORMAT = 2
 
 
 NUM_KEPT = 2  # the newest, and the one before it in case the newest is damaged
@@ -105,7 +105,7 @@ def load_state(directory: Path, simulation: Simulation) -> tuple[State | None, l
 def _verified(path: Path) -> dict[str, Any]:
     tensors = path.with_suffix(".safetensors")
     try:
-        record: dict[str, Any] = json.loads(path.read_text())
+        record: dict[str, Any] = json.loads(read_text(path))
         digest = record.pop("sha256")
     except (ValueError, KeyError, AttributeError):
         raise CheckpointError(f"{path.name} is damaged and was not used.") from None
@@ -115,7 +115,7 @@ def _verified(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.name} has format {record['format']}; this version of pfedhn reads {FORMAT}.")
     if not tensors.exists():
         raise CheckpointError(f"{tensors.name} is missing, so {path.name} was not used.")
-    if hashlib.sha256(tensors.read_bytes()).hexdigest() != record["tensors_sha256"]:
+    if hashlib.sha256(read_bytes(tensors)).hexdigest() != record["tensors_sha256"]:
         raise CheckpointError(f"{tensors.name} is truncated or was changed, and was not used.")
     return record
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pfedhn import keys
-from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Federation
 from pfedhn.engine.executors import Executor
+from pfedhn.engine.round import Exchange
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import Params, take
+from pfedhn.params import take
 from pfedhn.sgd import Batches
 
 ROWS_PER_CHUNK = 4096  # of padded rows evaluated at once: bounds memory, whatever the federation
@@ -55,13 +55,6 @@ class SplitResult:
     def score(self) -> float:
         """What a round is chosen by: sample-weighted accuracy, or minus the loss where a task has no accuracy."""
         return self.sample_mean if self.metric is not None else -self.mean_loss
-
-
-def personal_weights(
-    algorithm: Algorithm[Any, Any, Any], model: Model, shared: Any, row: Any, private: Any, batches: Batches
-) -> Params:
-    """The weights ONE client would use now."""
-    return algorithm.personalize(model, algorithm.send(model, shared, row), private, batches)
 
 
 @dataclass(frozen=True)
@@ -115,44 +108,43 @@ def _chunks(federation: Federation, model: Model, clients: list[int], splits: Se
 
 
 def score(
-    algorithm: Algorithm[Any, Any, Any],
+    exchange: Exchange,
     chunk: Chunk,
     federation: Federation,
     shared: Any,
     rows: Any,
-    private: Any,
+    kept: Any,
     executor: Executor,
     key: Key,
     batch_size: int,
 ) -> Tensor:
-    """[C, splits, 2]: summed loss and metric of each client's personal model; `rows` and `private` are [C, ...]."""
+    """[C, splits, 2]: summed loss and metric of each client's personal model; `rows` and `kept` are [C, ...]."""
     model = chunk.model
 
-    def one_client(
-        noise: Tensor, row: Any, private: Any, batches: Batches, x: Tensor, y: Tensor, masks: Tensor
-    ) -> Tensor:
-        with model.seeded(noise), executor.running(model.name, "personalize"):
-            weights = personal_weights(algorithm, model, shared, row, private, batches)
+    def one_client(noise: Tensor, row: Any, kept: Any, batches: Batches, x: Tensor, y: Tensor, masks: Tensor) -> Tensor:
+        given = (shared, row, kept, batches)
+        with model.seeded(noise), executor.running(model.name, "personalize", given):
+            weights = exchange.personal_weights(model, *given)
         outputs = model.outputs(weights, x)
         loss = model.per_example_loss(outputs, y)
         metric = torch.zeros_like(loss) if model.per_example_metric is None else model.per_example_metric(outputs, y)
         both = torch.stack([loss, metric.to(loss)])
         return torch.where(masks[:, None], both, 0.0).sum(-1)
 
-    batches = federation.batches(chunk.members, key, algorithm.num_personalize_batches, batch_size)
-    noise = keys.fold(key, "noise", chunk.members)
+    batches = federation.batches(chunk.members, key, exchange.algorithm.num_personalize_batches, batch_size)
+    noise = keys.fold(key, "noise", federation.identity(chunk.members))
     x, y = federation.examples(chunk.index)
-    result: Tensor = executor.map(one_client)(noise, rows, private, batches, x, y, chunk.masks)
+    result: Tensor = executor.map(one_client)(noise, rows, kept, batches, x, y, chunk.masks)
     return result
 
 
 def evaluate(
-    algorithm: Algorithm[Any, Any, Any],
+    exchange: Exchange,
     chunks: Sequence[Chunk],
     federation: Federation,
     shared: Any,
     rows: Any,
-    private: Callable[[Chunk], Any],
+    kept: Callable[[Chunk], Any],
     executor: Callable[[Model], Executor],
     key: Key,
     batch_size: int,
@@ -163,12 +155,12 @@ def evaluate(
     for chunk in chunks:
         # Added: a client may stand in several chunks, though never twice in one.
         results[chunk.members] += score(
-            algorithm,
+            exchange,
             chunk,
             federation,
             shared,
             take(rows, chunk.members),
-            private(chunk),
+            kept(chunk),
             executor(chunk.model),
             key,
             batch_size,

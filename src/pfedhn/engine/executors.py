@@ -3,14 +3,11 @@
 Axes: [C]lients of a cohort, [K] steps.
 """
 
-import ctypes
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +15,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from pfedhn.engine.closures import Watch, lift
+from pfedhn.errors import UserError, first_line
 from pfedhn.params import copy, stack, take
 from pfedhn.sgd import Step, python_loop, scanning
 
@@ -85,14 +84,37 @@ class Traced:
             graph = make_fx(flat)(*(copy(leaves) if self.writes else distinct(leaves)))
             graph.graph.eliminate_dead_code()
             graph.recompile()
-            self.has_constants |= has_constants(graph)
+            self.has_constants |= bool(constants_of(graph))
             self.ready[key] = (self.compile(graph, leaves), results[-1])
         compiled, output_spec = self.ready[key]
         return pytree.tree_unflatten(compiled(*leaves), output_spec)
 
 
-def has_constants(graph: GraphModule) -> bool:
-    return any(node.op == "get_attr" for node in graph.graph.nodes)
+def constants_of(graph: GraphModule) -> list[Tensor]:
+    return [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
+
+
+def copy_with_layout(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as the tensor does: a graph may hold views that only such a layout allows."""
+    if tensor.numel() == 0:
+        return tensor.clone()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
+
+
+MAX_GRAPHS = 16  # of one function: a few scans, each for a few shapes
+
+
+class FlatStep(NamedTuple):
+    """A step as a function of plain tensors: those of the carry, then of a batch, then the constants."""
+
+    step: Step
+    function: Function
+    carry: list[Tensor]
+    batches: list[Tensor]  # with an axis of steps
+    constants: list[Tensor]
+    spec: Any  # of the carry
+    key: Any  # what is computed, as far as the tensors do not tell
 
 
 @dataclass
@@ -104,73 +126,120 @@ class TracedScan:
 
     compile: Compile = run_as_traced
     graphs: dict[Any, Function | None] = field(default_factory=dict)
-    constants: dict[float, Tensor] = field(default_factory=dict)
+    numbers: dict[float, Tensor] = field(default_factory=dict)
     position: int = 0
     has_constants: bool = False
+    watch: Watch | None = None
+    missing: set[Any] | None = None  # what to trace in the next call; None before the first one
+
+    @contextmanager
+    def running(self, arguments: Any) -> Iterator[None]:
+        """Inside the block, which is one call of the function with these arguments, its steps run from graphs.
+
+        Steps are traced in calls that are watched, which costs time: a call that meets a new step unwatched runs it
+        step by step, and the next call is watched.
+        """
+        self.position = 0
+        is_watched = self.missing is None or bool(self.missing)
+        self.missing = self.missing or set()
+        with scanning(self):
+            if not is_watched:
+                yield
+                return
+            try:
+                with Watch(arguments) as self.watch:
+                    yield
+            finally:
+                self.watch = None
 
     def __call__(self, step: Step, carry: Any, batches: Any, constants: Any) -> Any:
-        moving, spec = pytree.tree_flatten(carry)
-        data, data_spec = pytree.tree_flatten(batches)
-        fixed, form, unflatten = self._constants(constants, moving)
-        slices = list(zip(*(leaf.unbind(0) for leaf in data), strict=True))
+        flat = self._flatten(step, carry, batches, constants)
+        now = [leaf.contiguous() for leaf in flat.carry]
+        slices = list(zip(*(leaf.unbind(0) for leaf in flat.batches), strict=True))
         if not slices:
             return carry
-        key = (self.position, form, *((leaf.shape, leaf.dtype) for leaf in (*moving, *slices[0])))
-        self.position += 1
-        if key not in self.graphs:
-
-            def flat_step(*leaves: Tensor) -> list[Tensor]:
-                first, second = len(moving), len(moving) + len(data)
-                result = step(
-                    pytree.tree_unflatten(leaves[:first], spec),
-                    pytree.tree_unflatten(leaves[first:second], data_spec),
-                    unflatten(leaves[second:]),
-                )
-                return pytree.tree_leaves(result)
-
-            self.graphs[key] = self._trace(flat_step, (*moving, *slices[0], *fixed))
-        graph = self.graphs[key]
+        graph = self._graph(flat, flat.function, (*now, *slices[0], *flat.constants))
         if graph is None:
             return python_loop(step, carry, batches, constants)
-        for piece in slices:
-            moving = graph(*moving, *piece, *fixed)
-        return pytree.tree_unflatten(moving, spec)
+        return pytree.tree_unflatten(self._replay(graph, now, slices, flat.constants), flat.spec)
 
-    def _constants(self, constants: Any, carry: Sequence[Tensor]) -> tuple[list[Tensor], Any, Function]:
-        """The constants as tensors, which of them there are, and the way back; a None stays what it is.
-
-        Rates become tensors, so that every point of a grid runs from one graph.
-        """
-        leaves, spec = pytree.tree_flatten(constants)
+    def _flatten(self, step: Step, carry: Any, batches: Any, constants: Any) -> FlatStep:
+        """Rates and the tensors that a step closes over become constants: one graph serves all clients and a grid."""
+        moving, spec = pytree.tree_flatten(carry)
+        data, data_spec = pytree.tree_flatten(batches)
+        lifted = lift(step)
+        leaves, constants_spec = pytree.tree_flatten((constants, lifted.tensors))
         given = [leaf for leaf in leaves if leaf is not None]
-        fixed = [leaf if isinstance(leaf, Tensor) else self._constant(leaf, carry) for leaf in given]
+        fixed = [leaf if isinstance(leaf, Tensor) else self._number(leaf, moving) for leaf in given]
+        first, second = len(moving), len(moving) + len(data)
 
-        def unflatten(values: Sequence[Tensor]) -> Any:
-            rest = iter(values)
-            return pytree.tree_unflatten([None if leaf is None else next(rest) for leaf in leaves], spec)
+        def function(*values: Tensor) -> list[Tensor]:
+            rest = iter(values[second:])
+            result = lifted.step(
+                pytree.tree_unflatten(values[:first], spec),
+                pytree.tree_unflatten(values[first:second], data_spec),
+                pytree.tree_unflatten([None if leaf is None else next(rest) for leaf in leaves], constants_spec),
+            )
+            return pytree.tree_leaves(result)
 
-        return fixed, tuple(leaf is None for leaf in leaves), unflatten
+        key = (self.position, lifted.form, tuple(leaf is None for leaf in leaves))
+        self.position += 1
+        return FlatStep(step, function, moving, data, fixed, spec, key)
 
-    def _constant(self, value: float, carry: Sequence[Tensor]) -> Tensor:
+    def _number(self, value: float, carry: Sequence[Tensor]) -> Tensor:
         """Made once: a captured graph cannot fetch a number from the host."""
-        if value not in self.constants:
+        if value not in self.numbers:
             like = next((leaf for leaf in carry if leaf.is_floating_point()), carry[0])  # not a step count
-            self.constants[value] = torch.full((), value, dtype=like.dtype, device=like.device)
-        return self.constants[value]
+            self.numbers[value] = torch.full((), value, dtype=like.dtype, device=like.device)
+        return self.numbers[value]
 
-    def _trace(self, function: Function, arguments: tuple[Tensor, ...]) -> Function | None:
+    def _graph(
+        self, flat: FlatStep, function: Function, arguments: Sequence[Tensor], dims: tuple[int | None, ...] = ()
+    ) -> Function | None:
+        key = (flat.key, dims, *((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments))
+        assert self.missing is not None, "a scan is used inside of `running`"
+        if key not in self.graphs and len(self.graphs) < MAX_GRAPHS:
+            if self.watch is None:
+                self.missing.add(key)
+                return None
+            self.missing.discard(key)
+            self.graphs[key] = self._trace(flat.step, function, arguments, self.watch)
+            if len(self.graphs) == MAX_GRAPHS:
+                logger.warning(
+                    "a step that closes over other numbers in every call runs step by step, slower; give them to scan "
+                    "among the constants."
+                )
+                self.missing.clear()
+        return self.graphs.get(key)
+
+    def _trace(self, step: Step, function: Function, arguments: Sequence[Tensor], watch: Watch) -> Function | None:
+        def contiguous(*leaves: Tensor) -> list[Tensor]:
+            return [leaf.contiguous() for leaf in function(*leaves)]
+
         try:
             # Copies: the tracer takes arguments that are one tensor for one input, and pFedMe starts with x = theta.
-            with torch.random.fork_rng(devices=[]):  # tracing draws what dropout draws: it must not count
-                graph = make_fx(function)(*(argument.clone() for argument in arguments))
+            with torch.random.fork_rng(devices=[]), watch.tracing(step):  # what dropout draws here must not count
+                graph = make_fx(contiguous)(*map(copy_with_layout, arguments))
             graph.graph.eliminate_dead_code()
             graph.recompile()
-            self.has_constants |= has_constants(graph)
+            watch.refuse(constants_of(graph), step)
+            self.has_constants |= bool(constants_of(graph))
             return self.compile(graph, arguments)
+        except UserError:
+            raise
         except Exception as error:
-            reason = str(error).strip().splitlines()[0]
-            logger.warning("this network cannot be traced and runs step by step, slower: %s", reason)
+            logger.warning("this network cannot be traced and runs step by step, slower: %s", first_line(error))
             return None
+
+    def _replay(
+        self, graph: Function, now: list[Tensor], slices: Sequence[Any], constants: Sequence[Tensor]
+    ) -> list[Tensor]:
+        with nullcontext() if self.watch is None else self.watch.suspended():
+            for piece in slices:
+                now = graph(*now, *piece, *constants)
+        if self.watch is not None:
+            self.watch.note(now)
+        return now
 
 
 @dataclass
@@ -178,44 +247,30 @@ class TogetherScan(TracedScan):
     """A traced scan inside `torch.vmap`: the step is mapped and traced once, so that a graph serves all clients."""
 
     def __call__(self, step: Step, carry: Any, batches: Any, constants: Any) -> Any:
-        moving, spec = pytree.tree_flatten(carry)
-        data, data_spec = pytree.tree_flatten(batches)
-        fixed, form, unflatten = self._constants(constants, moving)
-        position, self.position = self.position, self.position + 1
-        first, second = len(moving), len(moving) + len(data)
-
-        def flat_step(*leaves: Tensor) -> list[Tensor]:
-            result = step(
-                pytree.tree_unflatten(leaves[:first], spec),
-                pytree.tree_unflatten(leaves[first:second], data_spec),
-                unflatten(leaves[second:]),
-            )
-            return pytree.tree_leaves(result)
+        flat = self._flatten(step, carry, batches, constants)
+        first, second = len(flat.carry), len(flat.carry) + len(flat.batches)
 
         def run(leaves: Sequence[Tensor], is_mapped: Sequence[bool], size: int) -> list[Tensor]:
             """leaves: [C, ...] where mapped; of the data, steps are the axis behind that."""
             now = [
-                leaf if mapped else leaf.expand(size, *leaf.shape)
+                (leaf if mapped else leaf.expand(size, *leaf.shape)).contiguous()
                 for leaf, mapped in zip(leaves[:first], is_mapped, strict=False)
             ]
-            slices = zip(
-                *(
-                    leaf.unbind(1 if mapped else 0)
-                    for leaf, mapped in zip(leaves[first:second], is_mapped[first:second], strict=True)
-                ),
-                strict=True,
-            )
+            parts = zip(leaves[first:second], is_mapped[first:second], strict=True)
+            slices = list(zip(*(leaf.unbind(1 if mapped else 0) for leaf, mapped in parts), strict=True))
+            if not slices:
+                return now
             dims = (*(0 for _ in now), *(0 if mapped else None for mapped in is_mapped[first:]))
+            function = torch.vmap(flat.function, in_dims=dims)
+            graph = self._graph(flat, function, (*now, *slices[0], *leaves[second:]), dims)
+            if graph is not None:
+                return self._replay(graph, now, slices, leaves[second:])
             for piece in slices:
-                arguments = (*now, *piece, *leaves[second:])
-                key = (position, form, dims, *((leaf.shape, leaf.dtype) for leaf in arguments))
-                if key not in self.graphs:
-                    self.graphs[key] = self._trace(torch.vmap(flat_step, in_dims=dims), arguments)
-                graph = self.graphs[key]
-                now = torch.vmap(flat_step, in_dims=dims)(*arguments) if graph is None else graph(*arguments)
+                now = function(*now, *piece, *leaves[second:])
             return now
 
-        return pytree.tree_unflatten(list(apply_mapped(run, *moving, *data, *fixed)), spec)
+        results = apply_mapped(run, *flat.carry, *flat.batches, *flat.constants)
+        return pytree.tree_unflatten(list(results), flat.spec)
 
 
 class _Mapped(torch.autograd.Function):
@@ -249,43 +304,20 @@ class Executor:
     scans: dict[tuple[str, str], TracedScan] = field(default_factory=dict)
     functions: dict[tuple[str, ...], Function] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        keep_freed_memory()
-
     def traced(self, key: tuple[str, ...], function: Function) -> Function:
         """`function`, from a graph where this executor traces; the key says which function it is."""
         if not self.is_traced:
             return function
         return self.functions.setdefault(key, Traced(function))
 
-    @contextmanager
-    def running(self, architecture: str, purpose: str) -> Iterator[None]:
-        """Inside the block, local steps of `purpose` ("train", "personalize") run this executor's way."""
+    def running(self, architecture: str, purpose: str, arguments: Any) -> AbstractContextManager[None]:
+        """Inside the block, local steps of `purpose` ("train", "personalize") run this executor's way.
+
+        arguments: all tensors that the function in the block is given.
+        """
         if not self.is_traced:
-            yield
-            return
-        scan = self.scans.setdefault((architecture, purpose), TracedScan())
-        scan.position = 0
-        with scanning(scan):
-            yield
-
-
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
-
-
-@cache
-def keep_freed_memory() -> None:
-    """Let this process keep the memory it frees for its next step, until it ends.
-
-    glibc gives large blocks back to the system at once, and fetching them again, page by page, is a third of a round
-    on a CPU: every step makes the same intermediate results anew.
-    """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # musl has none
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+            return nullcontext()
+        return self.scans.setdefault((architecture, purpose), TracedScan()).running(arguments)
 
 
 EXECUTORS: dict[str, Callable[[], Executor]] = {

@@ -1,17 +1,25 @@
-"""A person's network as a target: what would be silently wrong later is refused before the first round."""
+"""A person's network as a target: what would be wrong or fail later is refused before the first round."""
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from pfedhn.data.federation import Federation, LazyFederation
-from pfedhn.errors import UserError
+from pfedhn.data.federation import Federation
+from pfedhn.data.lazy import LazyFederation
+from pfedhn.errors import UserError, first_line
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.models import cross_entropy, is_correct, squared_error
+from pfedhn.params import stack
+from pfedhn.sgd import Batches
+
+NUM_TRIED = 4  # examples that a network is tried on
 
 
 def build_model(
@@ -21,7 +29,20 @@ def build_model(
     loss: PerExample | None = None,
     metric: PerExample | None = None,
 ) -> Model:
-    """An architecture that fits the federation's data, or a sentence that says why it does not."""
+    """Make an architecture that fits the federation's data, or refuse it with a sentence that says why.
+
+    Args:
+        name: What the architecture is called.
+        factory: A function without arguments that makes the network.
+        federation: Whose clients will train it.
+        loss: (outputs, y) -> one value per example. By default cross-entropy for class labels and squared error for
+            numbers.
+        metric: (outputs, y) -> one value per example, higher is better. By default accuracy for class labels.
+
+    Raises:
+        UserError: If the network would give wrong numbers or fail later.
+    """
+    _check_factory(name, factory)
     is_classes = not federation.y.is_floating_point() and federation.y.ndim == 1
     loss = loss or (squared_error if federation.y.is_floating_point() else cross_entropy)
     dtype = federation.x.dtype if federation.x.is_floating_point() else torch.get_default_dtype()
@@ -32,58 +53,222 @@ def build_model(
 
 
 def check_model(model: Model, federation: Federation) -> Any:
-    """Run the network once on real rows: what would be silently wrong later is refused now."""
+    """Try a network on real examples, refuse what would be wrong or fail later, and return the outputs."""
     if not model.shapes:
         raise UserError(f"the network {model.name!r} has no trainable parameters; there is nothing to learn.")
-    x, y = federation.examples(federation.splits["train"].of(0)[:4])
+    x, y = _first_examples(federation)
     module = model.with_weights(model.fresh(0)).train()
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        try:
-            outputs = module(x)
-        except Exception as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"the network {model.name!r} does not take rows of shape {tuple(x.shape[1:])}: {reason}"
-            ) from error
-        changed = [name for name, buffer in module.named_buffers() if not torch.equal(buffer, before[name])]
-        if changed:
-            layers = sorted({name.rpartition(".")[0] or name for name in changed})
-            raise UserError(
-                f"the forward pass of {model.name!r} changes buffers of the layers {', '.join(layers)}; a client's "
-                "weights would then depend on who trained before it. Use GroupNorm or LayerNorm instead of BatchNorm, "
-                "or track_running_stats=False."
-            )
-        if model.per_example_loss is cross_entropy:
-            num_outputs, top = outputs.shape[-1], int(federation.y.max())
-            if top >= num_outputs:
-                row = int((federation.y == top).nonzero()[0][0])
-                raise UserError(
-                    f"row {row} has the label {top}, but the network {model.name!r} has {num_outputs} outputs "
-                    f"(labels 0 to {num_outputs - 1}); give the network more outputs or mend the labels."
-                )
-        torch.manual_seed(1)
-        again = module(x)
-        if not model.is_random and any(
-            not torch.equal(a, b) for a, b in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(again), strict=True)
-        ):
-            raise UserError(
-                f"the forward pass of {model.name!r} draws random numbers outside of a dropout layer, which cannot be "
-                "keyed by client and round; use nn.Dropout instead of functional dropout, or take the noise out."
-            )
-        values = model.per_example_loss(outputs, y)
-    if values.shape != y.shape[:1]:
+    outputs = _refuse_changes(model, module, x)
+    _refuse_outputs(model, outputs, x, federation)
+    _refuse_loss(model, outputs, y)
+    _refuse_noise(model, module, x)
+    _refuse_company(model, module, x, y)
+    return outputs
+
+
+def _check_factory(name: str, factory: Any) -> None:
+    if not callable(factory):
         raise UserError(
-            f"the loss returned the shape {tuple(values.shape)} for {len(y)} rows; it must return one value per row, "
-            "e.g. with reduction='none'."
+            f"the network {name!r} is given as {type(factory).__name__}; give a function that makes it, such as its "
+            "class or lambda: MyNetwork(10)."
+        )
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise UserError(
+            f"the network {name!r} cannot be made without arguments ({error}); give a function that fills them in, "
+            "such as lambda: MyNetwork(10)."
+        ) from None
+    except ValueError:
+        pass  # written in C: it does not say what it takes
+    with torch.random.fork_rng(devices=[]):
+        module = factory()
+    if not isinstance(module, nn.Module):
+        raise UserError(f"the function that makes {name!r} returned {type(module).__name__}; it must return a network.")
+    if lazy := _layers(name for name, value in module.named_parameters() if is_lazy(value)):
+        raise UserError(
+            f"the layers {lazy} of {name!r} learn their sizes from the first batch; write the sizes down, with "
+            "nn.Linear for nn.LazyLinear."
+        )
+
+
+def _first_examples(federation: Federation) -> tuple[Tensor, Tensor]:
+    """Several training examples, the first client's if it has so many; one that is alone stands there twice."""
+    train = federation.splits["train"]
+    numbers = train.of(0)[:NUM_TRIED]
+    for client in range(1, len(train)):
+        if len(numbers) == NUM_TRIED:
+            break
+        numbers = torch.cat([numbers, train.of(client)[: NUM_TRIED - len(numbers)]])
+    return federation.examples(numbers if len(numbers) > 1 else numbers.repeat(2))
+
+
+def _forward(model: Model, module: nn.Module, x: Tensor, seed: int = 0) -> Any:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        try:
+            return module(x)
+        except Exception as error:
+            raise UserError(
+                f"the network {model.name!r} does not take examples of shape {tuple(x.shape[1:])}: {first_line(error)}."
+            ) from error
+
+
+def _refuse_changes(model: Model, module: nn.Module, x: Tensor) -> Any:
+    """A network computes the same for every client: its forward pass leaves it as it is."""
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    before = {name: value.detach().clone() for name, value in (parameters | buffers).items()}
+    outputs = _forward(model, module, x)
+    limited = [
+        f"{name}.weight"
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
+    ]
+    if layers := _layers([*limited, *(name for name in parameters if not _is_close(parameters[name], before[name]))]):
+        raise UserError(
+            f"the forward pass of {model.name!r} changes the weights of the layers {layers}, which only training may "
+            "change; take max_norm out of nn.Embedding."
+        )
+    if layers := _layers(name for name in buffers if not _is_close(buffers[name], before[name])):
+        raise UserError(
+            f"the forward pass of {model.name!r} changes buffers of the layers {layers}; a client's weights would then "
+            "depend on who trained before it. Use GroupNorm or LayerNorm instead of BatchNorm, and no other layer that "
+            "keeps statistics."
         )
     return outputs
 
 
+def _refuse_outputs(model: Model, outputs: Any, x: Tensor, federation: Federation) -> None:
+    """Our own losses take one tensor, and cross-entropy a number for every class; a person's may take anything."""
+    if model.per_example_loss not in (cross_entropy, squared_error):
+        return
+    if not isinstance(outputs, Tensor):
+        raise UserError(
+            f"the network {model.name!r} returns a {type(outputs).__name__}; let it return one tensor, or give a loss "
+            "that takes what it returns: loss(outputs, y) -> one value per example."
+        )
+    if model.per_example_loss is squared_error:
+        return
+    if outputs.ndim < 2 or len(outputs) != len(x):
+        raise UserError(
+            f"the network {model.name!r} returns the shape {tuple(outputs.shape)} for {len(x)} examples; it must "
+            "return a number for every example and class, or labels must be floating-point for a regression."
+        )
+    num_outputs, top = outputs.shape[-1], int(federation.y.max())
+    if top >= num_outputs:
+        example = int((federation.y == top).nonzero()[0][0])
+        raise UserError(
+            f"example {example} has the label {top}, but the network {model.name!r} has {num_outputs} outputs "
+            f"(labels 0 to {num_outputs - 1}); give the network more outputs or mend the labels."
+        )
+
+
+def _refuse_loss(model: Model, outputs: Any, y: Tensor) -> None:
+    try:
+        values = model.per_example_loss(outputs, y)
+    except Exception as error:
+        shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        raise UserError(
+            f"the loss fails for outputs of shape {', '.join(map(str, shapes))} and labels of shape {tuple(y.shape)}: "
+            f"{first_line(error)}."
+        ) from error
+    if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
+        found = f"the shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise UserError(
+            f"the loss returned {found} for {len(y)} examples; it must return one value per example, e.g. with "
+            "reduction='none'."
+        )
+
+
+def _refuse_noise(model: Model, module: nn.Module, x: Tensor) -> None:
+    """Only the draws of dropout layers are keyed by client and round."""
+    if not model.is_random and not _is_close(_forward(model, module, x, 0), _forward(model, module, x, 1)):
+        raise UserError(
+            f"the forward pass of {model.name!r} draws random numbers outside of a dropout layer, which cannot be "
+            "keyed by client and round; use nn.Dropout instead of functional dropout, or take the noise out."
+        )
+
+
+def _refuse_company(model: Model, module: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Batches are filled up, and splits are evaluated together: what is computed for an example must not notice."""
+    rounding = torch.finfo(model.dtype).eps ** 0.5
+    for is_training in (True, False):
+        module.train(is_training)
+        outputs = _forward(model, module, x)
+        losses = model.per_example_loss(outputs, y)
+        for kept in (0, -1):
+            changed = _forward(model, module, x[kept].expand_as(x).contiguous())
+            if isinstance(outputs, Tensor) and not _is_close(outputs[kept], changed[kept], rounding):
+                norms = _layers(f"{name}." for name, part in module.named_modules() if isinstance(part, _BatchNorm))
+                where = f" (BatchNorm in the layers {norms})" if norms else ""
+                raise UserError(
+                    f"what {model.name!r} computes for an example depends on the other examples of its batch{where}, "
+                    "which are others in training, in evaluation and in use; use GroupNorm or LayerNorm for BatchNorm, "
+                    "and batch_first=True in recurrent and attention layers."
+                )
+            if not _is_close(losses[kept], model.per_example_loss(changed, y)[kept], rounding):
+                raise UserError(
+                    f"the loss of an example depends on the other examples of its batch, in the network {model.name!r} "
+                    "or in the loss itself; compute it for each example alone."
+                )
+
+
+def _is_close(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
+    """Whether the tensors of two trees are equal, up to a part of the largest number."""
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    return all(
+        torch.allclose(a.double(), b.double(), rtol=0.0, atol=tolerance * float(b.double().abs().max()), equal_nan=True)
+        for a, b in pairs
+        if isinstance(a, Tensor) and a.numel()
+    )
+
+
+def _layers(names: Iterable[str]) -> str:
+    """The layers that own these parameters or buffers, as a person would list them."""
+    return ", ".join(sorted({name.rpartition(".")[0] or name for name in names}))
+
+
+def batching_error(model: Model, federation: Federation) -> str | None:
+    """Why `torch.vmap` cannot train and test several copies of a network at once; None if it can."""
+    x, y = _first_examples(federation)
+    batch = Batches(x, y, torch.ones(len(x), dtype=torch.bool, device=x.device))
+
+    def one_client(weights: Any, batch: Batches) -> Any:
+        outputs = model.outputs(weights, batch.x)
+        scores = [model.per_example_loss(outputs, batch.y)]
+        if model.per_example_metric is not None:
+            scores.append(model.per_example_metric(outputs, batch.y))
+        return torch.func.grad(model.loss)(weights, batch), scores
+
+    try:
+        torch.vmap(one_client)(stack([model.fresh(0), model.fresh(1)]), stack([batch, batch]))
+    except Exception as error:  # of `torch.vmap`, and of whatever the network makes of the tensors that it gets from it
+        return first_line(error)
+    return None
+
+
+def choose_executor(asked: str, model: Model, federation: Federation, clients_per_round: int) -> str:
+    """The name of the executor that runs a network, or a refusal if the one that was asked for cannot.
+
+    "auto" batches clients where every layer is linear, so that they share products; elsewhere batching is no gain.
+    """
+    if asked == "vectorized":
+        reason = "it has dropout, whose draws cannot be keyed by client" if model.is_random else None
+        if reason := reason or batching_error(model, federation):
+            able = "'loop'" if model.is_random else "'traced' or 'loop'"
+            raise UserError(f"the executor 'vectorized' cannot run the network {model.name!r}: {reason}; use {able}.")
+    if asked not in ("auto", "captured"):
+        return asked
+    if model.is_random:
+        return "loop"
+    if clients_per_round > 1 and model.is_plain and batching_error(model, federation) is None:
+        return "vectorized"
+    return "traced"
+
+
 def with_num_outputs(federation: LazyFederation, models: Iterable[Model]) -> LazyFederation:
-    """Labels of clients that are loaded later can only be checked then."""
-    x, _ = federation.examples(federation.splits["train"].of(0)[:4])
+    """Note how many classes the networks tell apart: the labels of clients that are loaded later are checked then."""
+    x, _ = _first_examples(federation)
     classifiers = [model for model in models if model.per_example_loss is cross_entropy]
     found = [model.outputs(model.fresh(0), x).shape[-1] for model in classifiers]
     return replace(federation, num_outputs=min(found, default=None))

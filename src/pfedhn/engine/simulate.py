@@ -3,20 +3,23 @@
 Axes: [N] clients, [C]lients of a cohort that share one architecture.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.algorithm import Algorithm, Group
+from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Federation, cohort
 from pfedhn.engine.evaluate import Chunk, SplitResult, evaluate, plan, to_splits
 from pfedhn.engine.executors import EXECUTORS, Executor
+from pfedhn.engine.network import choose_executor
+from pfedhn.engine.round import Exchange, Kept, Offer, Reply, Returned, bytes_down, bytes_of_starts, bytes_up
 from pfedhn.engine.state import (
     EVALUATED_SPLITS,
     Best,
@@ -28,13 +31,22 @@ from pfedhn.engine.state import (
     Schedule,
     State,
 )
+from pfedhn.engine.transform import FULL, Transform
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import Params, copy, num_bytes, put, take
+from pfedhn.params import Params, copy, put, stack, take
 from pfedhn.sgd import Batches
 
 ROWS_AT_ONCE = 50_000  # made together: making one takes ten times its memory
+
+
+class Joining(NamedTuple):
+    """What a trained federation gives to clients that join it."""
+
+    shared: Any
+    rows: Any  # [N, ...] of the clients that trained
+    starts: Mapping[str, Params]  # the initial models of its run
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +60,10 @@ class Simulation:
     seed: int = 0
     executor: str = "auto"
     starts: Mapping[str, Params] | None = None  # from a run before this one; fresh where None
+    upload: Transform = FULL
+    download: Transform = FULL
+    joins: Joining | None = None  # a trained federation that these clients join; its shared memory is frozen
+    _chosen: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # which executor runs which network
     _executors: dict[str, Executor] = field(default_factory=dict, init=False, repr=False)  # they keep their graphs
 
     def __post_init__(self) -> None:
@@ -59,6 +75,20 @@ class Simulation:
         known = ("auto", *EXECUTORS, "captured")
         if self.executor not in known:
             raise UserError(f"there is no executor {self.executor!r}; there are {', '.join(known)}.")
+
+    def joining(self, federation: Federation, memories: Memories, rounds: int, seed: int) -> "Simulation":
+        """The clients of `federation` join this run as it stands in `memories`: all of them train in every round."""
+        num_clients = federation.num_clients
+        schedule = replace(
+            self.schedule, steps=rounds * num_clients, cohort_size=num_clients, evaluate_every=num_clients
+        )
+        joins = Joining(memories.shared, memories.rows, self.initial_models())
+        return replace(self, federation=federation, schedule=schedule, seed=seed, joins=joins)
+
+    @property
+    def exchange(self) -> Exchange:
+        """The two halves of every round."""
+        return Exchange(self.algorithm, self.seed, self.upload, self.download, self.joins is not None)
 
     @property
     def clients_per_round(self) -> int:
@@ -76,48 +106,71 @@ class Simulation:
     def initial_state(self) -> State:
         descriptors = self.descriptors()  # first: it says what is missing where clients cannot be described
         starts = self.initial_models()
+        if self.joins is None:
+            shared = self.algorithm.init_shared(self.models, starts, keys.fold(self.seed, "shared"))
+            rows = self._first_rows(descriptors)
+        else:
+            shared, rows = self.joins.shared, self._joining_rows(self.joins, descriptors)
         # Copied, since a captured round writes it in place and a method may hand over the initial model itself.
-        shared = copy(self.algorithm.init_shared(self.models, starts, keys.fold(self.seed, "shared")))
-        device = self.federation.x.device
-        clients = torch.arange(self.federation.num_clients, device=device)
-        row_keys = torch.as_tensor(keys.fold(self.seed, "row", clients))
-        dtype = next(iter(self.models.values())).dtype
-
-        def init_row(key: Tensor, descriptor: Tensor) -> Any:
-            row = self.algorithm.init_row(key, descriptor)
-            return pytree.tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, row)
-
-        descriptors = descriptors.to(device, dtype)
-        rows = init_row(row_keys[0], descriptors[0])
-        if pytree.tree_leaves(rows):
-            rows = pytree.tree_map(lambda leaf: leaf.new_empty((len(clients), *leaf.shape)), rows)
-            for start in range(0, len(clients), ROWS_AT_ONCE):
-                part = slice(start, start + ROWS_AT_ONCE)
-                put(rows, part, torch.vmap(init_row)(row_keys[part], descriptors[part]))
+        shared = copy(shared)
         down = 0
         if self.starts is not None:  # every client downloads the earlier run's model once
-            down = sum(num_bytes(starts[self.model_of(i).name]) for i in range(self.federation.num_clients))
-        return State(0, Memories(shared, rows, self._tables(starts)), bytes_down=down)
+            down = bytes_of_starts(starts, Counter(self.model_of(i).name for i in range(self.federation.num_clients)))
+        return State(0, Memories(shared, rows, self._tables(starts, shared, rows)), bytes_down=down)
+
+    def _first_rows(self, descriptors: Tensor) -> Any:
+        """The server's memory of every client [N, ...] before the first round."""
+        clients = torch.arange(self.federation.num_clients, device=self.federation.x.device)
+        row_keys = torch.as_tensor(keys.fold(self.seed, "row", self.federation.identity(clients)))
+        init_row = self._in_model_dtype(self.algorithm.init_row)
+        rows = init_row(row_keys[0], descriptors[0])
+        if not pytree.tree_leaves(rows):
+            return rows
+        rows = pytree.tree_map(lambda leaf: leaf.new_empty((len(clients), *leaf.shape)), rows)
+        for start in range(0, len(clients), ROWS_AT_ONCE):
+            part = slice(start, start + ROWS_AT_ONCE)
+            put(rows, part, torch.vmap(init_row)(row_keys[part], descriptors[part]))
+        return rows
+
+    def _joining_rows(self, joins: Joining, descriptors: Tensor) -> Any:
+        join_row = self._in_model_dtype(self.algorithm.join_row)
+        given = [value if self.algorithm.needs_descriptors else None for value in descriptors]
+        return stack([join_row(joins.shared, joins.rows, value) for value in given])
+
+    def _in_model_dtype(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        dtype = next(iter(self.models.values())).dtype
+
+        def made(*arguments: Any) -> Any:
+            return pytree.tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, make(*arguments))
+
+        return made
 
     def descriptors(self) -> Tensor:
         """[N, D]; zeros of no width where nobody asks for them."""
-        if getattr(self.algorithm, "embedding", None) != "fixed":
-            return torch.zeros(self.federation.num_clients, 0)
+        dtype, device = next(iter(self.models.values())).dtype, self.federation.x.device
+        if not self.algorithm.needs_descriptors:
+            return torch.zeros(self.federation.num_clients, 0, dtype=dtype, device=device)
         given = self.federation.descriptors
-        return self.federation.class_shares if given is None else given
+        return (self.federation.class_shares if given is None else given).to(device, dtype)
 
     def initial_models(self) -> dict[str, Params]:
+        if self.joins is not None:
+            return dict(self.joins.starts)
         if self.starts is not None:
             return dict(self.starts)
         return {name: model.fresh(keys.fold(self.seed, "init")) for name, model in self.models.items()}
 
-    def _tables(self, starts: Mapping[str, Params]) -> dict[str, PrivateTable]:
-        def make(name: str) -> Callable[[int], Any]:
-            return lambda client: self.algorithm.init_private(
-                self.models[name], starts[name], keys.fold(self.seed, "private", client)
-            )
+    def _tables(self, starts: Mapping[str, Params], shared: Any, rows: Any) -> dict[str, PrivateTable]:
+        def make(model: Model) -> Callable[[int], Any]:
+            received = cache(lambda: self.algorithm.send(model, shared, take(rows, 0)))
 
-        return {name: PrivateTable(make(name)) for name in self.models}
+            def first_contact(client: int) -> Kept:
+                identity = int(self.federation.identity(torch.tensor(client)))
+                return self.exchange.first_contact(model, starts[model.name], received(), identity)
+
+            return first_contact
+
+        return {name: PrivateTable(make(model)) for name, model in self.models.items()}
 
     def rounds(self, state: State) -> Iterator[Progress]:
         """Run to the end from `state`, moving it along; evaluations come as they happen."""
@@ -137,88 +190,83 @@ class Simulation:
     def _round(self, state: State, number: int) -> None:
         memories = state.memories
         members = self.cohort(number)
-        groups: list[Group] = []
-        trained: list[tuple[list[int], Any]] = []
-        bytes_down, bytes_up = 0, 0
+        returned: list[Returned] = []
+        offers: list[Offer] = []
+        remembered: list[tuple[list[int], Kept]] = []
         for model in self.models.values():
             clients = [client for client in members if self.model_of(client) is model]
             if not clients:
                 continue
-            index = torch.tensor(clients, device=self.federation.x.device)
-            rows = take(memories.rows, index)
-            received, updates, private = self._train(model, memories, rows, clients, index, number)
-            self._check_finite(clients, updates, private, number)
-            sizes = self.federation.splits["train"].size[index]
-            groups.append(Group(model, rows, updates, sizes))
-            trained.append((clients, private))
-            bytes_down += num_bytes(received)
-            bytes_up += num_bytes(updates)
-        shared, new_rows = self._receive(memories.shared, groups)
+            rows = take(memories.rows, torch.tensor(clients, device=self.federation.x.device))
+            offer, reply, kept = self._train(model, memories, rows, clients, number)
+            if not bool(reply.metrics["is_finite"].all()):
+                first = clients[int((~reply.metrics["is_finite"]).nonzero()[0])]
+                raise Diverged.at(number, self.federation.name_of(first))
+            returned.append(Returned(model, rows, reply))
+            offers.append(offer)
+            remembered.append((clients, kept))
+        shared, new_rows = self._step(memories.shared, returned)
         state.memories = memories._replace(shared=shared)
-        state.bytes_down += bytes_down
-        state.bytes_up += bytes_up
-        for group, (clients, private), rows in zip(groups, trained, new_rows, strict=True):
+        state.bytes_down += bytes_down(offers)
+        state.bytes_up += bytes_up(part.replies for part in returned)
+        for part, (clients, kept), rows in zip(returned, remembered, new_rows, strict=True):
             put(memories.rows, torch.tensor(clients, device=self.federation.x.device), rows)
-            memories.private[group.model.name].put(clients, private)
+            memories.private[part.model.name].put(clients, kept)
 
-    def _receive(self, shared: Any, groups: list[Group]) -> tuple[Any, list[Any]]:
-        models = [group.model for group in groups]
+    def _step(self, shared: Any, returned: list[Returned]) -> tuple[Any, list[Any]]:
+        models = [part.model for part in returned]
 
-        def receive(shared: Any, parts: list[Any]) -> tuple[Any, list[Any]]:
-            groups = [Group(model, *part) for model, part in zip(models, parts, strict=True)]
-            return self.algorithm.receive(shared, groups)
+        def step(shared: Any, parts: list[Any]) -> tuple[Any, list[Any]]:
+            return self.exchange.step(
+                shared, [Returned(model, *part) for model, part in zip(models, parts, strict=True)]
+            )
 
-        run = self.executor_for(models[0]).traced(("receive", *(model.name for model in models)), receive)
-        result: tuple[Any, list[Any]] = run(shared, [tuple(group[1:]) for group in groups])
+        run = self.executor_for(models[0]).traced(("step", *(model.name for model in models)), step)
+        result: tuple[Any, list[Any]] = run(shared, [(part.rows, part.replies) for part in returned])
         return result
 
     def _train(
-        self, model: Model, memories: Memories, rows: Any, clients: list[int], index: Tensor, number: int
-    ) -> tuple[Params, Params, Any]:
+        self, model: Model, memories: Memories, rows: Any, clients: list[int], number: int
+    ) -> tuple[Offer, Reply, Kept]:
+        """The clients of one architecture: what each was offered, its reply and what it keeps, all [C, ...]."""
+        exchange, executor = self.exchange, self.executor_for(model)
+        index = torch.tensor(clients, device=self.federation.x.device)
+        identities = self.federation.identity(index)
         key = keys.fold(self.seed, "batches", number)
         batches = self.federation.batches(index, key, self.algorithm.num_batches, self.schedule.batch_size)
-        noise = keys.fold(self.seed, "noise", number, index)
-        executor = self.executor_for(model)
-        send = executor.traced(("send", model.name), lambda shared, row: self.algorithm.send(model, shared, row))
+        noise = keys.fold(self.seed, "noise", number, identities)
+        numbers = torch.full_like(index, number)
+        make_offer = executor.traced(
+            ("offer", model.name),
+            lambda shared, row, number, identity: exchange.offer(model, shared, row, number, identity),
+        )
 
         def one_client(
-            member: Tensor, row: Any, private: Any, batches: Batches, noise: Tensor
-        ) -> tuple[Params, Params, Any]:
-            received = send(memories.shared, row)
-            with model.seeded(noise), executor.running(model.name, "train"):
-                update, private = self.algorithm.train(model, received, private, batches)
-            return received, update, private
+            identity: Tensor, number: Tensor, row: Any, kept: Kept, batches: Batches, size: Tensor, noise: Tensor
+        ) -> tuple[Offer, Reply, Kept]:
+            offer = make_offer(memories.shared, row, number, identity)
+            with model.seeded(noise), executor.running(model.name, "train", (offer, kept, batches)):
+                update, kept = exchange.train(model, offer, kept, batches)
+            return offer, *exchange.reply(offer, update, kept, size, identity)
 
-        result: tuple[Params, Params, Any] = executor.map(one_client)(
-            index, rows, memories.private[model.name].take(clients), batches, noise
+        result: tuple[Offer, Reply, Kept] = executor.map(one_client)(
+            identities,
+            numbers,
+            rows,
+            memories.private[model.name].take(clients),
+            batches,
+            self.federation.splits["train"].size[index],
+            noise,
         )
         return result
 
     def executor_for(self, model: Model) -> Executor:
-        """`auto`: together where every layer is linear (a batched product), one by one where batching is no gain."""
-        name = self.executor
-        if name in ("auto", "captured"):
-            batched = self.clients_per_round > 1 and model.is_plain and not model.is_random
-            name = "vectorized" if batched else "loop" if model.is_random else "traced"
-        if name == "vectorized" and model.is_random:
-            raise UserError(
-                f"the network {model.name!r} has dropout, whose draws the executor 'vectorized' cannot key by client; "
-                "use executor 'loop', or set dropout to 0."
-            )
+        if model.name not in self._chosen:
+            self._chosen[model.name] = choose_executor(self.executor, model, self.federation, self.clients_per_round)
+        name = self._chosen[model.name]
         if name not in self._executors:
             self._executors[name] = EXECUTORS[name]()
         return self._executors[name]
-
-    def _check_finite(self, clients: list[int], updates: Params, private: Any, number: int) -> None:
-        leaves = [leaf for leaf in pytree.tree_leaves((updates, private)) if leaf.is_floating_point()]
-        if all(bool(torch.isfinite(leaf).all()) for leaf in leaves):
-            return
-        bad = next(
-            client
-            for i, client in enumerate(clients)
-            if not all(bool(torch.isfinite(leaf[i]).all()) for leaf in leaves)
-        )
-        raise Diverged.at(number, bad)
 
     def choose(self, state: State, splits: dict[str, SplitResult]) -> Evaluation:
         """Note an evaluation and keep the first strictly best one; where there are no validation rows, the last."""
@@ -239,7 +287,7 @@ class Simulation:
         """Every client's personal model on its validation and test rows."""
         memories = state.memories
         results = evaluate(
-            self.algorithm,
+            self.exchange,
             self.chunks,
             self.federation,
             memories.shared,
@@ -259,6 +307,16 @@ class Simulation:
     @property
     def has_metric(self) -> bool:
         return all(model.per_example_metric is not None for model in self.models.values())
+
+    def personal_weights(self, memories: Memories, model: Model, client: int, number: int) -> Params:
+        """The weights that a client would use after round `number`, whose memories are given."""
+        member = torch.tensor([client], device=self.federation.x.device)
+        count, size = self.algorithm.num_personalize_batches, self.schedule.batch_size
+        batches = self.federation.batches(member, self.personalize_key(number), count, size)
+        kept = take(memories.private[model.name].take([client]), 0)
+        return self.exchange.personal_weights(
+            model, memories.shared, take(memories.rows, client), kept, take(batches, 0)
+        )
 
     def personalize_key(self, number: int) -> Key:
         return keys.fold(self.seed, "personalise", number)  # spelled as in every stored result

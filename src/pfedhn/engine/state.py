@@ -22,7 +22,7 @@ class Diverged(RunError):
     """A client's local training left the finite numbers. The state is that of the round before."""
 
     @staticmethod
-    def at(number: int, client: int) -> "Diverged":
+    def at(number: int, client: str) -> "Diverged":
         return Diverged(
             f"training diverged in round {number} at client {client}: its weights are no longer finite; "
             "lower the learning rates. The run stands as it was before that round."
@@ -61,7 +61,7 @@ class Memories(NamedTuple):
 
     shared: Any
     rows: Any  # [N, ...]
-    private: dict[str, "PrivateTable"]  # by architecture
+    private: dict[str, "PrivateTable"]  # by architecture: what its clients keep
 
 
 @dataclass

@@ -7,15 +7,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import numpy
 import torch
 
 from pfedhn import models
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
-from pfedhn.data.federation import Federation, share_out
-from pfedhn.data.files import Table, from_folders, from_table
+from pfedhn.data.dealing import share_out
+from pfedhn.data.federation import Federation
+from pfedhn.data.files import read_federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.directory import Options
@@ -31,6 +31,9 @@ PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
     "by_coarse_class": partition.by_coarse_class,
 }
 
+
+OLD_SPELLINGS = {"normalise": "normalize", "pools": "apart"}
+"""What files and stored results of earlier versions call a partition's settings and their values."""
 
 COUNTS = ("local_steps", "outer_steps", "inner_steps", "embedding_dim", "hidden_dim")
 """Settings of methods of which there must be one; of all other numbers, none may be negative."""
@@ -68,7 +71,11 @@ def cell_algorithm(cell: Cell) -> AnyAlgorithm:
 
 
 def build_partition(cell: Cell) -> partition.Partition:
-    settings = {name: None if value == "none" else value for name, value in cell.partition.items()}
+    settings = {
+        OLD_SPELLINGS.get(name, name): OLD_SPELLINGS.get(value, value) if isinstance(value, str) else value
+        for name, value in cell.partition.items()
+    }
+    settings = {name: None if value == "none" else value for name, value in settings.items()}
     rule = settings.pop("rule", None)
     if rule not in PARTITIONS:
         raise UserError(f"partition: there is no rule {rule!r}; {closest(str(rule), PARTITIONS)}")
@@ -119,33 +126,11 @@ def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device
 
 
 def _own_federation(cell: Cell, seed: int) -> Federation:
-    if cell.dataset.lower().endswith(TABLE_ENDINGS):
-        table = _table(cell)
-        rows = [numpy.flatnonzero(table.groups == client) for client in range(len(table.client_names))]
-        clients = [(table.x[own], table.y[own]) for own in rows]
-    else:
-        _, clients = from_folders(cell.dataset)
-    if cell.task == "regression":
-        clients = [(x, y.astype(numpy.float32)) for x, y in clients]
-    return Federation.from_clients(clients, split=cell.split, stratify=cell.stratify, seed=seed)
-
-
-def _table(cell: Cell) -> Table:
-    if missing := [name for name in ("client", "label") if name not in cell.columns]:
-        raise UserError(
-            f'{cell.dataset} is a table; say which column is the {missing[0]}: columns.{missing[0]} = "...".'
-        )
-    return from_table(cell.dataset, cell.columns["client"], cell.columns["label"])
-
-
-def names_in_data(cell: Cell) -> tuple[list[str], list[str]]:
-    """What a person's own data call the clients and the classes; nothing where they have numbers only."""
-    if not is_own_data(cell.dataset):
-        return [], []
-    if not cell.dataset.lower().endswith(TABLE_ENDINGS):
-        return from_folders(cell.dataset)[0], []
-    table = _table(cell)
-    return table.client_names, table.label_names
+    columns = cell.columns.get("client"), cell.columns.get("label")
+    if cell.dataset.lower().endswith(TABLE_ENDINGS) and None in columns:
+        missing = ("client", "label")[columns.index(None)]
+        raise UserError(f'{cell.dataset} is a table; say which column is the {missing}: columns.{missing} = "...".')
+    return read_federation(cell.dataset, *columns, split=cell.split, stratify=cell.stratify, seed=seed)
 
 
 def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:
@@ -155,7 +140,7 @@ def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str)
         if data.within is None:
             raise UserError(f"{cell.dataset} has no groups to number labels within; use labels = 'global'.")
         labels = data.within
-    splits, unused = share_out(
+    assignment = share_out(
         data.y,
         build_partition(cell),
         split=cell.split,
@@ -167,8 +152,8 @@ def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str)
         stratify=cell.stratify,
     )
     y = labels if data.test_y is None else torch.cat([labels, data.test_y])
-    rows = Federation(_rows_on(cell.dataset, data_dir, device), y, splits, unused)
-    return rows.with_training_examples()
+    x = _rows_on(cell.dataset, data_dir, device)
+    return Federation.from_assignment(x, y, assignment).with_training_examples()
 
 
 def preprocessing(cell: Cell) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from pfedhn.engine.executors import EXECUTORS
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
-from pfedhn.files import write_atomically
+from pfedhn.files import is_empty, make_folder, read_text, write_atomically
 from pfedhn.settings import build, to_toml
 
 OLD_EXECUTORS = {"vectorised": "vectorized"}  # as earlier versions wrote them into a directory
@@ -60,6 +60,8 @@ class Directory:
         named: the folder that the person gave, if this is a part of it.
         """
         named = named or self.path
+        if is_empty(self.path):
+            return
         if (self.path / "experiment.toml").exists():
             stored, _ = self.read()
             if plain(asdict(stored)) == plain(asdict(experiment)):
@@ -74,14 +76,13 @@ class Directory:
                 f"{named} holds another experiment, or other settings of it: {difference}; give another --out, or the "
                 "settings it was made with."
             )
-        if self.path.exists() and any(self.path.iterdir()):
-            raise UserError(f"{named} is not empty and holds no experiment; give another --out.")
+        raise UserError(f"{named} is not empty and holds no experiment; give another --out.")
 
     def open(self, experiment: Experiment, planned: Sequence[RunSpec], options: Options | None = None) -> None:
         """Claim the directory for an experiment, or refuse one that holds another."""
         self.refuse_other(experiment)
         before = self.read()[1] if (self.path / "experiment.toml").exists() else []
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         names = dict.fromkeys(run.name for run in (*before, *planned))
         table = {**plain(asdict(experiment)), "planned": list(names)}
         if options is not None:
@@ -117,7 +118,7 @@ class Directory:
                 f"{self.path} holds no experiment to go on with; `pfedhn run NAME --out {self.path}` starts one."
             )
         try:
-            return tomllib.loads(file.read_text())
+            return tomllib.loads(read_text(file))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{file} is damaged ({error}); give another --out.") from None
 

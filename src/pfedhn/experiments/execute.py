@@ -1,6 +1,5 @@
 """One run of an experiment in its folder; runs that wait for their turn, and what came of them."""
 
-import errno
 import threading
 import traceback
 from collections.abc import Callable, Generator
@@ -130,15 +129,4 @@ def failure_from(error: BaseException) -> Failure | None:
     """An error that a person can do something about, in one sentence; None for one that only we can."""
     if isinstance(error, UserError):
         return Failure(str(error), not isinstance(error, RunError), isinstance(error, Diverged))
-    if isinstance(error, OSError) and error.strerror is not None:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return Failure(f"{where}{error.strerror[:1].lower()}{error.strerror[1:]}{_way_out(error.errno)}.", False)
     return None
-
-
-def _way_out(number: int | None) -> str:
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return "; make room, and the same command goes on from the last checkpoint"
-    if number in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
-        return "; give a place that can be written (--out for a folder; --export, --save or --plot for a file)"
-    return ""

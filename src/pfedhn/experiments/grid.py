@@ -11,6 +11,7 @@ from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.rates import rates_file, rates_for, with_rates
 from pfedhn.experiments.spec import CELL_TABLES, Cell, Experiment, RunSpec, distinct, flat_fields, is_own_data
+from pfedhn.files import read_text
 from pfedhn.run import build_algorithm
 from pfedhn.settings import build, fits, parse_assignments, parse_value
 
@@ -21,7 +22,7 @@ def from_toml(path: Path) -> Experiment:
     The rates that `pfedhn tune` chose for it are read from the file beside it: `mine.rates.toml` for `mine.toml`.
     """
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(read_text(path))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from None
     experiment = from_table(table, path.stem)

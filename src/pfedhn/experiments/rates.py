@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.spec import Experiment, distinct
-from pfedhn.files import one_at_a_time, write_atomically
+from pfedhn.files import make_folder, one_at_a_time, read_text, write_atomically
 from pfedhn.run import build_algorithm
 from pfedhn.settings import checked, to_toml
 
@@ -30,7 +30,7 @@ def rates_file(experiment_file: Path) -> Path:
 def read_rates(file: Path) -> dict[str, Rates]:
     """The rates of a file by experiment, every method and setting checked."""
     try:
-        table = tomllib.loads(file.read_text())
+        table = tomllib.loads(read_text(file))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is damaged ({error}); mend or remove it.") from None
     for experiment, by_method in table.items():
@@ -64,7 +64,7 @@ def with_rates(experiment: Experiment, rates: Rates) -> Experiment:
 
 def save_rates(file: Path, experiment: str, rates: Rates) -> None:
     """Put the rates of some methods of an experiment into a file, and keep what else it holds."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     with one_at_a_time(file.parent):
         table = read_rates(file) if file.exists() else {}
         table[experiment] = {**table.get(experiment, {}), **rates}

@@ -22,7 +22,7 @@ from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import select
 from pfedhn.experiments.rates import Rates
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest
-from pfedhn.files import write_atomically
+from pfedhn.files import is_empty, read_text, write_atomically
 from pfedhn.result import Environment, Result, to_json
 
 LEARNING_RATES = (1e-1, 5e-2, 1e-2, 5e-3)
@@ -302,7 +302,7 @@ def read_record(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        table = json.loads(file.read_text())
+        table = json.loads(read_text(file))
     except ValueError:
         raise UserError(f"{file} is damaged; remove it and tune again: the runs are still there.") from None
     return table if isinstance(table, dict) else {}
@@ -310,9 +310,9 @@ def read_record(file: Path) -> dict[str, Any]:
 
 def refuse_other(directory: Path, study: Study) -> None:
     """Only a new or empty directory, or one of an earlier tuning of the same experiment, will do."""
-    if not directory.exists():
+    if is_empty(directory):
         return
-    if not (directory / "first" / "experiment.toml").exists() and any(directory.iterdir()):
+    if not (directory / "first" / "experiment.toml").exists():
         raise UserError(f"{directory} is not empty and holds no tuning; give another --out.")
     for stage, experiment in study.stages.items():
         Directory(directory / stage).refuse_other(experiment, named=directory)

@@ -1,6 +1,5 @@
 """Runs side by side in processes of their own, each told what to do over a pipe."""
 
-import multiprocessing
 import signal
 import threading
 from contextlib import suppress
@@ -15,6 +14,7 @@ from typing import NamedTuple
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.execute import Failure, Queue, failure, start
 from pfedhn.experiments.spec import Experiment, RunSpec
+from pfedhn.process import new_process
 from pfedhn.progress import Event, Said, Update
 from pfedhn.result import Result
 from pfedhn.run import drain, stop_requests
@@ -81,9 +81,8 @@ def _hand_out(queue: Queue, workers: list[_Worker], directory: Path, jobs: int, 
 
 
 def _start_worker(directory: Path, experiment: Experiment, options: Options) -> _Worker:
-    context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, directory, experiment, options), daemon=True)
+    mine, theirs = pipes.Pipe()
+    process = new_process(_work, theirs, directory, experiment, options)
     # A terminal sends Ctrl-C to every process of a group, and a second one means "at once". A worker therefore never
     # hears a signal, only its parent. Blocked before it starts, since libraries start threads while they are imported.
     if hasattr(signal, "pthread_sigmask"):

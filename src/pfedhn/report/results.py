@@ -16,7 +16,7 @@ from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
-from pfedhn.files import one_at_a_time, write_atomically
+from pfedhn.files import make_folder, one_at_a_time, read_bytes, write_atomically
 from pfedhn.record import Spec, read_history, read_result, read_spec
 from pfedhn.result import Curve, Result, SchemaError, from_json, to_json
 from pfedhn.settings import build
@@ -98,7 +98,7 @@ def read_file(path: Path) -> list[Runs]:
     """The experiments of a JSONL file, each with its runs; a run that has two lines counts as it finished last."""
     experiments: dict[str, Experiment] = {}
     lines: list[tuple[int, dict[str, Any]]] = []
-    for number, text in enumerate(path.read_bytes().split(b"\n"), 1):
+    for number, text in enumerate(read_bytes(path).split(b"\n"), 1):
         with _naming(path, number):
             if not text.strip():
                 continue
@@ -234,7 +234,7 @@ def export(paths: Iterable[Path], file: Path) -> Exported:
     Runs may still be going on. The file is written whole or not at all, and the same call again changes nothing.
     Calls at the same time wait for each other.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     with one_at_a_time(file.parent):
         return _export(paths, file)
 
@@ -256,7 +256,7 @@ def _export(paths: Iterable[Path], file: Path) -> Exported:
         for _, (experiment, lines) in sorted(kept.items())
         for line in [{"kind": "experiment", **asdict(experiment)}, *_in_order(experiment, lines)]
     ).encode()
-    if not file.exists() or file.read_bytes() != content:
+    if not file.exists() or read_bytes(file) != content:
         write_atomically(file, content)
     # By their texts: NaN, the score of nobody, is equal to nothing.
     replaced = sum(_text(to_line(*after[key])) != _text(to_line(*line)) for key, line in before.items())

@@ -1,0 +1,103 @@
+"""`pfedhn data`: which data sets there are, one decoded into the cache, how clients share one."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pfedhn.cli.list import listing
+from pfedhn.cli.options import DataDirOption, SetOption
+
+data = typer.Typer(
+    no_args_is_help=True, help="Data sets: which there are, decode one into the cache, look at how clients share it."
+)
+
+
+def data_state(name: str) -> str:
+    """Whether a data set is at hand, in words."""
+    from pfedhn.data.catalogue import cache_state
+
+    return "always there" if name == "digits" else cache_state(name)
+
+
+@data.command("list")
+def data_list() -> None:
+    """List the data sets, and which are in the cache.
+
+    \b
+    [bold]Example[/]
+      pfedhn data list
+    """
+    from pfedhn.data.catalogue import DATASETS
+
+    lines = [(name, source.description, data_state(name)) for name, source in DATASETS.items()]
+    Console().print(listing("data sets", lines))
+
+
+@data.command("get")
+def data_get(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="mnist, cifar10, cifar100, omniglot.")],
+    data_dir: DataDirOption = None,
+    again: Annotated[bool, typer.Option("--again", help="Decode even if there is a cached copy.")] = False,
+) -> None:
+    """Decode a data set into the cache, from files or from the Hugging Face Hub.
+
+    The cache is the folder in the environment variable PFEDHN_CACHE, or
+    ~/.cache/pfedhn; it can be copied to a machine without network.
+
+    \b
+    [bold]Examples[/]
+      pfedhn data get cifar10
+      pfedhn data get omniglot --data-dir ~/data
+    """
+    from pfedhn.cli.running import get_dataset
+
+    typer.echo(f"{name}: {get_dataset(name, data_dir, again)}")
+
+
+@data.command("show")
+def data_show(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="A data set, or an experiment or TOML file, whose first cell is shown."),
+    ],
+    assignments: SetOption = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the partition.")] = 0,
+    data_dir: DataDirOption = None,
+    figure: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw it as well (.png, .pdf or .svg).")
+    ] = None,
+) -> None:
+    """Show how clients share a data set: their examples, their classes, what is left unused.
+
+    \b
+    [bold]Examples[/]
+      pfedhn data show demo --plot partition.png
+      pfedhn data show digits --set clients=20
+      pfedhn data show mnist --set partition.rule=dirichlet \\
+                             --set partition.alpha=0.1
+    """
+    from pfedhn.cli.find import find_experiment
+    from pfedhn.cli.running import get_dataset
+    from pfedhn.data.catalogue import DATASETS
+    from pfedhn.data.describe import describe, plot
+    from pfedhn.experiments.build import build_federation, check
+    from pfedhn.experiments.grid import with_assignments
+    from pfedhn.experiments.paper import usual_cell
+    from pfedhn.experiments.spec import Experiment
+    from pfedhn.files import writing
+    from pfedhn.settings import parse_assignments
+
+    chosen = Experiment(name, (usual_cell(name),)) if name in DATASETS else find_experiment(name)[0]
+    chosen = with_assignments(chosen, parse_assignments(assignments or []))
+    check(chosen)
+    cell = chosen.cells[0]
+    if cell.dataset in DATASETS:
+        get_dataset(cell.dataset, data_dir, again=False)
+    federation = build_federation(cell, seed, data_dir)
+    typer.echo(describe(federation))
+    if figure is not None:
+        with writing(figure):
+            plot(federation, figure)
+        typer.echo(f"The figure: {figure}")

@@ -1,0 +1,53 @@
+"""`pfedhn demo`: the method at work within two minutes."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from pfedhn.cli.options import JobsOption
+
+
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Where the runs and the figure are kept.")] = Path("runs/demo"),
+    jobs: JobsOption = None,
+) -> None:
+    """Watch pFedHN learn on handwritten digits, beside other methods: a table, a figure, no downloads.
+
+    The same command again shows what is there; after Ctrl-C it goes on.
+
+    \b
+    [bold]Examples[/]
+      pfedhn demo
+      pfedhn demo --out my-demo
+    """
+    from pfedhn.cli.running import end, run_with_display
+    from pfedhn.experiments.directory import Options
+    from pfedhn.experiments.grid import select
+    from pfedhn.experiments.paper import DEMO
+    from pfedhn.files import write_atomically
+    from pfedhn.report.entries import collect
+    from pfedhn.report.figures import draw_demo
+    from pfedhn.report.tables import sentence, to_terminal
+
+    screen = Console(stderr=True)
+    runs = select(DEMO, [], None)
+    screen.print(f"[bold]{escape(DEMO.title)}.[/]", highlight=False)
+    methods = ", ".join(dict.fromkeys(cell.method for cell in DEMO.cells))
+    screen.print(f"{methods}; {len(DEMO.seeds)} seeds each: {len(runs)} runs.", highlight=False)
+    end(run_with_display(DEMO, runs, out, Options(source="demo"), jobs))
+    (found,) = collect([out])
+    Console().print(to_terminal(found))
+    typer.echo()
+    typer.echo(sentence(found))
+    if importlib.util.find_spec("matplotlib") is None:
+        typer.echo("The figure needs matplotlib: pip install 'pfedhn[report]', then the same command again.")
+    else:
+        figure = out / "demo.png"
+        write_atomically(figure, draw_demo(found))
+        typer.echo(f"The figure: {figure}")
+    typer.echo("Next: `pfedhn run demo --set partition.classes_per_client=2 --out runs/two-classes` (who wins now?),")
+    typer.echo(f"      `pfedhn report {out}` (tables and figures as files), `pfedhn list` (what else there is).")

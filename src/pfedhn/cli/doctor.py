@@ -1,0 +1,81 @@
+"""`pfedhn doctor`: what this machine has."""
+
+import importlib.util
+import platform
+import sys
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import pfedhn
+from pfedhn.cli.endings import FAILED, complain
+from pfedhn.errors import first_line
+
+EXTRAS = {
+    "data": (("datasets", "PIL", "pyarrow"), "reads MNIST, CIFAR and Omniglot"),
+    "report": (("matplotlib",), "draws figures"),
+}
+"""Optional parts: the modules they need and what they are for."""
+
+
+def doctor() -> None:
+    """Check what this machine has: Python, PyTorch, device, optional parts, cache, data sets.
+
+    Ends with code 1 if something that every run needs is missing.
+
+    \b
+    [bold]Example[/]
+      pfedhn doctor
+    """
+    import numpy
+    import torch
+
+    from pfedhn.cli.data import data_state
+    from pfedhn.data.catalogue import DATASETS, load
+    from pfedhn.environment import processor_name
+    from pfedhn.experiments.directory import num_cores
+    from pfedhn.files import cache_folder, write_trouble
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column()
+    table.add_row("pfedhn", f"{pfedhn.__version__}, {Path(pfedhn.__file__).parent}")
+    table.add_row("python", f"{platform.python_version()}, {sys.executable}")
+    table.add_row("torch", f"{torch.__version__}, NumPy {numpy.__version__}")
+    table.add_row("device", escape(_device_line()))
+    table.add_row("cores", f"{num_cores()} ({processor_name()})")
+    table.add_row("threads", f"{torch.get_num_threads()} unless --jobs or --threads say otherwise")
+    for name, (modules, purpose) in EXTRAS.items():
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        state = f"present ({purpose})" if not missing else f"missing ({purpose}): pip install 'pfedhn[{name}]'"
+        table.add_row(f"extra {name}", escape(state))
+    trouble = write_trouble(cache_folder())
+    state = (
+        "can be written" if trouble is None else f"cannot be written ({trouble}); set PFEDHN_CACHE to another folder"
+    )
+    table.add_row("cache", escape(f"{cache_folder()}: {state}"))
+    for name, source in DATASETS.items():
+        where = " --data-dir FOLDER" if source.hub is None else ""
+        state = data_state(name)
+        again = {"not cached": "", "damaged": " --again"}.get(state)
+        table.add_row(f"data {name}", state if again is None else f"{state}: pfedhn data get {name}{where}{again}")
+    Console().print(table)
+    try:
+        load("digits")
+    except Exception as error:  # whatever it is, the person should see it here
+        complain(f"the embedded data set cannot be read ({first_line(error)}); install scikit-learn anew.")
+        raise typer.Exit(FAILED) from None
+    typer.echo("Ready: `pfedhn demo`.")
+
+
+def _device_line() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        return f"cuda ({', '.join(names)}; CUDA {torch.version.cuda}), which --device auto takes"
+    built = f"PyTorch is built for CUDA {torch.version.cuda}, but finds no GPU" if torch.version.cuda else "no CUDA"
+    return f"cpu ({built})"

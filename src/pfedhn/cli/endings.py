@@ -1,0 +1,73 @@
+"""How a command ends: what a person can mend is one sentence and an exit code; a defect says how to see where."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+import typer.core
+from rich.console import Console
+from rich.markup import escape
+
+from pfedhn.errors import UserError, first_line
+
+BAD_INPUT, FAILED, STOPPED = 2, 1, 130  # exit codes
+
+# What a wrong word on the command line raises. Typer has no public name for it: it may be click's own, or Typer's copy.
+UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+class Stopped(Exception):
+    """Ctrl-C came, and the runs in a directory stand in their checkpoints."""
+
+
+class Commands(typer.core.TyperGroup):
+    """A group of commands whose errors end as this module says."""
+
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        with _one_sentence("pfedhn"):
+            return super().make_context(*arguments, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _one_sentence(ctx.command_path, is_debugged=ctx.params["debug"]):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _one_sentence(command: str, is_debugged: bool = False) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # `pfedhn data` alone: the help is the answer
+            raise
+        command = error.ctx.command_path if error.ctx else command
+        complain(f"{error.format_message()} (`{command} --help` says more.)")
+        raise typer.Exit(BAD_INPUT) from None
+    except (typer.Exit, typer.Abort):
+        raise
+    except BrokenPipeError:  # the reader of `pfedhn list | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+    except (Exception, KeyboardInterrupt) as error:
+        if is_debugged:
+            raise
+        raise typer.Exit(_say_why(error)) from None
+
+
+def _say_why(error: BaseException) -> int:
+    """Say why a command did not finish; the exit code that goes with it."""
+    if isinstance(error, KeyboardInterrupt | Stopped):
+        typer.echo(str(error) or "stopped.", err=True)
+        return STOPPED
+    if isinstance(error, UserError):
+        complain(str(error))
+        return error.exit_code
+    complain(f"{first_line(error)} (an error inside pfedhn; `pfedhn --debug ...` shows where).")
+    return FAILED
+
+
+def complain(sentence: str) -> None:
+    """Print an error, in one line however long."""
+    Console(stderr=True).print(f"[red]error:[/] {escape(sentence)}", highlight=False, soft_wrap=True)

@@ -1,0 +1,39 @@
+"""`pfedhn list`: what there is to run."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+def list_all() -> None:
+    """List the methods, the data sets and the experiments.
+
+    \b
+    [bold]Example[/]
+      pfedhn list
+    """
+    from pfedhn.algorithms import ALGORITHMS
+    from pfedhn.data.catalogue import DATASETS
+    from pfedhn.experiments.paper import EXPERIMENTS
+
+    console = Console()
+    console.print(listing("methods", [(name, ALGORITHMS[name].description) for name in ALGORITHMS]))
+    console.print(listing("data sets", [(name, source.description) for name, source in DATASETS.items()]))
+    lines = [
+        (name, f"{item.title} ({len(item.cells)} cells, {len(item.seeds)} seeds each)")
+        for name, item in EXPERIMENTS.items()
+    ]
+    console.print(listing("experiments", lines))
+    console.print("`pfedhn run NAME` runs an experiment; `pfedhn run FILE.toml` one of your own (see its --help).")
+
+
+def listing(title: str, lines: Sequence[tuple[str, ...]]) -> Table:
+    """Names, and what each of them is."""
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True, style="cyan")
+    for cells in lines:
+        table.add_row(*map(escape, cells))
+    table.add_row("")
+    return table

@@ -1,0 +1,87 @@
+"""`pfedhn report`: tables and figures from the files of runs."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pfedhn.errors import UserError
+
+
+def report(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DIR-OR-FILE...",
+            help="Directories that `pfedhn run` made, or .jsonl files that --export made, or a folder of these.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Where the files are written.", show_default="DIR/report; for .jsonl files, report"),
+    ] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--format", metavar="md,csv,...", help="Of md, csv, tex, png, html.", show_default="all"),
+    ] = None,
+    average: Annotated[
+        str, typer.Option("--average", help="Which accuracy is compared and drawn: over clients or over samples.")
+    ] = "clients",
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            "--export",
+            metavar="FILE.jsonl",
+            help="Instead of a report, put each finished run into FILE as one small line; a run made again replaces "
+            "its line.",
+        ),
+    ] = None,
+) -> None:
+    """Make tables and figures of finished and unfinished runs, from their files alone.
+
+    Several directories of one experiment are put together seed by seed; those
+    of different experiments stand side by side. Accuracy is that of each client's
+    own model on its own test examples, at the round chosen on validation: the mean
+    over clients, then mean ± sample deviation over seeds.
+
+    \b
+    [bold]Examples[/]
+      pfedhn report runs/demo
+      pfedhn report runs/table1-cifar10 runs/table1-cifar100 --out tables
+      pfedhn report runs/demo --format md,png
+      pfedhn report runs/demo --export results/demo.jsonl
+      pfedhn report results/demo.jsonl
+    """
+    from pfedhn.report import results
+    from pfedhn.report.entries import Average, collect
+    from pfedhn.report.page import FORMATS, check_formats, write
+    from pfedhn.report.tables import to_terminal
+
+    if average not in ("clients", "samples"):
+        raise UserError(f"--average {average} does not fit; it takes clients or samples.")
+    over: Average = "samples" if average == "samples" else "clients"
+    wanted = [part.strip() for text in formats or [] for part in text.split(",")]
+    check_formats(wanted)
+    if export is not None:
+        if given := next((name for name, value in (("--out", out), ("--format", formats)) if value), None):
+            raise UserError(f"--export makes no report, so {given} cannot be given with it.")
+        done = results.export(paths, export)
+        added = "1 run" if done.new == 1 else f"{done.new} runs"
+        typer.echo(f"{export}: {added} added, {done.replaced} replaced, {done.total} in all.")
+        return
+    found = collect(paths)
+    console = Console()
+    for item in found:
+        console.print(to_terminal(item, over))
+    if not wanted:
+        wanted = list(FORMATS)
+        if importlib.util.find_spec("matplotlib") is None:
+            wanted = [name for name in wanted if name not in ("png", "html")]
+            Console(stderr=True).print("no figures: they need matplotlib (pip install 'pfedhn[report]').")
+    is_one_directory = len(paths) == 1 and any((paths[0] / f"{name}.toml").exists() for name in ("experiment", "spec"))
+    place = out or (paths[0] / "report" if is_one_directory else Path("report"))
+    files = write(found, place, wanted, over)
+    typer.echo(f"Written to {place}: {', '.join(file.name for file in files)}")

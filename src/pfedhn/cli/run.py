@@ -1,0 +1,168 @@
+"""`pfedhn run`: an experiment, by name or from a file."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from pfedhn.cli.options import DataDirOption, DeviceOption, ExperimentArgument, JobsOption, OutOption, SetOption
+from pfedhn.errors import UserError
+
+if TYPE_CHECKING:
+    from pfedhn.experiments.directory import Options
+    from pfedhn.experiments.spec import Experiment, RunSpec
+
+
+def run(
+    experiment: Annotated[str | None, ExperimentArgument] = None,
+    assignments: SetOption = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="FIELD=VALUE,...",
+            help="Only the runs that match: method=pfedhn,clients=50. A field given twice takes either value.",
+        ),
+    ] = None,
+    seeds: Annotated[
+        list[str] | None,
+        typer.Option("--seeds", metavar="N,...", help="Other seeds than the experiment's, e.g. 0,1."),
+    ] = None,
+    out: OutOption = None,
+    jobs: JobsOption = None,
+    rates: Annotated[
+        Path | None,
+        typer.Option("--rates", metavar="FILE", help="Learning rates that `pfedhn tune` chose.", show_default=False),
+    ] = None,
+    data_dir: DataDirOption = None,
+    device: DeviceOption = None,
+    executor: Annotated[
+        str | None,
+        typer.Option(
+            "--executor",
+            help="How a cohort is computed: auto, loop, traced, vectorized, captured.",
+            show_default="auto",
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option("--checkpoint-every", metavar="STEPS", help="Steps between checkpoints.", show_default="a minute"),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", help="Threads of each run.", show_default="cores / jobs")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="On a GPU: tf32, or fp32 (slower).", show_default="tf32")
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="On a GPU: the same bits from the same GPU and versions.")
+    ] = False,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with the runs of a directory.")
+    ] = None,
+) -> None:
+    """Run an experiment, side by side on the cores there are, and print its table.
+
+    DIR holds one experiment, with a folder per run: its spec, its metrics as
+    they come, checkpoints and the result. The same command on the same DIR goes
+    on where it stopped, also after Ctrl-C or a power cut, and ends with the same
+    numbers as if it had never stopped.
+
+    \b
+    [bold]Examples[/]
+      pfedhn run demo
+      pfedhn run demo --set steps=1000 --set pfedhn.lr=0.05 --out runs/longer
+      pfedhn run table1-cifar10 --only method=pfedhn,method=fedavg,clients=50
+      pfedhn run table1-mnist --seeds 0,1 --data-dir ~/data
+      pfedhn run mine.toml --jobs 1
+      pfedhn run --resume runs/mine
+
+    \b
+    [bold]mine.toml[/] (the fields of every cell; a list makes a run of each value)
+      method = ["pfedhn", "local"]
+      dataset = "digits"
+      clients = [20, 50]
+      partition = {rule = "by_classes", classes_per_client = 5}
+      split = [0.5, 0.25, 0.25]
+      model = "mlp-32"
+      steps = 600
+      seeds = [0, 1, 2]
+      \\[methods.pfedhn]
+      lr = [0.01, 0.05]
+
+    \b
+    [bold]Your own data[/] in such a file
+      dataset = "clinics"       a folder with a folder per client: x.npy, y.npy
+      dataset = "visits.csv"    a table (.csv, .tsv, .parquet), and with it
+      columns = {client = "clinic", label = "outcome"}
+    """
+    from pfedhn.cli.running import end, run_with_display
+    from pfedhn.report.entries import asked_for, collect
+    from pfedhn.report.tables import to_terminal
+    from pfedhn.run import choose_device
+
+    if resume is not None:
+        given = {"NAME-OR-FILE": experiment, "--set": assignments, "--only": only, "--seeds": seeds, "--out": out}
+        given["--rates"] = rates
+        if clash := [name for name, value in given.items() if value]:
+            raise UserError(f"--resume goes on with what {resume} holds, so {clash[0]} cannot be given with it.")
+        chosen, runs, options = _stored(resume)
+    elif experiment is None:
+        raise UserError("give the name or the file of an experiment, or --resume DIR; `pfedhn list` shows the names.")
+    else:
+        chosen, runs, options = _asked_for(experiment, assignments or [], only or [], seeds, rates)
+    if data_dir is not None:
+        options = replace(options, data_dir=data_dir.expanduser().resolve())
+    options = replace(
+        options,
+        device=options.device if device is None and resume is not None else choose_device(device or "auto"),
+        executor=executor or options.executor,
+        checkpoint_every=options.checkpoint_every if checkpoint_every is None else checkpoint_every,
+        threads=options.threads if threads is None else threads,
+        precision=options.precision if precision is None else precision,
+        deterministic=options.deterministic or deterministic,
+    )
+    path = resume or out or Path("runs") / chosen.name
+    outcome = run_with_display(chosen, runs, path, options, jobs)
+    if outcome.results:
+        for found in collect([path]):
+            Console().print(to_terminal(asked_for(found)))
+    end(outcome)
+
+
+def _stored(resume: Path) -> "tuple[Experiment, list[RunSpec], Options]":
+    """What a directory holds, which of its runs were asked for, and how they were started."""
+    from pfedhn.experiments.directory import Directory
+
+    directory = Directory(resume)
+    return (*directory.read(), directory.options())
+
+
+def _asked_for(
+    name: str, assignments: list[str], only: list[str], seeds: list[str] | None, rates: Path | None
+) -> "tuple[Experiment, list[RunSpec], Options]":
+    """The experiment with what the person changed in it, the runs chosen of it, and how a later command names it."""
+    from pfedhn.cli.find import find_experiment, rates_beside, whole_numbers
+    from pfedhn.experiments.build import check
+    from pfedhn.experiments.directory import Options
+    from pfedhn.experiments.grid import refuse_without_effect, select, with_assignments
+    from pfedhn.experiments.paper import with_rates_of
+    from pfedhn.experiments.spec import with_pretraining
+    from pfedhn.settings import parse_assignments
+
+    chosen, source = find_experiment(name)
+    if rates is not None:
+        rates = rates.expanduser().resolve()
+        if not rates.is_file():
+            raise UserError(f"there is no file {rates}.")
+        chosen = with_rates_of(chosen, rates)
+    if (file := rates or rates_beside(source)) is not None:
+        Console(stderr=True).print(f"Learning rates: {escape(str(file))}", highlight=False, soft_wrap=True)
+    chosen = with_assignments(chosen, parse_assignments(assignments))
+    check(chosen)
+    runs = select(chosen, only, whole_numbers(seeds))
+    refuse_without_effect(assignments, [run.cell for run in with_pretraining(chosen, runs)])
+    return chosen, runs, Options(source=source, assignments=tuple(assignments), rates=rates)

@@ -1,0 +1,95 @@
+"""Runs with a display: everything between a checked command and its outcome."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pfedhn.cli.endings import BAD_INPUT, FAILED, Stopped, complain
+from pfedhn.data import catalogue
+from pfedhn.errors import UserError
+from pfedhn.experiments.build import check
+from pfedhn.experiments.directory import Directory, Options
+from pfedhn.experiments.execute import Outcome
+from pfedhn.experiments.runner import prepare, run_many
+from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
+from pfedhn.progress import Display
+
+
+def run_with_display(
+    chosen: Experiment, runs: Sequence[RunSpec], path: Path, options: Options, jobs: int | None, split: str = "test"
+) -> Outcome:
+    """Run what is left of the runs named, and those they start from.
+
+    Args:
+        chosen: the experiment.
+        runs: its runs that are wanted.
+        path: the directory that holds it.
+        options: how to run.
+        jobs: runs side by side; None for as many as there are cores or room.
+        split: whose scores are shown as runs finish.
+    """
+    options.check()
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs is {jobs}; it must be at least 1.")
+    directory = Directory(path)
+    check(chosen)
+    directory.refuse_other(chosen)
+    runs = with_pretraining(chosen, runs)
+    left = [run for run in runs if not (path / run.name / "result.json").exists()]
+    screen = Console(stderr=True)
+    for name in dict.fromkeys(run.cell.dataset for run in left):
+        if name in catalogue.DATASETS:
+            get_dataset(name, options.data_dir, again=False)
+    prepare(path, left, options)
+    if options.threads is None and (path / "experiment.toml").exists():
+        options = replace(options, threads=directory.options().threads)  # however few runs are left by now
+    options = options.with_threads(len(runs), jobs)
+    directory.open(chosen, runs, options)
+    if len(left) < len(runs):
+        screen.print(f"{len(runs) - len(left)} of {len(runs)} runs are finished already.", highlight=False)
+    try:
+        with Display(len(left), screen, split) as display:
+            return run_many(path, chosen, runs, jobs=jobs, options=options, listen=display)
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped; `pfedhn run --resume {path}` goes on.") from None
+
+
+def end(outcome: Outcome) -> None:
+    """Say once more which runs failed, where it can be seen: a line for each reason."""
+    if not outcome.failures:
+        return
+    reasons: dict[str, list[str]] = {}
+    for name, failure in outcome.failures.items():
+        reasons.setdefault(failure.sentence, []).append(name)
+    for sentence, names in reasons.items():
+        who = names[0] if len(names) == 1 else f"{len(names)} runs ({names[0]}, ...)"
+        complain(f"{who}: {sentence}")
+    raise typer.Exit(BAD_INPUT if all(failure.is_bad_input for failure in outcome.failures.values()) else FAILED)
+
+
+def get_dataset(name: str, data_dir: Path | None, again: bool) -> Path:
+    """Decode a data set into the cache; the bar appears with the first image."""
+    display = Progress(
+        TextColumn("decoding {task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+    def move(done: int, total: int) -> None:
+        if not display.tasks:
+            display.add_task(name, total=total)
+            display.start()
+        display.update(display.tasks[0].id, completed=done)
+
+    try:
+        return catalogue.get(name, data_dir, move, again)
+    finally:
+        if display.tasks:
+            display.stop()

@@ -1,0 +1,159 @@
+"""`pfedhn tune`: learning rates, chosen on validation."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from pfedhn.cli.endings import FAILED, Stopped, complain
+from pfedhn.cli.options import DataDirOption, DeviceOption, ExperimentArgument, JobsOption, SetOption
+from pfedhn.errors import UserError
+
+if TYPE_CHECKING:
+    from pfedhn.experiments.directory import Options
+    from pfedhn.experiments.execute import Outcome
+    from pfedhn.experiments.tune import Point, Stage, Study
+
+
+def tune(
+    experiment: Annotated[str, ExperimentArgument],
+    assignments: SetOption = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            metavar="FIELD=VALUE,...",
+            help="Only these methods or cells: method=fedavg. pFedHN and pFedHN-PC are tuned only if named here.",
+        ),
+    ] = None,
+    seeds: Annotated[
+        list[str] | None,
+        typer.Option("--seeds", metavar="N,...", help="Scores are means over these.", show_default="0"),
+    ] = None,
+    fraction: Annotated[
+        float, typer.Option("--fraction", metavar="F", help="Share of a cell's steps that every point gets first.")
+    ] = 0.2,
+    finalists: Annotated[
+        int, typer.Option("--finalists", metavar="N", help="Points of each method that then get all steps.")
+    ] = 3,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save", metavar="FILE", help="Put the chosen rates into this file too.", show_default="FILE.rates.toml"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where the runs are kept.", show_default="runs/NAME-tuning")
+    ] = None,
+    jobs: JobsOption = None,
+    data_dir: DataDirOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Choose learning rates on validation examples, from the paper's grids.
+
+    Every point of a method's grid is run for a fifth of the steps, the best
+    three for all of them; the best validation score wins. pFedHN keeps its
+    authors' rates unless --only names it. 50 clients are used if the experiment
+    has such a cell, else the middle one of its numbers. After Ctrl-C or a crash,
+    the same command goes on.
+
+    The choice is kept in DIR/rates.toml. For mine.toml it is also kept beside
+    it, in mine.rates.toml, where `pfedhn run mine.toml` finds it.
+
+    \b
+    [bold]Examples[/]
+      pfedhn tune table1-cifar10 --device cuda
+      pfedhn run table1-cifar10 --rates runs/table1-cifar10-tuning/rates.toml
+      pfedhn tune mine.toml --only method=pfedhn,clients=20
+    """
+    from pfedhn.cli.find import find_experiment, whole_numbers
+    from pfedhn.experiments.build import check
+    from pfedhn.experiments.directory import Options
+    from pfedhn.experiments.grid import refuse_without_effect, with_assignments
+    from pfedhn.experiments.paper import EXPERIMENTS
+    from pfedhn.experiments.rates import rates_file, save_rates
+    from pfedhn.experiments.tune import ONLY_WHEN_NAMED, Findings, plan, read_record, refuse_other, write_record
+    from pfedhn.run import choose_device
+    from pfedhn.settings import parse_assignments
+
+    chosen, source = find_experiment(experiment)
+    values = parse_assignments(assignments or [])
+    chosen = with_assignments(chosen, values)
+    check(chosen)
+    numbers = whole_numbers(seeds)
+    study = plan(chosen, only or [], numbers, fraction=fraction, finalists=finalists, assigned=values)
+    points = [point for method in study.methods for point in study.points_of(method)]
+    refuse_without_effect(assignments or [], [point.cell for point in points])
+    if save is None and experiment not in EXPERIMENTS:
+        save = rates_file(Path(source))
+    path = out or Path("runs") / f"{chosen.name}-tuning"
+    refuse_other(path, study)
+    files = [file for file in (path / "rates.toml", save) if file is not None]
+    _check_files(files, save)
+    read_record(path / "tuning.json")
+    options = Options(data_dir=None if data_dir is None else data_dir.expanduser().resolve())
+    options = replace(options, device=choose_device(device or "auto"))
+    found = Findings(study, _run_stage(study, "first", points, path, options, jobs))
+    points = [point for method in study.methods for point in found.finalists(method)]
+    found = replace(found, finals=_run_stage(study, "finals", points, path, options, jobs))
+    for table in found.tables():
+        Console().print(table)
+    words = ["pfedhn", "tune", source, *(word for text in assignments or [] for word in ("--set", text))]
+    words += [word for text in only or [] for word in ("--only", text)]
+    words += ["--seeds", ",".join(map(str, study.seeds)), "--fraction", f"{fraction:g}", "--finalists", str(finalists)]
+    write_record(path / "tuning.json", chosen, found.record(shlex.join(words)))
+    for file in files if found.rates() else []:
+        save_rates(file, chosen.name, found.rates())
+        typer.echo(f"Learning rates: {file}")
+    present = {cell.method for cell in chosen.cells}
+    left = [method for method in ONLY_WHEN_NAMED if method in present and method not in study.methods]
+    if left and not any("method=" in text for text in only or []):  # who names methods knows
+        how = ",".join(f"method={method}" for method in left)
+        typer.echo(f"Not tuned, and kept as it was: {', '.join(left)} (--only {how} tunes it).")
+    if found.rates():
+        is_found_by_itself = experiment not in EXPERIMENTS and save == rates_file(Path(source))
+        with_file = "" if is_found_by_itself else f" --rates {shlex.quote(str(path / 'rates.toml'))}"
+        typer.echo(f"Next: `pfedhn run {shlex.quote(experiment)}{with_file}` uses them.")
+    if lost := [method for method in study.methods if found.winner(method) is None]:
+        complain(f"every point of {', '.join(lost)} diverged; no rate was chosen for it.")
+        raise typer.Exit(FAILED)
+
+
+def _check_files(files: Sequence[Path], save: Path | None) -> None:
+    """Refuse now, not after hours, what could not be written in the end."""
+    from pfedhn.experiments.rates import read_rates
+    from pfedhn.files import write_trouble
+
+    for file in files:
+        if file.is_dir():
+            raise UserError(f"{file} is a folder; the rates need a file.")
+        if file.exists():
+            read_rates(file)
+    if save is not None and (trouble := write_trouble(save.parent)) is not None:
+        raise UserError(f"{save} cannot be written ({trouble}); give another file as --save.")
+
+
+def _run_stage(
+    study: "Study", stage: "Stage", points: "Sequence[Point]", out: Path, options: "Options", jobs: int | None
+) -> "Outcome":
+    """Run some points; one that diverges is a finding, any other failure ends the command."""
+    from pfedhn.cli.running import end, run_with_display
+    from pfedhn.experiments.execute import Outcome
+
+    path = out / stage
+    options = replace(options, source=str((path / "experiment.toml").resolve()))
+    Console(stderr=True).print(f"[bold]{escape(study.stages[stage].title)}[/]", highlight=False)
+    try:
+        # No test score is shown: who sees it while choosing has chosen by it.
+        outcome = run_with_display(
+            study.stages[stage], study.runs(stage, points), path, options, jobs, split="validation"
+        )
+    except Stopped:
+        raise Stopped("stopped; the same command goes on.") from None
+    end(Outcome(failures={name: why for name, why in outcome.failures.items() if not why.has_diverged}))
+    return outcome

@@ -1,0 +1,103 @@
+"""Arrays that a person hands over, as tensors; what could not be trained on is refused."""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from pfedhn.errors import UserError, closest
+
+SPLITS = ("train", "validation", "test")
+Arrays: TypeAlias = tuple[ArrayLike | Tensor, ArrayLike | Tensor]
+ClientData: TypeAlias = Arrays | Mapping[str, Arrays]
+Pair: TypeAlias = tuple[Tensor, Tensor]
+
+MAX_CLASSES = 100_000
+NUM_CLASSES_ON_TRUST = 2_000  # a party with few examples may have any of Omniglot's 1,623 classes
+EXPECTED = 'a client brings {"train": (x, y), "validation": (x, y), "test": (x, y)}, arrays of numbers'
+
+
+def as_tensor(values: Any) -> Tensor:
+    """Numbers in the precision they are trained in; whole ones as int64, but images of bytes stay bytes."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(numpy.ascontiguousarray(values))
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(torch.get_default_dtype())
+    return (
+        tensor
+        if tensor.is_floating_point() or (tensor.dtype == torch.uint8 and tensor.ndim > 1)
+        else tensor.to(torch.int64)
+    )
+
+
+def as_pair(client: int | str, what: str, arrays: Any) -> Pair:
+    """The x and y that a client brings."""
+    try:
+        x, y = (as_tensor(values) for values in arrays)
+    except (TypeError, ValueError, RuntimeError):  # no pair, or one of texts, of lists of unequal lengths, ...
+        raise UserError(f"client {client}: {what} is {short(arrays)}; {EXPECTED}.") from None
+    if not x.ndim or not y.ndim:
+        raise UserError(f"client {client}: {what} is {short(arrays)}; {EXPECTED}.")
+    return x, y
+
+
+def as_splits(client: int | str, given: Mapping[str, Arrays | None]) -> dict[str, Pair]:
+    """The splits that a client brings, training first; those that it leaves out are missing here too."""
+    for name in given:
+        if name not in SPLITS:
+            raise UserError(f"client {client} has a split {name!r}; {closest(str(name), SPLITS)}")
+    return {name: as_pair(client, name, given[name]) for name in SPLITS if given.get(name) is not None}
+
+
+def as_whole_numbers(values: Any) -> Tensor | None:
+    """One number or a list of them as int64; None where they are anything else, such as fractions."""
+    try:
+        numbers = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):  # what torch raises depends on what it is given
+        return None
+    if numbers.dtype == torch.bool or numbers.is_complex():
+        return None
+    whole = numbers.to(torch.int64)
+    return whole if torch.equal(whole.to(numbers.dtype), numbers) else None
+
+
+def check_lengths(x: Tensor, y: Tensor) -> None:
+    if len(x) != len(y):
+        raise UserError(f"x has {len(x)} examples and y has {len(y)} labels; give one label per example.")
+
+
+def check_values(x: Tensor, y: Tensor) -> None:
+    if x.is_floating_point() and not torch.isfinite(x).all():
+        example = int((~torch.isfinite(x.reshape(len(x), -1))).any(1).nonzero()[0])
+        raise UserError(f"example {example} of x holds NaN or infinity; clean the data before federating it.")
+    if y.is_floating_point() and not torch.isfinite(y).all():
+        raise UserError("y holds NaN or infinity; clean the data before federating it.")
+    if not y.is_floating_point() and y.numel() and int(y.min()) < 0:
+        example = int((y < 0).nonzero()[0][0])
+        raise UserError(f"example {example} has the label {int(y.min())}; class labels start at 0.")
+
+
+def check_classes(labels: Sequence[Tensor], num_examples: int, class_names: Sequence[str] | None = None) -> None:
+    """Refuse labels that are no class numbers before anything is made that is as large as the highest of them."""
+    if any(y.is_floating_point() or y.ndim > 1 for y in labels):
+        if class_names is not None:
+            raise UserError("y does not hold class numbers, so class_names have nothing to name; leave them out.")
+        return
+    top = max((int(y.max()) for y in labels if len(y)), default=0)
+    if class_names is not None and top >= len(class_names):
+        raise UserError(f"y holds the class {top}, and class_names has {len(class_names)}; name every class.")
+    most = min(MAX_CLASSES, max(NUM_CLASSES_ON_TRUST, num_examples if class_names is None else len(class_names)))
+    if top >= most:
+        raise UserError(
+            f"y holds the class number {top}, and {num_examples} examples may have class numbers below {most}; if y "
+            'holds numbers to predict, give them as floating point (for files: task = "regression"), else number the '
+            "classes from 0."
+        )
+
+
+def short(value: Any) -> str:
+    """A value that does not fit, on one line however large it is."""
+    return " ".join(reprlib.repr(value).split())

@@ -1,0 +1,89 @@
+"""Examples cut into training, validation and test, and dealt to clients."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pfedhn import keys
+from pfedhn.data.arrays import SPLITS, short
+from pfedhn.data.partition import Assignment, Labels, Partition
+from pfedhn.errors import UserError
+from pfedhn.keys import Key
+
+
+def check_split(split: Sequence[float]) -> tuple[float, float, float]:
+    """The fractions of examples for training, validation and test."""
+    try:
+        train, validation, test = (float(fraction) for fraction in split)
+    except (TypeError, ValueError):  # not three, or not numbers
+        train = validation = test = math.nan
+    # NaN fails every comparison, and no sum with an infinity is 1.
+    if not (min(train, validation, test) >= 0 and abs(train + validation + test - 1) <= 1e-6):
+        raise UserError(f"split {short(split)} must be three fractions (train, validation, test) that sum to 1.")
+    return train, validation, test
+
+
+def split_examples(
+    labels: NDArray[Any], split: Sequence[float], stratify: bool, key: Key
+) -> list[NDArray[numpy.int64]]:
+    """The numbers of the examples in each split; each part is sorted, so that only membership is random."""
+    train, validation, _ = check_split(split)
+    generator = keys.numpy_generator(key)
+    strata = (
+        [numpy.flatnonzero(labels == value) for value in numpy.unique(labels)]
+        if stratify and len(labels)
+        else [numpy.arange(len(labels))]
+    )
+    parts: list[list[NDArray[numpy.int64]]] = [[], [], []]
+    for stratum in strata:
+        shuffled = generator.permutation(stratum)
+        first, second = round(len(stratum) * train), round(len(stratum) * (train + validation))
+        for part, numbers in zip(parts, numpy.split(shuffled, [first, second]), strict=True):
+            part.append(numbers)
+    return [numpy.sort(numpy.concatenate(part)) for part in parts]
+
+
+def share_out(
+    labels: Tensor,
+    partition: Partition,
+    *,
+    split: tuple[float, float, float],
+    seed: int,
+    test_labels: Tensor | None = None,
+    groups: NDArray[numpy.int64] | None = None,
+    coarse: NDArray[numpy.int64] | None = None,
+    test_coarse: NDArray[numpy.int64] | None = None,
+    stratify: bool = False,
+) -> Assignment:
+    """Which example goes to which client and split; test examples are numbered after the others."""
+    if labels.is_floating_point():
+        raise UserError("y holds fractions, and a partition goes by class; use Federation.from_clients for regression.")
+    if check_split(split)[2] != 0 and test_labels is not None:
+        raise UserError("with a test set of its own, give split=(train, validation, 0).")
+    key = keys.fold(seed, "partition")
+    numbers = labels.numpy()
+    parts = dict(zip(SPLITS, split_examples(numbers, split, stratify, keys.fold(key, "split")), strict=True))
+    splits = {
+        name: Labels(
+            numbers[part],
+            groups=None if groups is None else groups[part],
+            coarse=None if coarse is None else coarse[part],
+        )
+        for name, part in parts.items()
+    }
+    if test_labels is not None:
+        parts["test"] = len(labels) + numpy.arange(len(test_labels))
+        splits["test"] = Labels(test_labels.numpy(), coarse=test_coarse)
+    assignment = partition.assign(splits, keys.fold(key, "clients"))
+    if not any(len(owned) for lists in assignment.clients.values() for owned in lists):
+        raise UserError(f"{partition!r} leaves every client without examples; use fewer clients or more data.")
+    return replace(
+        assignment,
+        clients={name: [part[owned] for owned in assignment.clients[name]] for name, part in parts.items()},
+        unused={name: part[assignment.unused[name]] for name, part in parts.items()},
+    )

@@ -1,0 +1,156 @@
+"""THE round, once: the server's half, the client's half, and the two values that cross the wire between them.
+
+    server                                    wire                                   client
+    offer: send, encode ------------------- Offer -------------------> train: decode, local steps
+    step: decode, receive <---------------- Reply -------------------- reply: encode, say how it went
+
+The simulator, the captured round, a client that joins later and a network differ only in how they carry these values.
+What is in neither does not cross the wire, and bytes are counted here alone.
+Axes: [N] clients, [C]lients of a cohort that share one architecture.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pfedhn import keys
+from pfedhn.algorithm import Algorithm, Group
+from pfedhn.engine.transform import FULL, Full, Transform
+from pfedhn.keys import Key
+from pfedhn.model import Model
+from pfedhn.params import Params, num_bytes
+from pfedhn.sgd import Batches
+
+
+class Offer(NamedTuple):
+    """What goes down to ONE client; a leading axis makes a stack."""
+
+    weights: Any  # as the download's transform encoded them
+    round: Tensor
+    version: Tensor  # of the server: how many steps it had taken when it made the weights
+
+
+class Reply(NamedTuple):
+    """What comes back from ONE client; a leading axis makes a stack."""
+
+    update: Any  # as the upload's transform encoded it
+    size: Tensor  # training examples
+    metrics: dict[str, Tensor]  # what the client says of its own work: "is_finite"
+    round: Tensor  # that it answers
+    version: Tensor  # of the server that it answers
+
+
+class Kept(NamedTuple):
+    """What ONE client keeps for itself."""
+
+    private: Any  # the method's
+    upload: Any  # its transform's
+
+
+class Returned(NamedTuple):
+    """The replies of the clients of one architecture, and the server's memory of them."""
+
+    model: Model
+    rows: Any  # [C, ...]
+    replies: Reply  # [C, ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One method, and what is done to its messages. Every function but `step` sees ONE client.
+
+    Args:
+        algorithm: The method.
+        seed: Of the run; the draws of transforms are keyed by it, the round and the client.
+        upload: What a client does to its update.
+        download: What the server does to the weights that it sends.
+        is_frozen: Whether the server's shared memory is trained and stays as it is: clients join, and only their rows
+            and what they keep learn.
+    """
+
+    algorithm: Algorithm[Any, Any, Any]
+    seed: Key
+    upload: Transform = FULL
+    download: Transform = FULL
+    is_frozen: bool = False
+
+    def offer(self, model: Model, shared: Any, row: Any, number: Tensor, identity: Tensor) -> Offer:
+        """The server's half, first part. A server that waits for every reply has taken one step per round."""
+        send = self.algorithm.publish if self.is_frozen else self.algorithm.send
+        key = self._key(self.download, "download", number, identity)
+        weights, _ = self.download.encode(send(model, shared, row), key, ())
+        return Offer(weights, number, number)
+
+    def first_contact(self, model: Model, start: Params, received: Params, identity: int) -> Kept:
+        """What a client keeps before its first round; of `received`, only the form counts."""
+        private = self.algorithm.init_private(model, start, keys.fold(self.seed, "private", identity))
+        return Kept(private, self.upload.init_state(received))
+
+    def train(self, model: Model, offer: Offer, kept: Kept, batches: Batches) -> tuple[Params, Kept]:
+        """The client's half, first part: the local steps."""
+        received = self.download.decode(offer.weights, model.dtype)
+        update, private = self.algorithm.train(model, received, kept.private, batches)
+        return update, kept._replace(private=private)
+
+    def reply(self, offer: Offer, update: Params, kept: Kept, size: Tensor, identity: Tensor) -> tuple[Reply, Kept]:
+        """The client's half, second part: what it sends, and what it keeps."""
+        is_finite = all_finite((update, kept.private), offer.round.device)
+        key = self._key(self.upload, "upload", offer.round, identity)
+        encoded, state = self.upload.encode(update, key, kept.upload)
+        return Reply(encoded, size, {"is_finite": is_finite}, offer.round, offer.version), kept._replace(upload=state)
+
+    def step(self, shared: Any, returned: Sequence[Returned]) -> tuple[Any, list[Any]]:
+        """The server's half, second part: one step from the replies of a cohort; the new rows of each group."""
+        groups = [Group(r.model, r.rows, self._decoded(r), r.replies.size) for r in returned]
+        if not self.is_frozen:
+            return self.algorithm.receive(shared, groups)
+        return shared, [self._moved_rows(shared, group) for group in groups]
+
+    def personal_weights(self, model: Model, shared: Any, row: Any, kept: Kept, batches: Batches) -> Params:
+        """The weights ONE client would use now."""
+        return self.algorithm.personalize(model, self.algorithm.publish(model, shared, row), kept.private, batches)
+
+    def _key(self, transform: Transform, purpose: str, number: Tensor, identity: Tensor) -> Key:
+        return keys.fold(self.seed, purpose, number, identity) if transform.draws else 0
+
+    def _decoded(self, returned: Returned) -> Params:
+        def decode(encoded: Any) -> Params:
+            return self.upload.decode(encoded, returned.model.dtype)
+
+        update = returned.replies.update
+        if isinstance(self.upload, Full) or not pytree.tree_leaves(update):
+            return decode(update)
+        result: Params = torch.vmap(decode)(update)
+        return result
+
+    def _moved_rows(self, shared: Any, group: Group) -> Any:
+        if not pytree.tree_leaves(group.rows):
+            return group.rows
+        return torch.vmap(lambda row, update: self.algorithm.move_row(group.model, shared, row, update))(
+            group.rows, group.updates
+        )
+
+
+def all_finite(tree: Any, device: torch.device) -> Tensor:
+    """Whether every number of a tree is finite."""
+    checks = [torch.isfinite(leaf).all() for leaf in pytree.tree_leaves(tree) if leaf.is_floating_point()]
+    return torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool, device=device)
+
+
+def bytes_down(offers: Iterable[Offer]) -> int:
+    """What offers, each a stack, weigh on the wire: the weights as encoded."""
+    return sum(num_bytes(offer.weights) for offer in offers)
+
+
+def bytes_up(replies: Iterable[Reply]) -> int:
+    """What replies, each a stack, weigh on the wire: the updates as encoded."""
+    return sum(num_bytes(reply.update) for reply in replies)
+
+
+def bytes_of_starts(starts: Mapping[str, Params], num_clients: Mapping[str, int]) -> int:
+    """What it weighs to give every client the model that an earlier run made; a fresh start travels as its key."""
+    return sum(count * num_bytes(starts[name]) for name, count in num_clients.items())

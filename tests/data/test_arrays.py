@@ -1,0 +1,138 @@
+"""Labels that are no class numbers are refused before anything is made for each of them; so are wrong splits."""
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from pfedhn import Federation, by_classes, by_group
+from pfedhn.data.arrays import MAX_CLASSES, NUM_CLASSES_ON_TRUST, check_classes
+from pfedhn.data.dealing import check_split
+from pfedhn.errors import UserError
+
+X = numpy.zeros((60, 2))
+HIGH = numpy.where(numpy.arange(60) == 7, 20_000_000, numpy.arange(60) % 3)
+
+
+def lazily(labels: Any) -> Federation:
+    def load(client: int) -> Any:
+        return {"train": (X, labels if client == 1 else HIGH % 3)}
+
+    federation = Federation.lazy(3, load, train=60)
+    federation.batches(torch.tensor([1]), 0, 1, 4)
+    return federation
+
+
+ROADS = {
+    "from_arrays": lambda y: Federation.from_arrays(X, y, by_classes(1, num_clients=3)),
+    "from_arrays by group": lambda y: Federation.from_arrays(X, y, by_group(), groups=numpy.arange(60) % 3),
+    "from_arrays, test": lambda y: Federation.from_arrays(
+        X, HIGH % 3, by_classes(1, num_clients=3), split=(0.5, 0.5, 0), test=(X, y)
+    ),
+    "from_clients": lambda y: Federation.from_clients([(X, HIGH % 3), (X, y)]),
+    "from_clients, stratified": lambda y: Federation.from_clients([(X, y)], stratify=True),
+    "from_clients, splits": lambda y: Federation.from_clients([{"train": (X, HIGH % 3), "test": (X, y)}]),
+    "lazy": lazily,
+    "lazy, client 0": lambda y: Federation.lazy(3, lambda client: {"train": (X, y)}, train=60),
+}
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_label_of_twenty_million_is_refused_on_every_road(road: str) -> None:
+    sentence = r"class number 20000000, and \d+ examples may have class numbers below \d+; .* as floating point"
+    with pytest.raises(UserError, match=sentence) as caught:
+        ROADS[road](HIGH)
+    assert "\n" not in str(caught.value)
+    ROADS[road](HIGH % 3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_nothing_large_is_made_before_a_refusal() -> None:
+    """A process that may not take 400 MB more than it has: a share of each class for three clients is 480 MB."""
+    code = f"""
+import resource, sys
+sys.path[:0] = {sys.path!r}
+import test_arrays
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 400 * 2**20,) * 2)
+for road, build in test_arrays.ROADS.items():
+    try:
+        build(test_arrays.HIGH)
+    except test_arrays.UserError:
+        continue
+    raise SystemExit(road)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_numbers_to_predict_may_be_as_high_as_they_are() -> None:
+    federation = Federation.from_clients([(X, HIGH.astype(numpy.float32))])
+    assert federation.num_classes is None
+    assert float(federation.y.max()) == 20_000_000
+
+
+@pytest.mark.parametrize(
+    ("top", "num_examples", "num_names", "is_refused"),
+    [
+        (NUM_CLASSES_ON_TRUST - 1, 1, None, False),  # a party that has one example of Omniglot's
+        (NUM_CLASSES_ON_TRUST, 1, None, True),
+        (9_999, 10_000, None, False),
+        (10_000, 10_000, None, True),
+        (10_000, 3, 10_001, False),  # a party alone knows from the names how many classes there are
+        (MAX_CLASSES - 1, 10_000_000, None, False),
+        (MAX_CLASSES, 10_000_000, None, True),
+        (MAX_CLASSES, 10_000_000, MAX_CLASSES + 1, True),
+    ],
+)
+def test_where_the_bound_is(top: int, num_examples: int, num_names: int | None, is_refused: bool) -> None:
+    names = None if num_names is None else [str(number) for number in range(num_names)]
+    labels = [torch.tensor([], dtype=torch.int64), torch.tensor([0, top])]
+    if is_refused:
+        with pytest.raises(UserError, match=f"class number {top}, and {num_examples} examples"):
+            check_classes(labels, num_examples, names)
+    else:
+        check_classes(labels, num_examples, names)
+
+
+WRONG_SPLITS = [
+    (0.5, 0.5),
+    (0.5, 0.2, 0.2, 0.1),
+    (0.5, 0.3, 0.3),
+    (1.2, -0.1, -0.1),
+    (math.nan, 0.5, 0.5),
+    (math.inf, 0.0, 0.0),
+    (math.inf, -math.inf, 1.0),
+    ("a", "b", "c"),
+    (None, 0.5, 0.5),
+    0.7,
+    None,
+]
+
+
+@pytest.mark.parametrize("split", WRONG_SPLITS)
+def test_splits_that_are_none_are_refused_on_every_road(split: Any) -> None:
+    y = HIGH % 3
+    for build in (
+        lambda: check_split(split),
+        lambda: Federation.from_arrays(X, y, by_classes(1, num_clients=3), split=split),
+        lambda: Federation.from_arrays(X, y, by_classes(1, num_clients=3), split=split, test=(X, y)),
+        lambda: Federation.from_clients([(X, y)], split=split),
+        lambda: Federation.from_clients({"lyon": {"train": (X, y)}}, split=split),
+    ):
+        with pytest.raises(UserError, match="must be three fractions"):
+            build()
+
+
+def test_splits_may_be_of_any_kind_of_number() -> None:
+    for split in ((1, 0, 0), [0.5, 0.25, 0.25], numpy.array([0.7, 0.15, 0.15]), torch.tensor([0.5, 0.5, 0.0])):
+        assert check_split(split) == pytest.approx([float(part) for part in split])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("client", [None, 3, (X,), (X, ["a"] * 60), (X, HIGH, HIGH), "xy"])
+def test_a_client_that_brings_no_arrays_is_named(client: Any) -> None:
+    with pytest.raises(UserError, match=r"client 1: its data is .*; a client brings"):
+        Federation.from_clients([(X, HIGH % 3), client])

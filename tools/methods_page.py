@@ -1,0 +1,130 @@
+"""Writes the tables of docs/methods.md: what each method moves and keeps, and its settings.
+
+`make docs` runs it. A table stands between two markers and is made from a method's file and its row of `ALGORITHMS`, so
+that a new method appears by itself. What a setting means is the comment behind it in the dataclass.
+"""
+
+import ast
+import inspect
+import json
+import re
+import textwrap
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pfedhn.algorithm import Method
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.model import Model
+from pfedhn.models import LeNet, cross_entropy
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "methods.md"
+NUM_CLIENTS = 50
+
+
+def meanings(algorithm: type[Any]) -> dict[str, str]:
+    """The comment behind each field of a dataclass, its parents' fields included."""
+    found: dict[str, str] = {}
+    for parent in reversed(algorithm.__mro__):
+        if "__dataclass_fields__" not in vars(parent):
+            continue
+        source = textwrap.dedent(inspect.getsource(parent))
+        (definition,) = ast.parse(source).body
+        assert isinstance(definition, ast.ClassDef)
+        for node in definition.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                line = source.splitlines()[(node.end_lineno or node.lineno) - 1]
+                found[node.target.id] = line.encode()[node.end_col_offset :].decode().partition("#")[2].strip()
+    return found
+
+
+def toml(value: Any) -> str:
+    """A default as it is written in an experiment file."""
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(toml, value))}]"
+    return repr(value) if isinstance(value, float) else json.dumps("none" if value is None else value)
+
+
+def settings_table(method: Method) -> str:
+    """All settings of a method, or, of a variant of another one, those that it sets."""
+    said = meanings(method.algorithm)
+    lines = ["| setting | default | meaning |", "|---|---|---|"]
+    for field in fields(method.algorithm):
+        if method.settings and field.name not in method.settings:
+            continue
+        if not said[field.name]:
+            raise SystemExit(
+                f"{method.algorithm.__name__}.{field.name} needs a comment behind it that says what it means: "
+                "docs/methods.md is made from it."
+            )
+        usual = field.default if field.default_factory is MISSING else field.default_factory()
+        default, meaning = toml(method.settings.get(field.name, usual)), said[field.name].replace("|", r"\|")
+        lines.append(f"| `{field.name}` | `{default}` | {meaning} |")
+    return "\n".join(lines)
+
+
+def pseudo_code(method: Method) -> str:
+    """The docstring of a method's file, its aligned lines as a block."""
+    module = inspect.getmodule(method.algorithm)
+    first, *paragraphs = (inspect.getdoc(module) or "").split("\n\n")
+    blocks = [
+        f"```text\n{textwrap.dedent(paragraph)}\n```" if re.search(r"\S {2,}\S", paragraph) else paragraph
+        for paragraph in paragraphs
+    ]
+    return "\n\n".join([first, *blocks])
+
+
+def section(name: str, method: Method) -> str:
+    title = f"### {method.name}\n\n"
+    place = f"`{name}`: `{method.algorithm.__module__}.{method.algorithm.__qualname__}`"
+    if method.settings:
+        return f"{title}{place} with other defaults.\n\n{method.description}\n\n{settings_table(method)}"
+    return f"{title}{place}\n\n{pseudo_code(method)}\n\n{settings_table(method)}"
+
+
+def settings_sections() -> str:
+    return "\n\n".join(section(name, method) for name, method in ALGORITHMS.items())
+
+
+def count(tree: Any) -> int:
+    return sum(leaf.numel() for leaf in pytree.tree_leaves(tree))
+
+
+def wire_table() -> str:
+    """How many numbers each method moves and keeps, counted by calling its functions."""
+    model = Model("lenet", LeNet, cross_entropy, dtype=torch.float64)  # the type that rows are drawn in
+    start = model.fresh(0)
+    lines = [
+        "| method | the client receives | the client keeps | the server keeps for it | minibatches before a test |",
+        "|---|---|---|---|---|",
+    ]
+    for name, method in ALGORITHMS.items():
+        algorithm = method().for_clients(NUM_CLIENTS)
+        shared = algorithm.init_shared({model.name: model}, {model.name: start}, 0)
+        row, private = algorithm.init_row(0, None), algorithm.init_private(model, start, 0)
+        sent = count(algorithm.send(model, shared, row)) if algorithm.communicates else 0
+        numbers = (sent, count(private), count(row), algorithm.num_personalize_batches)
+        lines.append(" | ".join([f"| `{name}`", *(f"{number:,}" for number in numbers)]) + " |")
+    return "\n".join(lines)
+
+
+TABLES = {"wire": wire_table, "settings": settings_sections}
+
+
+def made(page: str) -> str:
+    """The page with every table made anew."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- made: {name} -->\n", f"\n<!-- end: {name} -->"
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        if not after:
+            raise SystemExit(f"docs/methods.md needs the markers {begin.strip()} and {end.strip()}.")
+        page = f"{before}{begin}\n{table()}\n{end}{after}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(made(PAGE.read_text()))
