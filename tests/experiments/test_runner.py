@@ -203,7 +203,7 @@ def test_the_spec_of_a_run_shows_the_settings_that_nobody_gave(tmp_path: Path) -
 
 def test_preparing_refuses_a_client_without_rows_before_anything_is_written(tmp_path: Path) -> None:
     crowded = with_assignments(SMALL, {"clients": 900})
-    with pytest.raises(ValueError, match="would have no training examples; use fewer clients"):
+    with pytest.raises(ValueError, match="leaves every client without examples; use fewer clients"):
         prepare(tmp_path / "new", crowded, select(crowded, [], None), Options())
     assert not (tmp_path / "new").exists()
 
