@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy
 import pytest
-from test_datasets import encoded, images, write_table
+from support import encoded, images, write_table
 from typer.testing import CliRunner
 
 from pfedhn.cli import app as cli
