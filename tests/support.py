@@ -4,16 +4,20 @@ Six clients of different sizes, one of them (client 3) smaller than a batch. The
 they are the same bits on every machine.
 """
 
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
+from pfedhn.data.catalogue import DATASETS
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule, State
@@ -179,3 +183,35 @@ SMALL = Experiment(
     ),
     seeds=(0, 1),
 )
+
+
+def encoded(pixels: numpy.ndarray, **options: Any) -> bytes:
+    """An image file."""
+    from PIL import Image
+
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG", **options)
+    return stream.getvalue()
+
+
+def write_table(path: Path, columns: Mapping[str, Any]) -> None:
+    """A parquet file as on the Hugging Face Hub; bytes are images."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    images = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    arrays = {
+        name: pyarrow.array([{"bytes": blob, "path": None} for blob in values], images)
+        if isinstance(values[0], bytes)
+        else pyarrow.array(values)
+        for name, values in columns.items()
+    }
+    parquet.write_table(pyarrow.table(arrays), path)
+
+
+def images(name: str, count: int, seed: int) -> numpy.ndarray:
+    """Random images as Pillow wants them: [N, H, W] or [N, H, W, 3]."""
+    channels, height, width = DATASETS[name].shape
+    shape = (count, height, width, 3) if channels == 3 else (count, height, width)
+    return numpy.random.default_rng(seed).integers(0, 256, shape, dtype=numpy.uint8)

@@ -378,7 +378,7 @@ def test_the_demo_compares_methods_at_one_number_of_steps() -> None:
         ("--jobs is 0; it must be at least 1.", "run demo --jobs 0"),
         ("--checkpoint-every is 0; it must be at least 1.", "run mine.toml --checkpoint-every=0"),
         ("--checkpoint-every is -5; it must be at least 1.", "run demo --checkpoint-every=-5"),
-        ("would have no training rows; use fewer clients", "run demo --set clients=2000"),
+        ("leaves every client without examples; use fewer clients", "run demo --set clients=2000"),
         ("a cohort of 7 cannot be drawn from 6 clients.", "run mine.toml --set cohort_size=7"),
         ("11 classes per client were asked for", "run demo --set partition.classes_per_client=11"),
         ("does not take examples of shape (64,)", "run demo --set model=lenet"),

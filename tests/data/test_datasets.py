@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet
+from support import encoded, images, write_table
 
 from pfedhn.data import catalogue as datasets
 from pfedhn.data.catalogue import DATASETS, cache_state, get, load
@@ -34,31 +34,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("PFEDHN_DATA_DIR", raising=False)
     return tmp_path / "cache"
-
-
-def encoded(pixels: numpy.ndarray, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "PNG", **options)
-    return stream.getvalue()
-
-
-def write_table(path: Path, columns: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    images = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-    arrays = {
-        name: pyarrow.array([{"bytes": blob, "path": None} for blob in values], images)
-        if isinstance(values[0], bytes)
-        else pyarrow.array(values)
-        for name, values in columns.items()
-    }
-    parquet.write_table(pyarrow.table(arrays), path)
-
-
-def images(name: str, count: int, seed: int) -> numpy.ndarray:
-    """Random pictures as Pillow wants them: [N, H, W] or [N, H, W, 3]."""
-    channels, height, width = DATASETS[name].shape
-    shape = (count, height, width, 3) if channels == 3 else (count, height, width)
-    return numpy.random.default_rng(seed).integers(0, 256, shape, dtype=numpy.uint8)
 
 
 def write_hub_folder(folder: Path, name: str, order: int = 0, train: int = 12, test: int = 6) -> None:

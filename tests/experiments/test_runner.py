@@ -243,7 +243,7 @@ def test_a_run_whose_data_changed_is_not_gone_on_with(tmp_path: Path, monkeypatc
 
 def test_preparing_refuses_a_client_without_rows_before_anything_is_written(tmp_path: Path) -> None:
     crowded = with_assignments(SMALL, {"clients": 900})
-    with pytest.raises(ValueError, match="would have no training examples; use fewer clients"):
+    with pytest.raises(ValueError, match="leaves every client without examples; use fewer clients"):
         prepare(tmp_path / "new", select(crowded, [], None), Options())
     assert not (tmp_path / "new").exists()
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy
 import pytest
-from support import mostly_slow
-from test_datasets import encoded, images, write_table
+from support import encoded, images, mostly_slow, write_table
 from typer.testing import CliRunner
 
 from pfedhn.cli import app as cli

@@ -130,7 +130,7 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
     if cell.dataset.lower().endswith(TABLE_ENDINGS) and None in columns:
         missing = ("client", "label")[columns.index(None)]
         raise UserError(f'{cell.dataset} is a table; say which column is the {missing}: columns.{missing} = "...".')
-    return read_federation(cell.dataset, *columns, split=cell.split, stratify=cell.stratify, seed=seed)
+    return read_federation(cell.dataset, *columns, task=cell.task, split=cell.split, stratify=cell.stratify, seed=seed)
 
 
 def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:
