@@ -208,7 +208,7 @@ def test_commands_exist(page: Path) -> None:
     text = page.read_text()
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
     lines += re.findall(r"`((?:pfedhn|make) [^`\n]+)`", FENCE.sub("", text))
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in lines:
         first, *words = shlex.split(line, comments=True) or [""]
         if first == "make":

@@ -100,6 +100,14 @@ def last_tensors(path: Path) -> dict[str, bytes]:
 # What there is to see
 
 
+def test_the_package_is_installed_whole() -> None:
+    """`make test-newest` runs this against a wheel, which holds no file that was not put there."""
+    source = Path(__file__).parents[2] / "src" / "pfedhn"
+    files = {path.relative_to(source) for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert {Path("experiments/rates.toml"), Path("kernels/kernel_configs.json"), Path("report/page.html")} <= files
+    assert not [name for name in files if not (Path(pfedhn.__file__).parent / name).is_file()]
+
+
 def test_the_version() -> None:
     assert invoke("--version").output.strip() == f"pfedhn {pfedhn.__version__}"
 
