@@ -52,6 +52,7 @@ settings = {local_steps = 2}
 steps = 60
 """
 METHODS = ("pfedhn-pc", "fedavg")
+LONG = "x" * 300
 
 
 @pytest.fixture(autouse=True)
@@ -324,7 +325,7 @@ def test_report_writes_beside_the_runs(finished: Path) -> None:
 def test_without_test_rows_there_is_a_table_and_a_report_all_the_same() -> None:
     said = invoke("run", "mine.toml", "--seeds", "0,1", "--set", "steps=10", "--set", "split=[0.7,0.3,0.0]")
     assert said.exit_code == 0, said.output
-    assert said.stderr.count(": no test rows, ") == 2 * len(METHODS)
+    assert said.stderr.count(": no test ") == 2 * len(METHODS)
     assert "nan" not in said.output
     assert invoke("report", "runs/mine").exit_code == 0
 
@@ -386,10 +387,10 @@ def test_the_demo_compares_methods_at_one_number_of_steps() -> None:
         ("--jobs is 0; it must be at least 1.", "run demo --jobs 0"),
         ("--checkpoint-every is 0; it must be at least 1.", "run mine.toml --checkpoint-every=0"),
         ("--checkpoint-every is -5; it must be at least 1.", "run demo --checkpoint-every=-5"),
-        ("would have no training rows; use fewer clients", "run demo --set clients=2000"),
+        ("; use fewer clients", "run demo --set clients=2000"),
         ("a cohort of 7 cannot be drawn from 6 clients.", "run mine.toml --set cohort_size=7"),
         ("11 classes per client were asked for", "run demo --set partition.classes_per_client=11"),
-        ("does not take rows of shape (64,)", "run demo --set model=lenet"),
+        (" of shape (64,)", "run demo --set model=lenet"),
         ("omniglot; put images_background.zip", "run demo --set dataset=omniglot"),
         ("nowhere holds no experiment to go on with", "run --resume nowhere"),
         ("so --set cannot be given with it.", "run --resume nowhere --set steps=3"),
@@ -426,8 +427,8 @@ def test_a_wrong_file_gets_one_sentence_and_code_2(text: str, sentence: str) -> 
 @pytest.mark.parametrize(
     ("row", "value", "sentence"),
     [
-        (3, numpy.nan, "row 3 of x holds NaN or infinity; clean the data before federating it."),
-        (None, -1, "row 5 has the label -1; class labels start at 0."),
+        (3, numpy.nan, " 3 of x holds NaN or infinity; clean the data before federating it."),
+        (None, -1, " 5 has the label -1; class labels start at 0."),
     ],
 )
 def test_own_data_with_faults_gets_one_sentence_and_code_2(row: int | None, value: float, sentence: str) -> None:
@@ -462,6 +463,24 @@ def test_another_experiment_in_the_directory_is_refused(finished: Path) -> None:
     sentence = "of it: steps is 40 there and 41 here; give another --out"
     refused(2, sentence, "run", str(finished / "mine.toml"), "--set", "steps=41", *arguments)
     refused(2, "of it: name is mine there and demo here; give another --out", "run", "demo", *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", LONG],
+        ["run", "demo", "--out", LONG],
+        ["run", "demo", "--rates", LONG],
+        ["run", "--resume", LONG],
+        ["tune", "demo", "--save", LONG],
+        ["report", LONG],
+        ["data", "show", LONG],
+    ],
+    ids=lambda arguments: "-".join(arguments[:-1]),
+)
+def test_what_the_system_refuses_is_said_with_code_1(arguments: list[str]) -> None:
+    """Whatever it is: here a name that no file can have."""
+    refused(1, "file name too long", *arguments)
 
 
 def test_a_directory_that_cannot_be_written_is_said_with_code_1() -> None:

@@ -16,7 +16,7 @@ from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory, read_result
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, cell_names, find_run
-from pfedhn.files import make_folder, one_at_a_time, read_bytes, read_text, write_atomically
+from pfedhn.files import make_folder, one_at_a_time, read_bytes, read_text, reading, write_atomically
 from pfedhn.settings import build
 
 SPLITS = ("validation", "test")
@@ -43,7 +43,9 @@ class LineError(ValueError):
 
 def read(path: Path) -> list[Runs]:
     """The runs of a directory that `pfedhn run` made, of a JSONL file, or of a folder of such files."""
-    if path.is_file():
+    with reading(path):
+        is_file = path.is_file()
+    if is_file:
         return read_file(path)
     if (path / "experiment.toml").exists():
         return [read_directory(path)]
