@@ -148,7 +148,7 @@ def test_tuned_settings_of_the_file_do_not_matter_but_others_do() -> None:
         ("full is not empty and holds no tuning; give another --out.", "--out full"),
         ("spoilt.toml is damaged", "--save spoilt.toml"),
         ("full is a folder; the rates need a file.", "--save full"),
-        ("thesis.doc/rates.toml cannot be written (Not a directory)", "--save full/thesis.doc/rates.toml"),
+        ("thesis.doc/rates.toml cannot be written (not a directory)", "--save full/thesis.doc/rates.toml"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_code_2(sentence: str, arguments: str) -> None:
