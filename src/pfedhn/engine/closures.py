@@ -72,7 +72,7 @@ def lift(step: Step) -> Lifted:
             for place in places:
                 place.write(place.content)
 
-    return Lifted(lifted, tensors, (*codes, *numbers, *(spec for _, spec in parts)))
+    return Lifted(lifted, tensors, (*codes, *numbers, *(str(spec) for _, spec in parts)))
 
 
 def places_of(function: Any) -> tuple[list[Place], list[Any]]:
