@@ -341,7 +341,8 @@ class CapturedRun:
         count = batches.mask.shape[0]
         kind = TracedScan if count == 1 else TogetherScan
         if (model.name, count) not in self.scans:
-            self.scans[model.name, count] = borrow(self._key("steps", model.name, count), lambda: kind(compile_graph))
+            make = partial(kind, compile_graph, is_always_watched=True)
+            self.scans[model.name, count] = borrow(self._key("steps", model.name, count), make)
         algorithm = with_rates(self.simulation.algorithm, self.rates)
 
         def train(received: Params, private: Any, batches: Batches) -> tuple[Params, Any]:
