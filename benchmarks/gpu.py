@@ -38,7 +38,6 @@ from pfedhn.environment import commit
 from pfedhn.model import Model
 from pfedhn.models import MLP, LeNet, OmniglotNet, cross_entropy, is_correct
 from pfedhn.params import pack, take
-from pfedhn.sgd import scanning
 
 DEVICE = torch.device("cuda")
 TARGETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
@@ -207,8 +206,7 @@ def roads(device: torch.device, workload: bench.Workload) -> tuple[Road, Road]:
     scan = TracedScan(compile_graph)
 
     def by_engine() -> Tensor:
-        scan.position = 0
-        with scanning(scan):
+        with scan.running((received, private, batches)):
             update, _ = algorithm.train(model, received, private, batches)
         return pack(update)[0]
 

@@ -6,7 +6,7 @@ they are the same bits on every machine.
 
 import io
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
+from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.catalogue import DATASETS
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
@@ -24,7 +25,8 @@ from pfedhn.engine.state import Schedule, State
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy, is_correct
-from pfedhn.params import Params, take
+from pfedhn.params import Params, pack, take
+from pfedhn.sgd import Batches, gradient, scan
 
 torch.set_num_threads(1)  # tests run side by side
 
@@ -86,6 +88,20 @@ def uint8_images() -> Tensor:
 def make_federation() -> Federation:
     clients = [{split: (normalized(x), y) for split, (x, y) in splits(i).items()} for i in range(NUM_CLIENTS)]
     return replace(Federation.from_clients(clients).to("cpu", torch.float64), x=normalized(uint8_images()))
+
+
+@dataclass(frozen=True)
+class ClosesOver(FedAvg):
+    """FedProx as everybody writes it first: its step closes over the received weights."""
+
+    def train(self, model: Model, received: Params, private: Params, batches: Batches) -> tuple[Params, Params]:
+        start, unpack = pack(received)
+        gradient_of = gradient(model.loss, unpack)
+
+        def step(weights: Tensor, batch: Batches, lr: Any) -> Tensor:
+            return weights - lr * (gradient_of(weights, batch) + 0.5 * (weights - start))
+
+        return unpack(start - scan(step, start, batches, self.local_lr)), private
 
 
 def simulate(

@@ -406,7 +406,8 @@ class CapturedRun:
         count = batches.mask.shape[0]
         kind = TracedScan if count == 1 else TogetherScan
         if (model.name, count) not in self.scans:
-            self.scans[model.name, count] = borrow(self._key("steps", model.name, count), lambda: kind(compile_graph))
+            make = partial(kind, compile_graph, is_always_watched=True)
+            self.scans[model.name, count] = borrow(self._key("steps", model.name, count), make)
         exchange = exchange_with_rates(self.simulation.exchange, self.rates)
 
         def train(offer: Offer, kept: Kept, batches: Batches) -> tuple[Params, Kept]:
