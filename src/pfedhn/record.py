@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
 from pfedhn.environment import environment
-from pfedhn.errors import UserError
+from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.files import write_atomically
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params
@@ -303,7 +304,7 @@ def to_simulation(
         spec.schedule,
         spec.seed,
         spec.executor,
-        _read_start(directory / "start.safetensors", device) if "start" in spec.digests else None,
+        _read_start(directory / "start.safetensors", models, device) if "start" in spec.digests else None,
     )
 
 
@@ -352,9 +353,10 @@ def _naming(what: str, directory: Path, argument: str) -> Iterator[None]:
         ) from None
 
 
-def _read_start(file: Path, device: str) -> dict[str, Params]:
-    starts: dict[str, Params] = {}
-    for name, value in load_file(file, device).items():
-        network, _, part = name.partition("/")
-        starts.setdefault(network, {})[part] = value
-    return starts
+def _read_start(file: Path, models: Mapping[str, Model], device: str) -> dict[str, Params]:
+    """The weights that a run started from, in the order of the network: a file has them in another."""
+    try:
+        tensors = load_file(file, device)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{file} is missing or damaged ({first_line(error)}); run it again.") from None
+    return {name: {part: tensors[f"{name}/{part}"] for part in model.shapes} for name, model in models.items()}

@@ -50,7 +50,7 @@ from pfedhn.record import (
     to_simulation,
     write_result,
 )
-from pfedhn.result import Moment, Result, Scores
+from pfedhn.result import Moment, Result, Scores, to_json
 from pfedhn.settings import build
 
 logger = logging.getLogger("pfedhn")
@@ -332,8 +332,8 @@ def _result(run: Run) -> Result:
     return Result(
         origin.name,
         origin.experiment,
-        origin.cell,
-        settings_of(simulation.algorithm),
+        to_json(origin.cell),
+        to_json(settings_of(simulation.algorithm)),
         simulation.seed,
         chosen.step,
         state.round * simulation.clients_per_round,

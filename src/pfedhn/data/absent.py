@@ -101,16 +101,20 @@ class AbsentFederation(Federation):
     def class_shares(self) -> Tensor:
         raise UserError(NO_EXAMPLES)
 
+    def _check_examples(self) -> None:
+        if not len(self.x):
+            raise UserError(NO_EXAMPLES)
+
     def batches(self, clients: Tensor, key: Key, num_batches: int, batch_size: int) -> Batches:
         if num_batches:
+            self._check_examples()
             return super().batches(clients, key, num_batches, batch_size)
         shape = (len(clients), 0, min(batch_size, self.largest_train_size))
         x, y = (part.new_zeros(*shape, *part.shape[1:]) for part in (self.x, self.y))
         return Batches(x, y, torch.zeros(shape, dtype=torch.bool, device=self.x.device))
 
     def examples(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        if not len(self.x):
-            raise UserError(NO_EXAMPLES)
+        self._check_examples()
         return super().examples(numbers)
 
 
