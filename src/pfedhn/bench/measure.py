@@ -66,12 +66,12 @@ class Images(Dataset[tuple[Tensor, int]]):
         return self.normalized(self.to_tensor(image)), self.y[place]
 
     def to_tensor(self, image: Any) -> Tensor:
-        """transforms.ToTensor"""
+        """Does what `transforms.ToTensor` does."""
         x = torch.from_numpy(numpy.array(image, copy=True)).view(self.images.shape[1:])
         return x.permute(2, 0, 1).contiguous().to(self.dtype).div(255)
 
     def normalized(self, x: Tensor) -> Tensor:
-        """transforms.Normalize"""
+        """Does what `transforms.Normalize` does."""
         x = x.clone()
         mean, std = torch.as_tensor(self.mean, dtype=x.dtype), torch.as_tensor(self.std, dtype=x.dtype)
         if (std == 0).any():
@@ -163,7 +163,7 @@ WORKLOADS = {"lenet": Workload(), "mlp": Workload("mlp", examples_per_client=18,
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to compute rounds. `executor` is the engine's, "textbook" or "textbook-images"."""
+    """A way to compute rounds: by one of the engine's executors, "textbook" or "textbook-images"."""
 
     executor: str
     runs: int = 1  # side by side, on a GPU
@@ -223,7 +223,7 @@ def captured_rounds(simulations: Sequence[Simulation]) -> Iterator[Look]:
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that compute something: a view is none."""
+    """Counts the operators that compute something, which a view does not."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -242,7 +242,7 @@ class Kernel(NamedTuple):
 
 
 def kernels(work: Callable[[], Any]) -> list[Kernel]:
-    """What a GPU does meanwhile, the longest first."""
+    """The kernels that a GPU runs meanwhile, those that take longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -255,7 +255,7 @@ def kernels(work: Callable[[], Any]) -> list[Kernel]:
 
 
 def count_kernels(work: Callable[[], Any], device: str) -> int:
-    """Kernels on a GPU; on a CPU operators of PyTorch."""
+    """How many kernels `work` launches on a GPU, or operators of PyTorch on a CPU."""
     if device != "cpu":
         return sum(kernel.calls for kernel in kernels(work))
     operators = Operators()
@@ -312,7 +312,7 @@ class Worker:
         return Worker(variant, ours, process)
 
     def first(self) -> dict[str, Any]:
-        """phi after the first round."""
+        """The hypernetwork's weights after the first round."""
         phi: dict[str, Any] = self.pipe.recv()
         return phi
 

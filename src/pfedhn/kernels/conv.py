@@ -56,7 +56,7 @@ MAX_PADDING = {3: 1, 5: 2}  # by kernel side
 
 
 def config_key(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kernel: int) -> ConfigKey:
-    """(kind, C, O, K, image side rounded up to a power of two, "one" or "many" runs); shapes [R, B, H, W, channels]."""
+    """What block sizes were tuned for: kind, C, O, K, image side as a power of two, "one" or "many" runs."""
     side = power_of_two(max(x_shape[2:4]))
     return kind, x_shape[4], out_shape[4], kernel, side, "many" if is_full(out_shape[0]) else "one"
 
@@ -81,7 +81,22 @@ def default_blocks(key: ConfigKey) -> Blocks:
 
 
 class ConvBlock(nn.Module):
-    """conv2d (stride 1) + bias + optional 2x2 max-pool + ReLU; names and initial numbers of `nn.Conv2d`."""
+    """A convolution with bias, an optional 2x2 max-pool and a ReLU, in one pass on a GPU.
+
+    Its parameters have the names and the initial numbers of `nn.Conv2d`, so the two can be exchanged.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel_size: Side of the square kernel; its stride is 1.
+        padding: Zeros added at each side of the input.
+        pool: Whether to take the maximum of each 2x2 square of the output.
+
+    Examples:
+        >>> import torch
+        >>> ConvBlock(3, 16, 5)(torch.randn(64, 3, 32, 32)).shape
+        torch.Size([64, 16, 14, 14])
+    """
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: int, padding: int = 0, pool: bool = True
@@ -397,7 +412,7 @@ def input_gradient_kernel(
 def constants(
     x_shape: Sequence[int], out_shape: Sequence[int], kernel: int, padding: int, pool: bool, precision: str
 ) -> dict[str, Any]:
-    """What the three kernels have in common. x_shape and out_shape: [R, B, height, width, channels]."""
+    """The arguments that all three kernels take, from shapes [R, B, height, width, channels]."""
     _, batch, height, width, channels = x_shape
     _, _, out_height, out_width, out_channels = out_shape
     return {

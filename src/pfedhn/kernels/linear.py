@@ -43,7 +43,20 @@ MAX_BATCH = 256  # larger products fill the GPU, and the library's are better th
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, with a ReLU behind it if `relu`; its names and initial numbers are those of `nn.Linear`."""
+    """A linear layer with an optional ReLU behind it, in one pass on a GPU.
+
+    Its parameters have the names and the initial numbers of `nn.Linear`, so the two can be exchanged.
+
+    Args:
+        in_features: Numbers that go in.
+        out_features: Numbers that come out.
+        relu: Whether a ReLU follows.
+
+    Examples:
+        >>> import torch
+        >>> Linear(84, 10, relu=True)(torch.randn(64, 84)).shape
+        torch.Size([64, 10])
+    """
 
     def __init__(self, in_features: int, out_features: int, relu: bool = False) -> None:
         super().__init__(in_features, out_features)
@@ -81,12 +94,12 @@ def is_supported(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
 
 
 def config_key(kind: str, runs: int, batch: int, inputs: int, outputs: int) -> ConfigKey:
-    """As `conv.config_key`, a linear layer being a 1x1 convolution."""
+    """What block sizes were tuned for, as `conv.config_key` has it: a linear layer is a 1x1 convolution."""
     return kind, inputs, outputs, 1, power_of_two(batch), "many" if is_full(runs) else "one"
 
 
 def blocks_for(kind: str, runs: int, batch: int, inputs: int, outputs: int) -> Blocks:
-    """Tuned where they were, else a guess: one run fills few of a GPU's processors, so its tiles are small."""
+    """The tuned block sizes, or a guess: one run fills few of a GPU's processors, so its tiles are small."""
     key = config_key(kind, runs, batch, inputs, outputs)
     return CONFIGS[key] if key in CONFIGS else default_blocks(key)
 
