@@ -23,6 +23,7 @@ from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule, State
 from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.kernels.launch import INTERPRETED
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy, is_correct
 from pfedhn.params import Params, pack, take
@@ -170,6 +171,18 @@ def memories_of(state: State) -> Any:
         for client, slot in sorted(table.slots.items())
     }
     return memories.shared, memories.rows, private
+
+
+# Triton's kernels: on a GPU where there is one, else in Triton's interpreter, which needs a process of its own.
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+KERNEL_DEVICE = "cuda" if ON_GPU else "cpu"
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+needs_triton = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="runs below test_the_kernels_in_the_interpreter")
+
+
+def integers(*shape: int) -> Tensor:
+    """Small ones: every sum of them is exact in float32, and in tf32, so that results must be equal, not close."""
+    return torch.randint(-2, 3, shape, device=KERNEL_DEVICE).float()
 
 
 def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:

@@ -64,14 +64,14 @@ def code(cell: str) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    program = "\n".join(blocks(page, "python"))
-    program = re.sub(r"\b(steps|rounds)=[\d_]+", r"\1=4", program)
-    exec(compile(program, page.name, "exec"), {"__name__": "__main__"})
+    code = "\n".join(blocks(page, "python"))
+    code = re.sub(r"\b(steps|rounds)=[\d_]+", r"\1=4", code)
+    exec(compile(code, page.name, "exec"), {"__name__": "__main__"})
 
 
 def test_readme_code_is_short() -> None:
-    (program,) = blocks(ROOT / "README.md", "python")
-    assert len([line for line in program.splitlines() if line.strip()]) <= 12
+    (block,) = blocks(ROOT / "README.md", "python")
+    assert len([line for line in block.splitlines() if line.strip()]) <= 12
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "quickstart.md"], ids=lambda page: page.name)
@@ -110,9 +110,9 @@ def test_every_page_is_in_the_navigation() -> None:
     assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
 
 
-def test_pictures_are_whole() -> None:
-    for picture in (ROOT / "docs" / "pictures").glob("*.svg"):
-        assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
+def test_figures_are_whole() -> None:
+    for figure in (ROOT / "docs" / "figures").glob("*.svg"):
+        assert xml.etree.ElementTree.parse(figure).getroot().tag.endswith("svg")
 
 
 def toml_value(text: str) -> Any:

@@ -23,7 +23,7 @@ from pfedhn.engine.capture import CapturedRun, side_by_side
 from pfedhn.engine.checkpoint import load_state, save_state
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
-from pfedhn.kernels import conv as kernels
+from pfedhn.kernels.launch import SharedGPU
 from pfedhn.models import LeNet
 from pfedhn.run import rounds
 
@@ -149,7 +149,7 @@ def test_runs_side_by_side_are_the_runs_alone(federation: Federation) -> None:
 
 @pytest.mark.parametrize("classes", [10, 47, 100, 1000])
 def test_the_same_gradient_every_time(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.Card, "runs", 24)
+    monkeypatch.setattr(SharedGPU, "runs", 24)
     torch.manual_seed(0)
     net = LeNet(classes).cuda()
     x, y = torch.randn(64, 3, 32, 32, device="cuda"), torch.randint(classes, (64,), device="cuda")
