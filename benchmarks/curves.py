@@ -13,18 +13,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pfedhn.bench.measure import SIZES, Program, Worker, Workload, in_turns, together
+from pfedhn.bench.measure import SIZES, Variant, Worker, Workload, in_turns, together
 from pfedhn.environment import environment
 from pfedhn.result import to_json
 
-PROGRAMS = (Program("textbook"), Program("traced"))
+VARIANTS = (Variant("textbook"), Variant("traced"))
 
 
-def line(program: str, milliseconds: float, size: str = "M", local_steps: int = 50, runs: int = 1) -> dict[str, Any]:
+def line(variant: str, milliseconds: float, size: str = "M", local_steps: int = 50, runs: int = 1) -> dict[str, Any]:
     return {
         "check": "time",
         "device": "cpu, 1 thread" if runs == 1 else f"cpu, {runs} processes of 1 thread",
-        "program": program,
+        "program": variant,
         "target": f"lenet-{size}",
         "clients": 50,
         "runs": runs,
@@ -35,18 +35,18 @@ def line(program: str, milliseconds: float, size: str = "M", local_steps: int = 
 
 def measure(size: str, local_steps: int, repeats: int) -> list[dict[str, Any]]:
     workload = Workload(local_steps=local_steps, num_kernels=SIZES[size])
-    workers = [Worker.start(program, workload, "cpu") for program in PROGRAMS]
+    workers = [Worker.start(variant, workload, "cpu") for variant in VARIANTS]
     for worker in workers:
         worker.first()
     milliseconds = in_turns(workers, repeats, lambda text: None, pick=min)
     for worker in workers:
         worker.end()
-    return [line(p.name, taken, size, local_steps) for p, taken in zip(PROGRAMS, milliseconds, strict=True)]
+    return [line(p.name, taken, size, local_steps) for p, taken in zip(VARIANTS, milliseconds, strict=True)]
 
 
 def measure_runs(counts: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
     """Runs at the same time, each in a process of one thread."""
-    workers = [Worker.start(Program("traced"), Workload(), "cpu") for _ in range(max(counts))]
+    workers = [Worker.start(Variant("traced"), Workload(), "cpu") for _ in range(max(counts))]
     for worker in workers:
         worker.first()
     times: dict[int, list[float]] = {count: [] for count in counts}

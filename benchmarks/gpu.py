@@ -38,7 +38,6 @@ from pfedhn.environment import commit
 from pfedhn.model import Model
 from pfedhn.models import MLP, LeNet, OmniglotNet, cross_entropy, is_correct
 from pfedhn.params import pack, take
-from pfedhn.sgd import scanning
 
 DEVICE = torch.device("cuda")
 TARGETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
@@ -47,13 +46,13 @@ TARGETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
 }
 
 
-def images(num_clients: int, rows: int, shape: tuple[int, ...], num_classes: int, seed: int = 0) -> Federation:
-    """Random pictures whose mean tells their class, `rows` of training data per client."""
+def images(num_clients: int, num_examples: int, shape: tuple[int, ...], num_classes: int, seed: int = 0) -> Federation:
+    """Random images whose mean tells their class; `num_examples` to train on per client."""
     generator = torch.Generator().manual_seed(seed)
     clients = []
     for _ in range(num_clients):
         splits = {}
-        for split, count in (("train", rows), ("validation", rows // 4), ("test", rows // 4)):
+        for split, count in (("train", num_examples), ("validation", num_examples // 4), ("test", num_examples // 4)):
             y = torch.randint(num_classes, (count,), generator=generator)
             x = torch.randn(count, *shape, generator=generator) + y.view(-1, *[1] * len(shape)) / num_classes
             splits[split] = (x, y)
@@ -207,8 +206,7 @@ def roads(device: torch.device, workload: bench.Workload) -> tuple[Road, Road]:
     scan = TracedScan(compile_graph)
 
     def by_engine() -> Tensor:
-        scan.position = 0
-        with scanning(scan):
+        with scan.running((received, private, batches)):
             update, _ = algorithm.train(model, received, private, batches)
         return pack(update)[0]
 
@@ -218,9 +216,9 @@ def roads(device: torch.device, workload: bench.Workload) -> tuple[Road, Road]:
         return cross_entropy(functional_call(model.training_module, unpack(weights), (x,)), y).mean()
 
     def step(weights: Tensor, velocity: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        slope = grad(loss)(weights, x, y)
-        slope = slope * (50.0 / (torch.linalg.vector_norm(slope) + 1e-6)).clamp(max=1.0)
-        velocity = 0.9 * velocity + slope + 5e-5 * weights
+        gradient = grad(loss)(weights, x, y)
+        gradient = gradient * (50.0 / (torch.linalg.vector_norm(gradient) + 1e-6)).clamp(max=1.0)
+        velocity = 0.9 * velocity + gradient + 5e-5 * weights
         return weights - 5e-3 * velocity, velocity
 
     example = (start, torch.zeros_like(start), batches.x[0], batches.y[0])

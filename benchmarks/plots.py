@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator
 
 RESULTS = Path(__file__).parent / "results"
-PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "cost.svg"
+FILE = Path(__file__).parents[1] / "docs" / "figures" / "cost.svg"
 WEIGHTS = {"lenet-S": 62_958, "lenet-M": 121_182, "lenet-L": 256_830}
 TEXTBOOK, CPU, GPU, GPU_16 = "textbook, CPU", "CPU", "GPU", "GPU, 16 runs at once"
-COLOURS = {TEXTBOOK: "#808080", CPU: "#1f6f8b", GPU: "#c1502e", GPU_16: "#d99a1c"}
+COLORS = {TEXTBOOK: "#808080", CPU: "#1f6f8b", GPU: "#c1502e", GPU_16: "#d99a1c"}
 
 Record = dict[str, Any]
 Points = dict[float, float]
@@ -58,7 +58,7 @@ def curves(records: list[Record], over: str) -> dict[str, Points]:
 
 def draw(axes: Axes, named: dict[str, Points], title: str, x_label: str, is_flat: bool = False) -> None:
     for name, values in named.items():
-        axes.plot(list(values), list(values.values()), marker="o", markersize=3.5, label=name, color=COLOURS[name])
+        axes.plot(list(values), list(values.values()), marker="o", markersize=3.5, label=name, color=COLORS[name])
     ticks = sorted({x for values in named.values() for x in values})
     tops = [max(values.values()) for values in named.values() if values]
     if is_flat:
@@ -80,7 +80,7 @@ def draw(axes: Axes, named: dict[str, Points], title: str, x_label: str, is_flat
         axes.legend(fontsize=8, frameon=False)
 
 
-def picture(records: list[Record]) -> Figure:
+def figure_of(records: list[Record]) -> Figure:
     figure = Figure(figsize=(8.4, 6.0), layout="constrained")
     (clients, steps), (runs, sizes) = figure.subplots(2, 2)
     flat = points(records, "clients", "ms_per_round", workload="one local step", program="traced", kind="cpu")
@@ -94,8 +94,8 @@ def picture(records: list[Record]) -> Figure:
 
 def main() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "pfedhn"  # the same lines give the same file
-    picture(read()).savefig(PICTURE, metadata={"Date": None})
-    print(PICTURE)
+    figure_of(read()).savefig(FILE, metadata={"Date": None})
+    print(FILE)
 
 
 if __name__ == "__main__":

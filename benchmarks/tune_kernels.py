@@ -41,12 +41,12 @@ def import_alone(name: str) -> Any:
     return importlib.import_module(f"pfedhn.{name}")
 
 
-kernels, linear = import_alone("kernels"), import_alone("linear")
-Blocks = kernels.Blocks
+conv, launch, linear = (import_alone(f"kernels.{name}") for name in ("conv", "launch", "linear"))
+Blocks = launch.Blocks
 
 DEVICE = "cuda"
 BATCH = 64
-MAX_SHARED_BYTES = 100_000  # of an H200's 232,448: smaller cards have about this much
+MAX_SHARED_BYTES = 100_000  # of an H200's 232,448: smaller GPUs have about this much
 MAX_PARTIAL_SUMS = 2**24
 
 
@@ -62,7 +62,7 @@ class Layer(NamedTuple):
 
     @property
     def out_side(self) -> int:
-        side: int = kernels.output_size(self.side, self.kernel, self.padding, self.pool)
+        side: int = conv.output_size(self.side, self.kernel, self.padding, self.pool)
         return side
 
 
@@ -74,7 +74,7 @@ def lenet(num_kernels: int, in_channels: int) -> list[Layer]:
     ]
 
 
-FIRST_CHANNELS = kernels.PADDED_CHANNELS.get(3, 3)
+FIRST_CHANNELS = conv.PADDED_CHANNELS.get(3, 3)
 OMNIGLOT = [
     Layer("omniglot.conv1", 1, 16, 3, 1, 28, is_first=True),
     Layer("omniglot.conv2", 16, 32, 3, 1, 14),
@@ -129,12 +129,12 @@ class Problem(NamedTuple):
 
     @property
     def key(self) -> Any:
-        return kernels.config_key(self.kind, self.shapes["x"], self.shapes["out"], self.layer.kernel)
+        return conv.config_key(self.kind, self.shapes["x"], self.shapes["out"], self.layer.kernel)
 
     @property
     def blocks(self) -> Any:
         """Those in use now."""
-        return kernels.blocks_for(self.kind, self.shapes["x"], self.shapes["out"], self.layer.kernel)
+        return conv.blocks_for(self.kind, self.shapes["x"], self.shapes["out"], self.layer.kernel)
 
     def product(self) -> tuple[int, int, int]:
         """Examples, columns and depth of the whole matrix product."""
@@ -146,13 +146,13 @@ class Problem(NamedTuple):
             return pixels, layer.out_channels, length
         if self.kind == "weight_gradient":
             return length + 1, layer.out_channels, pixels
-        return BATCH * kernels.ceil_divide(layer.side, stride) ** 2, layer.channels * stride**2, layer.out_channels
+        return BATCH * launch.ceil_divide(layer.side, stride) ** 2, layer.channels * stride**2, layer.out_channels
 
     def programs(self, blocks: Any) -> int:
         rows, columns, depth = self.product()
-        tiles: int = kernels.ceil_divide(rows, blocks.rows) * kernels.ceil_divide(columns, blocks.columns)
+        tiles: int = launch.ceil_divide(rows, blocks.rows) * launch.ceil_divide(columns, blocks.columns)
         if self.kind == "weight_gradient":
-            tiles *= min(blocks.groups, kernels.ceil_divide(depth, blocks.depth))
+            tiles *= min(blocks.groups, launch.ceil_divide(depth, blocks.depth))
         return tiles
 
     def allows(self, blocks: Any) -> bool:
@@ -166,9 +166,9 @@ class Problem(NamedTuple):
         numbers_per_thread = blocks.rows * width / (32 * blocks.warps)
         sums = self.runs * blocks.groups * corners * rows * columns if self.kind == "weight_gradient" else 0
         return (
-            16 <= blocks.rows <= min(512, kernels.tile(rows))
-            and 16 <= blocks.columns <= min(128, kernels.tile(columns))
-            and 16 <= blocks.depth <= min(128, kernels.tile(depth))
+            16 <= blocks.rows <= min(512, launch.tile(rows))
+            and 16 <= blocks.columns <= min(128, launch.tile(columns))
+            and 16 <= blocks.depth <= min(128, launch.tile(depth))
             and blocks.warps <= 8
             and blocks.stages <= 4
             and blocks.groups <= 512
@@ -176,11 +176,11 @@ class Problem(NamedTuple):
             and 4 <= numbers_per_thread <= 128
             and shared <= MAX_SHARED_BYTES
             and sums <= MAX_PARTIAL_SUMS
-            and (self.runs > 1 or self.programs(blocks) >= min(40, self.programs(kernels.default_blocks(self.key))))
+            and (self.runs > 1 or self.programs(blocks) >= min(40, self.programs(conv.default_blocks(self.key))))
         )
 
     def first_candidates(self, count: int) -> list[Any]:
-        known = [self.blocks, kernels.default_blocks(self.key)]
+        known = [self.blocks, conv.default_blocks(self.key)]
         choices = itertools.product(
             (16, 32, 64, 128, 256, 512),
             (16, 32, 64, 128),
@@ -203,18 +203,18 @@ class Problem(NamedTuple):
     def call(self, blocks: Any, tensors: dict[str, Tensor], precision: str = "tf32") -> list[Tensor]:
         """Launches the kernel, cut up as `blocks` say."""
         layer = self.layer
-        kernels.CONFIGS[self.key] = blocks
+        launch.CONFIGS[self.key] = blocks
         how = (layer.padding, layer.pool)
         if self.kind == "forward":
-            out, argmax = kernels.conv_block_op(tensors["x"], tensors["weight"], tensors["bias"], *how, precision)
+            out, argmax = conv.conv_block_op(tensors["x"], tensors["weight"], tensors["bias"], *how, precision)
             return [out, argmax]
         gradient, argmax = tensors["gradient"], tensors["argmax"]
         if self.kind == "weight_gradient":
-            groups = kernels.num_groups(blocks, gradient.shape)
+            groups = conv.num_groups(blocks, gradient.shape)
             how_many = (layer.kernel, *how, groups, precision)
-            return [kernels.weight_gradient_op(tensors["x"], gradient, argmax, *how_many)]
+            return [conv.weight_gradient_op(tensors["x"], gradient, argmax, *how_many)]
         sides = (layer.side, layer.side)
-        return [kernels.input_gradient_op(gradient, argmax, tensors["weight"], *sides, *how, precision)]
+        return [conv.input_gradient_op(gradient, argmax, tensors["weight"], *sides, *how, precision)]
 
 
 class LinearProblem(NamedTuple):
@@ -256,9 +256,9 @@ class LinearProblem(NamedTuple):
         )
         return (
             min(blocks) >= 1
-            and 16 <= blocks.rows <= min(self.most_rows, kernels.tile(rows))
-            and 16 <= blocks.columns <= min(128, kernels.tile(columns))
-            and 16 <= blocks.depth <= min(256, kernels.tile(depth))
+            and 16 <= blocks.rows <= min(self.most_rows, launch.tile(rows))
+            and 16 <= blocks.columns <= min(128, launch.tile(columns))
+            and 16 <= blocks.depth <= min(256, launch.tile(depth))
             and blocks.warps <= 8
             and blocks.stages <= 5
             and blocks.groups == 1
@@ -276,7 +276,7 @@ class LinearProblem(NamedTuple):
         return Problem.neighbors(self, blocks)  # type: ignore[arg-type]
 
     def call(self, blocks: Any, tensors: dict[str, Tensor], precision: str = "tf32") -> list[Tensor]:
-        kernels.CONFIGS[self.key] = blocks
+        launch.CONFIGS[self.key] = blocks
         x, weight, relu = tensors["x"], tensors["weight"], self.layer.relu
         if self.kind == "linear_forward":
             return [linear.linear_block_op(x, weight, tensors["bias"], relu, precision)]
@@ -296,11 +296,11 @@ class LinearCase:
         self.tensors["gradient"] = integers(*shapes["out"])
         x, weight, bias = (self.tensors[name].double().requires_grad_() for name in ("x", "weight", "bias"))
         out = (x @ weight.mT + bias[:, None]).relu()
-        slopes = torch.autograd.grad(out, (x, weight, bias), self.tensors["gradient"].double())
+        gradients = torch.autograd.grad(out, (x, weight, bias), self.tensors["gradient"].double())
         self.tensors["out"] = out.detach().float()
         self.expected = {
             "linear_forward": [self.tensors["out"]],
-            "linear_backward": [slope.float() for slope in slopes][1 if layer.is_first else 0 :],
+            "linear_backward": [gradient.float() for gradient in gradients][1 if layer.is_first else 0 :],
         }
 
     def is_right(self, problem: Any, blocks: Any, precision: str = "tf32") -> bool:
@@ -403,8 +403,8 @@ class Warming:
 
 
 def only_compile() -> None:
-    compiled = kernels.compiled
-    kernels.compiled = lambda kernel: Warming(compiled(kernel))
+    compiled = launch.compiled
+    launch.compiled = lambda kernel: Warming(compiled(kernel))
 
 
 def compiling_processes(count: int) -> ProcessPoolExecutor | None:
@@ -502,9 +502,9 @@ class Tuning:
             print(f"{line}, {self.time_left():.0f} s left", flush=True)
 
     def write(self) -> None:
-        configs = kernels.read_configs(self.output) | {p.key: blocks for p, (_, blocks) in self.best.items()}
+        configs = launch.read_configs(self.output) | {p.key: blocks for p, (_, blocks) in self.best.items()}
         temporary = self.output.with_suffix(".partial")
-        kernels.write_configs(temporary, configs)
+        launch.write_configs(temporary, configs)
         os.replace(temporary, self.output)
 
     def summary(self) -> None:
@@ -567,7 +567,7 @@ def compare(tuning: Tuning) -> None:
         weight.requires_grad_()
         bias = tensors["bias"][0].requires_grad_()
         leaves = [t for t in (x, weight, bias) if t.requires_grad]
-        forward_pass = partial(kernels.reference_conv_block, x, weight, bias, layer.padding, layer.pool)
+        forward_pass = partial(conv.reference_conv_block, x, weight, bias, layer.padding, layer.pool)
         try:
             forward = microseconds(forward_pass)
             both = microseconds(partial(forward_and_backward, forward_pass, leaves))
@@ -647,8 +647,8 @@ def check_transforms() -> None:
     class Network(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv1 = kernels.ConvBlock(3, 16, 5)
-            self.conv2 = kernels.ConvBlock(16, 32, 5)
+            self.conv1 = conv.ConvBlock(3, 16, 5)
+            self.conv2 = conv.ConvBlock(16, 32, 5)
             self.fc = torch.nn.Linear(800, 10)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -667,13 +667,13 @@ def check_transforms() -> None:
         }
         x, y = torch.randn(runs, BATCH, 3, 32, 32, device=DEVICE), torch.randint(10, (runs, BATCH), device=DEVICE)
         step = vmap(grad(loss))
-        supported = kernels.is_supported
+        supported = conv.is_supported
         try:
-            kernels.is_supported = lambda *_: False
+            conv.is_supported = lambda *_: False
             doubles = {name: value.double() for name, value in params.items()}
             expected = {name: value.float() for name, value in step(doubles, x.double(), y).items()}
         finally:
-            kernels.is_supported = supported
+            conv.is_supported = supported
 
         def close(results: dict[str, Tensor], road: str, expected: dict[str, Tensor] = expected) -> None:
             for name, result in results.items():
@@ -720,7 +720,7 @@ def check_permutation() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=220)
-    parser.add_argument("--output", type=Path, default=kernels.CONFIGS_FILE)
+    parser.add_argument("--output", type=Path, default=launch.CONFIGS_FILE)
     parser.add_argument("--check", action="store_true", help="only check results, with the block sizes in use now")
     parser.add_argument("--compare", action="store_true", help="also time what was decided against")
     parser.add_argument("--only", default="", help="only layers whose name contains this: lenet16, omniglot, conv1")

@@ -6,7 +6,7 @@ they are the same bits on every machine.
 
 import io
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
+from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.catalogue import DATASETS
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule, State
 from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.kernels.launch import INTERPRETED
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy, is_correct
-from pfedhn.params import Params, take
+from pfedhn.params import Params, pack, take
+from pfedhn.sgd import Batches, gradient, scan
 
 torch.set_num_threads(1)  # tests run side by side
 
@@ -86,6 +89,20 @@ def uint8_images() -> Tensor:
 def make_federation() -> Federation:
     clients = [{split: (normalized(x), y) for split, (x, y) in splits(i).items()} for i in range(NUM_CLIENTS)]
     return replace(Federation.from_clients(clients).to("cpu", torch.float64), x=normalized(uint8_images()))
+
+
+@dataclass(frozen=True)
+class ClosesOver(FedAvg):
+    """FedProx as everybody writes it first: its step closes over the received weights."""
+
+    def train(self, model: Model, received: Params, private: Params, batches: Batches) -> tuple[Params, Params]:
+        start, unpack = pack(received)
+        gradient_of = gradient(model.loss, unpack)
+
+        def step(weights: Tensor, batch: Batches, lr: Any) -> Tensor:
+            return weights - lr * (gradient_of(weights, batch) + 0.5 * (weights - start))
+
+        return unpack(start - scan(step, start, batches, self.local_lr)), private
 
 
 def simulate(
@@ -156,6 +173,18 @@ def memories_of(state: State) -> Any:
     return memories.shared, memories.rows, private
 
 
+# Triton's kernels: on a GPU where there is one, else in Triton's interpreter, which needs a process of its own.
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+KERNEL_DEVICE = "cuda" if ON_GPU else "cpu"
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+needs_triton = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="runs below test_the_kernels_in_the_interpreter")
+
+
+def integers(*shape: int) -> Tensor:
+    """Small ones: every sum of them is exact in float32, and in tf32, so that results must be equal, not close."""
+    return torch.randint(-2, 3, shape, device=KERNEL_DEVICE).float()
+
+
 def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
     """Parameters of a test of which `make test` takes only those given as fast; tuples are several arguments."""
     cases = list(values)
@@ -186,8 +215,8 @@ SMALL = Experiment(
 
 
 def encoded(pixels: numpy.ndarray, **options: Any) -> bytes:
-    """A picture as the bytes of a PNG file."""
-    from PIL import Image  # here: most tests need no pictures
+    """An image file."""
+    from PIL import Image
 
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "PNG", **options)
@@ -195,7 +224,7 @@ def encoded(pixels: numpy.ndarray, **options: Any) -> bytes:
 
 
 def write_table(path: Path, columns: Mapping[str, Any]) -> None:
-    """A parquet file as on the Hub, bytes as images."""
+    """A parquet file as on the Hugging Face Hub; bytes are images."""
     import pyarrow
     from pyarrow import parquet
 
@@ -211,7 +240,7 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> None:
 
 
 def images(name: str, count: int, seed: int) -> numpy.ndarray:
-    """Random pictures as Pillow wants them: [N, H, W] or [N, H, W, 3]."""
+    """Random images as Pillow wants them: [N, H, W] or [N, H, W, 3]."""
     channels, height, width = DATASETS[name].shape
     shape = (count, height, width, 3) if channels == 3 else (count, height, width)
     return numpy.random.default_rng(seed).integers(0, 256, shape, dtype=numpy.uint8)

@@ -56,6 +56,7 @@ def test_every_public_name_has_a_home() -> None:
 
 
 @LINUX
+@pytest.mark.slow
 def test_import_and_training_change_nothing_in_the_process() -> None:
     said = in_fresh_process("""
 import pfedhn
@@ -109,6 +110,7 @@ pfedhn.set_up_process()
 
 
 @LINUX
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "5"), ("OMP_WAIT_POLICY", "active")])
 def test_what_a_person_has_set_stays(name: str, value: str, tmp_path: Path) -> None:
     said = in_fresh_process(
@@ -126,6 +128,7 @@ pfedhn.process.advise_once("cpu")
 
 
 @LINUX
+@pytest.mark.slow
 def test_a_call_after_torch_says_that_it_is_too_late() -> None:
     said = in_fresh_process("import torch, pfedhn; pfedhn.set_up_process(); pfedhn.set_up_process()")
     assert said.count("came after torch was imported, too late") == 1
@@ -148,6 +151,7 @@ def test_a_cache_that_cannot_be_written_is_left_alone(tmp_path: Path, monkeypatc
 
 
 @LINUX
+@pytest.mark.slow
 def test_a_worker_is_set_up_before_it_imports_anything() -> None:
     """It would say that it is too late if its arguments, which import torch, were read first."""
     said = in_fresh_process("""

@@ -108,7 +108,7 @@ def test_no_batches_leave_the_weights_alone() -> None:
     start = model("conv").fresh(3)
     nothing = Batches(*(leaf[:0] for leaf in batches()))
     for make in EXECUTORS.values():
-        with make().running("conv", "train"):
+        with make().running("conv", "train", ()):
             weights, velocity = SGD(0.1, 0.9).run(model("conv").loss, start, nothing)
         assert_close({name: weights[name] for name in start}, start)
         assert all(bool((value == 0).all()) for value in velocity.values())
@@ -156,7 +156,7 @@ def test_carries_that_start_as_one_tensor_are_two(executor: str) -> None:
     expected = w, w
     for piece in (1.0, 2.0, 3.0):
         expected = step(expected, torch.tensor(piece), 0.1)
-    with EXECUTORS[executor]().running("any", "train"):
+    with EXECUTORS[executor]().running("any", "train", ()):
         assert_close(scan(step, (w, w), torch.tensor([1.0, 2.0, 3.0]), 0.1), expected)
 
 
@@ -171,7 +171,7 @@ def test_a_carry_may_begin_with_a_count(kind: type[TracedScan]) -> None:
     start = torch.zeros((), dtype=torch.int64), torch.tensor([1.0, 2.0])
     pieces = torch.tensor([1.0, 2.0, 3.0])
     expected = scan(step, start, pieces, 0.1)
-    with scanning(kind()):
+    with kind().running(()):
         assert_close(scan(step, start, pieces, 0.1), expected)
 
 
@@ -185,10 +185,9 @@ def test_a_constant_may_be_none(kind: type[TracedScan]) -> None:
 
     w, pieces = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0, 3.0])
     traced = kind()
-    for constants in ((None, 0.1), (0.5, 0.1), (None, 0.3)):
+    for constants in 2 * ((None, 0.1), (0.5, 0.1), (None, 0.3)):
         expected = scan(step, w, pieces, constants)
-        traced.position = 0
-        with scanning(traced):
+        with traced.running(()):
             assert_close(scan(step, w, pieces, constants), expected)
 
 

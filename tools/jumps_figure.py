@@ -1,7 +1,7 @@
 """Draws what jumps.py wrote: a row for each setting, a line for each seed.
 
-python tools/jumps_figure.py results/jumps/pfedhn-pc-cifar100-50.jsonl docs/pictures/jumps-50.png
-python tools/jumps_figure.py results/jumps/pfedhn-cifar100-10.jsonl docs/pictures/jumps-10.png
+python tools/jumps_figure.py results/jumps/pfedhn-pc-cifar100-50.jsonl docs/figures/jumps-50.png
+python tools/jumps_figure.py results/jumps/pfedhn-cifar100-10.jsonl docs/figures/jumps-10.png
 """
 
 import json
@@ -17,11 +17,11 @@ COLUMNS = {
     "head.lenet": "hypernetwork's head (norm)",
 }
 TICKS = {"velocity": (0.1, 0.3, 1, 3, 10), "head.lenet": (20, 50, 100, 200)}
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 FIRST_STEP = 150  # before it everything rises
 
 
-def main(source: Path, picture: Path) -> None:
+def main(source: Path, target: Path) -> None:
     runs: dict[str, list[dict[str, Any]]] = {}
     for line in source.read_text().splitlines():
         run = json.loads(line)
@@ -30,7 +30,7 @@ def main(source: Path, picture: Path) -> None:
     grid = figure.subplots(len(runs), len(COLUMNS), sharex=True, sharey="col", squeeze=False)
     for axes_of_row, (name, found) in zip(grid, runs.items(), strict=True):
         for axes, (key, label) in zip(axes_of_row, COLUMNS.items(), strict=True):
-            for color, run in zip(COLOURS, found, strict=False):
+            for color, run in zip(COLORS, found, strict=False):
                 scale = 100 if key == "validation" else 1
                 points = [(step, scale * value) for step, value in zip(run["step"], run[key], strict=True)]
                 shown = [point for point in points if point[0] >= FIRST_STEP]
@@ -49,7 +49,7 @@ def main(source: Path, picture: Path) -> None:
         axes.set_xlabel("communication steps", fontsize=10)
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=9)
-    figure.savefig(picture, dpi=90)
+    figure.savefig(target, dpi=90)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes docs/results.md and its pictures from the lines in results/, and results/notes.md into the middle of it.
+"""Writes docs/results.md and its figures from the lines in results/, and results/notes.md into the middle of it.
 
 `make results` runs it. Nothing on the page is typed in: what has no line is shown as not run yet.
 """
@@ -128,7 +128,7 @@ def page(every: Sequence[Report], notes: str, tuning: Sequence[Mapping[str, Any]
     for report in reports:
         parts += [f"## {report.title}", markdown(grid(report))]
         for (dataset, clients), name in pictured(report).items():
-            parts.append(f"![{dataset}, {clients} clients: accuracy against communication](pictures/{name})")
+            parts.append(f"![{dataset}, {clients} clients: accuracy against communication](figures/{name})")
         if _finished(report):
             parts += [markdown(costs(report)), markdown(origins(report))]
         else:
@@ -149,14 +149,14 @@ and the line names the command that makes it again ([how](#how-a-result-is-store
 
 Accuracy is that of each client's own model on its own test rows, in per cent, at the round chosen on validation.
 *Over clients* is the mean of the clients' accuracies, as the paper defines it; *over samples* counts every test row
-once, as the authors' program does. ± is the sample deviation over seeds (n - 1). The paper's ± is over three seeds.
+once, as the authors' code does. ± is the sample deviation over seeds (n - 1). The paper's ± is over three seeds.
 
 A cell of the tables has our accuracy over clients (and the number of seeds), the paper's, and the difference. {NOT_RUN}
-means *not run yet*; *1 seed* marks a number that no second seed has confirmed. Tables and pictures have the seeds 0, 1
+means *not run yet*; *1 seed* marks a number that no second seed has confirmed. Tables and figures have the seeds 0, 1
 and 2, on which all methods have the same splits.
 
 Before you quote a number, read [what explains the differences from the
-paper](#baselines-that-differ-from-the-paper). Wall times are of runs that shared the card with others; what one takes
+paper](#baselines-that-differ-from-the-paper). Wall times are of runs that shared the GPU with others; what one takes
 alone is on the page on [performance](performance.md)."""
 
 
@@ -311,7 +311,7 @@ the best diverged with seed 2. pFedHN and pFedHN-PC were tuned on CIFAR-100 only
 would choose](#runs-that-jump); the table does not use it.
 
 The baselines of CIFAR-100 were tuned with a version whose linear layer got, by our estimate, one minibatch in
-200,000 wrong (two copies raced on the card; it is mended, and the runs of CIFAR-100 and Omniglot in the tables are
+200,000 wrong (two copies raced on the GPU; it is mended, and the runs of CIFAR-100 and Omniglot in the tables are
 later; ten classes were never concerned). Per-FedAvg's grid was run again for 1,000 steps: the best three are the
 same, but 0.005 and 0.005 comes first among them, as it may by chance; they were not run in full again."""
 
@@ -359,8 +359,8 @@ correct rows and of rows, and the learning curve. [Experiments](experiments.md#r
 ```sh
 pfedhn run table1-cifar10 --out runs/table1-cifar10                               # on a GPU
 pfedhn report runs/table1-cifar10 --export results/table1-cifar10.jsonl           # at any time: what is finished
-make results                                                                      # this page and its pictures
-pfedhn report results                                                             # the same as tables and pictures
+make results                                                                      # this page and its figures
+pfedhn report results                                                             # the same as tables and figures
 ```
 
 A `.jsonl` file that was made on another machine goes in the same way: `pfedhn report FILE.jsonl --export ...`.
@@ -387,20 +387,20 @@ def _unbroken(cell: str) -> str:
 
 
 def pictured(report: Report) -> dict[Column, str]:
-    """The data sets and numbers of clients that a run is stored of, with the names of their pictures."""
+    """The data sets and numbers of clients that a run is stored of, with the names of their figures."""
     columns = dict.fromkeys(entry.column for entry in _finished(report))
     return {(dataset, clients): f"results-{dataset}-{clients}.png" for dataset, clients in columns}
 
 
 def draw(reports: Sequence[Report]) -> dict[str, bytes]:
     """Accuracy against communication for every method."""
-    pictures = {}
+    figures = {}
     for report in reports:
         for column, name in pictured(report).items():
             content = draw_curves(compared(report), column, dpi=DPI)
             assert content is not None
-            pictures[name] = content
-    return pictures
+            figures[name] = content
+    return figures
 
 
 def read_tuning(folder: Path) -> list[dict[str, Any]]:
@@ -417,12 +417,12 @@ def read_tuning(folder: Path) -> list[dict[str, Any]]:
 
 def build(results: Path, docs: Path) -> None:
     reports, notes = read_results(results), (results / "notes.md").read_text()
-    pictures = draw(reports)
-    for file in (docs / "pictures").glob("results-*.png"):
-        if file.name not in pictures:
+    figures = draw(reports)
+    for file in (docs / "figures").glob("results-*.png"):
+        if file.name not in figures:
             file.unlink()
-    for name, content in pictures.items():
-        write_atomically(docs / "pictures" / name, content)
+    for name, content in figures.items():
+        write_atomically(docs / "figures" / name, content)
     write_atomically(docs / "results.md", page(reports, notes, read_tuning(results)).encode())
 
 

@@ -3,7 +3,7 @@
     python tools/same_seed.py DIRECTORY ... > results/checks/same-seed-twice.jsonl
 
 DIRECTORY: of `pfedhn run` or `pfedhn tune`; below it, every folder with metrics is a run. The validation loss and each
-client's number of correct rows are compared, at every evaluation that two runs have in common.
+client's number of correct examples are compared, at every evaluation that two runs have in common.
 """
 
 import itertools

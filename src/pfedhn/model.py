@@ -46,7 +46,7 @@ class Model:
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the trainable parameters. Frozen parameters and buffers are constants of the architecture."""
+        """The shapes of the trainable parameters; frozen parameters and buffers are constants of the architecture."""
         return {name: value.shape for name, value in _trainable(self.training_module).items()}
 
     @cached_property
@@ -84,7 +84,7 @@ class Model:
         return {name: value.detach() for name, value in _trainable(self._build(key)).items()}
 
     def loss(self, weights: Params, batch: Batches) -> Tensor:
-        """Mean loss over the rows of one batch [B, ...] that the mask keeps."""
+        """Mean loss over the examples of one batch [B, ...] that the mask keeps."""
         outputs = functional_call(self.training_module, weights, (batch.x,))
         values = self.per_example_loss(outputs, batch.y)
         return torch.where(batch.mask, values, 0.0).sum() / batch.mask.sum()

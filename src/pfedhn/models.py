@@ -20,7 +20,11 @@ LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
 class LeNet(nn.Module):
     """The paper's CIFAR network: two 5x5 convolutions and three linear layers.
 
-    `num_kernels` 8, 16 and 32 are its sizes S, M and L: 62,958, 121,182 and 256,830 weights for ten classes.
+    Args:
+        num_classes: Outputs of the last layer.
+        num_kernels: Kernels of the first convolution; the second has twice as many. 8, 16 and 32 are the paper's sizes
+            S, M and L: 62,958, 121,182 and 256,830 weights for ten classes.
+        in_channels: Channels of the images, which are 32 pixels wide and high.
     """
 
     def __init__(self, num_classes: int = 10, num_kernels: int = 16, in_channels: int = 3) -> None:
@@ -38,7 +42,13 @@ class LeNet(nn.Module):
 
 
 class OmniglotNet(nn.Module):
-    """Four 3x3 convolutions (16, 32, 64, 128 kernels), pooling after the first three, and two linear layers."""
+    """Omniglot's network: four 3x3 convolutions (16, 32, 64, 128 kernels) and two linear layers.
+
+    Max-pooling follows the first three convolutions; images are 28 pixels wide and high, with one channel.
+
+    Args:
+        num_classes: Outputs of the last layer: all characters, or those of the largest alphabet.
+    """
 
     def __init__(self, num_classes: int = 1623) -> None:
         super().__init__()
@@ -56,7 +66,11 @@ class OmniglotNet(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them: MLP(64, 32, 10) has one hidden layer of 32. Images are flattened."""
+    """Linear layers with ReLU between them; images are flattened.
+
+    Args:
+        sizes: Numbers that go in, units of each hidden layer, outputs: `MLP(64, 32, 10)` has one hidden layer of 32.
+    """
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
@@ -101,5 +115,5 @@ def is_correct(outputs: Tensor, y: Tensor) -> Tensor:
 
 
 def squared_error(outputs: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error of each row, over however many numbers it predicts."""
+    """Mean squared error of each example, over however many numbers it predicts."""
     return ((outputs.reshape(y.shape) - y) ** 2).reshape(len(y), -1).mean(-1)

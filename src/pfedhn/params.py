@@ -46,7 +46,7 @@ def weighted_sum(stacked: Mapping[str, Tensor], weights: Tensor) -> Params:
 def clip(gradient: Mapping[str, Tensor], limit: float | None, names: Collection[str] | None = None) -> Params:
     """Scale the named part of a gradient (all of it by default) down to a global norm of `limit`.
 
-    The 1e-6 is that of `torch.nn.utils.clip_grad_norm_`, which the published programs use.
+    The 1e-6 is that of `torch.nn.utils.clip_grad_norm_`, which the published code uses.
     """
     chosen = gradient if names is None else pick(gradient, names)
     if limit is None or not chosen:

@@ -3,7 +3,7 @@
 import copy as python_copy
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import (
     NUM_CLIENTS,
+    ClosesOver,
     assert_close,
     assert_same_bits,
     finish,
@@ -26,32 +27,14 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm, Group
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.federation import Federation
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.engine.simulate import Simulation
-from pfedhn.model import Model
-from pfedhn.params import Params, copy, pack, stack, take
-from pfedhn.sgd import Batches, gradient, scan
+from pfedhn.params import copy, stack, take
+from pfedhn.sgd import Batches
 
 SMALL = {"local_steps": 3, "outer_steps": 3, "inner_steps": 2, "hidden_dim": 7, "embedding_dim": 3, "local_lr": 0.1}
-
-
-@dataclass(frozen=True)
-class ClosesOver(FedAvg):
-    """FedProx as everybody writes it first: its step closes over the received weights."""
-
-    def train(self, model: Model, received: Params, private: Params, batches: Batches) -> tuple[Params, Params]:
-        start, unpack = pack(received)
-        gradient_of = gradient(model.loss, unpack)
-
-        def step(weights: Tensor, batch: Batches, lr: Any) -> Tensor:
-            return weights - lr * (gradient_of(weights, batch) + 0.5 * (weights - start))
-
-        return unpack(start - scan(step, start, batches, self.local_lr)), private
-
-
 METHODS = {**ALGORITHMS, "closes-over": ClosesOver}
 every_method = pytest.mark.parametrize("method", METHODS)
 every_target = pytest.mark.parametrize("target", ["mlp", "conv"])

@@ -11,23 +11,23 @@ import torch
 from PIL import Image
 
 from pfedhn.bench import measure as bench
-from pfedhn.bench.measure import Images, Program, Worker, Workload, is_equal, rounds_of
+from pfedhn.bench.measure import Images, Variant, Worker, Workload, is_equal, rounds_of
 from pfedhn.process import keep_freed_memory
 
-SMALL = Workload("mlp", num_clients=4, rows_per_client=20, local_steps=2, batch_size=8)
+SMALL = Workload("mlp", num_clients=4, examples_per_client=20, local_steps=2, batch_size=8)
 
 
-def numbers(program: Program) -> dict[str, numpy.ndarray]:
-    return {name: value.detach().numpy().copy() for name, value in next(rounds_of(program, SMALL, "cpu"))().items()}
+def numbers(variant: Variant) -> dict[str, numpy.ndarray]:
+    return {name: value.detach().numpy().copy() for name, value in next(rounds_of(variant, SMALL, "cpu"))().items()}
 
 
-@pytest.mark.parametrize("program", [Program(name) for name in ("textbook-images", "loop", "traced", "captured")])
-def test_programs_compute_the_same(program: Program) -> None:
-    assert is_equal(numbers(program), numbers(Program("textbook")))
+@pytest.mark.parametrize("variant", [Variant(name) for name in ("textbook-images", "loop", "traced", "captured")])
+def test_variants_compute_the_same(variant: Variant) -> None:
+    assert is_equal(numbers(variant), numbers(Variant("textbook")))
 
 
 def test_difference_is_noticed() -> None:
-    right = numbers(Program("textbook"))
+    right = numbers(Variant("textbook"))
     wrong = {name: value * 1.01 for name, value in right.items()}
     assert not is_equal(wrong, right)
 
@@ -44,7 +44,7 @@ def test_plain_layers_are_the_engine_s() -> None:
 
 @pytest.mark.parametrize("open_image", [Image.fromarray, numpy.asarray])
 def test_images_are_converted_one_by_one(open_image: object) -> None:
-    workload = Workload(num_clients=1, rows_per_client=3)
+    workload = Workload(num_clients=1, examples_per_client=3)
     images, y = workload.images()
     data = Images(images, y, *workload.scale(), open_image)  # type: ignore[arg-type]
     x = torch.stack([data[row][0] for row in range(3)])
@@ -58,9 +58,9 @@ def test_operators_are_counted_without_views() -> None:
 
 
 @pytest.mark.slow
-def test_worker_measures_a_program() -> None:
-    worker = Worker.start(Program("traced"), SMALL, "cpu")
-    assert is_equal(worker.first(), numbers(Program("textbook")))
+def test_worker_measures_a_variant() -> None:
+    worker = Worker.start(Variant("traced"), SMALL, "cpu")
+    assert is_equal(worker.first(), numbers(Variant("textbook")))
     assert worker.turn() > 0
     peak, kernels = worker.end()
     assert 100 < peak < 2_000
@@ -88,5 +88,5 @@ def test_what_is_timed_against_a_graph_by_hand_is_the_same_work() -> None:
     assert spec.loader is not None
     gpu = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gpu)
-    by_engine, by_hand = gpu.roads(torch.device("cpu"), Workload(num_clients=2, rows_per_client=80, local_steps=5))
+    by_engine, by_hand = gpu.roads(torch.device("cpu"), Workload(num_clients=2, examples_per_client=80, local_steps=5))
     torch.testing.assert_close(by_engine(), by_hand(), rtol=1e-4, atol=1e-6)

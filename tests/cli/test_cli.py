@@ -52,6 +52,7 @@ settings = {local_steps = 2}
 steps = 60
 """
 METHODS = ("pfedhn-pc", "fedavg")
+LONG = "x" * 300
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +99,14 @@ def last_tensors(path: Path) -> dict[str, bytes]:
 
 
 # What there is to see
+
+
+def test_the_package_is_installed_whole() -> None:
+    """`make test-newest` runs this against a wheel, which holds no file that was not put there."""
+    source = Path(__file__).parents[2] / "src" / "pfedhn"
+    files = {path.relative_to(source) for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert {Path("experiments/rates.toml"), Path("kernels/kernel_configs.json"), Path("report/page.html")} <= files
+    assert not [name for name in files if not (Path(pfedhn.__file__).parent / name).is_file()]
 
 
 def test_the_version() -> None:
@@ -378,7 +387,7 @@ def test_the_demo_compares_methods_at_one_number_of_steps() -> None:
         ("--jobs is 0; it must be at least 1.", "run demo --jobs 0"),
         ("--checkpoint-every is 0; it must be at least 1.", "run mine.toml --checkpoint-every=0"),
         ("--checkpoint-every is -5; it must be at least 1.", "run demo --checkpoint-every=-5"),
-        ("would have no training rows; use fewer clients", "run demo --set clients=2000"),
+        ("leaves every client without examples; use fewer clients", "run demo --set clients=2000"),
         ("a cohort of 7 cannot be drawn from 6 clients.", "run mine.toml --set cohort_size=7"),
         ("11 classes per client were asked for", "run demo --set partition.classes_per_client=11"),
         ("does not take examples of shape (64,)", "run demo --set model=lenet"),
@@ -454,6 +463,24 @@ def test_another_experiment_in_the_directory_is_refused(finished: Path) -> None:
     sentence = "of it: steps is 40 there and 41 here; give another --out"
     refused(2, sentence, "run", str(finished / "mine.toml"), "--set", "steps=41", *arguments)
     refused(2, "of it: name is mine there and demo here; give another --out", "run", "demo", *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", LONG],
+        ["run", "demo", "--out", LONG],
+        ["run", "demo", "--rates", LONG],
+        ["run", "--resume", LONG],
+        ["tune", "demo", "--save", LONG],
+        ["report", LONG],
+        ["data", "show", LONG],
+    ],
+    ids=lambda arguments: "-".join(arguments[:-1]),
+)
+def test_what_the_system_refuses_is_said_with_code_1(arguments: list[str]) -> None:
+    """Whatever it is: here a name that no file can have."""
+    refused(1, "file name too long", *arguments)
 
 
 def test_a_directory_that_cannot_be_written_is_said_with_code_1() -> None:

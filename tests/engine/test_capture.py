@@ -345,3 +345,10 @@ def test_what_was_compiled_for_runs_of_the_past_is_let_go(monkeypatch: pytest.Mo
         compiled = capture.compile_graph(graph, [on_gpu])
         assert compiled(torch.tensor(1.0)) == 1 + number
     assert len(capture._compiled) == 2
+
+
+def test_a_deterministic_run_chooses_no_kernels_by_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PFEDHN_AUTOTUNE", "1")
+    assert capture.is_autotuned()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not capture.is_autotuned()

@@ -1,5 +1,6 @@
 """What a step reads besides its arguments: every executor computes what the loop does, or refuses."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.federation import Federation
-from pfedhn.engine import executors
+from pfedhn.engine import capture, executors
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.closures import lift
 from pfedhn.engine.executors import TracedScan
@@ -220,7 +221,7 @@ def by_noting(received: Params, start: Tensor) -> Pull:
 
 @pytest.mark.parametrize("pulled", [by_counting, by_noting], ids=lambda f: f.__name__)
 def test_a_step_that_changes_its_surroundings_is_refused(federation: Federation, pulled: Any) -> None:
-    with pytest.raises(UserError, match=r"changes 'count'.*'loop'"):
+    with pytest.raises(UserError, match=r"changes 'count', a variable.*'loop'"):
         end_of(simulate(FedProx(pulled=pulled), federation, executor="traced"))
 
 
@@ -360,20 +361,67 @@ def test_lifting_leaves_a_step_as_it_was() -> None:
     assert step(one, one, one) == 3 * (1 - 2) + 1 + 1
 
 
-def test_only_the_calls_that_trace_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that is met while nobody watches runs as it is written, and is traced in the next call."""
-    watched: list[Any] = []
-    traced: list[Any] = []
-    trace = executors.make_fx
-    monkeypatch.setattr(executors, "make_fx", lambda function: traced.append(function) or trace(function))
-    monkeypatch.setattr(
-        executors, "Watch", lambda arguments, watch=executors.Watch: watched.append(arguments) or watch(arguments)
-    )
-    running = TracedScan()
-    counts = []
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many calls were watched, and how many steps were traced."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str) -> None:
+        function = getattr(executors, name)
+
+        def counted(*arguments: Any) -> Any:
+            counts[name] += 1
+            return function(*arguments)
+
+        monkeypatch.setattr(executors, name, counted)
+
+    counting("Watch")
+    counting("make_fx")
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("is_always_watched", "expected"),
+    [
+        (False, [(1, 1), (1, 1), (1, 1), (2, 1), (3, 2), (3, 2)]),
+        (True, [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2), (6, 2)]),
+    ],
+)
+def test_only_calls_that_are_watched_trace(
+    is_always_watched: bool, expected: list[tuple[int, int]], counts: Counter[str]
+) -> None:
+    """A step that is met while nobody watches runs as it is written, and is traced when it is met again."""
+    traced = TracedScan(is_always_watched=is_always_watched)
+    found = []
     for width in (2, 2, 3, 2, 3, 3):
-        with running.running(()):
-            found = scan(lambda carry, batch, constants: carry + batch, torch.zeros(width), torch.ones(4, width))
-        assert torch.equal(found, torch.full((width,), 4.0))
-        counts.append((len(watched), len(traced)))
-    assert counts == [(1, 1), (1, 1), (1, 1), (2, 1), (3, 2), (3, 2)]
+        with traced.running(()):
+            end = scan(lambda carry, batch, constants: carry + batch, torch.zeros(width), torch.ones(4, width))
+        assert torch.equal(end, torch.full((width,), 4.0))
+        found.append((counts["Watch"], counts["make_fx"]))
+    assert found == expected
+
+
+@pytest.mark.parametrize("num_steps", [None, 0])
+def test_a_function_without_steps_is_watched_once(num_steps: int | None, counts: Counter[str]) -> None:
+    traced = TracedScan()
+    for _ in range(3):
+        with traced.running(()):
+            if num_steps is not None:
+                scan(lambda carry, batch, constants: carry, torch.zeros(2), torch.ones(num_steps, 2))
+    assert counts == {"Watch": 1}
+
+
+@pytest.mark.parametrize("cohort", [1, 3])
+def test_a_captured_round_traces_before_it_is_recorded(
+    federation: Federation, cohort: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs share is traced anew for other shapes, and it is the second call that a GPU records."""
+    target = {"mlp": model()}
+    monkeypatch.setattr(capture, "_borrowed", {})
+    for batch_size in (5, 4):
+        simulation = simulate(FedAvg(local_steps=2), federation, target, cohort=cohort, batch_size=batch_size)
+        run = CapturedRun(simulation, simulation.initial_state())
+        run._round(run.signatures[0])
+        before = counts["make_fx"]
+        run._round(run.signatures[0])
+        assert counts["make_fx"] == before

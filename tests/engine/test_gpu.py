@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, finish, memories_of, model, simulate
-from torch import Tensor
+from support import ClosesOver, assert_close, finish, memories_of, model, simulate
+from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional
 
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine.capture import CapturedRun, side_by_side
 from pfedhn.engine.checkpoint import load_state, save_state
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
-from pfedhn.kernels import conv as kernels
+from pfedhn.kernels.launch import SharedGPU
 from pfedhn.models import LeNet
 from pfedhn.run import rounds
 
@@ -48,6 +49,29 @@ def test_captured_is_the_loop(method: str, cohort: int, federation: Federation) 
     settings = {"rounds": 5, "cohort": cohort, "evaluate_every": 2}
     expected = finish(on_card(algorithm, federation, executor="loop", **settings))
     assert_close(memories_of(captured(on_card(algorithm, federation, **settings))), memories_of(expected))
+
+
+@pytest.mark.parametrize("cohort", [1, 3])
+def test_a_step_may_close_over_what_was_received(cohort: int, federation: Federation) -> None:
+    settings = {"rounds": 5, "cohort": cohort}
+    expected = finish(on_card(ClosesOver(local_steps=3), federation, executor="loop", **settings))
+    assert_close(
+        memories_of(captured(on_card(ClosesOver(local_steps=3), federation, **settings))), memories_of(expected)
+    )
+
+
+def test_a_frozen_layer(federation: Federation) -> None:
+    def factory() -> nn.Module:
+        network = model("conv").factory()
+        network.conv.requires_grad_(False)  # type: ignore[union-attr]
+        return network
+
+    target = {"conv": replace(model("conv"), factory=factory, device="cuda")}
+    there = federation.to("cuda")
+    runs = [
+        simulate(FedAvg(local_steps=3), there, target, rounds=4, cohort=3, executor=name) for name in ("loop", "auto")
+    ]
+    assert_close(memories_of(captured(runs[1])), memories_of(finish(runs[0])))
 
 
 def test_architectures_whose_graphs_are_captured_on_the_way(federation: Federation) -> None:
@@ -125,7 +149,7 @@ def test_runs_side_by_side_are_the_runs_alone(federation: Federation) -> None:
 
 @pytest.mark.parametrize("classes", [10, 47, 100, 1000])
 def test_the_same_gradient_every_time(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.Card, "runs", 24)
+    monkeypatch.setattr(SharedGPU, "runs", 24)
     torch.manual_seed(0)
     net = LeNet(classes).cuda()
     x, y = torch.randn(64, 3, 32, 32, device="cuda"), torch.randint(classes, (64,), device="cuda")

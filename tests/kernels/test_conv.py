@@ -5,49 +5,20 @@ close, and pooling windows with several equal maxima and outputs of exactly zero
 """
 
 import itertools
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import mostly_slow
+from support import KERNEL_DEVICE, ON_GPU, integers, mostly_slow, needs_gpu, needs_triton
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from pfedhn import keys
 from pfedhn.kernels import conv as kernels
-
-ON_GPU = torch.cuda.is_available() and not kernels.INTERPRETED
-DEVICE = "cuda" if ON_GPU else "cpu"
-needs_triton = pytest.mark.skipif(
-    not (ON_GPU or kernels.INTERPRETED), reason="runs below test_the_kernels_in_the_interpreter"
-)
-needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-
-
-@pytest.mark.skipif(ON_GPU or kernels.INTERPRETED, reason="the kernels are tested directly")
-@pytest.mark.skipif(not kernels.HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.parametrize("which", mostly_slow(["not slow", "slow"], "not slow"))
-def test_the_kernels_in_the_interpreter(which: str) -> None:
-    files = [__file__, str(Path(__file__).with_name("test_linear.py"))]
-    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    arguments = ["-m", "pytest", "-q", *plugins, "-k", "on_triton", "-m", which, *files]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    result = subprocess.run([sys.executable, *arguments], env=environment, cwd=root, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "skipped" not in result.stdout
-
-
-def integers(*shape: int) -> Tensor:
-    return torch.randint(-2, 3, shape, device=DEVICE).float()
+from pfedhn.kernels import launch
 
 
 def with_gradients(block: Callable[..., Tensor], tensors: tuple[Tensor, ...], *how: Any) -> list[Tensor]:
@@ -86,7 +57,6 @@ def test_module_is_interchangeable_with_conv2d() -> None:
 
 
 def test_shapes_the_kernels_do_not_know_go_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "INTERPRETED", True)
     monkeypatch.setattr(kernels, "is_usable", lambda device: True)
 
     def is_supported(
@@ -118,40 +88,12 @@ def test_shapes_the_kernels_do_not_know_go_to_the_reference(monkeypatch: pytest.
     assert not is_supported(dtype=torch.float64)
 
 
-def test_import_without_triton() -> None:
-    program = (
-        "import sys; sys.modules['triton'] = None; import torch; from pfedhn.kernels import conv as kernels; "
-        "kernels.ConvBlock(3, 8, 5)(torch.randn(1, 3, 8, 8)).sum().backward(); assert not kernels.HAS_TRITON"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
-
-
-def test_precision_follows_torch() -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("highest")
-        assert kernels.dot_precision() == "ieee"
-        torch.set_float32_matmul_precision("high")
-        assert kernels.dot_precision() == "tf32"
-        torch.backends.cuda.matmul.allow_tf32 = False
-        assert kernels.dot_precision() == "ieee"
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def test_configs_survive_the_file(tmp_path: Path) -> None:
-    kernels.write_configs(tmp_path / "configs.json", kernels.CONFIGS)
-    assert kernels.read_configs(tmp_path / "configs.json") == kernels.CONFIGS
-    assert kernels.read_configs(tmp_path / "none.json") == {}
-
-
 def test_block_sizes_are_what_triton_takes() -> None:
     kinds = ("forward", "weight_gradient", "input_gradient")
     keys_of_all = itertools.product(kinds, (1, 4, 8, 16, 32, 64), range(8, 129, 8), (3, 5), (4, 32), ("one", "many"))
-    for blocks in [*kernels.CONFIGS.values(), *map(kernels.default_blocks, keys_of_all)]:
+    for blocks in [*launch.CONFIGS.values(), *map(kernels.default_blocks, keys_of_all)]:
         assert all(size >= 16 for size in blocks[:3])
-        assert all(size == kernels.power_of_two(size) for size in blocks[:4])
+        assert all(size == launch.power_of_two(size) for size in blocks[:4])
         assert blocks.stages >= 1
         assert blocks.groups >= 1
 
@@ -202,9 +144,9 @@ def test_block_on_triton(
 def test_block_on_triton_of_any_strides() -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(2, 8, 6, 6), torch.randn(8, 8, 3, 3), torch.randn(16)[::2]
-    x, weight, bias = x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE)
+    x, weight, bias = x.to(KERNEL_DEVICE), weight.to(KERNEL_DEVICE), bias.to(KERNEL_DEVICE)
     expected = with_gradients(kernels.conv_block, (x, weight, bias), 1, True)
-    strided = torch.zeros(2, 6, 6, 9, device=DEVICE)[..., 1:].permute(0, 3, 1, 2).copy_(x)
+    strided = torch.zeros(2, 6, 6, 9, device=KERNEL_DEVICE)[..., 1:].permute(0, 3, 1, 2).copy_(x)
     turned = weight.permute(1, 3, 2, 0).contiguous().permute(3, 0, 2, 1)
     results = with_gradients(kernels.conv_block, (strided, turned, bias), 1, True)
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
@@ -213,7 +155,7 @@ def test_block_on_triton_of_any_strides() -> None:
 @needs_triton
 def test_nan_comes_through_on_triton() -> None:
     x, bias = integers(1, 1, 4, 4), integers(8)
-    weight = torch.full((8, 1, 3, 3), torch.nan, device=DEVICE)
+    weight = torch.full((8, 1, 3, 3), torch.nan, device=KERNEL_DEVICE)
     pool = ON_GPU  # the interpreter's maximum of nothing but NaN is an error
     assert kernels.conv_block(x, weight, bias, 1, pool).isnan().all()
     assert with_gradients(kernels.conv_block, (x, weight, bias), 1, pool)[1].isnan().all()
@@ -223,11 +165,11 @@ def test_nan_comes_through_on_triton() -> None:
 def test_second_derivative_on_triton_is_refused() -> None:
     x, weight, bias = integers(1, 3, 6, 6), integers(8, 3, 5, 5), integers(8)
 
-    def slope(weight: Tensor) -> Tensor:
+    def gradient_norm(weight: Tensor) -> Tensor:
         return grad(lambda w: kernels.conv_block(x, w, bias).square().sum())(weight).square().sum()
 
     with pytest.raises(NotImplementedError, match="second derivative"):
-        grad(slope)(weight)
+        grad(gradient_norm)(weight)
 
 
 class Network(nn.Module):
@@ -243,7 +185,7 @@ class Network(nn.Module):
 
 def transforms() -> dict[str, tuple[Callable[..., Any], str]]:
     """Ways to call `loss(params, x, y)`, and which of its arguments carry the axis of runs."""
-    network = Network().to(DEVICE)
+    network = Network().to(KERNEL_DEVICE)
 
     def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return functional.cross_entropy(functional_call(network, params, (x,)), y)
@@ -285,9 +227,10 @@ TRANSFORMS = transforms()
 def arguments_for(batched: str, num_runs: int = 2) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     torch.manual_seed(1)
     params = {
-        name: (torch.randn(num_runs, *value.shape) * 0.3).to(DEVICE) for name, value in Network().named_parameters()
+        name: (torch.randn(num_runs, *value.shape) * 0.3).to(KERNEL_DEVICE)
+        for name, value in Network().named_parameters()
     }
-    x, y = torch.randn(num_runs, 2, 3, 8, 8).to(DEVICE), torch.randint(0, 3, (num_runs, 2)).to(DEVICE)
+    x, y = torch.randn(num_runs, 2, 3, 8, 8).to(KERNEL_DEVICE), torch.randint(0, 3, (num_runs, 2)).to(KERNEL_DEVICE)
     return (
         params if "params" in batched else {name: value[0] for name, value in params.items()},
         x if "x" in batched else x[0],
@@ -338,7 +281,7 @@ def test_compiled_trace_on_triton(name: str) -> None:
 @pytest.mark.slow
 def test_many_runs_on_triton() -> None:
     torch.manual_seed(0)
-    runs = kernels.MANY_RUNS
+    runs = launch.MANY_RUNS
     tensors = (integers(runs, 2, 8, 4, 4), integers(runs, 16, 8, 3, 3), integers(runs, 16))
 
     def along_ones(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
@@ -348,28 +291,6 @@ def test_many_runs_on_triton() -> None:
     for run in range(runs):
         expected = by_reference(along_ones, *(t[run].double() for t in tensors))
         assert all(torch.equal(a[run], b.float()) for a, b in zip(results, expected, strict=True))
-
-
-@needs_triton
-def test_permutation_head_on_triton() -> None:
-    torch.manual_seed(0)
-    some, sizes = torch.randint(-(2**62), 2**62, (2, 3)), torch.tensor([1, 17, 300])
-
-    def check(key: Tensor, size: Tensor, count: int) -> None:
-        result = kernels.launch_permutation_head(key.to(DEVICE), size.to(DEVICE), count)
-        assert torch.equal(result.cpu(), keys.permutation_head(key, size, count))
-
-    check(some, sizes, 200)
-    check(some[0, 0], sizes[1], 17)
-    check(some, sizes, 0)
-    for size in (1, 2, 3, 4, 5, 24, 25, 26, 1000, 2**31 + 11, 2**40 + 3, 2**61):
-        check(some, torch.tensor(size), 20)
-
-
-@needs_gpu
-def test_permutation_head_on_gpu() -> None:
-    some = torch.arange(-3, 3)
-    assert torch.equal(keys.permutation_head(some.cuda(), 70, 64).cpu(), keys.permutation_head(some, 70, 64))
 
 
 @needs_gpu

@@ -1,6 +1,6 @@
 """The linear layer's kernels against plain PyTorch; on a GPU where there is one, else in Triton's interpreter.
 
-Small integers as in test_kernels.py: every sum is exact, so results must be equal.
+Small integers as in test_conv.py: every sum is exact, so results must be equal.
 """
 
 from collections import Counter
@@ -9,23 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import mostly_slow
+from support import KERNEL_DEVICE, integers, mostly_slow, needs_triton
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pfedhn.kernels import conv as kernels
-from pfedhn.kernels import linear
-
-ON_GPU = torch.cuda.is_available() and not kernels.INTERPRETED
-DEVICE = "cuda" if ON_GPU else "cpu"
-needs_triton = pytest.mark.skipif(
-    not (ON_GPU or kernels.INTERPRETED), reason="runs below test_the_kernels_in_the_interpreter"
-)
-
-
-def integers(*shape: int) -> Tensor:
-    return torch.randint(-2, 3, shape, device=DEVICE).float()
+from pfedhn.kernels import launch, linear
 
 
 def with_gradients(block: Callable[..., Tensor], tensors: tuple[Tensor, ...], relu: bool) -> list[Tensor]:
@@ -50,7 +39,6 @@ def test_layer_is_interchangeable_with_nn_linear() -> None:
 
 
 def test_what_the_kernels_do_not_know_goes_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "INTERPRETED", True)
     monkeypatch.setattr(linear, "is_usable", lambda device: True)
     weight, bias = torch.empty(5, 7), torch.empty(5)
     assert linear.is_supported(torch.empty(64, 7), weight, bias)
@@ -88,7 +76,7 @@ def test_layer_on_triton_of_any_strides() -> None:
 
 @needs_triton
 def test_nan_comes_through_a_layer_on_triton() -> None:
-    weight = torch.full((4, 6), torch.nan, device=DEVICE)
+    weight = torch.full((4, 6), torch.nan, device=KERNEL_DEVICE)
     results = with_gradients(linear.linear_block, (integers(2, 6), weight, integers(4)), True)
     assert results[0].isnan().all()
     assert results[1].isnan().all()
@@ -98,15 +86,15 @@ def test_nan_comes_through_a_layer_on_triton() -> None:
 def test_second_derivative_of_a_layer_on_triton_is_refused() -> None:
     x, weight, bias = integers(3, 6), integers(4, 6), integers(4)
 
-    def slope(weight: Tensor) -> Tensor:
+    def gradient_norm(weight: Tensor) -> Tensor:
         return grad(lambda w: linear.linear_block(x, w, bias).square().sum())(weight).square().sum()
 
     with pytest.raises(NotImplementedError, match="second derivative"):
-        grad(slope)(weight)
+        grad(gradient_norm)(weight)
 
 
 @needs_triton
-@pytest.mark.parametrize("runs", mostly_slow([2, kernels.MANY_RUNS], 2))
+@pytest.mark.parametrize("runs", mostly_slow([2, launch.MANY_RUNS], 2))
 @pytest.mark.parametrize("dims", [(0, 0, 0), (None, 0, 0), (0, None, None), (1, 0, 0)])
 def test_runs_of_a_layer_on_triton(runs: int, dims: tuple[int | None, ...]) -> None:
     torch.manual_seed(0)
@@ -116,10 +104,10 @@ def test_runs_of_a_layer_on_triton(runs: int, dims: tuple[int | None, ...]) -> N
         for shape, dim in zip(shapes, dims, strict=True)
     ]
 
-    def slopes(*inputs: Tensor) -> Any:
+    def gradients(*inputs: Tensor) -> Any:
         return grad(lambda *t: linear.linear_block(*t, True).sum(), argnums=(0, 1, 2))(*inputs)
 
-    results = vmap(slopes, in_dims=dims)(*tensors)
+    results = vmap(gradients, in_dims=dims)(*tensors)
     for run in range(runs):
         one = [t if dim is None else t.select(dim, run) for t, dim in zip(tensors, dims, strict=True)]
         expected = with_ones(*one)
@@ -132,7 +120,7 @@ def with_ones(*inputs: Tensor) -> Any:
 
 @needs_triton
 def test_a_step_of_layers_takes_two_operators_each_on_triton() -> None:
-    layers = nn.Sequential(linear.Linear(6, 9, relu=True), linear.Linear(9, 4)).to(DEVICE)
+    layers = nn.Sequential(linear.Linear(6, 9, relu=True), linear.Linear(9, 4)).to(KERNEL_DEVICE)
     x = integers(3, 6)
 
     def loss(params: dict[str, Tensor]) -> Tensor:

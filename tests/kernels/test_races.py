@@ -1,4 +1,4 @@
-"""What Triton makes of the kernels for a Hopper card, read without one: no product may lose a factor it still reads.
+"""What Triton makes of the kernels for a Hopper GPU, read without one: no product may lose a factor it still reads.
 
 There, tiles of 64 rows are multiplied asynchronously. Triton (seen in 3.6 and 3.9) keeps a single buffer for a factor
 that the loop also sums up, and copies the next one over it while the product still reads. Numbers were wrong once in
@@ -15,8 +15,7 @@ import torch
 from support import mostly_slow
 from torch import Tensor, nn
 
-from pfedhn.kernels import conv as kernels
-from pfedhn.kernels import linear
+from pfedhn.kernels import conv, launch, linear
 from pfedhn.models import MLP, LeNet, OmniglotNet
 
 pytest.importorskip("triton")
@@ -46,7 +45,7 @@ class Launch(NamedTuple):
 def launches(monkeypatch: pytest.MonkeyPatch, target: str, num_runs: int) -> set[Launch]:
     """What a step of training launches; nothing is computed."""
     found: set[Launch] = set()
-    jitted = kernels.compiled
+    jitted = launch.compiled
 
     class Recorder:
         def __init__(self, kernel: Callable[..., None]) -> None:
@@ -64,12 +63,11 @@ def launches(monkeypatch: pytest.MonkeyPatch, target: str, num_runs: int) -> set
                 Launch(self.kernel, tuple(types.items()), tuple(sorted(constants.items())), num_warps, num_stages)
             )
 
-    monkeypatch.setattr(kernels, "compiled", Recorder)
-    monkeypatch.setattr(kernels, "INTERPRETED", True)  # so that tensors of a CPU are taken
-    monkeypatch.setattr(linear, "INTERPRETED", True)
-    monkeypatch.setattr(kernels, "dot_precision", lambda: "tf32")
+    monkeypatch.setattr(launch, "compiled", Recorder)
+    monkeypatch.setattr(launch, "INTERPRETED", True)  # so that tensors of a CPU are taken
+    monkeypatch.setattr(conv, "dot_precision", lambda: "tf32")
     monkeypatch.setattr(linear, "dot_precision", lambda: "tf32")
-    monkeypatch.setattr(kernels.Card, "runs", num_runs)
+    monkeypatch.setattr(launch.SharedGPU, "runs", num_runs)
     shape, factory = TARGETS[target]
     factory()(torch.zeros(64, *shape)).sum().backward()
     return found
@@ -112,13 +110,13 @@ def test_no_factor_is_overwritten_while_it_is_read(
 ) -> None:
     found = launches(monkeypatch, target, num_runs)
     assert len(found) >= 2
-    for launch in found:
-        assert not list(overwritten_factors(intermediate_code(launch))), launch
+    for kernel in found:
+        assert not list(overwritten_factors(intermediate_code(kernel))), kernel
 
 
 @pytest.mark.slow
 def test_the_race_would_be_seen(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
-    blocks = kernels.Blocks(64, 64, 32, warps=4, stages=2)
+    blocks = launch.Blocks(64, 64, 32, warps=4, stages=2)
     monkeypatch.setattr(linear, "blocks_for", lambda kind, *sizes: blocks)
     found = launches(monkeypatch, "LeNet, hundred classes", 24)
     codes = [intermediate_code(launch) for launch in found if launch.kernel.__name__ == "linear_backward_kernel"]

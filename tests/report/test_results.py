@@ -464,7 +464,7 @@ def test_the_page_is_what_the_command_makes() -> None:
     assert (ROOT / "docs" / "results.md").read_text() == generator.page(
         reports, notes, generator.read_tuning(results)
     ), "`make results` writes docs/results.md anew"
-    pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "pictures").glob("results-*.png")}
+    pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "figures").glob("results-*.png")}
     assert set(pictures) == {name for report in reports for name in generator.pictured(report).values()}
     assert all(size < 150_000 for size in pictures.values())
     assert generator.unexplained(reports, notes) == []
@@ -596,14 +596,14 @@ def test_tuning_shows_every_point(tmp_path: Path) -> None:
 
 def test_the_command_writes_the_page_and_its_pictures(tmp_path: Path) -> None:
     results = stored(tmp_path / "results", pretended({"pfedhn": {0: 89.0, 1: 90.0}}))
-    (tmp_path / "docs" / "pictures").mkdir(parents=True)
-    (tmp_path / "docs" / "pictures" / "results-gone-7.png").touch()
+    (tmp_path / "docs" / "figures").mkdir(parents=True)
+    (tmp_path / "docs" / "figures" / "results-gone-7.png").touch()
     generator.build(results, tmp_path / "docs")
-    (picture,) = (tmp_path / "docs" / "pictures").iterdir()
+    (picture,) = (tmp_path / "docs" / "figures").iterdir()
     assert picture.name == "results-cifar10-50.png"
     assert picture.read_bytes()[:4] == b"\x89PNG"
     text = (tmp_path / "docs" / "results.md").read_text()
-    assert "(pictures/results-cifar10-50.png)" in text
+    assert "(figures/results-cifar10-50.png)" in text
     tables = re.split(r"\n\n(?=\|)", text)[1:]
     for table in tables:
         lines = [line for line in table.split("\n\n")[0].splitlines()]

@@ -1,6 +1,6 @@
 """Rows that a server's SGD moves at every step, chosen or not, brought up to date only when somebody looks.
 
-The published program decays EVERY embedding at every server step and lets its left-over momentum move it. A row that
+The published code decays EVERY embedding at every server step and lets its left-over momentum move it. A row that
 gets no gradient follows (velocity, value) -> A (velocity, value) with a fixed 2x2 matrix A, so n missed steps are A^n.
 """
 

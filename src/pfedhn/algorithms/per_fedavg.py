@@ -9,7 +9,7 @@
     server   w <- w - mean_i (w - w_i)                                                    receive
     client   tested with w - alpha grad L(w; a batch of its TRAINING data)                personalize
 
-Differs: the program that papers of 2020-21 used adapts on test batches, with two steps; this adapts on training data.
+Differs: the code that papers of 2020-21 used adapts on test batches, with two steps; this adapts on training data.
 """
 
 from collections.abc import Mapping, Sequence

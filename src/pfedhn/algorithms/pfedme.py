@@ -8,7 +8,7 @@
     server   w <- w - beta sum_i |T_i| (w - x_i) / sum_i |T_i|                         receive
     client   tested with theta_i                                                       personalize
 
-Differs: the authors' program overwrites its personal model with x_i before it is tested; `tested="x"` does as it does.
+Differs: the authors' code overwrites its personal model with x_i before it is tested; `tested="x"` does as it does.
 Only chosen clients work; the others keep their last theta_i, and one never chosen is tested with w.
 """
 

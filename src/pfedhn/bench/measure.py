@@ -1,16 +1,17 @@
 """How fast the engine is against pFedHN as a textbook writes it: same data, same batches, measured in turns.
 
-Every program lives in a process of its own, so that its memory can be told, and runs a round when the parent says so:
+Every variant lives in a process of its own, so that its memory can be told, and runs a round when the parent says so:
 one after the other, again and again, so that a busy neighbor slows all of them alike.
 """
 
+import multiprocessing
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from pfedhn.errors import UserError
 from pfedhn.model import Model
 from pfedhn.models import MLP, LeNet, cross_entropy, is_correct
 from pfedhn.params import Params
-from pfedhn.process import new_process
+from pfedhn.process import keep_freed_memory
 
 MEAN, STD = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
 TOLERANCE = 1e-3  # relative, of all weights after one round, tf32 off
@@ -47,7 +48,12 @@ Look = Callable[[], Params]
 class Images(Dataset[tuple[Tensor, int]]):
     """uint8 images [N, H, W, C], each made when it is asked for, step by step as torchvision's CIFAR10 makes it.
 
-    open_image: `PIL.Image.fromarray`, which torchvision calls; without Pillow arrays stand for pictures.
+    Args:
+        images: All images.
+        y: Their labels.
+        mean: Mean of each channel.
+        std: Standard deviation of each channel.
+        open_image: `PIL.Image.fromarray`, which torchvision calls; without Pillow arrays stand for images.
     """
 
     def __init__(
@@ -56,17 +62,17 @@ class Images(Dataset[tuple[Tensor, int]]):
         self.images, self.y, self.open_image = images.numpy(), y.tolist(), open_image
         self.mean, self.std, self.dtype = mean.tolist(), std.tolist(), mean.dtype
 
-    def __getitem__(self, row: int) -> tuple[Tensor, int]:
-        picture = self.open_image(self.images[row].squeeze())
-        return self.normalized(self.to_tensor(picture)), self.y[row]
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        image = self.open_image(self.images[place].squeeze())
+        return self.normalized(self.to_tensor(image)), self.y[place]
 
-    def to_tensor(self, picture: Any) -> Tensor:
-        """transforms.ToTensor"""
-        x = torch.from_numpy(numpy.array(picture, copy=True)).view(self.images.shape[1:])
+    def to_tensor(self, image: Any) -> Tensor:
+        """Does what `transforms.ToTensor` does."""
+        x = torch.from_numpy(numpy.array(image, copy=True)).view(self.images.shape[1:])
         return x.permute(2, 0, 1).contiguous().to(self.dtype).div(255)
 
     def normalized(self, x: Tensor) -> Tensor:
-        """transforms.Normalize"""
+        """Does what `transforms.Normalize` does."""
         x = x.clone()
         mean, std = torch.as_tensor(self.mean, dtype=x.dtype), torch.as_tensor(self.std, dtype=x.dtype)
         if (std == 0).any():
@@ -113,14 +119,14 @@ class Workload:
 
     name: str = "lenet"
     num_clients: int = 50
-    rows_per_client: int = 800
+    examples_per_client: int = 800
     local_steps: int = 50
     batch_size: int = 64
     num_kernels: int = 16
 
     def images(self) -> tuple[Tensor, Tensor]:
-        """uint8 pictures [N, H, W, C], and labels: what is in them does not change the time."""
-        count = self.num_clients * self.rows_per_client
+        """uint8 images [N, H, W, C], and labels: what is in them does not change the time."""
+        count = self.num_clients * self.examples_per_client
         generator = keys.torch_generator(keys.fold(0, "bench"))
         shape = (count, 32, 32, 3) if self.name == "lenet" else (count, 8, 8, 1)
         return torch.randint(256, shape, generator=generator, dtype=torch.uint8), torch.arange(count) % 10
@@ -129,12 +135,12 @@ class Workload:
         return (MEAN, STD) if self.name == "lenet" else (MEAN[:1], STD[:1])
 
     def federation(self) -> Federation:
-        """Every client tests on half of its rows, as many as a client of CIFAR-10 has to test on."""
+        """Every client is evaluated on half as many examples as it trains on, as a client of CIFAR-10 is."""
         (images, y), (mean, std) = self.images(), self.scale()
         x = ((images.float() / 255 - mean) / std).permute(0, 3, 1, 2).contiguous()
-        start = torch.arange(self.num_clients) * self.rows_per_client
+        start = torch.arange(self.num_clients) * self.examples_per_client
         train, tested = (
-            Examples(torch.arange(len(y)), start, torch.full_like(start, self.rows_per_client // part))
+            Examples(torch.arange(len(y)), start, torch.full_like(start, self.examples_per_client // part))
             for part in (1, 4)
         )
         return Federation(x, y, {"train": train, "validation": tested, "test": tested})
@@ -153,12 +159,12 @@ class Workload:
         return Simulation(algorithm, {self.name: model}, federation, schedule, seed, executor)
 
 
-WORKLOADS = {"lenet": Workload(), "mlp": Workload("mlp", rows_per_client=18, local_steps=20, batch_size=16)}
+WORKLOADS = {"lenet": Workload(), "mlp": Workload("mlp", examples_per_client=18, local_steps=20, batch_size=16)}
 
 
 @dataclass(frozen=True)
-class Program:
-    """A way to compute rounds. `executor` is the engine's, "textbook" or "textbook-images"."""
+class Variant:
+    """A way to compute rounds: by one of the engine's executors, "textbook" or "textbook-images"."""
 
     executor: str
     runs: int = 1  # side by side, on a GPU
@@ -171,31 +177,31 @@ class Program:
         return f"{self.executor}{plain}" + (f", {self.runs} runs side by side" if self.runs > 1 else "")
 
 
-PROGRAMS = {
-    "cpu": tuple(map(Program, ("textbook", "textbook-images", "loop", "traced"))),
+VARIANTS = {
+    "cpu": tuple(map(Variant, ("textbook", "textbook-images", "loop", "traced"))),
     # A captured round is too short to be timed alone; 30 of them hold one evaluation, as in a run.
     "cuda": (
-        *map(Program, ("textbook", "textbook-images", "loop")),
-        *(Program("captured", runs, EVALUATE_EVERY) for runs in (1, 8, 16)),
-        Program("captured", 1, EVALUATE_EVERY, is_plain=True),
+        *map(Variant, ("textbook", "textbook-images", "loop")),
+        *(Variant("captured", runs, EVALUATE_EVERY) for runs in (1, 8, 16)),
+        Variant("captured", 1, EVALUATE_EVERY, is_plain=True),
     ),
 }
 
 
-def rounds_of(program: Program, workload: Workload, device: str) -> Iterator[Look]:
+def rounds_of(variant: Variant, workload: Workload, device: str) -> Iterator[Look]:
     """Each `next` is one round of every run, and gives a look at the first one's phi after it."""
     federation = workload.federation()
-    if program.executor.startswith("textbook"):
+    if variant.executor.startswith("textbook"):
         simulation = workload.simulation(federation, workload.model(device, is_plain=True), "loop")
         data: Dataset[Any] = TensorDataset(federation.x, federation.y)
-        if program.executor == "textbook-images":
+        if variant.executor == "textbook-images":
             data = Images(*workload.images(), *workload.scale(), image_opener())
         for h in textbook.rounds(simulation, simulation.initial_state(), data):
             yield h.phi
         return
-    federation, model = federation.to(device), workload.model(device, program.is_plain)
-    simulations = [workload.simulation(federation, model, program.executor, seed) for seed in range(program.runs)]
-    yield from captured_rounds(simulations) if program.executor == "captured" else looped_rounds(simulations[0])
+    federation, model = federation.to(device), workload.model(device, variant.is_plain)
+    simulations = [workload.simulation(federation, model, variant.executor, seed) for seed in range(variant.runs)]
+    yield from captured_rounds(simulations) if variant.executor == "captured" else looped_rounds(simulations[0])
 
 
 def looped_rounds(simulation: Simulation) -> Iterator[Look]:
@@ -218,7 +224,7 @@ def captured_rounds(simulations: Sequence[Simulation]) -> Iterator[Look]:
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that compute something: a view is none."""
+    """Counts the operators that compute something, which a view does not."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -237,7 +243,7 @@ class Kernel(NamedTuple):
 
 
 def kernels(work: Callable[[], Any]) -> list[Kernel]:
-    """What a GPU does meanwhile, the longest first."""
+    """The kernels that a GPU runs meanwhile, those that take longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -250,7 +256,7 @@ def kernels(work: Callable[[], Any]) -> list[Kernel]:
 
 
 def count_kernels(work: Callable[[], Any], device: str) -> int:
-    """Kernels on a GPU; on a CPU operators of PyTorch."""
+    """How many kernels `work` launches on a GPU, or operators of PyTorch on a CPU."""
     if device != "cpu":
         return sum(kernel.calls for kernel in kernels(work))
     operators = Operators()
@@ -260,7 +266,7 @@ def count_kernels(work: Callable[[], Any], device: str) -> int:
 
 
 def peak_memory_mb() -> float:
-    """Of this process. What Linux tells as `ru_maxrss` begins with the parent's memory, so the other count is read."""
+    """Peak memory of this process; Linux lets `ru_maxrss` begin with the parent's, so the other count is read."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 2**10
@@ -268,44 +274,48 @@ def peak_memory_mb() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def _worker(pipe: Connection, program: Program, workload: Workload, device: str, threads: int, precision: str) -> None:
+def _worker(pipe: Connection, variant: Variant, workload: Workload, device: str, threads: int, precision: str) -> None:
+    if not variant.executor.startswith("textbook"):  # which is measured as a person would run it
+        keep_freed_memory()
     torch.set_num_threads(threads)
-    set_up_gpu(precision, is_deterministic=False, num_runs=program.runs)
-    rounds = rounds_of(program, workload, device)
+    set_up_gpu(precision, is_deterministic=False, num_runs=variant.runs)
+    rounds = rounds_of(variant, workload, device)
     phi = next(rounds)()
     if device != "cpu":
         torch.cuda.synchronize()  # runs write on streams of their own
     pipe.send({name: value.detach().cpu().numpy() for name, value in phi.items()})
     while pipe.recv() == "turn":
         started = time.perf_counter()
-        for _ in range(program.rounds_per_turn):
+        for _ in range(variant.rounds_per_turn):
             next(rounds)
         if device != "cpu":
             torch.cuda.synchronize()
-        pipe.send((time.perf_counter() - started) / program.rounds_per_turn / program.runs)
+        pipe.send((time.perf_counter() - started) / variant.rounds_per_turn / variant.runs)
     peak = peak_memory_mb() if device == "cpu" else torch.cuda.max_memory_allocated() / 2**20
     num_kernels = count_kernels(lambda: next(rounds), device)
-    pipe.send((peak, num_kernels / program.runs / workload.local_steps))
+    pipe.send((peak, num_kernels / variant.runs / workload.local_steps))
 
 
 @dataclass
 class Worker:
-    """A program in a process of its own."""
+    """A variant in a process of its own."""
 
-    program: Program
+    variant: Variant
     pipe: Connection
     process: Any
 
     @staticmethod
-    def start(program: Program, workload: Workload, device: str, threads: int = 1, precision: str = "fp32") -> "Worker":
-        ours, theirs = Pipe()
-        process = new_process(_worker, theirs, program, workload, device, threads, precision)
+    def start(variant: Variant, workload: Workload, device: str, threads: int = 1, precision: str = "fp32") -> "Worker":
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        arguments = (theirs, variant, workload, device, threads, precision)
+        process = context.Process(target=_worker, args=arguments, daemon=True)
         process.start()
         theirs.close()  # so that a worker that dies is noticed
-        return Worker(program, ours, process)
+        return Worker(variant, ours, process)
 
     def first(self) -> dict[str, Any]:
-        """phi after the first round."""
+        """The hypernetwork's weights after the first round."""
         phi: dict[str, Any] = self.pipe.recv()
         return phi
 
@@ -336,30 +346,30 @@ def in_turns(
 
 
 def measure(workload: Workload, device: str, repeats: int, say: Say) -> list[dict[str, Any]]:
-    """One line per program: milliseconds a round (median), ratio to the textbook, memory, and whether it is equal."""
-    programs = PROGRAMS["cpu" if device == "cpu" else "cuda"]
-    say(f"{workload.name}: starting {len(programs)} programs")
-    workers = [Worker.start(program, workload, device) for program in programs]
+    """One line per variant: milliseconds a round (median), ratio to the textbook, memory, and whether it is equal."""
+    variants = VARIANTS["cpu" if device == "cpu" else "cuda"]
+    say(f"{workload.name}: starting {len(variants)} variants")
+    workers = [Worker.start(variant, workload, device) for variant in variants]
     first = [worker.first() for worker in workers]
     if device != "cpu":  # compared in full precision, timed as runs are; a process keeps what it compiled
         for worker in workers:
             worker.end()
-        workers = [Worker.start(program, workload, device, precision="tf32") for program in programs]
+        workers = [Worker.start(variant, workload, device, precision="tf32") for variant in variants]
         for worker in workers:
             worker.first()
     milliseconds = in_turns(workers, repeats, lambda text: say(f"{workload.name}: {text}"))
     return [
         record(
-            device_name(device), workload, program.name, taken, milliseconds[0], worker.end(), is_equal(phi, first[0])
+            device_name(device), workload, variant.name, taken, milliseconds[0], worker.end(), is_equal(phi, first[0])
         )
-        for program, worker, taken, phi in zip(programs, workers, milliseconds, first, strict=True)
+        for variant, worker, taken, phi in zip(variants, workers, milliseconds, first, strict=True)
     ]
 
 
 def record(
     device: str,
     workload: Workload,
-    program: str,
+    variant: str,
     milliseconds: float,
     textbook_milliseconds: float,
     ended: tuple[float, float],
@@ -368,7 +378,7 @@ def record(
     return {
         "device": device,
         "workload": workload.name,
-        "program": program,
+        "program": variant,  # as in every stored line
         "ms_per_round": round(milliseconds, 3),
         "ratio_to_textbook": round(textbook_milliseconds / milliseconds, 3),
         "peak_memory_mb": round(ended[0], 1),
@@ -386,8 +396,8 @@ def device_name(device: str, threads: int = 1) -> str:
 def measure_processes(workload: Workload, repeats: int, say: Say) -> list[dict[str, Any]]:
     """Two engines of one thread each side by side, against the textbook with both threads to itself."""
     say(f"{workload.name}: two processes against two threads")
-    alone = Worker.start(Program("textbook"), workload, "cpu", threads=2)
-    pair = [Worker.start(Program("traced"), workload, "cpu") for _ in range(2)]
+    alone = Worker.start(Variant("textbook"), workload, "cpu", threads=2)
+    pair = [Worker.start(Variant("traced"), workload, "cpu") for _ in range(2)]
     first = [worker.first() for worker in (alone, *pair)]
     slow, fast = [], []
     for turn in range(repeats + 1):
@@ -420,8 +430,8 @@ def measure_clients(counts: Sequence[int], say: Say) -> list[dict[str, Any]]:
     x, y = torch.randn(1_000, 64, generator=generator), torch.arange(1_000) % 10
 
     def held(count: int) -> Federation:
-        rows = Examples(torch.arange(1_000), torch.zeros(count, dtype=torch.int64), torch.full((count,), 1_000))
-        return Federation(x, y, {"train": rows, "validation": rows, "test": rows})
+        examples = Examples(torch.arange(1_000), torch.zeros(count, dtype=torch.int64), torch.full((count,), 1_000))
+        return Federation(x, y, {"train": examples, "validation": examples, "test": examples})
 
     def made(client: int) -> dict[str, tuple[Tensor, Tensor]]:
         part = slice(client % 900, client % 900 + 100)
@@ -433,7 +443,7 @@ def measure_clients(counts: Sequence[int], say: Say) -> list[dict[str, Any]]:
     return [*records, clients_line("traced, data made when needed", lazy)]
 
 
-def clients_line(program: str, federation: Federation) -> dict[str, Any]:
+def clients_line(variant: str, federation: Federation) -> dict[str, Any]:
     model = Model("mlp", lambda: MLP(64, 32, 10), cross_entropy, is_correct)
     algorithm = PFedHN(local_steps=1, embedding_dim=13)
     simulation = Simulation(algorithm, {"mlp": model}, federation, Schedule(10_000, 1, 64, 10_000), 0, "traced")
@@ -446,7 +456,7 @@ def clients_line(program: str, federation: Federation) -> dict[str, Any]:
     return {
         "device": device_name("cpu"),
         "workload": "one local step",
-        "program": program,
+        "program": variant,  # as in every stored line
         "clients": federation.num_clients,
         "ms_per_round": round(statistics.median(times[10:]), 3),
         "bytes_per_client": sum(leaf.element_size() * leaf[0].numel() for leaf in state.memories.rows),

@@ -9,6 +9,7 @@ from pfedhn.experiments.grid import from_toml
 from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.rates import rates_file
 from pfedhn.experiments.spec import Experiment
+from pfedhn.files import reading
 
 
 def find_experiment(name: str) -> tuple[Experiment, str]:
@@ -16,8 +17,9 @@ def find_experiment(name: str) -> tuple[Experiment, str]:
     if name in EXPERIMENTS:
         return EXPERIMENTS[name], name
     file = Path(name).expanduser()
-    if file.is_file():
-        return from_toml(file), str(file.resolve())
+    with reading(file):
+        if file.is_file():
+            return from_toml(file), str(file.resolve())
     if file.suffix == ".toml" or os.sep in name:
         raise UserError(f"there is no file {name}.")
     raise UserError(f"there is no experiment {name!r}; {closest(name, EXPERIMENTS)}")

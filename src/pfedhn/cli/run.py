@@ -153,13 +153,15 @@ def _asked_for(
     from pfedhn.experiments.grid import refuse_without_effect, select, with_assignments
     from pfedhn.experiments.paper import with_rates_of
     from pfedhn.experiments.spec import with_pretraining
+    from pfedhn.files import reading
     from pfedhn.settings import parse_assignments
 
     chosen, source = find_experiment(name)
     if rates is not None:
         rates = rates.expanduser().resolve()
-        if not rates.is_file():
-            raise UserError(f"there is no file {rates}.")
+        with reading(rates):
+            if not rates.is_file():
+                raise UserError(f"there is no file {rates}.")
         chosen = with_rates_of(chosen, rates)
     if (file := rates or rates_beside(source)) is not None:
         Console(stderr=True).print(f"Learning rates: {escape(str(file))}", highlight=False, soft_wrap=True)

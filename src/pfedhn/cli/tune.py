@@ -127,13 +127,14 @@ def tune(
 def _check_files(files: Sequence[Path], save: Path | None) -> None:
     """Refuse now, not after hours, what could not be written in the end."""
     from pfedhn.experiments.rates import read_rates
-    from pfedhn.files import write_trouble
+    from pfedhn.files import reading, write_trouble
 
     for file in files:
-        if file.is_dir():
-            raise UserError(f"{file} is a folder; the rates need a file.")
-        if file.exists():
-            read_rates(file)
+        with reading(file):
+            if file.is_dir():
+                raise UserError(f"{file} is a folder; the rates need a file.")
+            if file.exists():
+                read_rates(file)
     if save is not None and (trouble := write_trouble(save.parent)) is not None:
         raise UserError(f"{save} cannot be written ({trouble}); give another file as --save.")
 

@@ -100,7 +100,7 @@ class ByClasses(_Rule):
                 f"ask for at most {len(classes)}."
             )
         generator = keys.numpy_generator(keys.fold(key, "classes"))
-        # Differs: the reference program can hand a client one class twice when C is not a multiple of k. Taking the k
+        # Differs: the reference code can hand a client one class twice when C is not a multiple of k. Taking the k
         # rarest classes at once cannot, and keeps the numbers of holders within one of each other to the last client.
         holds = numpy.zeros((self.num_clients, len(classes)), dtype=bool)
         num_holders = numpy.zeros(len(classes), dtype=numpy.int64)

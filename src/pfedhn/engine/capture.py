@@ -26,7 +26,7 @@ from pfedhn.engine.executors import EXECUTORS, Function, TogetherScan, Traced, T
 from pfedhn.engine.round import Exchange, Kept, Offer, Returned, bytes_down, bytes_up
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Progress, State
-from pfedhn.kernels import conv as kernels
+from pfedhn.kernels import launch as kernels
 from pfedhn.model import Model
 from pfedhn.params import Params, copy, stack, take
 from pfedhn.sgd import Batches, Rate
@@ -111,7 +111,7 @@ def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> Non
 
     num_runs: how many will take turns; unless the same bits are wanted whatever their number, kernels suit themselves.
     """
-    kernels.Card.runs = 1 if is_deterministic else num_runs
+    kernels.SharedGPU.runs = 1 if is_deterministic else num_runs
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if is_deterministic:
@@ -345,7 +345,7 @@ class CapturedRun:
         """Runs with equal keys trace alike: rates, seeds and data are arguments of what is traced."""
         simulation = self.simulation
         settings = with_rates(simulation.algorithm, dict.fromkeys(self.rates))
-        how = (str(self.counter.device), kernels.dot_precision(), kernels.Card.runs)
+        how = (str(self.counter.device), kernels.dot_precision(), kernels.SharedGPU.runs)
         models = tuple((model, form(model.training_module)) for model in simulation.models.values())
         exchange = simulation.exchange
         draws = exchange.upload.draws or exchange.download.draws
@@ -406,7 +406,8 @@ class CapturedRun:
         count = batches.mask.shape[0]
         kind = TracedScan if count == 1 else TogetherScan
         if (model.name, count) not in self.scans:
-            self.scans[model.name, count] = borrow(self._key("steps", model.name, count), lambda: kind(compile_graph))
+            make = partial(kind, compile_graph, is_always_watched=True)
+            self.scans[model.name, count] = borrow(self._key("steps", model.name, count), make)
         exchange = exchange_with_rates(self.simulation.exchange, self.rates)
 
         def train(offer: Offer, kept: Kept, batches: Batches) -> tuple[Params, Kept]:

@@ -72,7 +72,7 @@ def lift(step: Step) -> Lifted:
             for place in places:
                 place.write(place.content)
 
-    return Lifted(lifted, tensors, (*codes, *numbers, *(spec for _, spec in parts)))
+    return Lifted(lifted, tensors, (*codes, *numbers, *(str(spec) for _, spec in parts)))
 
 
 def places_of(function: Any) -> tuple[list[Place], list[Any]]:
@@ -133,8 +133,8 @@ def _refuse_change(place: Place, before: Sequence[Any]) -> None:
     after = pytree.tree_leaves(place.read())
     if len(after) != len(before) or any(new is not old for new, old in zip(after, before, strict=True)):
         raise UserError(
-            f"a step changes {place.name}, which is outside of it, and only its first call would; make it part of "
-            "what the step carries along, or use executor 'loop'."
+            f"the step changes {place.name}, a variable outside of it, which a traced step would do only once; make it "
+            "part of the carry, or use executor 'loop'."
         )
 
 
@@ -182,9 +182,9 @@ class Watch(TorchDispatchMode):
         """Refuse tensors of this call that `step` does not get as arguments: other clients would compute with them."""
         if found := storages(tensors) & self.storages:
             raise UserError(
-                f"a step reads {name_of(step, found)} past its arguments, though its client received, remembered or "
-                "computed it, so that every other client would get this one's; give it to scan among the constants, "
-                "or keep it in a local variable of the function around the step."
+                f"the step reads {name_of(step, found)}, which one client received, remembered or computed, from an "
+                "object or a global variable, where other clients would find it too; give it to scan among the "
+                "constants, or keep it in a local variable of the function around the step."
             )
 
 
@@ -210,7 +210,7 @@ def storages(tree: Any) -> set[int]:
     return found
 
 
-MAX_SEARCHED = 10_000
+MAX_SEARCHED = 10_000  # objects: an object may lead to anything
 
 
 def name_of(function: Any, wanted: set[int]) -> str:
@@ -227,7 +227,7 @@ def name_of(function: Any, wanted: set[int]) -> str:
                 return repr(path)
         else:
             waiting += _parts(path, value)
-    return "a tensor"
+    return "a tensor"  # behind something that cannot be looked into
 
 
 def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -61,7 +61,10 @@ def run_as_traced(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
 class Traced:
     """A function over trees of tensors, traced into plain operators at its first call.
 
-    writes: whether the function writes to its arguments; tracing runs it, so it is then traced on copies of them.
+    Args:
+        function: All tensors that it uses are arguments of it, or constants of the run.
+        compile: What is done to a graph before it runs.
+        writes: Whether the function writes to its arguments. Tracing runs it, so it is then traced on copies of them.
     """
 
     function: Function
@@ -102,7 +105,7 @@ def copy_with_layout(tensor: Tensor) -> Tensor:
     return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
-MAX_GRAPHS = 16  # of one function: a few scans, each for a few shapes
+MAX_GRAPHS = 16  # of one function for tensors of the same shapes, of which a few are usual
 
 
 class FlatStep(NamedTuple):
@@ -122,26 +125,36 @@ class TracedScan:
     """Runs the steps from a graph of plain operators, traced at the first call: no autograd, no Python of the module.
 
     One instance serves one function of one architecture, whose scans it tells apart by their order.
+
+    Args:
+        compile: What is done to a graph before it runs.
+        is_always_watched: Whether every call may trace, at the cost of watching it. A CUDA graph, whose second call is
+            recorded, needs what is new to be traced in the first.
     """
 
     compile: Compile = run_as_traced
+    is_always_watched: bool = False
     graphs: dict[Any, Function | None] = field(default_factory=dict)
     numbers: dict[float, Tensor] = field(default_factory=dict)
     position: int = 0
     has_constants: bool = False
     watch: Watch | None = None
-    missing: set[Any] | None = None  # what to trace in the next call; None before the first one
+    is_first_call: bool = True
+    has_missed: bool = False  # whether a call met something new that it could not trace, since nobody watched
 
     @contextmanager
     def running(self, arguments: Any) -> Iterator[None]:
-        """Inside the block, which is one call of the function with these arguments, its steps run from graphs.
+        """Inside the block, which is one call of the function, its steps run from graphs.
 
         Steps are traced in calls that are watched, which costs time: a call that meets a new step unwatched runs it
         step by step, and the next call is watched.
+
+        Args:
+            arguments: What the function is given: a tree of tensors.
         """
         self.position = 0
-        is_watched = self.missing is None or bool(self.missing)
-        self.missing = self.missing or set()
+        is_watched = self.is_always_watched or self.is_first_call or self.has_missed
+        self.is_first_call = False
         with scanning(self):
             if not is_watched:
                 yield
@@ -196,21 +209,22 @@ class TracedScan:
     def _graph(
         self, flat: FlatStep, function: Function, arguments: Sequence[Tensor], dims: tuple[int | None, ...] = ()
     ) -> Function | None:
-        key = (flat.key, dims, *((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments))
-        assert self.missing is not None, "a scan is used inside of `running`"
-        if key not in self.graphs and len(self.graphs) < MAX_GRAPHS:
-            if self.watch is None:
-                self.missing.add(key)
-                return None
-            self.missing.discard(key)
-            self.graphs[key] = self._trace(flat.step, function, arguments, self.watch)
-            if len(self.graphs) == MAX_GRAPHS:
-                logger.warning(
-                    "a step that closes over other numbers in every call runs step by step, slower; give them to scan "
-                    "among the constants."
-                )
-                self.missing.clear()
-        return self.graphs.get(key)
+        layout = (dims, *((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments))
+        key = (flat.key, layout)
+        num_alike = sum(other == layout for _, other in self.graphs)
+        if key in self.graphs or num_alike == MAX_GRAPHS:
+            return self.graphs.get(key)
+        if self.watch is None:
+            self.has_missed = True
+            return None
+        self.has_missed = False
+        self.graphs[key] = self._trace(flat.step, function, arguments, self.watch)
+        if num_alike + 1 == MAX_GRAPHS:
+            logger.warning(
+                "a step that closes over other numbers in every call runs step by step, slower; give them to scan "
+                "among the constants."
+            )
+        return self.graphs[key]
 
     def _trace(self, step: Step, function: Function, arguments: Sequence[Tensor], watch: Watch) -> Function | None:
         def contiguous(*leaves: Tensor) -> list[Tensor]:
@@ -311,9 +325,12 @@ class Executor:
         return self.functions.setdefault(key, Traced(function))
 
     def running(self, architecture: str, purpose: str, arguments: Any) -> AbstractContextManager[None]:
-        """Inside the block, local steps of `purpose` ("train", "personalize") run this executor's way.
+        """Inside the block, which is one call of a function, its local steps run this executor's way.
 
-        arguments: all tensors that the function in the block is given.
+        Args:
+            architecture: The network that is trained.
+            purpose: What the function does: "train" or "personalize".
+            arguments: What the function is given: a tree of tensors.
         """
         if not self.is_traced:
             return nullcontext()

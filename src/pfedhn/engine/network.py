@@ -61,8 +61,8 @@ def check_model(model: Model, federation: Federation) -> Any:
     outputs = _refuse_changes(model, module, x)
     _refuse_outputs(model, outputs, x, federation)
     _refuse_loss(model, outputs, y)
-    _refuse_noise(model, module, x)
-    _refuse_company(model, module, x, y)
+    _refuse_random_draws(model, module, x)
+    _refuse_batch_dependence(model, module, x, y)
     return outputs
 
 
@@ -182,7 +182,7 @@ def _refuse_loss(model: Model, outputs: Any, y: Tensor) -> None:
         )
 
 
-def _refuse_noise(model: Model, module: nn.Module, x: Tensor) -> None:
+def _refuse_random_draws(model: Model, module: nn.Module, x: Tensor) -> None:
     """Only the draws of dropout layers are keyed by client and round."""
     if not model.is_random and not _is_close(_forward(model, module, x, 0), _forward(model, module, x, 1)):
         raise UserError(
@@ -191,7 +191,7 @@ def _refuse_noise(model: Model, module: nn.Module, x: Tensor) -> None:
         )
 
 
-def _refuse_company(model: Model, module: nn.Module, x: Tensor, y: Tensor) -> None:
+def _refuse_batch_dependence(model: Model, module: nn.Module, x: Tensor, y: Tensor) -> None:
     """Batches are filled up, and splits are evaluated together: what is computed for an example must not notice."""
     rounding = torch.finfo(model.dtype).eps ** 0.5
     for is_training in (True, False):
@@ -205,8 +205,8 @@ def _refuse_company(model: Model, module: nn.Module, x: Tensor, y: Tensor) -> No
                 where = f" (BatchNorm in the layers {norms})" if norms else ""
                 raise UserError(
                     f"what {model.name!r} computes for an example depends on the other examples of its batch{where}, "
-                    "which are others in training, in evaluation and in use; use GroupNorm or LayerNorm for BatchNorm, "
-                    "and batch_first=True in recurrent and attention layers."
+                    "which differ between training, evaluation and use; use GroupNorm or LayerNorm instead of "
+                    "BatchNorm, and batch_first=True in recurrent and attention layers."
                 )
             if not _is_close(losses[kept], model.per_example_loss(changed, y)[kept], rounding):
                 raise UserError(

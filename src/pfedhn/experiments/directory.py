@@ -11,7 +11,7 @@ from pfedhn.engine.executors import EXECUTORS
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
-from pfedhn.files import is_empty, make_folder, read_text, write_atomically
+from pfedhn.files import is_empty, make_folder, read_text, reading, write_atomically
 from pfedhn.settings import build, to_toml
 
 OLD_EXECUTORS = {"vectorised": "vectorized"}  # as earlier versions wrote them into a directory
@@ -113,10 +113,11 @@ class Directory:
 
     def _table(self) -> dict[str, Any]:
         file = self.path / "experiment.toml"
-        if not file.exists():
-            raise UserError(
-                f"{self.path} holds no experiment to go on with; `pfedhn run NAME --out {self.path}` starts one."
-            )
+        with reading(self.path):
+            if not file.exists():
+                raise UserError(
+                    f"{self.path} holds no experiment to go on with; `pfedhn run NAME --out {self.path}` starts one."
+                )
         try:
             return tomllib.loads(read_text(file))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -25,19 +25,27 @@ is not, or each new one would compile anew.
 
 from __future__ import annotations
 
-import functools
-import json
-import os
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pfedhn.keys import NUM_FEISTEL_ROUNDS, permutation_head_operator
+from pfedhn.kernels.launch import (
+    CONFIGS,
+    Blocks,
+    ConfigKey,
+    ceil_divide,
+    dot_precision,
+    is_full,
+    is_usable,
+    launch,
+    launch_blocks,
+    power_of_two,
+    tile,
+)
+from pfedhn.kernels.runs import Gradient, fold_runs, sum_to_runs, unfold_runs
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -45,59 +53,12 @@ if TYPE_CHECKING:
 CHANNELS_IN = (1, 3, 8, 16, 32, 64)
 PADDED_CHANNELS = {3: 4}  # a pixel of four numbers is one 16-byte load, one of three is three loads
 MAX_PADDING = {3: 1, 5: 2}  # by kernel side
-MANY_RUNS = 8  # from here on the card is full whatever the blocks
-HAS_TRITON = find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run on a CPU, slowly
-
-
-class Blocks(NamedTuple):
-    """How one kernel is cut up. All but `groups` (partial sums of a weight gradient, per run) are powers of two."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    groups: int = 1
-
-
-ConfigKey = tuple[str, int, int, int, int, str]
-
-
-class Card:
-    """What the kernels are told of the card they share."""
-
-    runs = 1  # that take turns on it
-
-
-def is_full(runs: int) -> bool:
-    """Whether the card has enough to do: then blocks are chosen to cost little, else to be done soon."""
-    return runs * Card.runs >= MANY_RUNS
 
 
 def config_key(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kernel: int) -> ConfigKey:
-    """(kind, C, O, K, image side rounded up to a power of two, "one" or "many" runs); shapes [R, B, H, W, channels]."""
+    """What block sizes were tuned for: kind, C, O, K, image side as a power of two, "one" or "many" runs."""
     side = power_of_two(max(x_shape[2:4]))
     return kind, x_shape[4], out_shape[4], kernel, side, "many" if is_full(out_shape[0]) else "one"
-
-
-def read_configs(path: Path) -> dict[ConfigKey, Blocks]:
-    """Tuned block sizes as benchmarks/tune_kernels.py writes them; none if it never ran."""
-    configs: dict[ConfigKey, Blocks] = {}
-    for name, values in json.loads(path.read_text()).items() if path.exists() else ():
-        kind, channels, out_channels, kernel, side, runs = name.split()
-        configs[kind, int(channels), int(out_channels), int(kernel), int(side), runs] = Blocks(*values)
-    return configs
-
-
-def write_configs(path: Path, configs: dict[ConfigKey, Blocks]) -> None:
-    lines = (f'  "{" ".join(map(str, key))}": {list(blocks)}' for key, blocks in sorted(configs.items()))
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-CONFIGS_FILE = Path(__file__).with_name("kernel_configs.json")
-
-CONFIGS: dict[ConfigKey, Blocks] = read_configs(CONFIGS_FILE)
 
 
 def blocks_for(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kernel: int) -> Blocks:
@@ -106,7 +67,7 @@ def blocks_for(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kern
 
 
 def default_blocks(key: ConfigKey) -> Blocks:
-    """A guess for shapes nobody tuned: small tiles while one run alone has to fill the card."""
+    """A guess for shapes nobody tuned: small tiles while one run alone has to fill the GPU."""
     kind, channels, out_channels, kernel, _, runs = key
     many = runs == "many"
     if kind == "forward":
@@ -119,17 +80,23 @@ def default_blocks(key: ConfigKey) -> Blocks:
     return Blocks(64 if many else 32, columns, depth, warps=4, stages=2)
 
 
-def power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
-def tile(size: int) -> int:
-    """The side of a block that holds `size`: a power of two, and at least what `tl.dot` takes."""
-    return max(16, power_of_two(size))
-
-
 class ConvBlock(nn.Module):
-    """conv2d (stride 1) + bias + optional 2x2 max-pool + ReLU; names and initial numbers of `nn.Conv2d`."""
+    """A convolution with bias, an optional 2x2 max-pool and a ReLU, in one pass on a GPU.
+
+    Its parameters have the names and the initial numbers of `nn.Conv2d`, so the two can be exchanged.
+
+    Args:
+        in_channels: Channels of the input.
+        out_channels: Channels of the output.
+        kernel_size: Side of the square kernel; its stride is 1.
+        padding: Zeros added at each side of the input.
+        pool: Whether to take the maximum of each 2x2 square of the output.
+
+    Examples:
+        >>> import torch
+        >>> ConvBlock(3, 16, 5)(torch.randn(64, 3, 32, 32)).shape
+        torch.Size([64, 16, 14, 14])
+    """
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: int, padding: int = 0, pool: bool = True
@@ -174,7 +141,7 @@ def reference_conv_block(x: Tensor, weight: Tensor, bias: Tensor, padding: int =
 
 
 def is_supported(x: Tensor, weight: Tensor, bias: Tensor, padding: int, pool: bool) -> bool:
-    if not (x.is_cuda or INTERPRETED) or x.ndim != 4 or x.numel() == 0:
+    if not is_usable(x.device) or x.ndim != 4 or x.numel() == 0:
         return False
     batch, channels, height, width = x.shape
     out_channels, _, kernel, kernel_width = weight.shape
@@ -189,34 +156,12 @@ def is_supported(x: Tensor, weight: Tensor, bias: Tensor, padding: int, pool: bo
         and 0 <= padding <= MAX_PADDING.get(kernel, -1)
         and min(sides) > 0
         and batch * height * width * max(channels, out_channels) < 2**31  # offsets inside one run are 32 bits
-        and is_usable(x.device)
     )
 
 
 def output_size(size: int, kernel: int, padding: int, pool: bool) -> int:
     size = size + 2 * padding - kernel + 1
     return size // 2 if pool else size
-
-
-def dot_precision() -> str:
-    # Not torch.get_float32_matmul_precision: that one raises once a program has used PyTorch's newer settings.
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
-def is_usable(device: torch.device) -> bool:
-    return INTERPRETED or (HAS_TRITON and torch.cuda.get_device_properties(device).major >= 8)
-
-
-@functools.cache
-def compiled(kernel: Callable[..., None]) -> Any:
-    """Imports Triton when a kernel is first asked for, which takes 0.4 s."""
-    if not HAS_TRITON:
-        raise RuntimeError(f"{kernel.__name__} needs Triton: pip install triton")
-    import triton
-    import triton.language
-
-    kernel.__globals__["tl"] = triton.language  # where the kernel looks it up when it is compiled
-    return triton.jit(kernel, do_not_specialize=["batch", "steps", "groups", "count"])
 
 
 def forward_kernel(
@@ -359,10 +304,10 @@ def weight_gradient_kernel(
         if pool:  # [depth, corners, columns]: a gradient stands at the corner its maximum came from
             where = tl.load(argmax + pixel[:, None] * out_channels + channel, mask=mask, other=4)
             is_here = where[:, None, :] == tl.arange(0, 4)[None, :, None]
-            slope = tl.reshape(tl.where(is_here, value[:, None, :], 0.0), (depth, 4 * columns))
+            upstream = tl.reshape(tl.where(is_here, value[:, None, :], 0.0), (depth, 4 * columns))
         else:
             where = tl.load(argmax + pixel[:, None] * out_channels + channel, mask=mask, other=4)
-            slope = tl.where(where == 0, value, 0.0)
+            upstream = tl.where(where == 0, value, 0.0)
         top = pixel % size // out_width * stride - padding
         left = pixel % out_width * stride - padding
         field = (pixel // size * (height * width * channels) + (top * width + left) * channels)[None, :]
@@ -372,7 +317,7 @@ def weight_gradient_kernel(
             horizontal = left[None, :] + right
             mask &= (vertical >= 0) & (vertical < height) & (horizontal >= 0) & (horizontal < width)
         pixels = tl.load(x + field + place, mask=mask, other=ones)
-        total = tl.dot(pixels, slope, total, input_precision=precision)
+        total = tl.dot(pixels, upstream, total, input_precision=precision)
 
     # A corner's convolution sees the field from its own place on: what lies outside is another corner's.
     column = tl.arange(0, corners * columns)[None, :]
@@ -464,14 +409,10 @@ def input_gradient_kernel(
     tl.store(out + ((image * height + vertical) * width + horizontal) * channels + column % channels, total, mask=mask)
 
 
-def ceil_divide(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def constants(
     x_shape: Sequence[int], out_shape: Sequence[int], kernel: int, padding: int, pool: bool, precision: str
 ) -> dict[str, Any]:
-    """What the three kernels have in common. x_shape and out_shape: [R, B, height, width, channels]."""
+    """The arguments that all three kernels take, from shapes [R, B, height, width, channels]."""
     _, batch, height, width, channels = x_shape
     _, _, out_height, out_width, out_channels = out_shape
     return {
@@ -489,21 +430,6 @@ def constants(
     }
 
 
-def launch(
-    function: Callable[..., None], grid: tuple[int, ...], tensors: Sequence[Tensor], blocks: Blocks, **arguments: Any
-) -> None:
-    with torch.cuda.device_of(tensors[0]):
-        compiled(function)[grid](
-            *tensors,
-            **arguments,
-            rows=blocks.rows,
-            columns=blocks.columns,
-            depth=blocks.depth,
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
-        )
-
-
 @torch.library.custom_op("pfedhn::conv_block", mutates_args=())
 def conv_block_op(
     x: Tensor, weight: Tensor, bias: Tensor, padding: int, pool: bool, precision: str
@@ -516,7 +442,7 @@ def conv_block_op(
     runs, batch, out_height, out_width, out_channels = out.shape
     kernel = weight.shape[1]
     blocks = blocks_for("forward", x.shape, out.shape, kernel)
-    launch(
+    launch_blocks(
         forward_kernel,
         (
             runs * ceil_divide(batch * out_height * out_width, blocks.rows),
@@ -579,7 +505,7 @@ def weight_gradient_op(
     side = kernel + 1 if pool else kernel
     sums = x.new_empty(runs, parts, kernel * kernel * x.shape[4] + 1, out_channels)
     blocks = blocks_for("weight_gradient", x.shape, gradient.shape, kernel)
-    launch(
+    launch_blocks(
         weight_gradient_kernel,
         (
             runs * groups,
@@ -597,16 +523,16 @@ def weight_gradient_op(
         return sums.squeeze(1)
     total = torch.empty_like(sums[:, 0])
     size = total.shape[1] * total.shape[2]
-    with torch.cuda.device_of(total):
-        compiled(sum_groups_kernel)[(runs, ceil_divide(size, SUM_COLUMNS))](
-            sums,
-            total,
-            groups=parts,
-            size=size,
-            rows=min(power_of_two(parts), MAX_SUM_ROWS),
-            columns=SUM_COLUMNS,
-            num_warps=4,
-        )
+    launch(
+        sum_groups_kernel,
+        (runs, ceil_divide(size, SUM_COLUMNS)),
+        (sums, total),
+        groups=parts,
+        size=size,
+        rows=min(power_of_two(parts), MAX_SUM_ROWS),
+        columns=SUM_COLUMNS,
+        num_warps=4,
+    )
     return total
 
 
@@ -627,7 +553,7 @@ def input_gradient_op(
     blocks = blocks_for("input_gradient", out.shape, gradient.shape, kernel)
     stride = 2 if pool else 1
     down, right = ((side + padding - 1) // stride - padding // stride + 1 for side in (height, width))
-    launch(
+    launch_blocks(
         input_gradient_kernel,
         (
             runs * ceil_divide(batch * down * right, blocks.rows),
@@ -687,16 +613,6 @@ class Forward(torch.autograd.Function):
         return of_x, of_weight, of_bias, None, None, None
 
 
-class Gradient(torch.autograd.Function):
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        raise NotImplementedError("The Triton convolution block has no second derivative; use reference_conv_block.")
-
-
 class WeightGradient(Gradient):
     @staticmethod
     def forward(
@@ -743,21 +659,6 @@ apply_weight_gradient: Callable[..., tuple[Tensor, Tensor]] = WeightGradient.app
 apply_input_gradient: Callable[..., Tensor] = InputGradient.apply
 
 
-def fold_runs(size: int, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Make vmap's axis part of [R]; what is the same for all runs stays R = 1."""
-    stacks = [t.unsqueeze(0) if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, dims, strict=True)]
-    runs = max(t.shape[1] for t in stacks)
-    return [(t if t.shape[:2] == (1, 1) else t.expand(size, runs, *t.shape[2:])).flatten(0, 1) for t in stacks]
-
-
-def unfold_runs(size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t.unflatten(0, (size, -1)) for t in tensors)
-
-
-def sum_to_runs(gradient: Tensor, runs: int) -> Tensor:
-    return gradient.sum(0, keepdim=True) if runs < gradient.shape[0] else gradient
-
-
 def on_all_runs(gradient: Tensor, argmax: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     runs = max(gradient.shape[0], argmax.shape[0], other.shape[0])
     return gradient.expand(runs, *gradient.shape[1:]), argmax.expand(runs, *argmax.shape[1:])
@@ -768,64 +669,3 @@ def num_groups(blocks: Blocks, out_shape: Sequence[int]) -> int:
     _, batch, out_height, out_width, _ = out_shape
     tiles = ceil_divide(batch * out_height * out_width, blocks.depth)
     return ceil_divide(tiles, ceil_divide(tiles, blocks.groups))
-
-
-def permutation_head_kernel(
-    keys: tl.tensor,
-    sizes: tl.tensor,
-    out: tl.tensor,
-    count: tl.tensor,
-    turns: tl.constexpr,
-    columns: tl.constexpr,
-) -> None:
-    """`keys._permutation_head`, to the bit. The two halves of a value stay below 2^31, so their sums fit 32 bits."""
-    key = tl.load(keys + tl.program_id(0))
-    size = tl.load(sizes + tl.program_id(0))
-    root = tl.sqrt(size.to(tl.float64)).to(tl.int64)
-    root -= (root * root > size).to(tl.int64)
-    root += (root * root < size).to(tl.int64)
-    grid_columns = root.to(tl.uint32)
-    grid_rows = ((size + root - 1) // root).to(tl.uint32)
-
-    place = tl.program_id(1) * columns + tl.arange(0, columns)
-    value = tl.minimum(place.to(tl.int64), size - 1)
-    is_outside = place >= 0
-    while tl.max(is_outside.to(tl.int32), axis=0) > 0:
-        left = (value // root).to(tl.uint32)
-        right = (value % root).to(tl.uint32)
-        for turn in tl.static_range(turns):
-            half = right if turn % 2 == 0 else left
-            bits = key ^ (half.to(tl.int64) * -7046029254386353131 + ((turn + 1) << 40))
-            bits = (bits ^ ((bits >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
-            bits = (bits ^ ((bits >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-            bits = bits ^ ((bits >> 31) & 0x1FFFFFFFF)
-            draw = ((bits >> 33) & 0x7FFFFFFF).to(tl.uint32)
-            if turn % 2 == 0:
-                left = (left + draw) % grid_rows
-            else:
-                right = (right + draw) % grid_columns
-        value = tl.where(is_outside, left.to(tl.int64) * root + right.to(tl.int64), value)
-        is_outside = value >= size
-    value = tl.where(place < size, value, 0)
-    tl.store(out + tl.program_id(0).to(tl.int64) * count + place, value, mask=place < count)
-
-
-@permutation_head_operator.register_kernel("cuda")
-def launch_permutation_head(key: Tensor, size: Tensor, count: int) -> Tensor:
-    """`keys.permutation_head` without waiting for the host: a while loop on the device. key, size: int64."""
-    keys, sizes = (t.contiguous() for t in torch.broadcast_tensors(key, size))
-    out: Tensor = keys.new_empty((*keys.shape, count))
-    if out.numel():
-        columns = min(power_of_two(count), 128)
-        grid = (keys.numel(), ceil_divide(count, columns))
-        with torch.cuda.device_of(out):
-            compiled(permutation_head_kernel)[grid](
-                keys,
-                sizes,
-                out,
-                count=count,
-                turns=NUM_FEISTEL_ROUNDS,
-                columns=columns,
-                num_warps=max(1, columns // 32),
-            )
-    return out

@@ -22,32 +22,41 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pfedhn.kernels.conv import (
+from pfedhn.kernels.launch import (
     CONFIGS,
-    INTERPRETED,
     Blocks,
     ConfigKey,
-    Gradient,
     ceil_divide,
     dot_precision,
-    fold_runs,
     is_full,
     is_usable,
-    launch,
+    launch_blocks,
     power_of_two,
-    sum_to_runs,
     tile,
-    unfold_runs,
 )
+from pfedhn.kernels.runs import Gradient, fold_runs, sum_to_runs, unfold_runs
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-MAX_BATCH = 256  # larger products fill the card, and the library's are better there
+MAX_BATCH = 256  # larger products fill the GPU, and the library's are better there
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, with a ReLU behind it if `relu`; its names and initial numbers are those of `nn.Linear`."""
+    """A linear layer with an optional ReLU behind it, in one pass on a GPU.
+
+    Its parameters have the names and the initial numbers of `nn.Linear`, so the two can be exchanged.
+
+    Args:
+        in_features: Numbers that go in.
+        out_features: Numbers that come out.
+        relu: Whether a ReLU follows.
+
+    Examples:
+        >>> import torch
+        >>> Linear(84, 10, relu=True)(torch.randn(64, 84)).shape
+        torch.Size([64, 10])
+    """
 
     def __init__(self, in_features: int, out_features: int, relu: bool = False) -> None:
         super().__init__(in_features, out_features)
@@ -75,29 +84,28 @@ def reference_linear_block(x: Tensor, weight: Tensor, bias: Tensor, relu: bool =
 
 def is_supported(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
     return (
-        (x.is_cuda or INTERPRETED)
+        is_usable(x.device)
         and x.ndim == 2
         and 0 < x.shape[0] <= MAX_BATCH
         and x.shape[1] > 0
         and x.dtype == weight.dtype == bias.dtype == torch.float32
         and x.device == weight.device == bias.device
-        and is_usable(x.device)
     )
 
 
 def config_key(kind: str, runs: int, batch: int, inputs: int, outputs: int) -> ConfigKey:
-    """As `kernels.config_key`, a linear layer being a 1x1 convolution."""
+    """What block sizes were tuned for, as `conv.config_key` has it: a linear layer is a 1x1 convolution."""
     return kind, inputs, outputs, 1, power_of_two(batch), "many" if is_full(runs) else "one"
 
 
 def blocks_for(kind: str, runs: int, batch: int, inputs: int, outputs: int) -> Blocks:
-    """Tuned where they were, else a guess: one run fills few of a card's processors, so its tiles are small."""
+    """The tuned block sizes, or a guess: one run fills few of a GPU's processors, so its tiles are small."""
     key = config_key(kind, runs, batch, inputs, outputs)
     return CONFIGS[key] if key in CONFIGS else default_blocks(key)
 
 
 MAX_BACKWARD_ROWS = 32
-"""From 64 on, Hopper cards multiply asynchronously, and Triton (3.6 to 3.9) copies the next tile of a factor that is
+"""From 64 on, Hopper GPUs multiply asynchronously, and Triton (3.6 to 3.9) copies the next tile of a factor that is
 also summed, as the gradient is for the bias, over the one that the product still reads.
 tests/kernels/test_races.py looks."""
 
@@ -199,12 +207,12 @@ def linear_backward_kernel(
         for start in range(0, outputs, depth):
             term = (start + tl.arange(0, depth))[None, :]
             mask = (row < batch) & (term < outputs)
-            slope = tl.load(gradient + row * outputs + term, mask=mask, other=0.0)
+            upstream = tl.load(gradient + row * outputs + term, mask=mask, other=0.0)
             if relu:
-                slope = tl.where(tl.load(out + row * outputs + term, mask=mask, other=0.0) <= 0, 0.0, slope)
+                upstream = tl.where(tl.load(out + row * outputs + term, mask=mask, other=0.0) <= 0, 0.0, upstream)
             term = (start + tl.arange(0, depth))[:, None]
             other = tl.load(weight + term * inputs + column, mask=(term < outputs) & (column < inputs), other=0.0)
-            total = tl.dot(slope, other, total, input_precision=precision)
+            total = tl.dot(upstream, other, total, input_precision=precision)
         of_x += run * batch * inputs
         tl.store(of_x + row * inputs + column, total, mask=(row < batch) & (column < inputs))
     else:
@@ -213,13 +221,13 @@ def linear_backward_kernel(
         for start in range(0, batch, depth):
             term = (start + tl.arange(0, depth))[None, :]
             mask = (row < outputs) & (term < batch)
-            slope = tl.load(gradient + term * outputs + row, mask=mask, other=0.0)
+            upstream = tl.load(gradient + term * outputs + row, mask=mask, other=0.0)
             if relu:
-                slope = tl.where(tl.load(out + term * outputs + row, mask=mask, other=0.0) <= 0, 0.0, slope)
-            sums += tl.sum(slope, axis=1)
+                upstream = tl.where(tl.load(out + term * outputs + row, mask=mask, other=0.0) <= 0, 0.0, upstream)
+            sums += tl.sum(upstream, axis=1)
             term = (start + tl.arange(0, depth))[:, None]
             other = tl.load(x + term * inputs + column, mask=(term < batch) & (column < inputs), other=0.0)
-            total = tl.dot(slope, other, total, input_precision=precision)
+            total = tl.dot(upstream, other, total, input_precision=precision)
         of_weight += run * (outputs * inputs)
         tl.store(of_weight + row * inputs + column, total, mask=(row < outputs) & (column < inputs))
         if place % across == 0:
@@ -233,7 +241,7 @@ def linear_block_op(x: Tensor, weight: Tensor, bias: Tensor, relu: bool, precisi
     out: Tensor = _linear_block_fake(x, weight, bias, relu, precision)
     runs, batch, outputs = out.shape
     blocks = blocks_for("linear_forward", runs, batch, x.shape[2], outputs)
-    launch(
+    launch_blocks(
         linear_forward_kernel,
         (runs * ceil_divide(batch, blocks.rows), ceil_divide(outputs, blocks.columns)),
         (x.contiguous(), weight.contiguous(), bias.contiguous(), out),
@@ -266,7 +274,7 @@ def linear_backward_op(
     inputs = x.shape[2]
     blocks = blocks_for("linear_backward", runs, batch, inputs, outputs)
     tiles = ceil_divide(outputs, blocks.rows) + (ceil_divide(batch, blocks.rows) if with_x else 0)
-    launch(
+    launch_blocks(
         linear_backward_kernel,
         (tiles * ceil_divide(inputs, blocks.columns), runs),
         (x.contiguous(), weight.contiguous(), gradient.contiguous(), out.contiguous(), of_x, of_weight, of_bias),

@@ -16,7 +16,7 @@ from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
-from pfedhn.files import make_folder, one_at_a_time, read_bytes, write_atomically
+from pfedhn.files import make_folder, one_at_a_time, read_bytes, reading, write_atomically
 from pfedhn.record import Spec, read_history, read_result, read_spec
 from pfedhn.result import Curve, Result, SchemaError, from_json, to_json
 from pfedhn.settings import build
@@ -41,7 +41,9 @@ class LineError(ValueError):
 
 def read(path: Path) -> list[Runs]:
     """The runs of a directory of an experiment or of one run, of a JSONL file, or of a folder of such files."""
-    if path.is_file():
+    with reading(path):
+        is_file = path.is_file()
+    if is_file:
         return read_file(path)
     if (path / "experiment.toml").exists():
         return [read_experiment(path)]

@@ -1,0 +1,120 @@
+"""How a kernel is cut into blocks, compiled and launched."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run on a CPU, slowly
+MANY_RUNS = 8  # from here on the GPU is full whatever the blocks
+
+
+class Blocks(NamedTuple):
+    """How one kernel is cut up. All but `groups` (partial sums of a weight gradient, per run) are powers of two."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    groups: int = 1
+
+
+ConfigKey = tuple[str, int, int, int, int, str]
+
+
+class SharedGPU:
+    """What the kernels are told of the GPU they run on."""
+
+    runs = 1  # how many take turns on it
+
+
+def is_full(runs: int) -> bool:
+    """Whether the GPU has enough to do: then blocks are chosen to cost little, else to be done soon."""
+    return runs * SharedGPU.runs >= MANY_RUNS
+
+
+def read_configs(path: Path) -> dict[ConfigKey, Blocks]:
+    """Tuned block sizes as benchmarks/tune_kernels.py writes them; none if it never ran."""
+    configs: dict[ConfigKey, Blocks] = {}
+    for name, values in json.loads(path.read_text()).items() if path.exists() else ():
+        kind, channels, out_channels, kernel, side, runs = name.split()
+        configs[kind, int(channels), int(out_channels), int(kernel), int(side), runs] = Blocks(*values)
+    return configs
+
+
+def write_configs(path: Path, configs: dict[ConfigKey, Blocks]) -> None:
+    lines = (f'  "{" ".join(map(str, key))}": {list(blocks)}' for key, blocks in sorted(configs.items()))
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+CONFIGS_FILE = Path(__file__).with_name("kernel_configs.json")
+
+CONFIGS: dict[ConfigKey, Blocks] = read_configs(CONFIGS_FILE)
+
+
+def power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def tile(size: int) -> int:
+    """The side of a block that holds `size`: a power of two, and at least what `tl.dot` takes."""
+    return max(16, power_of_two(size))
+
+
+def ceil_divide(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def dot_precision() -> str:
+    # Not torch.get_float32_matmul_precision: that one raises once somebody has used PyTorch's newer settings.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def is_usable(device: torch.device) -> bool:
+    """Whether the kernels run on a device."""
+    if INTERPRETED:
+        return True
+    return HAS_TRITON and device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 8
+
+
+@functools.cache
+def compiled(kernel: Callable[..., None]) -> Any:
+    """Imports Triton when a kernel is first asked for, which takes 0.4 s."""
+    if not HAS_TRITON:
+        raise RuntimeError(f"{kernel.__name__} needs Triton: pip install triton")
+    import triton
+    import triton.language
+
+    kernel.__globals__["tl"] = triton.language  # where the kernel looks it up when it is compiled
+    return triton.jit(kernel, do_not_specialize=["batch", "steps", "groups", "count"])
+
+
+def launch(function: Callable[..., None], grid: tuple[int, ...], tensors: Sequence[Tensor], **arguments: Any) -> None:
+    with torch.cuda.device_of(tensors[0]):
+        compiled(function)[grid](*tensors, **arguments)
+
+
+def launch_blocks(
+    function: Callable[..., None], grid: tuple[int, ...], tensors: Sequence[Tensor], blocks: Blocks, **arguments: Any
+) -> None:
+    launch(
+        function,
+        grid,
+        tensors,
+        **arguments,
+        rows=blocks.rows,
+        columns=blocks.columns,
+        depth=blocks.depth,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )

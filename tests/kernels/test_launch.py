@@ -1,0 +1,53 @@
+"""How kernels are chosen, compiled and launched; all of them in Triton's interpreter where there is no GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import ON_GPU, mostly_slow
+
+from pfedhn.kernels import launch
+
+
+@pytest.mark.skipif(ON_GPU or launch.INTERPRETED, reason="the kernels are tested directly")
+@pytest.mark.skipif(not launch.HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("which", mostly_slow(["not slow", "slow"], "not slow"))
+def test_the_kernels_in_the_interpreter(which: str) -> None:
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    arguments = ["-m", "pytest", "-q", *plugins, "-k", "on_triton", "-m", which, str(Path(__file__).parent)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, *arguments], env=environment, cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "skipped" not in result.stdout
+
+
+def test_import_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None; import torch; from pfedhn.kernels import conv, launch; "
+        "conv.ConvBlock(3, 8, 5)(torch.randn(1, 3, 8, 8)).sum().backward(); assert not launch.HAS_TRITON"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_precision_follows_torch() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert launch.dot_precision() == "ieee"
+        torch.set_float32_matmul_precision("high")
+        assert launch.dot_precision() == "tf32"
+        torch.backends.cuda.matmul.allow_tf32 = False
+        assert launch.dot_precision() == "ieee"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_configs_survive_the_file(tmp_path: Path) -> None:
+    launch.write_configs(tmp_path / "configs.json", launch.CONFIGS)
+    assert launch.read_configs(tmp_path / "configs.json") == launch.CONFIGS
+    assert launch.read_configs(tmp_path / "none.json") == {}
