@@ -28,7 +28,7 @@ from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.runner import run_many
 from pfedhn.reference import Code, find
 from pfedhn.report.entries import collect
-from pfedhn.report.figures import pictures_of
+from pfedhn.report.figures import figures_of
 from pfedhn.report.results import export
 from pfedhn.report.tables import details, to_markdown
 
@@ -550,7 +550,7 @@ def test_a_report_of_one_run_whoever_made_it(
     assert report.title == "mine"
     assert (entry.label, entry.column) == ("pfedhn", ("own-data", 6))
     assert details(report)[1][1] == f"{100 * (run.result.test.client_mean or 0):.2f}"
-    assert list(pictures_of([report])) == ["curves-own-data-6.png", "clients-own-data-6.png"]
+    assert list(figures_of([report])) == ["curves-own-data-6.png", "clients-own-data-6.png"]
     (report,) = collect([experiment / "fedavg-digits-6-seed1"])
     assert [entry.column for entry in report.entries] == [("digits", 6)]
     assert list(report.entries[0].results) == [1]
@@ -563,4 +563,4 @@ def test_a_report_of_a_method_of_ones_own(tmp_path: Path) -> None:
     train(tmp_path / "mine", Half(local_steps=2), model=lambda: pfedhn.MLP(8, 5, 4))
     (report,) = collect([tmp_path / "mine"])
     assert report.labels == ["Half"]
-    assert pictures_of([report])
+    assert figures_of([report])

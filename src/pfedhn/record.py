@@ -134,7 +134,7 @@ def method_name(method: str | Algorithm[Any, Any, Any]) -> str:
     """What a method is called: the name it is registered by, or else "module:qualname"."""
     if isinstance(method, str):
         return method
-    registered = (name for name, row in ALGORITHMS.items() if row.algorithm is type(method))
+    registered = (name for name, known in ALGORITHMS.items() if known.algorithm is type(method))
     return next(registered, name_of(type(method)))
 
 
@@ -320,8 +320,8 @@ def _factory(directory: Path, name: str, code: Code) -> Factory:
 
 def _algorithm(directory: Path, method: Part, given: type[Any] | None) -> Algorithm[Any, Any, Any]:
     with _naming("the method", directory, "; give its class as load(..., method=...)"):
-        row = ALGORITHMS.get(method.name)
-        algorithm = _built(method, given or (find(method.name) if row is None else row.algorithm))
+        known = ALGORITHMS.get(method.name)
+        algorithm = _built(method, given or (find(method.name) if known is None else known.algorithm))
         if not isinstance(algorithm, Algorithm):
             raise UserError(f"{method.name} is no method.")
         return algorithm

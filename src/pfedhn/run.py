@@ -294,11 +294,11 @@ class NewClient:
     row: Any  # the server's memory of it: for pFedHN its embedding
     private: Any
     splits: dict[str, SplitResult]
-    round: int  # of joining, chosen on its validation rows
+    round: int  # of joining, chosen on its validation examples
 
     @property
     def accuracy(self) -> float:
-        """On the new client's test rows; minus the loss for a task without accuracy."""
+        """On the new client's test examples; minus the loss for a task without accuracy."""
         return self.splits["test"].score
 
 

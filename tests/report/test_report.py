@@ -20,7 +20,7 @@ from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.record import write_result
 from pfedhn.report.entries import Report, collect, compare, summarize
-from pfedhn.report.figures import draw_demo, pictures_of, plot_curves
+from pfedhn.report.figures import draw_demo, figures_of, plot_curves
 from pfedhn.report.page import to_html, write
 from pfedhn.report.tables import (
     accuracy_text,
@@ -124,7 +124,7 @@ def client_means(method: str, seeds: int) -> list[float]:
 def test_mean_and_sample_deviation_over_finished_seeds(found: Report) -> None:
     local, fedavg, pfedhn = found.entries
     values = client_means("local", 3)
-    assert values[0] == pytest.approx(100 * (2 / 4 + 2 / 4 + 1 / 2) / 3)  # the client without rows does not count
+    assert values[0] == pytest.approx(100 * (2 / 4 + 2 / 4 + 1 / 2) / 3)  # the client without examples does not count
     mean = sum(values) / 3
     deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (3 - 1))
     summary = local.test()
@@ -375,7 +375,7 @@ def test_a_task_without_accuracy_is_reported_by_its_loss(tmp_path: Path) -> None
     (report,) = collect([path])
     assert report.measure == "test loss"
     assert details(report)[1][1] == f"0.6000 ± {statistics.stdev([0.5, 0.7]):.4f}"
-    assert list(pictures_of([report])) == ["curves-digits-4.png"]
+    assert list(figures_of([report])) == ["curves-digits-4.png"]
     assert sentence(report) == ""
 
 
@@ -407,14 +407,14 @@ def test_without_matplotlib_a_sentence_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match=r"drawing needs .* pip install 'pfedhn\[report\]'"):
-        pictures_of([found])
+        figures_of([found])
     write([found], tmp_path, ["md", "csv", "tex"])
 
 
-def test_runs_that_have_not_begun_make_tables_but_no_pictures(tmp_path: Path) -> None:
+def test_runs_that_have_not_begun_make_tables_but_no_figures(tmp_path: Path) -> None:
     Directory(tmp_path / "new").open(EXPERIMENT, EXPERIMENT.runs())
     reports = collect([tmp_path / "new"])
-    assert pictures_of(reports) == {}
+    assert figures_of(reports) == {}
     assert "No run is finished yet." in to_markdown(reports)
 
 

@@ -30,7 +30,7 @@ from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.files import write_atomically
 from pfedhn.report.entries import collect
-from pfedhn.report.figures import pictures_of
+from pfedhn.report.figures import figures_of
 from pfedhn.report.results import Runs, export, read, read_file, to_line
 from pfedhn.report.tables import grid, to_csv, to_latex, to_markdown
 from pfedhn.result import Cost, Curve, Environment, Measures, Moment, Result, Scores
@@ -278,7 +278,7 @@ def test_a_file_renders_as_its_directory(made: Path, file: Path, tmp_path: Path)
         for seed in mine.results:
             assert other.curve(seed) == pytest.approx(mine.curve(seed), abs=0.01)
             assert (other.client_accuracy(seed) == mine.client_accuracy(seed)).all()
-    assert list(pictures_of(theirs)) == list(pictures_of(ours))
+    assert list(figures_of(theirs)) == list(figures_of(ours))
 
 
 def test_a_folder_of_files_is_read_like_its_files(file: Path, tmp_path: Path) -> None:

@@ -103,8 +103,8 @@ def _dataset(name: str, data_dir: Path | None) -> datasets.Dataset:
 
 
 @lru_cache(maxsize=2)
-def _rows_on(name: str, data_dir: Path | None, device: str) -> torch.Tensor:
-    """All rows of a data set, test rows last, on a device: runs side by side share them."""
+def _examples_on(name: str, data_dir: Path | None, device: str) -> torch.Tensor:
+    """All examples of a data set, those for testing last, on a device: runs side by side share them."""
     data = _dataset(name, data_dir)
     x = data.x if data.test_x is None else torch.cat([data.x, data.test_x])
     x = x.to(device)
@@ -114,7 +114,7 @@ def _rows_on(name: str, data_dir: Path | None, device: str) -> torch.Tensor:
 def forget_datasets() -> None:
     """Let go of the data sets that were read; worker processes read their own."""
     _dataset.cache_clear()
-    _rows_on.cache_clear()
+    _examples_on.cache_clear()
 
 
 def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device: str = "cpu") -> Federation:
@@ -158,7 +158,7 @@ def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str)
         stratify=cell.stratify,
     )
     y = labels if data.test_y is None else torch.cat([labels, data.test_y])
-    x = _rows_on(cell.dataset, data_dir, device)
+    x = _examples_on(cell.dataset, data_dir, device)
     return Federation.from_assignment(x, y, assignment).with_training_examples()
 
 

@@ -55,9 +55,11 @@ class Directory:
     path: Path
 
     def refuse_other(self, experiment: Experiment, named: Path | None = None) -> None:
-        """Only an empty directory or one that holds this very experiment will do.
+        """Refuse a directory that is neither empty nor holds this very experiment.
 
-        named: the folder that the person gave, if this is a part of it.
+        Args:
+            experiment: What is to be kept there.
+            named: The folder that the person gave, if this is a part of it.
         """
         named = named or self.path
         if is_empty(self.path):

@@ -17,7 +17,7 @@ Rates: TypeAlias = dict[str, dict[str, Any]]
 """Settings by method, as `pfedhn tune` chooses them."""
 
 RATES_HEADING = """\
-# Learning rates that `pfedhn tune` chose on validation rows: a heading for each experiment and method.
+# Learning rates that `pfedhn tune` chose on validation examples: a heading for each experiment and method.
 # It writes this file anew and keeps the headings that it did not tune; comments are lost.
 """
 

@@ -1,4 +1,4 @@
-"""Learning rates from the paper's grids, chosen on validation rows: every point briefly, then the best few in full.
+"""Learning rates from the paper's grids, chosen on validation examples: every point briefly, then the best few in full.
 
 Both stages are experiments whose cells are the points, so they run, stop and go on as any other. There is no search
 library (Optuna was considered): a grid of 16 points is a list of cells, and the run directories are its storage.
@@ -33,7 +33,7 @@ FINALISTS = 3
 
 def tunable(is_asked: bool = True) -> list[str]:
     """The methods that have a grid; without being asked by name, only those whose authors did not choose for them."""
-    return [name for name, row in ALGORITHMS.items() if row.grid and (is_asked or row.is_tuned)]
+    return [name for name, known in ALGORITHMS.items() if known.grid and (is_asked or known.is_tuned)]
 
 
 Stage: TypeAlias = Literal["first", "finals"]
@@ -118,7 +118,7 @@ class Findings:
         found = {method: self.winner(method) for method in self.study.methods}
         rates: Rates = {method: dict(point.rates) for method, point in found.items() if point is not None}
         present = {cell.method for cell in self.study.experiment.cells}
-        taken = {method: rates[row.rates_from] for method, row in ALGORITHMS.items() if row.rates_from in rates}
+        taken = {method: rates[known.rates_from] for method, known in ALGORITHMS.items() if known.rates_from in rates}
         return rates | {method: dict(part) for method, part in taken.items() if method in present}
 
     def _ranked(self, stage: Stage, points: Sequence[Point]) -> list[Point]:
@@ -209,8 +209,13 @@ def plan(
 ) -> Study:
     """The points to try for an experiment, at 50 clients, or at the middle one of its numbers of clients.
 
-    only: as for runs; a method whose authors chose its rates is tuned if it is named here.
-    assigned: names that `--set` changes; none of them may be what is to be chosen.
+    Args:
+        experiment: What is tuned.
+        only: As for runs; a method whose authors chose its rates is tuned if it is named here.
+        seeds: Scores are means over these; 0 by default.
+        fraction: Of a cell's steps that every point gets first.
+        finalists: How many points of each method then get all steps.
+        assigned: Names that `--set` changes; none of them may be what is to be chosen.
     """
     if not 0 < fraction < 1:
         raise UserError(f"--fraction is {fraction:g}; it must be between 0 and 1.")
@@ -246,9 +251,9 @@ def plan(
 def _methods_to_tune(experiment: Experiment, present: Collection[str], named: Sequence[str]) -> list[str]:
     """The methods in the order of their table."""
     for method in named:
-        row = ALGORITHMS.get(method)
-        if row is not None and row.rates_from is not None:
-            raise UserError(f"{method} takes the rates of {row.rates_from}; tune that instead.")
+        known = ALGORITHMS.get(method)
+        if known is not None and known.rates_from is not None:
+            raise UserError(f"{method} takes the rates of {known.rates_from}; tune that instead.")
         if method not in tunable():
             raise UserError(f"there is no grid for the method {method!r}; {closest(method, tunable())}")
         if method not in present:
@@ -256,8 +261,8 @@ def _methods_to_tune(experiment: Experiment, present: Collection[str], named: Se
     wanted = named or tunable(is_asked=False)
     methods = [method for method in tunable() if method in wanted and method in present]
     if not methods:
-        known = [method for method in tunable() if method in present]
-        hint = f"; --only method={known[0]} tunes {known[0]}" if known else ""
+        others = [method for method in tunable() if method in present]
+        hint = f"; --only method={others[0]} tunes {others[0]}" if others else ""
         raise UserError(f"{experiment.name!r} has no method that is tuned unless it is named{hint}.")
     return methods
 

@@ -1,4 +1,4 @@
-"""What is known of the cells of experiments: the rows of every table and figure."""
+"""What is known of the cells of experiments: what every table and figure is made of."""
 
 import math
 import statistics
@@ -34,7 +34,7 @@ class Summary(NamedTuple):
 
 def summarize(values: Iterable[float]) -> Summary | None:
     found = [float(value) for value in values]
-    found = [value for value in found if not math.isnan(value)]  # a federation without test rows has no score
+    found = [value for value in found if not math.isnan(value)]  # a federation without test examples has no score
     if not found:
         return None
     has_deviation = len(found) > 1 and all(map(math.isfinite, found))  # a loss may be infinite
@@ -220,8 +220,8 @@ def counted(number: int, noun: str) -> str:
 def display_name(label: str) -> str:
     """A label as the method's paper writes it; a method that is not registered keeps its name."""
     method, _, rest = label.partition(" ")
-    row = ALGORITHMS.get(method)
-    return f"{method if row is None else row.name} {rest}".strip()
+    known = ALGORITHMS.get(method)
+    return f"{method if known is None else known.name} {rest}".strip()
 
 
 class Comparison(NamedTuple):
@@ -238,7 +238,7 @@ class Comparison(NamedTuple):
 
 
 def compare(entry: Entry, other: Entry) -> Comparison | None:
-    """Client by client on the same rows; seeds in which the two had different splits are left out."""
+    """Client by client on the same examples; seeds in which the two had different splits are left out."""
     better = same = worse = num_seeds = 0
     for seed in entry.results.keys() & other.results.keys():
         mine, theirs = entry.results[seed], other.results[seed]

@@ -25,7 +25,7 @@ def _figure(width: float, height: float) -> Any:
 
 def _style(entry: Entry, entries: Sequence[Entry]) -> tuple[str, Any]:
     """The method's own color and dash; cells of one method, and methods without any, go through the others'."""
-    styles = {name: (row.color, row.dash) for name, row in ALGORITHMS.items() if row.color is not None}
+    styles = {name: (known.color, known.dash) for name, known in ALGORITHMS.items() if known.color is not None}
     alike = [other.label for other in entries if other.cell.method == entry.cell.method]
     if entry.cell.method in styles and alike[0] == entry.label:
         return styles[entry.cell.method]
@@ -95,7 +95,7 @@ def _label_ends(axes: Any, drawn: Sequence[tuple[Entry, str, float, float]]) -> 
     for (entry, color, step, value), place in zip(ordered, places, strict=True):
         axes.annotate(
             display_name(entry.label),
-            xy=(step or right, value),  # a line across the picture ends with it
+            xy=(step or right, value),  # a line across the figure ends with it
             xytext=(right * 1.025, place),
             color=color,
             fontsize=9.5,
@@ -198,7 +198,7 @@ def draw_clients(report: Report, column: Column) -> bytes | None:
 
 
 def draw_demo(report: Report) -> bytes:
-    """The demo's picture: how the methods learn, and what each client gets in the end."""
+    """The demo's figure: how the methods learn, and what each client gets in the end."""
     column = report.columns[0]
     entries = report.in_column(column)
     figure = _figure(13.0, 6.4)
@@ -223,7 +223,7 @@ def _png(figure: Any, dpi: int = 150) -> bytes:
     return stream.getvalue()
 
 
-def pictures_of(reports: Sequence[Report], average: Average = "clients") -> dict[str, bytes]:
+def figures_of(reports: Sequence[Report], average: Average = "clients") -> dict[str, bytes]:
     """PNG images by file name: for each data set and number of clients, the curves and the clients."""
     drawn: dict[str, bytes] = {}
     for number, report in enumerate(reports):

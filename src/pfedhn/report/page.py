@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pfedhn.errors import UserError, closest
 from pfedhn.files import make_folder, write_atomically
 from pfedhn.report.entries import Average, Report
-from pfedhn.report.figures import pictures_of
+from pfedhn.report.figures import figures_of
 from pfedhn.report.tables import caption, commands, details, grid, sentence, to_csv, to_latex, to_markdown
 
 FORMATS = ("md", "csv", "tex", "png", "html")
@@ -72,7 +72,7 @@ def write(
     check_formats(formats)
     if not reports:
         raise UserError("there is nothing to report; name a directory that `pfedhn run` made.")
-    figures = pictures_of(reports, average) if {"png", "html"} & set(formats) else {}
+    figures = figures_of(reports, average) if {"png", "html"} & set(formats) else {}
     files: dict[str, bytes] = {}
     if "md" in formats:
         files["report.md"] = to_markdown(reports, average).encode()

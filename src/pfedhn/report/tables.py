@@ -58,9 +58,12 @@ def steps_text(entry: Entry) -> str:
 
 
 def grid(report: Report, average: Average = "clients", columns: Sequence[Column] | None = None) -> list[list[str]]:
-    """Rows of methods, columns of (data set, clients); under ours, where there is one, the published number.
+    """A line per method, a column per data set and number of clients; under ours the published number, if there is one.
 
-    columns: only these, and the methods that have a cell there.
+    Args:
+        report: What is shown.
+        average: Over clients or over samples.
+        columns: Only these, and the methods that have a cell there.
     """
     columns = report.columns if columns is None else columns
     lines = [["method", *map(column_text, columns)]]
@@ -83,9 +86,12 @@ def _with_published(entry: Entry, average: Average) -> list[str]:
 
 
 def details(report: Report, average: Average = "clients", column: Column | None = None) -> list[list[str]]:
-    """A row per cell: both averages, what was published, how many seeds, and what it cost.
+    """A line per cell: both averages, what was published, how many seeds, and what it cost.
 
-    column: only the cells of one, beside a grid that says what was published.
+    Args:
+        report: What is shown.
+        average: Over clients or over samples, of the difference from what was published.
+        column: Only the cells of one, beside a grid that says what was published.
     """
     loss = report.measure == "test loss"
     extra: list[tuple[str, Callable[[Entry], str]]] = []
