@@ -219,8 +219,8 @@ def put_negative(client: int, x: Any, y: Any) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (put_nan, "row 23 of x holds NaN or infinity; clean the data before federating it."),
-        (put_negative, "row 45 has the label -1; class labels start at 0."),
+        (put_nan, "example 23 of x holds NaN or infinity; clean the data before federating it."),
+        (put_negative, "example 45 has the label -1; class labels start at 0."),
     ],
 )
 def test_spoilt_data_is_refused_with_its_row(tmp_path: Path, spoil: Callable[..., None], sentence: str) -> None:
@@ -231,5 +231,5 @@ def test_spoilt_data_is_refused_with_its_row(tmp_path: Path, spoil: Callable[...
 
 
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="is neither a folder nor a file"):
         build_federation(Cell(dataset=str(tmp_path / "nowhere")), seed=0)
