@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import pfedhn
 from pfedhn import models, record
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.engine.checkpoint import CheckpointError, checkpoints
+from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.runner import run_many
@@ -238,7 +239,9 @@ def test_a_method_that_adapts_asks_for_the_clients_examples(tmp_path: Path) -> N
 
 def test_a_lambda_needs_the_network(tmp_path: Path) -> None:
     run = train(tmp_path, model=lambda: pfedhn.MLP(8, 5, 4))
-    with pytest.raises(UserError, match=r"network 'model' .* is a lambda, .*; give it as load\(\.\.\., model=\.\.\.\)"):
+    with pytest.raises(
+        UserError, match=r"network 'model' .* is a lambda, .*; give what makes it as load\(\.\.\., model=\.\.\.\)"
+    ):
         pfedhn.load(tmp_path)
     for model in (MLP, {"model": MLP}):
         loaded = pfedhn.load(tmp_path, model=model)  # type: ignore[arg-type]
@@ -258,7 +261,9 @@ def test_what_a_directory_cannot_name_is_given(tmp_path: Path, monkeypatch: pyte
     method = Half
     run = train(tmp_path, method(local_steps=2), loss=loss)
     monkeypatch.delattr(sys.modules[__name__], "Half")  # as if the module were another one by now
-    with pytest.raises(UserError, match=r"the method cannot be made .* give it as load\(\.\.\., method=\.\.\.\)"):
+    with pytest.raises(
+        UserError, match=r"the method cannot be made .* give its class as load\(\.\.\., method=\.\.\.\)"
+    ):
         pfedhn.load(tmp_path)
     loaded = pfedhn.load(tmp_path, method=method)
     assert loaded.simulation.algorithm == run.simulation.algorithm
@@ -269,6 +274,41 @@ def test_what_a_directory_cannot_name_is_given(tmp_path: Path, monkeypatch: pyte
     loaded = pfedhn.load(tmp_path, method=method, loss=loss)
     expected = run.add_client(federation.x[:40], federation.y[:40], rounds=1)
     assert_same_bits(loaded.add_client(federation.x[:40], federation.y[:40], rounds=1).weights, expected.weights)
+
+
+@dataclass(frozen=True)
+class Rounded(Transform):
+    """A transform of one's own."""
+
+    digits: int = 2
+
+    def encode(self, values: Any, key: Any, state: Any) -> Any:
+        return {name: value.round(decimals=self.digits) for name, value in values.items()}, state
+
+
+@pytest.mark.parametrize("upload", ["8-bit", Rounded(3)])
+def test_what_is_done_to_updates_is_kept(tmp_path: Path, upload: Any) -> None:
+    run = train(tmp_path, upload=upload)
+    loaded = pfedhn.load(tmp_path)
+    assert loaded.simulation.upload == run.simulation.upload == find_transform(upload)
+    assert loaded.simulation.download == find_transform("full")
+    assert_same_bits(loaded.personal_weights(1), run.personal_weights(1))
+    with pytest.raises(UserError, match="holds another run \\(its upload differ"):
+        train(tmp_path)
+
+
+def test_clients_are_known_by_their_names(tmp_path: Path) -> None:
+    generator = numpy.random.default_rng(0)
+    clients = {name: (generator.normal(size=(40, 8)), numpy.arange(40) % 4) for name in ("Berlin", "Lyon", "Metz")}
+    federation = pfedhn.Federation.from_clients(clients, class_names=["a", "b", "c", "d"])
+    run = pfedhn.train(pfedhn.PerFedAvg(local_steps=2), federation, MLP, steps=6, progress=False, directory=tmp_path)
+    loaded = pfedhn.load(tmp_path)
+    known = loaded.simulation.federation
+    assert (known.names, known.class_names) == (("Berlin", "Lyon", "Metz"), ("a", "b", "c", "d"))
+    own = federation.examples(federation.splits["train"].of(1))
+    assert_same_bits(loaded.personal_weights("Lyon", data=own), run.personal_weights("Lyon"))
+    with pytest.raises(UserError, match="there is no client 'Leon'; there are Berlin, Lyon, Metz"):
+        loaded.personal_model("Leon")
 
 
 # Experiments
@@ -496,7 +536,7 @@ def test_train_goes_on_and_refuses_another_run(tmp_path: Path) -> None:
 
 def test_train_keeps_a_second_process_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "SECONDS_FOR_A_LOCK", 0.0)
-    with record.claimed(tmp_path), pytest.raises(UserError, match="is being run by another process"):
+    with record.held(tmp_path), pytest.raises(UserError, match="is being run by another process"):
         train(tmp_path)
 
 

@@ -11,14 +11,13 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -29,9 +28,10 @@ from pfedhn.data.absent import AbsentFederation, Description
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
+from pfedhn.engine.transform import TRANSFORMS, Transform
 from pfedhn.environment import environment
 from pfedhn.errors import RunError, UserError, first_line
-from pfedhn.files import write_atomically
+from pfedhn.files import append, claimed, make_folder, read_text, write_atomically
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params
 from pfedhn.reference import Code, find, name_of
@@ -66,8 +66,8 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Method:
-    """The algorithm of a run, by the name it is registered by or by "module:qualname", with every setting."""
+class Part:
+    """A method or a transform, by the name it is registered by or by "module:qualname", with every setting."""
 
     name: str
     settings: Mapping[str, Any]
@@ -81,7 +81,9 @@ class Spec:
     name: str
     seed: int
     executor: str
-    method: Method
+    method: Part
+    upload: Part
+    download: Part
     schedule: Schedule
     networks: Mapping[str, Network]
     data: Description
@@ -108,7 +110,9 @@ def describe(simulation: Simulation, origin: Origin) -> Spec:
         origin.name,
         simulation.seed,
         simulation.executor,
-        Method(origin.method, settings_of(simulation.algorithm)),
+        Part(origin.method, settings_of(simulation.algorithm)),
+        Part(transform_name(simulation.upload), settings_of(simulation.upload)),
+        Part(transform_name(simulation.download), settings_of(simulation.download)),
         simulation.schedule,
         networks,
         replace(Description.of(simulation.federation), name=origin.dataset, preprocessing=origin.preprocessing),
@@ -118,18 +122,26 @@ def describe(simulation: Simulation, origin: Origin) -> Spec:
     )
 
 
-def settings_of(algorithm: Algorithm[Any, Any, Any]) -> dict[str, Any]:
-    """Every setting of a method, also those that were left at their defaults."""
-    values: dict[str, Any] = asdict(algorithm)  # type: ignore[call-overload]
-    return {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+def settings_of(spec: Any) -> dict[str, Any]:
+    """Every setting of a method or transform, also those that were left at their defaults, as a file can hold them."""
+    values: dict[str, Any] = to_json(asdict(spec)) if is_dataclass(spec) and not isinstance(spec, type) else {}
+    values = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+    plain = (bool, int, float, str, list, dict, type(None))
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
 
 
 def method_name(method: str | Algorithm[Any, Any, Any]) -> str:
     """What a method is called: the name it is registered by, or else "module:qualname"."""
     if isinstance(method, str):
         return method
-    registered = (name for name in ALGORITHMS if type(ALGORITHMS[name]()) is type(method))
+    registered = (name for name, row in ALGORITHMS.items() if row.algorithm is type(method))
     return next(registered, name_of(type(method)))
+
+
+def transform_name(transform: Transform) -> str:
+    """What a transform is called: the name it is registered by, or else "module:qualname"."""
+    registered = (name for name, known in TRANSFORMS.items() if known == transform)
+    return next(registered, name_of(type(transform)))
 
 
 def partition_digest(federation: Federation) -> str:
@@ -150,24 +162,12 @@ def networks_digest(models: Mapping[str, Model]) -> str:
 # Writing
 
 
-@contextmanager
-def claimed(directory: Path | None) -> Iterator[None]:
-    """Keep a second process out of a run's directory; the system lets go of the lock however this one ends."""
+def held(directory: Path | None) -> AbstractContextManager[None]:
+    """Keep a second process out of a run's directory inside the block; there is nothing to keep out of None."""
     if directory is None:
-        yield
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(directory / ".lock")
-    try:
-        lock.acquire(timeout=SECONDS_FOR_A_LOCK)
-    except Timeout:
-        raise UserError(f"{directory} is being run by another process; wait for it or stop it.") from None
-    except NotImplementedError:  # a file system without locks
-        pass
-    try:
-        yield
-    finally:
-        lock.release()
+        return nullcontext()
+    make_folder(directory)
+    return claimed(directory, SECONDS_FOR_A_LOCK)
 
 
 def open_directory(directory: Path, simulation: Simulation, origin: Origin) -> None:
@@ -176,7 +176,7 @@ def open_directory(directory: Path, simulation: Simulation, origin: Origin) -> N
     text = to_toml(_without_none(to_json(spec)))
     if (stored := read_spec(directory)) is not None:
         given = from_json(Spec, tomllib.loads(text))
-        parts = ("method", "seed", "schedule", "digests")
+        parts = ("method", "upload", "download", "seed", "schedule", "digests")
         differing = [part for part in parts if getattr(given, part) != getattr(stored, part)]
         if differing:
             raise UserError(
@@ -205,8 +205,7 @@ def _without_none(value: Any, is_setting: bool = False) -> Any:
 
 
 def append_moment(directory: Path, moment: Moment) -> None:
-    with (directory / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(to_json(moment)) + "\n")
+    append(directory / "metrics.jsonl", json.dumps(to_json(moment)) + "\n")
 
 
 def cut_history(directory: Path, step: int) -> list[Moment]:
@@ -233,7 +232,7 @@ def read_spec(directory: Path) -> Spec | None:
             raise UserError(OLDER.format(directory))
         return None
     try:
-        table = tomllib.loads(file.read_text())
+        table = tomllib.loads(read_text(file))
         if table.get("format") != FORMAT:
             raise UserError(OLDER.format(directory))
         return from_json(Spec, table)
@@ -250,7 +249,7 @@ def read_history(directory: Path) -> list[Moment]:
     """Every evaluation so far; the last line of a run that was killed may be half written."""
     file = directory / "metrics.jsonl"
     moments: list[Moment] = []
-    for line in file.read_text().splitlines() if file.exists() else []:
+    for line in read_text(file).splitlines() if file.exists() else []:
         try:
             moments.append(from_json(Moment, json.loads(line)))
         except ValueError:
@@ -264,7 +263,7 @@ def read_result(directory: Path) -> Result | None:
     if not file.exists():
         return None
     try:
-        return from_json(Result, json.loads(file.read_text()))
+        return from_json(Result, json.loads(read_text(file)))
     except SchemaError as error:
         raise UserError(f"{file} cannot be read: {error}; remove it and run again.") from None
     except ValueError:
@@ -305,11 +304,13 @@ def to_simulation(
         spec.seed,
         spec.executor,
         _read_start(directory / "start.safetensors", models, device) if "start" in spec.digests else None,
+        _transform(directory, "upload", spec.upload),
+        _transform(directory, "download", spec.download),
     )
 
 
 def _factory(directory: Path, name: str, code: Code) -> Factory:
-    with _naming(f"the network {name!r}", directory, "model"):
+    with _naming(f"the network {name!r}", directory, "; give what makes it as load(..., model=...)"):
         factory = code.load()
         made = factory.func if isinstance(factory, partial) else factory
         if isinstance(made, type) and not issubclass(made, nn.Module):
@@ -317,21 +318,36 @@ def _factory(directory: Path, name: str, code: Code) -> Factory:
         return factory
 
 
-def _algorithm(directory: Path, method: Method, given: type[Any] | None) -> Algorithm[Any, Any, Any]:
-    with _naming("the method", directory, "method"):
-        kind: Any = given or (type(ALGORITHMS[method.name]()) if method.name in ALGORITHMS else find(method.name))
-        if not isinstance(kind, type) or not is_dataclass(kind):
-            raise UserError(f"{method.name} is no method.")
-        algorithm: Any = build(kind, method.settings, method.name)
+def _algorithm(directory: Path, method: Part, given: type[Any] | None) -> Algorithm[Any, Any, Any]:
+    with _naming("the method", directory, "; give its class as load(..., method=...)"):
+        row = ALGORITHMS.get(method.name)
+        algorithm = _built(method, given or (find(method.name) if row is None else row.algorithm))
         if not isinstance(algorithm, Algorithm):
             raise UserError(f"{method.name} is no method.")
         return algorithm
 
 
+def _transform(directory: Path, direction: str, part: Part) -> Transform:
+    if part.name in TRANSFORMS:
+        return TRANSFORMS[part.name]
+    with _naming(f"the transform of the {direction}", directory, ""):
+        transform = _built(part, find(part.name))
+        if not hasattr(transform, "encode"):
+            raise UserError(f"{part.name} is no transform.")
+        return transform  # type: ignore[no-any-return]
+
+
+def _built(part: Part, kind: Any) -> Any:
+    """The frozen dataclass that is a method or a transform, with the settings that were stored."""
+    if not isinstance(kind, type) or not is_dataclass(kind):
+        raise UserError(f"{part.name} is no method and no transform.")
+    return build(kind, part.settings, part.name)
+
+
 def _function(directory: Path, what: str, code: Code) -> PerExample:
     """The loss or the metric; where it cannot be imported, a function that says so when somebody needs it."""
     try:
-        with _naming(f"the {what}", directory, what):
+        with _naming(f"the {what}", directory, f"; give it as load(..., {what}=...)"):
             return code.load()
     except UserError as error:
         sentence = str(error)
@@ -343,14 +359,12 @@ def _function(directory: Path, what: str, code: Code) -> PerExample:
 
 
 @contextmanager
-def _naming(what: str, directory: Path, argument: str) -> Iterator[None]:
+def _naming(what: str, directory: Path, way_out: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(
-            f"{what} cannot be made from {directory} alone: {str(error).removesuffix('.')}; give it as "
-            f"load(..., {argument}=...)."
-        ) from None
+        reason = str(error).removesuffix(".")
+        raise UserError(f"{what} cannot be made from {directory} alone: {reason}{way_out}.") from None
 
 
 def _read_start(file: Path, models: Mapping[str, Model], device: str) -> dict[str, Params]:

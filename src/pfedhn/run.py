@@ -30,6 +30,7 @@ from pfedhn.engine.gpu import computing_on_gpu
 from pfedhn.engine.network import build_model, check_model, with_num_outputs
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Progress, Schedule, State
+from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
 from pfedhn.errors import UserError, closest
 from pfedhn.model import Factory, PerExample
@@ -39,8 +40,8 @@ from pfedhn.progress import Watch, bar
 from pfedhn.record import (
     Origin,
     append_moment,
-    claimed,
     cut_history,
+    held,
     method_name,
     open_directory,
     partition_digest,
@@ -107,6 +108,8 @@ def assemble(
     metric: PerExample | None = None,
     device: str | torch.device = "auto",
     executor: str = "auto",
+    upload: str | Transform = "full",
+    download: str | Transform = "full",
     starts: Mapping[str, Params] | None = None,
 ) -> Simulation:
     """Data, network, method, schedule and seed become a run here and nowhere else. Arguments as `train`.
@@ -137,7 +140,8 @@ def assemble(
     if cohort_size is None:
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
-    return Simulation(algorithm, models, federation, schedule, seed, executor, starts)
+    wire = find_transform(upload), find_transform(download)
+    return Simulation(algorithm, models, federation, schedule, seed, executor, starts, *wire)
 
 
 @dataclass
@@ -379,7 +383,7 @@ def execute(
     stop = stop or threading.Event()
     method = method_name(simulation.algorithm)
     run = Run(simulation, simulation.initial_state(), origin or Origin(directory.name if directory else method, method))
-    with claimed(directory), _computing_with(directory, threads):
+    with held(directory), _computing_with(directory, threads):
         if directory is not None:
             open_directory(directory, simulation, run.origin)
             state, refused = load_state(directory, simulation)
@@ -528,6 +532,8 @@ def train(
     directory: str | Path | None = None,
     device: str | torch.device = "auto",
     executor: str = "auto",
+    upload: str | Transform = "full",
+    download: str | Transform = "full",
     precision: Precision = "tf32",
     deterministic: bool = False,
     progress: bool = True,
@@ -552,6 +558,9 @@ def train(
             gives the run back and `pfedhn report` shows it.
         device: "auto" is the GPU if PyTorch finds one, else the CPU.
         executor: How a cohort is computed: "auto", "loop", "traced", "vectorized" or "captured".
+        upload: What is done to updates on their way: "full" sends every number as it is, "half" 16 bits of it, "8-bit"
+            8 bits; or a transform of your own.
+        download: What is done to weights on their way to a client, likewise.
         precision: Of products on a GPU: "tf32" rounds their factors to 10 bits and is faster, "fp32" does not. It holds
             while the run goes on.
         deterministic: On a GPU, the same bits from the same GPU and versions.
@@ -583,6 +592,8 @@ def train(
         metric=metric,
         device=device,
         executor=executor,
+        upload=upload,
+        download=download,
     )
     path = None if directory is None else Path(directory)
     name = method_name(method)

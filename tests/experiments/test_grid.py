@@ -1,5 +1,7 @@
 """Experiments: cells from files and command lines, and your own data."""
 
+import hashlib
+import json
 import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -10,11 +12,13 @@ import numpy
 import pytest
 from support import SMALL
 
+from pfedhn.engine.transform import TRANSFORMS
 from pfedhn.errors import UserError
-from pfedhn.experiments.build import build_federation, cell_algorithm, check
+from pfedhn.experiments.build import build_federation, build_simulation, cell_algorithm, check
+from pfedhn.experiments.directory import Options
 from pfedhn.experiments.grid import from_table, from_toml, select, with_assignments
 from pfedhn.experiments.paper import EXPERIMENTS
-from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.experiments.spec import Cell, Experiment, cell_digest
 from pfedhn.settings import parse_assignments, to_toml
 
 # Files and tables
@@ -233,3 +237,28 @@ def test_spoilt_data_is_refused_with_its_row(tmp_path: Path, spoil: Callable[...
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is neither a folder nor a file"):
         build_federation(Cell(dataset=str(tmp_path / "nowhere")), seed=0)
+
+
+def test_whole_numbers_are_classes_unless_the_cell_says_otherwise(tmp_path: Path) -> None:
+    write_clients(tmp_path / "clinics")
+    cell = Cell(dataset=str(tmp_path / "clinics"), clients=3)
+    assert build_federation(cell, seed=0).num_classes == 2
+    numbers = build_federation(replace(cell, task="regression"), seed=0)
+    assert numbers.num_classes is None
+    assert numbers.y.is_floating_point()
+
+
+def test_a_transform_of_the_wire_is_a_field_of_a_cell() -> None:
+    changed = with_assignments(SMALL, parse_assignments(["upload=8-bit"]))
+    check(changed)
+    sent = [build_simulation(experiment.runs()[0], Options()) for experiment in (SMALL, changed)]
+    assert [simulation.upload for simulation in sent] == [TRANSFORMS["full"], TRANSFORMS["8-bit"]]
+    with pytest.raises(UserError, match="there is no transform '8bit' for uploads and downloads; did you mean '8-bit'"):
+        check(with_assignments(SMALL, {"download": "8bit"}))
+
+
+def test_fields_that_came_later_leave_the_names_of_stored_runs_alone() -> None:
+    cell, other = Cell(), Cell(upload="half")
+    older = {name: value for name, value in asdict(cell).items() if name not in ("task", "upload", "download")}
+    assert cell_digest(cell) == hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()
+    assert cell_digest(other) != cell_digest(cell)

@@ -195,12 +195,12 @@ def test_an_executor_is_read_as_it_was_spelled_before(tmp_path: Path) -> None:
 def test_a_run_keeps_a_second_process_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "SECONDS_FOR_A_LOCK", 0.0)
     with (
-        record.claimed(tmp_path / "run"),
+        record.held(tmp_path / "run"),
         pytest.raises(UserError, match="is being run by another process"),
-        record.claimed(tmp_path / "run"),
+        record.held(tmp_path / "run"),
     ):
         pass
-    with record.claimed(tmp_path / "run"):
+    with record.held(tmp_path / "run"):
         pass
 
 
@@ -241,7 +241,7 @@ def test_a_run_whose_data_changed_is_not_gone_on_with(tmp_path: Path, monkeypatc
     assert failure.is_bad_input
 
 
-def test_preparing_refuses_a_client_without_rows_before_anything_is_written(tmp_path: Path) -> None:
+def test_preparing_refuses_a_client_without_examples_before_anything_is_written(tmp_path: Path) -> None:
     crowded = with_assignments(SMALL, {"clients": 900})
     with pytest.raises(ValueError, match="leaves every client without examples; use fewer clients"):
         prepare(tmp_path / "new", select(crowded, [], None), Options())

@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pfedhn import run as run_module
+from pfedhn.algorithms import ALGORITHMS, LEARNING_RATES
 from pfedhn.cli import app as cli
 from pfedhn.errors import UserError
 from pfedhn.experiments import directory as directory_module
@@ -26,7 +27,7 @@ from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import from_toml, with_assignments
 from pfedhn.experiments.paper import EXPERIMENTS
-from pfedhn.experiments.rates import rates_for, read_rates, save_rates, with_rates
+from pfedhn.experiments.rates import apply_rates, rates_for, read_rates, save_rates
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.experiments.tune import Findings, Study, plan
 from pfedhn.result import Scores
@@ -101,9 +102,9 @@ def test_each_method_has_its_settings_on_the_grids_of_the_paper() -> None:
 
 def test_the_authors_rates_stay_unless_asked_and_fifty_clients_are_used() -> None:
     study = plan(TABLE1)
-    assert study.methods == ("local", "fedavg", "fedper", "per-fedavg", "pfedme")
+    assert study.methods == ("local", "fedavg", "per-fedavg", "pfedme", "fedper")
     assert {point.cell.clients for point in study.points} == {50}
-    assert plan(TABLE1, ["method=pfedhn,method=fedavg"]).methods == ("fedavg", "pfedhn")
+    assert plan(TABLE1, ["method=pfedhn,method=fedavg"]).methods == ("pfedhn", "fedavg")
     assert plan(TABLE1, ["method=fedavg"]).points == study.points  # so that one directory holds both
     assert {point.cell.clients for point in plan(TABLE1, ["clients=10"]).points} == {10}
     assert {point.cell.clients for point in plan(from_toml(Path("mine.toml"))).points} == {6}
@@ -124,7 +125,7 @@ def test_the_first_stage_has_a_fifth_of_every_cells_steps() -> None:
 def test_tuned_settings_of_the_file_do_not_matter_but_others_do() -> None:
     cells = tuple(Cell(method="fedavg", settings={"local_lr": rate}) for rate in (0.3, 0.4))
     study = plan(Experiment("mine", cells))
-    assert [point.cell.settings for point in study.points] == [{"local_lr": rate} for rate in tune.LEARNING_RATES]
+    assert [point.cell.settings for point in study.points] == [{"local_lr": rate} for rate in LEARNING_RATES]
     other = replace(cells[0], batch_size=3)
     with pytest.raises(UserError, match=r"'mine' has 2 cells of fedavg with 50 clients.*choose one with --only\."):
         plan(Experiment("mine", (*cells, other)))
@@ -206,10 +207,14 @@ def test_with_several_seeds_the_mean_decides_and_one_that_diverged_spoils_it() -
 # On the command line
 
 
+def set_grid(monkeypatch: pytest.MonkeyPatch, method: str, grid: dict[str, tuple[float, ...]]) -> None:
+    monkeypatch.setitem(ALGORITHMS, method, replace(ALGORITHMS[method], grid=grid))
+
+
 @pytest.fixture
 def with_a_bad_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tune.GRIDS, "fedavg", {"local_lr": (1e30, 0.1, 0.05)})
-    monkeypatch.setitem(tune.GRIDS, "pfedhn", {"lr": (0.05, 0.01), "local_lr": (0.05,)})  # few, for the time they take
+    set_grid(monkeypatch, "fedavg", {"local_lr": (1e30, 0.1, 0.05)})
+    set_grid(monkeypatch, "pfedhn", {"lr": (0.05, 0.01), "local_lr": (0.05,)})  # few, for the time they take
 
 
 @pytest.mark.usefixtures("with_a_bad_rate")
@@ -267,7 +272,7 @@ def test_tune_writes_the_table_the_record_and_rates_that_run_then_uses() -> None
 
 
 def test_when_every_point_diverges_nothing_is_chosen_and_the_code_is_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tune.GRIDS, "fedavg", {"local_lr": (1e30, 1e31)})
+    set_grid(monkeypatch, "fedavg", {"local_lr": (1e30, 1e31)})
     result = invoke("tune", "mine.toml", "--jobs", "1")
     assert result.exit_code == 1
     assert "error: every point of fedavg diverged; no rate was chosen for it." in result.stderr
@@ -341,7 +346,7 @@ def test_saving_keeps_what_else_a_file_holds(tmp_path: Path) -> None:
 
 
 def test_rates_reach_the_cells_of_their_methods_alone() -> None:
-    changed = with_rates(TABLE1, {"fedavg": {"local_lr": 0.3}})
+    changed = apply_rates(TABLE1, {"fedavg": {"local_lr": 0.3}})
     for before, after in zip(TABLE1.cells, changed.cells, strict=True):
         is_tuned = before.method == "fedavg"
         assert after == (replace(before, settings={**before.settings, "local_lr": 0.3}) if is_tuned else before)
@@ -391,7 +396,7 @@ def test_the_packages_own_file_is_sound_and_holds_only_what_is_tuned() -> None:
     for name, rates in read_rates(paper.RATES_FILE).items():
         assert name in EXPERIMENTS
         for method, settings in rates.items():
-            assert set(settings) == set(tune.GRIDS[tune.RATES_TAKEN_FROM.get(method, method)])
+            assert set(settings) == set(ALGORITHMS[ALGORITHMS[method].rates_from or method].grid)
 
 
 def test_mnist_takes_the_rates_of_cifar10_unless_it_has_its_own(

@@ -24,10 +24,11 @@ def demo(
       pfedhn demo
       pfedhn demo --out my-demo
     """
-    from pfedhn.cli.running import end, run_with_display
+    from pfedhn.cli.running import displayed, end
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.grid import select
     from pfedhn.experiments.paper import DEMO
+    from pfedhn.experiments.runner import run_many
     from pfedhn.files import write_atomically
     from pfedhn.report.entries import collect
     from pfedhn.report.figures import draw_demo
@@ -38,7 +39,9 @@ def demo(
     screen.print(f"[bold]{escape(DEMO.title)}.[/]", highlight=False)
     methods = ", ".join(dict.fromkeys(cell.method for cell in DEMO.cells))
     screen.print(f"{methods}; {len(DEMO.seeds)} seeds each: {len(runs)} runs.", highlight=False)
-    end(run_with_display(DEMO, runs, out, Options(source="demo"), jobs))
+    with displayed(DEMO, runs, out, Options(source="demo"), jobs) as ready:
+        outcome = run_many(out, DEMO, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
+    end(outcome)
     (found,) = collect([out])
     Console().print(to_terminal(found))
     typer.echo()

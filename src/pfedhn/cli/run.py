@@ -99,7 +99,8 @@ def run(
       dataset = "visits.csv"    a table (.csv, .tsv, .parquet), and with it
       columns = {client = "clinic", label = "outcome"}
     """
-    from pfedhn.cli.running import end, run_with_display
+    from pfedhn.cli.running import displayed, end
+    from pfedhn.experiments.runner import run_many
     from pfedhn.report.entries import asked_for, collect
     from pfedhn.report.tables import to_terminal
     from pfedhn.run import choose_device
@@ -126,7 +127,8 @@ def run(
         deterministic=options.deterministic or deterministic,
     )
     path = resume or out or Path("runs") / chosen.name
-    outcome = run_with_display(chosen, runs, path, options, jobs)
+    with displayed(chosen, runs, path, options, jobs) as ready:
+        outcome = run_many(path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
     if outcome.results:
         for found in collect([path]):
             Console().print(to_terminal(asked_for(found)))

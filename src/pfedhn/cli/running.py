@@ -1,8 +1,10 @@
 """Runs with a display: everything between a checked command and its outcome."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import typer
 from rich.console import Console
@@ -14,15 +16,24 @@ from pfedhn.errors import UserError
 from pfedhn.experiments.build import check
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.execute import Outcome
-from pfedhn.experiments.runner import prepare, run_many
+from pfedhn.experiments.runner import prepare
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
 from pfedhn.progress import Display
 
 
-def run_with_display(
+class Ready(NamedTuple):
+    """What `run_many` takes, once everything is checked and the display is up."""
+
+    runs: list[RunSpec]
+    options: Options
+    listen: Display
+
+
+@contextmanager
+def displayed(
     chosen: Experiment, runs: Sequence[RunSpec], path: Path, options: Options, jobs: int | None, split: str = "test"
-) -> Outcome:
-    """Run what is left of the runs named, and those they start from.
+) -> Iterator[Ready]:
+    """Inside the block, the runs named and those they start from can go on, and are shown as they do.
 
     Args:
         chosen: the experiment.
@@ -53,7 +64,7 @@ def run_with_display(
         screen.print(f"{len(runs) - len(left)} of {len(runs)} runs are finished already.", highlight=False)
     try:
         with Display(len(left), screen, split) as display:
-            return run_many(path, chosen, runs, jobs=jobs, options=options, listen=display)
+            yield Ready(runs, options, display)
     except KeyboardInterrupt:
         raise Stopped(f"stopped; `pfedhn run --resume {path}` goes on.") from None
 

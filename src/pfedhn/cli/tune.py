@@ -77,7 +77,7 @@ def tune(
     from pfedhn.experiments.grid import refuse_without_effect, with_assignments
     from pfedhn.experiments.paper import EXPERIMENTS
     from pfedhn.experiments.rates import rates_file, save_rates
-    from pfedhn.experiments.tune import ONLY_WHEN_NAMED, Findings, plan, read_record, refuse_other, write_record
+    from pfedhn.experiments.tune import Findings, plan, read_record, refuse_other, tunable, write_record
     from pfedhn.run import choose_device
     from pfedhn.settings import parse_assignments
 
@@ -111,7 +111,7 @@ def tune(
         save_rates(file, chosen.name, found.rates())
         typer.echo(f"Learning rates: {file}")
     present = {cell.method for cell in chosen.cells}
-    left = [method for method in ONLY_WHEN_NAMED if method in present and method not in study.methods]
+    left = [method for method in tunable() if method in present and method not in study.methods]
     if left and not any("method=" in text for text in only or []):  # who names methods knows
         how = ",".join(f"method={method}" for method in left)
         typer.echo(f"Not tuned, and kept as it was: {', '.join(left)} (--only {how} tunes it).")
@@ -143,17 +143,17 @@ def _run_stage(
     study: "Study", stage: "Stage", points: "Sequence[Point]", out: Path, options: "Options", jobs: int | None
 ) -> "Outcome":
     """Run some points; one that diverges is a finding, any other failure ends the command."""
-    from pfedhn.cli.running import end, run_with_display
+    from pfedhn.cli.running import displayed, end
     from pfedhn.experiments.execute import Outcome
+    from pfedhn.experiments.runner import run_many
 
-    path = out / stage
+    path, chosen = out / stage, study.stages[stage]
     options = replace(options, source=str((path / "experiment.toml").resolve()))
-    Console(stderr=True).print(f"[bold]{escape(study.stages[stage].title)}[/]", highlight=False)
+    Console(stderr=True).print(f"[bold]{escape(chosen.title)}[/]", highlight=False)
     try:
         # No test score is shown: who sees it while choosing has chosen by it.
-        outcome = run_with_display(
-            study.stages[stage], study.runs(stage, points), path, options, jobs, split="validation"
-        )
+        with displayed(chosen, study.runs(stage, points), path, options, jobs, split="validation") as ready:
+            outcome = run_many(path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
     except Stopped:
         raise Stopped("stopped; the same command goes on.") from None
     end(Outcome(failures={name: why for name, why in outcome.failures.items() if not why.has_diverged}))

@@ -1,7 +1,7 @@
 """A federation without its data: who the clients are and what their examples look like, where these are elsewhere."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Description:
 
     @staticmethod
     def of(federation: Federation) -> "Description":
-        names, identities = getattr(federation, "names", None), federation.identities
+        names, identities = federation.names, federation.identities
         return Description(
             federation.num_clients,
             tuple(federation.x.shape[1:]),
@@ -50,7 +50,7 @@ class Description:
             federation.largest_train_size,
             classes=federation.num_classes,
             client_names=names,
-            class_names=getattr(federation, "class_names", None),
+            class_names=federation.class_names,
             identities=tuple(identities.tolist()) if identities is not None and names is None else None,
             architectures=federation.architectures,
             descriptor_dim=federation.descriptor_dim,
@@ -76,8 +76,6 @@ class AbsentFederation(Federation):
         descriptors = None
         if description.descriptor_dim is not None:  # each client's own is in the server's memory of it
             descriptors = torch.zeros(1, description.descriptor_dim, device=device).expand(description.clients, -1)
-        names = {"names": description.client_names, "class_names": description.class_names}
-        known = {item.name for item in fields(Federation)}
         return AbsentFederation(
             empty(description.dtype, description.shape),
             empty(description.label_dtype, description.label_shape),
@@ -85,8 +83,9 @@ class AbsentFederation(Federation):
             descriptors=descriptors,
             architectures=description.architectures,
             identities=None if description.identities is None else torch.tensor(description.identities, device=device),
+            names=description.client_names,
+            class_names=description.class_names,
             description=description,
-            **{name: value for name, value in names.items() if name in known},  # type: ignore[arg-type]
         )
 
     @property

@@ -166,6 +166,8 @@ def _refuse_outputs(model: Model, outputs: Any, x: Tensor, federation: Federatio
 def _refuse_loss(model: Model, outputs: Any, y: Tensor) -> None:
     try:
         values = model.per_example_loss(outputs, y)
+    except UserError:  # it says by itself what to do
+        raise
     except Exception as error:
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
         raise UserError(

@@ -17,6 +17,7 @@ from pfedhn.data.dealing import share_out
 from pfedhn.data.federation import Federation
 from pfedhn.data.files import read_federation
 from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, RunSpec, is_own_data, pretraining_cell
@@ -54,6 +55,8 @@ def check(experiment: Experiment) -> None:
                 raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
         build_partition(cell)
         models.check_name(cell.model)
+        for transform in (cell.upload, cell.download):
+            find_transform(transform)
         if cell.pretrain is not None:
             if cell.pretrain not in ALGORITHMS:
                 raise UserError(f"pretrain names no method: {cell.pretrain!r}; {closest(cell.pretrain, ALGORITHMS)}")
@@ -127,9 +130,12 @@ def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device
 
 def _own_federation(cell: Cell, seed: int) -> Federation:
     columns = cell.columns.get("client"), cell.columns.get("label")
-    if cell.dataset.lower().endswith(TABLE_ENDINGS) and None in columns:
+    is_table = cell.dataset.lower().endswith(TABLE_ENDINGS)
+    if is_table and None in columns:
         missing = ("client", "label")[columns.index(None)]
         raise UserError(f'{cell.dataset} is a table; say which column is the {missing}: columns.{missing} = "...".')
+    if not is_table and not Path(cell.dataset).expanduser().is_dir():
+        raise UserError(f"{cell.dataset} is not a folder; give one that holds a folder per client.")
     return read_federation(cell.dataset, *columns, task=cell.task, split=cell.split, stratify=cell.stratify, seed=seed)
 
 
@@ -180,5 +186,7 @@ def build_simulation(run: RunSpec, options: Options, starts: Mapping[str, Params
         seed=run.seed,
         device=options.device,
         executor=options.executor,
+        upload=cell.upload,
+        download=cell.download,
         starts=starts,
     )

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError, closest
-from pfedhn.experiments.rates import rates_file, rates_for, with_rates
+from pfedhn.experiments.rates import apply_rates, rates_file, rates_for
 from pfedhn.experiments.spec import CELL_TABLES, Cell, Experiment, RunSpec, distinct, flat_fields, is_own_data
 from pfedhn.files import read_text
 from pfedhn.run import build_algorithm
@@ -29,7 +29,7 @@ def from_toml(path: Path) -> Experiment:
     cells = [replace(cell, dataset=_absolute(cell.dataset, path.parent)) for cell in experiment.cells]
     experiment = replace(experiment, cells=tuple(cells))
     chosen = rates_file(path)
-    return with_rates(experiment, rates_for(experiment.name, chosen)) if chosen.exists() else experiment
+    return apply_rates(experiment, rates_for(experiment.name, chosen)) if chosen.exists() else experiment
 
 
 def _absolute(dataset: str, base: Path) -> str:

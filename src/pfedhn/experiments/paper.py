@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pfedhn.experiments.rates import rates_for, read_rates, with_rates
+from pfedhn.experiments.rates import apply_rates, rates_for, read_rates
 from pfedhn.experiments.spec import Cell, Experiment
 
 RATES_FILE = Path(__file__).with_name("rates.toml")  # what `pfedhn tune` chose for the experiments below
@@ -13,7 +13,7 @@ RATES_TAKEN_FROM = {"table1-mnist": "table1-cifar10"}  # the paper says of no tu
 
 def with_rates_of(experiment: Experiment, file: Path) -> Experiment:
     """An experiment with the rates that a file has for it; MNIST takes those of CIFAR-10 if it has none of its own."""
-    return with_rates(experiment, rates_for(experiment.name, file, RATES_TAKEN_FROM.get(experiment.name)))
+    return apply_rates(experiment, rates_for(experiment.name, file, RATES_TAKEN_FROM.get(experiment.name)))
 
 
 def _tuned(experiment: Experiment) -> Experiment:

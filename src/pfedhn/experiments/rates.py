@@ -53,7 +53,7 @@ def rates_for(experiment: str, file: Path, stand_in: str | None = None) -> Rates
     raise UserError(f"{file} has no rates for {experiment!r}; {held}.")
 
 
-def with_rates(experiment: Experiment, rates: Rates) -> Experiment:
+def apply_rates(experiment: Experiment, rates: Rates) -> Experiment:
     """The cells of the methods named with these settings; a method that is not named keeps its own."""
     cells = [
         replace(cell, settings={**cell.settings, **rates[cell.method]}) if cell.method in rates else cell

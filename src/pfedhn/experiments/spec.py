@@ -37,6 +37,8 @@ class Cell:
     cohort_size: int | None = None
     batch_size: int = 64
     evaluate_every: int = 30
+    upload: str = "full"  # what is done to updates on their way: full, half or 8-bit
+    download: str = "full"  # and to the weights on their way down
     pretrain: str | None = None  # the method whose last model every client starts from
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
 
@@ -144,10 +146,12 @@ def cell_names(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
+YOUNGER_FIELDS = (("task", "auto"), ("upload", "full"), ("download", "full"))
+"""Fields that stored runs do not have, with what they then are: names with a digest must stay what they were."""
+
+
 def cell_digest(cell: Cell) -> str:
-    table = asdict(cell)
-    if cell.task == "auto":
-        del table["task"]  # younger than stored runs, whose names have the digest without it
+    table = {name: value for name, value in asdict(cell).items() if (name, value) not in YOUNGER_FIELDS}
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 

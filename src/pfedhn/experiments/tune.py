@@ -6,7 +6,7 @@ library (Optuna was considered): a grid of 16 points is a list of cells, and the
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 from rich import box
 from rich.table import Table
 
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.execute import Outcome
@@ -25,26 +26,15 @@ from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest
 from pfedhn.files import is_empty, read_text, write_atomically
 from pfedhn.result import Environment, Result, to_json
 
-LEARNING_RATES = (1e-1, 5e-2, 1e-2, 5e-3)
-PERSONAL_RATES = (5e-2, 1e-2, 5e-3, 1e-3)
-
-GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
-    "local": {"local_lr": LEARNING_RATES},
-    "fedavg": {"local_lr": LEARNING_RATES},
-    "fedper": {"local_lr": LEARNING_RATES},
-    "per-fedavg": {"local_lr": LEARNING_RATES, "personal_lr": PERSONAL_RATES},
-    "pfedme": {"lr": LEARNING_RATES, "personal_lr": PERSONAL_RATES},
-    "pfedhn": {"lr": LEARNING_RATES, "local_lr": PERSONAL_RATES},
-    "pfedhn-pc": {"lr": LEARNING_RATES, "local_lr": PERSONAL_RATES},
-}
-"""Which setting of which method is tuned on which grid."""
-
-ONLY_WHEN_NAMED = ("pfedhn", "pfedhn-pc")  # their defaults are their authors' choice
-RATES_TAKEN_FROM = {"lg-fedavg": "fedavg"}  # it goes on with FedAvg's model
-
 CLIENTS = 50  # the paper tunes with 50 clients and keeps the rates for 10 and 100
 FRACTION = 0.2  # of a cell's steps in the first stage: 1,000 of the paper's 5,000
 FINALISTS = 3
+
+
+def tunable(is_asked: bool = True) -> list[str]:
+    """The methods that have a grid; without being asked by name, only those whose authors did not choose for them."""
+    return [name for name, row in ALGORITHMS.items() if row.grid and (is_asked or row.is_tuned)]
+
 
 Stage: TypeAlias = Literal["first", "finals"]
 STAGES: tuple[Stage, ...] = ("first", "finals")
@@ -128,7 +118,7 @@ class Findings:
         found = {method: self.winner(method) for method in self.study.methods}
         rates: Rates = {method: dict(point.rates) for method, point in found.items() if point is not None}
         present = {cell.method for cell in self.study.experiment.cells}
-        taken = {method: rates[source] for method, source in RATES_TAKEN_FROM.items() if source in rates}
+        taken = {method: rates[row.rates_from] for method, row in ALGORITHMS.items() if row.rates_from in rates}
         return rates | {method: dict(part) for method, part in taken.items() if method in present}
 
     def _ranked(self, stage: Stage, points: Sequence[Point]) -> list[Point]:
@@ -146,7 +136,7 @@ class Findings:
             title = f"{method}, {points[0].cell.clients} clients: validation score"
             table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
             table.min_width = len(title)  # else a narrow table breaks its own heading
-            for name in GRIDS[method]:
+            for name in ALGORITHMS[method].grid:
                 table.add_column(name, justify="right")
             for stage in STAGES:
                 table.add_column(f"after {self.study.steps(stage, points[0]):,} steps", justify="right")
@@ -168,7 +158,7 @@ class Findings:
         for method in study.methods:
             points, finalists, winner = study.points_of(method), self.finalists(method), self.winner(method)
             base = points[0].cell
-            fixed = {name: value for name, value in base.settings.items() if name not in GRIDS[method]}
+            fixed = {name: value for name, value in base.settings.items() if name not in ALGORITHMS[method].grid}
             methods[method] = {
                 "chosen": None if winner is None else dict(winner.rates),
                 "points": [
@@ -219,7 +209,7 @@ def plan(
 ) -> Study:
     """The points to try for an experiment, at 50 clients, or at the middle one of its numbers of clients.
 
-    only: as for runs; a method of `ONLY_WHEN_NAMED` is tuned if it is named here.
+    only: as for runs; a method whose authors chose its rates is tuned if it is named here.
     assigned: names that `--set` changes; none of them may be what is to be chosen.
     """
     if not 0 < fraction < 1:
@@ -230,17 +220,17 @@ def plan(
     named = [part.partition("=")[2].strip() for part in parts if part.startswith("method=")]
     others = [part for part in parts if not part.startswith("method=")]
     cells = [run.cell for run in select(experiment, others, [0])]
-    numbers = sorted({cell.clients for cell in cells if cell.method in GRIDS})
+    numbers = sorted({cell.clients for cell in cells if cell.method in tunable()})
     if numbers:
         clients = CLIENTS if CLIENTS in numbers else numbers[len(numbers) // 2]
         cells = [cell for cell in cells if cell.clients == clients]
     methods = _methods_to_tune(experiment, [cell.method for cell in cells], named)
     for name in assigned:
         head, _, rest = name.removeprefix("settings.").rpartition(".")
-        if any(rest in GRIDS[method] for method in methods if head in ("", method)):
+        if any(rest in ALGORITHMS[method].grid for method in methods if head in ("", method)):
             raise UserError(f"--set {name} cannot be given: it is what is to be chosen.")
     points: list[Point] = []
-    for method in dict.fromkeys(cell.method for cell in cells if cell.method in GRIDS):
+    for method in dict.fromkeys(cell.method for cell in cells if cell.method in tunable()):
         bases = _bases(method, cells)
         if method in methods and len(bases) > 1:
             raise UserError(
@@ -253,19 +243,20 @@ def plan(
     return Study(experiment, tuple(points), tuple(methods), tuple(seeds or (0,)), fraction, finalists)
 
 
-def _methods_to_tune(experiment: Experiment, present: Iterable[str], named: Sequence[str]) -> list[str]:
-    """The methods in the order of the grids' table."""
+def _methods_to_tune(experiment: Experiment, present: Collection[str], named: Sequence[str]) -> list[str]:
+    """The methods in the order of their table."""
     for method in named:
-        if method in RATES_TAKEN_FROM:
-            raise UserError(f"{method} takes the rates of {RATES_TAKEN_FROM[method]}; tune that instead.")
-        if method not in GRIDS:
-            raise UserError(f"there is no grid for the method {method!r}; {closest(method, GRIDS)}")
+        row = ALGORITHMS.get(method)
+        if row is not None and row.rates_from is not None:
+            raise UserError(f"{method} takes the rates of {row.rates_from}; tune that instead.")
+        if method not in tunable():
+            raise UserError(f"there is no grid for the method {method!r}; {closest(method, tunable())}")
         if method not in present:
             raise UserError(f"{experiment.name!r} has no such cell of {method} to tune.")
-    wanted = named or [method for method in GRIDS if method not in ONLY_WHEN_NAMED]
-    methods = [method for method in GRIDS if method in wanted and method in present]
+    wanted = named or tunable(is_asked=False)
+    methods = [method for method in tunable() if method in wanted and method in present]
     if not methods:
-        known = [method for method in GRIDS if method in present]
+        known = [method for method in tunable() if method in present]
         hint = f"; --only method={known[0]} tunes {known[0]}" if known else ""
         raise UserError(f"{experiment.name!r} has no method that is tuned unless it is named{hint}.")
     return methods
@@ -273,13 +264,13 @@ def _methods_to_tune(experiment: Experiment, present: Iterable[str], named: Sequ
 
 def _bases(method: str, cells: Iterable[Cell]) -> list[Cell]:
     """The cells of a method that differ in more than what is tuned."""
-    first_point = {name: values[0] for name, values in GRIDS[method].items()}
+    first_point = {name: values[0] for name, values in ALGORITHMS[method].grid.items()}
     alike = [replace(c, settings={**c.settings, **first_point}) for c in cells if c.method == method]
     return list({cell_digest(cell): cell for cell in alike}.values())
 
 
 def _grid_points(base: Cell) -> Iterator[Point]:
-    grid = GRIDS[base.method]
+    grid = ALGORITHMS[base.method].grid
     for values in itertools.product(*grid.values()):
         rates = dict(zip(grid, values, strict=True))
         yield Point(base.method, rates, replace(base, settings={**base.settings, **rates}))

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy
 from numpy.typing import NDArray
 
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.experiments.spec import Cell, Experiment, dataset_name, distinctions, pretraining_cell
 from pfedhn.report.results import Runs, read
 from pfedhn.result import Curve, Environment, Result
@@ -19,18 +20,6 @@ Average: TypeAlias = Literal["clients", "samples"]
 
 Column: TypeAlias = tuple[str, int]
 """A data set and its number of clients."""
-
-NAMES = {
-    "local": "Local",
-    "fedavg": "FedAvg",
-    "per-fedavg": "Per-FedAvg",
-    "fedper": "FedPer",
-    "pfedme": "pFedMe",
-    "lg-fedavg": "LG-FedAvg",
-    "pfedhn": "pFedHN",
-    "pfedhn-pc": "pFedHN-PC",
-}
-
 
 MEANS: dict[Average, str] = {"clients": "client_mean", "samples": "sample_mean"}
 
@@ -229,8 +218,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def display_name(label: str) -> str:
+    """A label as the method's paper writes it; a method that is not registered keeps its name."""
     method, _, rest = label.partition(" ")
-    return f"{NAMES.get(method, method)} {rest}".strip()
+    row = ALGORITHMS.get(method)
+    return f"{method if row is None else row.name} {rest}".strip()
 
 
 class Comparison(NamedTuple):

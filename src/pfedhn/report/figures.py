@@ -9,21 +9,10 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import missing_extra
 from pfedhn.report.entries import Average, Column, Entry, Report, column_text, compare, display_name
 from pfedhn.report.tables import sentence
-
-# Colors of Okabe and Ito, which color-blind people can tell apart, and a dash of its own for each besides.
-STYLES: dict[str, tuple[str, Any]] = {
-    "pfedhn": ("#D55E00", "-"),
-    "pfedhn-pc": ("#CC79A7", "-"),
-    "local": ("#4D4D4D", (0, (1, 1.2))),
-    "fedavg": ("#0072B2", (0, (5, 1.5))),
-    "fedper": ("#009E73", (0, (3, 1, 1, 1))),
-    "per-fedavg": ("#56B4E9", (0, (7, 2))),
-    "pfedme": ("#E69F00", (0, (4, 1, 1, 1, 1, 1))),
-    "lg-fedavg": ("#8C6D31", (0, (2, 1))),
-}
 
 
 def _figure(width: float, height: float) -> Any:
@@ -34,14 +23,15 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _color(entry: Entry, entries: Sequence[Entry]) -> tuple[str, Any]:
-    """The method's own; cells of one method, and methods we do not know, go through the others."""
+def _style(entry: Entry, entries: Sequence[Entry]) -> tuple[str, Any]:
+    """The method's own color and dash; cells of one method, and methods without any, go through the others'."""
+    styles = {name: (row.color, row.dash) for name, row in ALGORITHMS.items() if row.color is not None}
     alike = [other.label for other in entries if other.cell.method == entry.cell.method]
-    if entry.cell.method in STYLES and alike[0] == entry.label:
-        return STYLES[entry.cell.method]
-    free = [style for method, style in STYLES.items() if method not in {other.cell.method for other in entries}]
-    styles = free or list(STYLES.values())
-    return styles[[other.label for other in entries].index(entry.label) % len(styles)]
+    if entry.cell.method in styles and alike[0] == entry.label:
+        return styles[entry.cell.method]
+    taken = {other.cell.method for other in entries}
+    free = [style for method, style in styles.items() if method not in taken] or list(styles.values())
+    return free[[other.label for other in entries].index(entry.label) % len(free)]
 
 
 def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients") -> None:
@@ -53,7 +43,7 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
             continue
         steps = sorted(set.intersection(*(set(curve) for curve in curves)))
         values = numpy.array([[curve[step] for step in steps] for curve in curves])
-        color, dash = _color(entry, entries)
+        color, dash = _style(entry, entries)
         if len(curves) > 1:
             axes.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
         axes.plot(steps, values.mean(0), color=color, linestyle=dash, linewidth=1.8)
@@ -133,7 +123,7 @@ def plot_clients(axes: Any, entries: Sequence[Entry], against: Entry | None = No
         values = numpy.concatenate([entry.client_accuracy(seed) for seed in entry.results])
         values = values[~numpy.isnan(values)]
         lowest = min(lowest, float(values.min(initial=100.0)))
-        color, _ = _color(entry, entries)
+        color, _ = _style(entry, entries)
         sideways, up = _piles(values)
         axes.scatter(place + sideways, values + up, s=9, color=color, alpha=0.6, linewidths=0)
         mean = entry.test()
