@@ -30,8 +30,9 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.bench import measure as bench
 from pfedhn.data.federation import Federation
-from pfedhn.engine.capture import CapturedRun, compile_graph, set_up_gpu, side_by_side
+from pfedhn.engine.capture import CapturedRun, side_by_side
 from pfedhn.engine.executors import TracedScan
+from pfedhn.engine.gpu import compile_graph, set_up_gpu
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
 from pfedhn.environment import commit
@@ -202,7 +203,7 @@ def roads(device: torch.device, workload: bench.Workload) -> tuple[Road, Road]:
     member = torch.zeros(1, dtype=torch.int64, device=device)
     batches = take(federation.batches(member, keys.fold(0, "bench"), workload.local_steps, workload.batch_size), 0)
     received = algorithm.send(model, state.memories.shared, take(state.memories.rows, 0))
-    private = take(state.memories.private[model.name].take([0]), 0)
+    private = take(state.memories.private[model.name].take([0]), 0).private
     scan = TracedScan(compile_graph)
 
     def by_engine() -> Tensor:

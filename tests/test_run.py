@@ -85,7 +85,7 @@ def test_unknown_names() -> None:
         pfedhn.train(
             pfedhn.PFedHN(personal=("fc3",)), made_federation(), lambda: pfedhn.MLP(8, 4), steps=1, progress=False
         )
-    with pytest.raises(UserError, match="numbered from 0 to 5"):
+    with pytest.raises(UserError, match="there is no client 6; they are numbered from 0 to 5"):
         train(lambda: pfedhn.MLP(8, 4)).personal_model(6)
 
 

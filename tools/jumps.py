@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pfedhn.engine.capture import set_up_gpu, side_by_side
+from pfedhn.engine.capture import side_by_side
+from pfedhn.engine.gpu import set_up_gpu
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Progress, State
 from pfedhn.environment import environment

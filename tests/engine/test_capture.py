@@ -16,7 +16,7 @@ from torch import nn
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
-from pfedhn.engine import capture, executors
+from pfedhn.engine import capture, executors, gpu
 from pfedhn.engine.capture import CapturedRun, rates, side_by_side
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged, State
@@ -187,7 +187,7 @@ def test_splits_of_other_lengths_share_what_was_traced(federation: Federation, m
     """A few rows more or less that nobody has, as from seed to seed, or a longer run, compile nothing anew."""
     traces: list[object] = []
     trace = executors.make_fx
-    monkeypatch.setattr(capture, "_borrowed", {})
+    monkeypatch.setattr(gpu, "_traced", {})
     monkeypatch.setattr(executors, "make_fx", lambda function: traces.append(function) or trace(function))
     rows = federation.splits["train"]
     fewer = replace(rows, index=rows.index[:-1], size=rows.size - (torch.arange(len(rows)) == len(rows) - 1).long())
@@ -208,7 +208,7 @@ def test_points_of_a_grid_share_what_was_traced(
     """Other rates and seeds trace nothing anew and are not taken for the first ones; other settings are traced."""
     traces: list[object] = []
     trace = executors.make_fx
-    monkeypatch.setattr(capture, "_borrowed", {})
+    monkeypatch.setattr(gpu, "_traced", {})
     monkeypatch.setattr(executors, "make_fx", lambda function: traces.append(function) or trace(function))
     target = {"mlp": model()}
     first = algorithm(method)
@@ -335,20 +335,20 @@ def test_a_network_that_cannot_be_traced_runs_step_by_step(
 
 def test_what_was_compiled_for_runs_of_the_past_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network with buffers is compiled for each run, since they are constants of its graph."""
-    monkeypatch.setattr(capture, "_compiled", {})
-    monkeypatch.setattr(capture, "MAX_BORROWED", 2)
+    monkeypatch.setattr(gpu, "_compiled", {})
+    monkeypatch.setattr(gpu, "MAX_CACHED", 2)
     monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
     on_gpu = Mock(is_cuda=True, shape=(), dtype=torch.float32)
     for number in range(3):
         constant = torch.tensor(float(number))
         graph = executors.make_fx(constant.add)(torch.tensor(1.0))
-        compiled = capture.compile_graph(graph, [on_gpu])
+        compiled = gpu.compile_graph(graph, [on_gpu])
         assert compiled(torch.tensor(1.0)) == 1 + number
-    assert len(capture._compiled) == 2
+    assert len(gpu._compiled) == 2
 
 
 def test_a_deterministic_run_chooses_no_kernels_by_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PFEDHN_AUTOTUNE", "1")
-    assert capture.is_autotuned()
+    assert gpu.is_autotuned()
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert not capture.is_autotuned()
+    assert not gpu.is_autotuned()

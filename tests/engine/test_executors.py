@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.federation import Federation
-from pfedhn.engine import capture, executors
+from pfedhn.engine import executors, gpu
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.closures import lift
 from pfedhn.engine.executors import TracedScan
@@ -417,7 +417,7 @@ def test_a_captured_round_traces_before_it_is_recorded(
 ) -> None:
     """What runs share is traced anew for other shapes, and it is the second call that a GPU records."""
     target = {"mlp": model()}
-    monkeypatch.setattr(capture, "_borrowed", {})
+    monkeypatch.setattr(gpu, "_traced", {})
     for batch_size in (5, 4):
         simulation = simulate(FedAvg(local_steps=2), federation, target, cohort=cohort, batch_size=batch_size)
         run = CapturedRun(simulation, simulation.initial_state())

@@ -72,7 +72,10 @@ def read_federation(
         (('lyon', 'paris'), ('ill', 'well'))
     """
     data: Folders | Table
-    if Path(path).expanduser().is_dir():
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise UserError(f"{place} is neither a folder nor a file; give a folder per client, or a table.")
+    if place.is_dir():
         data = from_folders(path, task)
     elif client_column is None or label_column is None:
         raise UserError(f"{path} is read as a table; say which column names the client and which holds the label.")

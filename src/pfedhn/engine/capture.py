@@ -1,20 +1,18 @@
-"""The whole round as one CUDA graph, so that the host only replays it; many runs share a card on streams of their own.
+"""The whole round as one CUDA graph, so that the host only replays it; many runs share a GPU on streams of their own.
 
 What a round does is written in the algorithm and in `simulate`; here it is cut into three functions of plain tensors
 (before, the local steps, after), each traced, compiled and captured. Axes: [C]lients of a cohort, [K] steps.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 import torch
-from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -23,6 +21,7 @@ from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Examples, cohort, draw_batches
 from pfedhn.engine.evaluate import evaluate, plan, to_splits
 from pfedhn.engine.executors import EXECUTORS, Function, TogetherScan, Traced, TracedScan, run_as_traced
+from pfedhn.engine.gpu import compile_graph, compile_once, form, shared_by_equal_runs
 from pfedhn.engine.round import Exchange, Kept, Offer, Returned, bytes_down, bytes_up
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Progress, State
@@ -34,121 +33,11 @@ from pfedhn.sgd import Batches, Rate
 Signature: TypeAlias = tuple[tuple[str, int], ...]
 """The make-up of a cohort: how many clients of each architecture."""
 
-_compiled: dict[Any, Function] = {}
-_borrowed: dict[Any, Traced | TracedScan] = {}
-MAX_BORROWED = 256
-MAX_TOGETHER = 32  # clients whose minibatches are in memory at a time; they fill a card
 
-
-class Cost(NamedTuple):
-    """Bytes of one round."""
-
-    down: int
-    up: int
+MAX_TOGETHER = 32  # clients whose minibatches are in memory at a time; they fill a GPU
 
 
 MIN_ROUNDS = 8192  # the schedule's length: runs of other lengths, as in tuning, are not compiled for anew
-
-COMPILER_OPTIONS: dict[str, Any] = {
-    "max_autotune_gemm_backends": "TRITON",  # cuBLAS chooses slow kernels for products this small
-    "max_pointwise_cat_inputs": 64,  # a gradient is put together from its parts where it is used
-    "combo_kernels": True,  # small independent kernels become one
-    "autotune_num_choices_displayed": 0,
-}
-AUTOTUNED = "max-autotune-no-cudagraphs"  # torch.compile takes a mode or options, so the mode is taken as its options
-
-
-def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool = True) -> Function:
-    """Compile a traced graph; runs with the same graph and shapes share the result, whatever their seeds and rates.
-
-    Only a local step, which a round repeats K times, is worth choosing kernels for by timing them.
-    """
-    if not arguments[0].is_cuda:
-        return graph.forward  # a CPU gains nothing that would pay for the compiler
-    constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
-    shapes = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments)
-    key = (graph.code, shapes, id(graph) if constants else None)
-    if key not in _compiled:
-        from torch._inductor import list_mode_options
-
-        options = COMPILER_OPTIONS | (list_mode_options(AUTOTUNED) if is_step and is_autotuned() else {})
-        while len(_compiled) >= MAX_BORROWED:  # runs that use it hold on to it; nobody else needs one with constants
-            del _compiled[next(iter(_compiled))]
-        _compiled[key] = torch.compile(graph, dynamic=False, fullgraph=True, options=options)
-    return _compiled[key]
-
-
-def compile_once(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
-    """Compile what a round does once."""
-    return compile_graph(graph, arguments, is_step=False)
-
-
-def borrow(key: Any, make: Callable[[], Traced | TracedScan]) -> Any:
-    """What an equal run has traced already; tracing a round takes a second, and an experiment has hundreds of runs."""
-    found = _borrowed.get(key)
-    if found is None or found.has_constants:
-        while len(_borrowed) >= MAX_BORROWED:
-            del _borrowed[next(iter(_borrowed))]
-        found = _borrowed[key] = make()
-    return found
-
-
-def form(network: nn.Module) -> Any:
-    """What a network computes, as far as its parts tell: one factory may make another if it reads a variable."""
-
-    def settings(part: nn.Module) -> str:
-        return repr({name: value for name, value in vars(part).items() if not name.startswith("_")})
-
-    shapes = tuple((name, value.shape, value.requires_grad) for name, value in network.named_parameters())
-    return shapes, tuple((name, type(part), settings(part)) for name, part in network.named_modules())
-
-
-DETERMINISTIC_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "PFEDHN_AUTOTUNE")
-
-
-def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> None:
-    """How all runs of this process compute on a GPU. tf32 rounds the factors of products to 10 bits, and is faster.
-
-    num_runs: how many will take turns; unless the same bits are wanted whatever their number, kernels suit themselves.
-    """
-    kernels.SharedGPU.runs = 1 if is_deterministic else num_runs
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    if is_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-@contextmanager
-def computing_on_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> Iterator[None]:
-    """`set_up_gpu` for the length of a block; afterwards the process computes as it did before."""
-    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    deterministic, warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    runs, variables = kernels.Card.runs, {name: os.environ.get(name) for name in DETERMINISTIC_VARIABLES}
-    set_up_gpu(precision, is_deterministic, num_runs)
-    try:
-        yield
-    finally:
-        kernels.Card.runs = runs
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = cudnn
-        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def is_autotuned() -> bool:
-    """PFEDHN_AUTOTUNE=1 spends a minute on choosing kernels by timing, for rounds of many runs 5 % faster.
-
-    Kernels chosen by timing are not always the same ones, so a deterministic run does without.
-    """
-    return os.environ.get("PFEDHN_AUTOTUNE", "0") == "1" and not torch.are_deterministic_algorithms_enabled()
 
 
 def rates(algorithm: Any, dtype: torch.dtype, device: torch.device) -> Params:
@@ -259,6 +148,13 @@ def after_training(exchange: Exchange, models: Mapping[str, Model], signature: S
     return after
 
 
+class Cost(NamedTuple):
+    """Bytes of one round."""
+
+    down: int
+    up: int
+
+
 @dataclass
 class Repeated:
     """Stands in for a CUDA graph on a CPU, where the tests check what a GPU would replay."""
@@ -325,7 +221,7 @@ class CapturedRun:
         shape = (simulation.federation.num_clients, len(EVALUATED_SPLITS), 2)
         self.scores = torch.zeros(shape, dtype=torch.float64, device=device)
         width = min(simulation.schedule.batch_size, simulation.federation.largest_train_size)
-        self.draw = borrow(self._key("draw", width), lambda: Traced(drawing(width), compile_once))
+        self.draw = shared_by_equal_runs(self._key("draw", width), lambda: Traced(drawing(width), compile_once))
         self.identities = simulation.federation.identity(torch.arange(simulation.federation.num_clients, device=device))
         exchange = simulation.exchange
         about = (exchange, simulation.models)
@@ -336,8 +232,8 @@ class CapturedRun:
         for s in set(self.signatures):
             before = partial(Traced, before_training(*about, s), compile_halves)
             after = partial(Traced, after_training(*about, s), compile_halves, writes=True)
-            self.before[s] = borrow(self._key("before", s), before)
-            self.after[s] = borrow(self._key("after", s), after)
+            self.before[s] = shared_by_equal_runs(self._key("before", s), before)
+            self.after[s] = shared_by_equal_runs(self._key("after", s), after)
         self.evaluator = EXECUTORS["vectorized"]()
         self.chunks = plan(simulation.federation, simulation.model_of, EVALUATED_SPLITS, one_by_one=False)
 
@@ -407,7 +303,7 @@ class CapturedRun:
         kind = TracedScan if count == 1 else TogetherScan
         if (model.name, count) not in self.scans:
             make = partial(kind, compile_graph, is_always_watched=True)
-            self.scans[model.name, count] = borrow(self._key("steps", model.name, count), make)
+            self.scans[model.name, count] = shared_by_equal_runs(self._key("steps", model.name, count), make)
         exchange = exchange_with_rates(self.simulation.exchange, self.rates)
 
         def train(offer: Offer, kept: Kept, batches: Batches) -> tuple[Params, Kept]:
@@ -467,7 +363,7 @@ class CapturedRun:
         return self.graphs[signature]
 
     def rounds(self) -> Iterator[Progress]:
-        """As `Simulation.rounds`; yields between launches so that several runs can take turns on the card."""
+        """As `Simulation.rounds`; yields between launches so that several runs can take turns on the GPU."""
         simulation, state = self.simulation, self.state
         self.prepare()
         state.bad = self.bad

@@ -1,0 +1,118 @@
+"""How a GPU computes: its precision, compiled graphs, and what runs that are equal share."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from pfedhn.engine.executors import Function, Traced, TracedScan
+from pfedhn.kernels import launch as kernels
+
+_compiled: dict[Any, Function] = {}
+
+
+_traced: dict[Any, Traced | TracedScan] = {}
+
+
+MAX_CACHED = 256
+
+COMPILER_OPTIONS: dict[str, Any] = {
+    "max_autotune_gemm_backends": "TRITON",  # cuBLAS chooses slow kernels for products this small
+    "max_pointwise_cat_inputs": 64,  # a gradient is put together from its parts where it is used
+    "combo_kernels": True,  # small independent kernels become one
+    "autotune_num_choices_displayed": 0,
+}
+
+
+def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool = True) -> Function:
+    """Compile a traced graph; runs with the same graph and shapes share the result, whatever their seeds and rates.
+
+    Only a local step, which a round repeats K times, is worth choosing kernels for by timing them.
+    """
+    if not arguments[0].is_cuda:
+        return graph.forward  # a CPU gains nothing that would pay for the compiler
+    constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    shapes = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments)
+    key = (graph.code, shapes, id(graph) if constants else None)
+    if key not in _compiled:
+        import torch._inductor.config as inductor
+
+        mode = "max-autotune-no-cudagraphs" if is_step and is_autotuned() else None
+        while len(_compiled) >= MAX_CACHED:  # runs that use it hold on to it; nobody else needs one with constants
+            del _compiled[next(iter(_compiled))]
+        compiled = torch.compile(graph, dynamic=False, fullgraph=True, mode=mode)
+        # In force while it is called, which compiles it. As `options` they would keep the compiler's cache from being
+        # found again, and a start would take twice as long.
+        _compiled[key] = inductor.patch(COMPILER_OPTIONS)(compiled)
+    return _compiled[key]
+
+
+def compile_once(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
+    """Compile what a round does once."""
+    return compile_graph(graph, arguments, is_step=False)
+
+
+def shared_by_equal_runs(key: Any, make: Callable[[], Traced | TracedScan]) -> Any:
+    """What an equal run has traced already; tracing a round takes a second, and an experiment has hundreds of runs."""
+    found = _traced.get(key)
+    if found is None or found.has_constants:
+        while len(_traced) >= MAX_CACHED:
+            del _traced[next(iter(_traced))]
+        found = _traced[key] = make()
+    return found
+
+
+def form(network: nn.Module) -> Any:
+    """What a network computes, as far as its parts tell: one factory may make another if it reads a variable."""
+
+    def settings(part: nn.Module) -> str:
+        return repr({name: value for name, value in vars(part).items() if not name.startswith("_")})
+
+    shapes = tuple((name, value.shape, value.requires_grad) for name, value in network.named_parameters())
+    return shapes, tuple((name, type(part), settings(part)) for name, part in network.named_modules())
+
+
+def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> None:
+    """How all runs of this process compute on a GPU. tf32 rounds the factors of products to 10 bits, and is faster.
+
+    num_runs: how many will take turns; unless the same bits are wanted whatever their number, kernels suit themselves.
+    """
+    kernels.SharedGPU.runs = 1 if is_deterministic else num_runs
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    if is_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@contextmanager
+def computing_on_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> Iterator[None]:
+    """`set_up_gpu` for the length of a block; afterwards the process computes as it did before."""
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    deterministic, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    runs, workspace = kernels.SharedGPU.runs, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    set_up_gpu(precision, is_deterministic, num_runs)
+    try:
+        yield
+    finally:
+        kernels.SharedGPU.runs = runs
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = cudnn
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def is_autotuned() -> bool:
+    """PFEDHN_AUTOTUNE=1 spends a minute on choosing kernels by timing, for rounds of many runs 5 % faster.
+
+    Kernels chosen by timing are not always the same ones, so a deterministic run does without.
+    """
+    return os.environ.get("PFEDHN_AUTOTUNE", "0") == "1" and not torch.are_deterministic_algorithms_enabled()
