@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import SMALL, assert_same_bits
-from torch import nn
 
 import pfedhn
 from pfedhn import models, record
@@ -26,7 +25,6 @@ from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.runner import run_many
-from pfedhn.reference import Code, find
 from pfedhn.report.entries import collect
 from pfedhn.report.figures import figures_of
 from pfedhn.report.results import export
@@ -162,6 +160,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["class", "pc", "local", "own-method", "adapting", "several", "fixed", "regression"])
 def test_another_process_gets_the_same_bits(elsewhere: Path, case: str) -> None:
     trained, loaded = (load_file(elsewhere / f"{name}.safetensors") for name in ("trained", "loaded"))
@@ -430,6 +429,7 @@ def test_a_damaged_spec(copied: Path) -> None:
         ("pfedhn.models", "is not code that a run can be made with"),
         ("pfedhn.models:VGG", "pfedhn.models has nothing of that name"),
         ("nowhere.models:VGG", "cannot be imported here"),
+        ("__main__:OfAScript", "__main__ has nothing of that name; give what makes it"),
         ("pfedhn.errors:UserError", "is no nn.Module"),
     ],
 )
@@ -440,58 +440,6 @@ def test_only_code_that_makes_a_network_is_called(copied: Path, name: str, reaso
     file.write_text(text.replace('"pfedhn.models:MLP"', f'"{name}"'))
     with pytest.raises(UserError, match=reason):
         pfedhn.load(copied)
-
-
-class Nets:
-    @classmethod
-    def small(cls) -> nn.Module:
-        return pfedhn.MLP(8, 4)
-
-
-@pytest.mark.parametrize(
-    ("thing", "kept"),
-    [
-        (pfedhn.MLP, Code("pfedhn.models:MLP")),
-        (functools.partial(pfedhn.MLP, 8, 4), Code("pfedhn.models:MLP", (8, 4))),
-        (
-            functools.partial(models.build, "mlp-3", 4, shape=(8,)),
-            Code("pfedhn.models:build", ("mlp-3", 4), {"shape": [8]}),
-        ),
-        (Nets.small, Code(f"{__name__}:Nets.small")),
-        (nn.Linear, Code("torch.nn.modules.linear:Linear")),
-    ],
-)
-def test_code_is_found_again(thing: Any, kept: Code) -> None:
-    assert Code.of(thing) == kept
-    found, wanted = kept.load(), thing
-    if isinstance(thing, functools.partial):
-        assert isinstance(found, functools.partial)
-        found, wanted = found.func, thing.func
-    assert found == wanted
-    assert find(kept.name) == wanted
-
-
-def inside() -> Any:
-    class Inner(nn.Module):
-        pass
-
-    return Inner
-
-
-@pytest.mark.parametrize(
-    ("thing", "reason"),
-    [
-        (lambda: None, "is a lambda"),
-        (inside(), "is defined inside a function"),
-        (functools.partial(pfedhn.MLP, 8, object()), "has arguments that a file cannot hold"),
-        (functools.partial(pfedhn.MLP, 8, None), "has an argument None"),
-        (nn.CrossEntropyLoss(), "is an object, of which only the class is known"),
-        (os.system, "cannot be imported: .* is not code that a run can be made with"),
-    ],
-)
-def test_code_that_has_no_name_says_why(thing: Any, reason: str) -> None:
-    with pytest.raises(UserError, match=reason):
-        Code.of(thing).load()
 
 
 # Going on, and reports

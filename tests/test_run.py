@@ -1,5 +1,8 @@
 """What would be silently wrong is refused with a sentence."""
 
+import inspect
+import os
+
 import numpy
 import pytest
 import torch
@@ -7,6 +10,9 @@ from torch import Tensor, nn
 
 import pfedhn
 from pfedhn.errors import UserError
+from pfedhn.experiments.directory import Options
+from pfedhn.experiments.spec import Cell
+from pfedhn.run import choose_device, computing_on
 
 
 def made_federation(**changes: object) -> pfedhn.Federation:
@@ -108,3 +114,53 @@ def test_a_new_client_learns_only_what_is_its_own() -> None:
     assert new.model(federation.x[:3]).shape == (3, 4)
     start = run.simulation.algorithm.join_row(run.memories().shared, run.memories().rows, None)
     assert new.round == 0 or not torch.equal(new.row.embedding, start.embedding)
+
+
+def computing() -> tuple[object, ...]:
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
+
+
+def test_precision_holds_while_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = computing()
+    with computing_on("cuda", "tf32", deterministic=True):
+        assert computing() == ("high", True, True, ":4096:8")
+        with computing_on("cuda", "fp32", deterministic=False):
+            assert computing()[:2] == ("highest", False)
+        assert computing() == ("high", True, True, ":4096:8")
+    assert computing() == before
+    with pytest.raises(KeyError), computing_on("cuda", "tf32", deterministic=True):
+        raise KeyError
+    assert computing() == before
+    with computing_on("cpu", "tf32", deterministic=True):
+        assert computing() == before
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert (choose_device("auto"), choose_device(torch.device("cpu"))) == ("cpu", "cpu")
+    with pytest.raises(UserError, match="PyTorch finds no GPU here; take the device 'cpu'"):
+        train(lambda: pfedhn.MLP(8, 4), device="cuda:1")
+    with pytest.raises(UserError, match="there is no device 'gpu'; did you mean 'cpu'"):
+        choose_device("gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (choose_device("auto"), choose_device("cuda:1")) == ("cuda", "cuda:1")
+
+
+def test_both_roads_have_the_same_defaults() -> None:
+    ours = {name: item.default for name, item in inspect.signature(pfedhn.train).parameters.items()}
+    assert ours["device"] == "auto"
+    options = Options()
+    assert (ours["executor"], ours["precision"], ours["deterministic"]) == (
+        options.executor,
+        options.precision,
+        options.deterministic,
+    )
+    cell = Cell()
+    for name in ("steps", "cohort_size", "batch_size", "evaluate_every", "upload", "download"):
+        assert ours[name] == getattr(cell, name), name

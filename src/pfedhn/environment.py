@@ -54,6 +54,9 @@ def commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
 
     try:
+        ask(
+            "ls-files", "--error-unmatch", "--", Path(__file__).name
+        )  # an installed copy may lie in somebody's repository
         # A result of source that was changed since must not pass for the commit's own.
         return ask("rev-parse", "HEAD") + ("+changes" if ask("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError):

@@ -32,7 +32,7 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Progress, Schedule, State
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
-from pfedhn.errors import UserError, closest
+from pfedhn.errors import UserError, closest, first_line
 from pfedhn.model import Factory, PerExample
 from pfedhn.params import Params, take
 from pfedhn.process import advise_once
@@ -478,8 +478,7 @@ def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]
     except (torch.OutOfMemoryError, Diverged):
         raise
     except Exception as error:  # the compiler's and CUDA's errors have no common kind
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        logger.warning("this run cannot be captured and goes operation by operation, slower: %s", reason[0][:200])
+        logger.warning("this run cannot be captured and goes operation by operation, slower: %s", first_line(error))
         run = None
     # Out here nothing holds the error, whose frames hold the memory of the attempt.
     yield from simulation.rounds(state) if run is None else run.rounds()

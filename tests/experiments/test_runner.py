@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import shlex
 import signal
-import subprocess
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine.checkpoint import checkpoints
-from pfedhn.environment import commit
 from pfedhn.errors import UserError
 from pfedhn.experiments import directory as directory_module
 from pfedhn.experiments import runner as module
@@ -105,22 +103,6 @@ def test_the_command_in_a_result_carries_everything_that_matters() -> None:
     mixed = Options(assignments=("pfedhn.lr=0.5", "fedavg.local_lr=0.1", "steps=7"))
     assert "--set fedavg.local_lr=0.1 --set steps=7 --device" in rerun_command(SMALL, SMALL.runs()[0], mixed)
     assert rerun_command(DEMO, DEMO.runs()[0], exact).endswith("--device cuda --precision fp32 --deterministic")
-
-
-def test_a_result_of_changed_source_does_not_pass_for_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"rev-parse": "abc\n", "status": " M src/pfedhn/run.py\n"}
-    monkeypatch.delenv("PFEDHN_COMMIT", raising=False)
-    monkeypatch.setattr(
-        subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0, stdout=answers[words[3]])
-    )
-    commit.cache_clear()
-    try:
-        assert commit() == "abc+changes"
-        answers["status"] = ""
-        commit.cache_clear()
-        assert commit() == "abc"
-    finally:
-        commit.cache_clear()
 
 
 # Directories
