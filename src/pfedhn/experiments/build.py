@@ -130,12 +130,9 @@ def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device
 
 def _own_federation(cell: Cell, seed: int) -> Federation:
     columns = cell.columns.get("client"), cell.columns.get("label")
-    is_table = cell.dataset.lower().endswith(TABLE_ENDINGS)
-    if is_table and None in columns:
+    if cell.dataset.lower().endswith(TABLE_ENDINGS) and None in columns:
         missing = ("client", "label")[columns.index(None)]
         raise UserError(f'{cell.dataset} is a table; say which column is the {missing}: columns.{missing} = "...".')
-    if not is_table and not Path(cell.dataset).expanduser().is_dir():
-        raise UserError(f"{cell.dataset} is not a folder; give one that holds a folder per client.")
     return read_federation(cell.dataset, *columns, task=cell.task, split=cell.split, stratify=cell.stratify, seed=seed)
 
 
