@@ -27,7 +27,10 @@ from pfedhn.kernels.launch import SharedGPU
 from pfedhn.models import LeNet
 from pfedhn.run import rounds
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("default"),  # the compiler warns of itself
+]
 
 
 def on_card(algorithm: Any, federation: Federation, *names: str, **settings: Any) -> Simulation:
