@@ -6,6 +6,7 @@ Code blocks run as they stand, but for the number of steps: what they show does 
 import doctest
 import importlib
 import importlib.util
+import inspect
 import json
 import pkgutil
 import re
@@ -21,6 +22,7 @@ from typing import Any
 import numpy
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import pfedhn
 from pfedhn.algorithm import Method, Rule
@@ -32,6 +34,7 @@ from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.paper import DEMO, EXPERIMENTS
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.sgd import python_loop, scanning
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -313,3 +316,33 @@ def test_examples_of_docstrings(name: str) -> None:
         return
     failures, _ = doctest.testmod(importlib.import_module(name))
     assert failures == 0
+
+
+def test_the_way_from_a_command_to_the_inner_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/architecture.md names every function between a command and the loop over local steps, at most eight."""
+    monkeypatch.chdir(tmp_path)
+    ways: list[list[str]] = []
+
+    def looked_at(*arguments: Any) -> Any:
+        frame, names = inspect.currentframe(), []
+        while frame is not None:
+            module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
+            # Functions inside functions, such as one client of a cohort, stand in the same place as what holds them.
+            if module.startswith("pfedhn.") and module != "pfedhn.cli.endings" and "<" not in name:
+                names.append(name)
+            frame = frame.f_back
+        ways.append(names[::-1])
+        return python_loop(*arguments)
+
+    with scanning(looked_at):
+        words = ["run", "demo", "--only", "method=fedavg", "--seeds", "0", "--set", "steps=2", "--jobs", "1"]
+        said = CliRunner().invoke(app, [*words, "--executor", "loop", "--device", "cpu"])
+    assert said.exit_code == 0, said.output
+    *way, inner = ways[0]
+    assert inner == "scan"
+    assert len(way) <= 8
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (line,) = re.findall(r"^cli\.run -> .*$", page, re.MULTILINE)
+    assert [name.strip().rpartition(".")[2] for name in line.split("->")] == [
+        name.rpartition(".")[2] for name in [*way, inner]
+    ]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pfedhn.engine.capture import side_by_side
 from pfedhn.engine.gpu import set_up_gpu
+from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Progress, State
 from pfedhn.environment import environment
@@ -32,7 +33,6 @@ from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.spec import RunSpec
 from pfedhn.params import Params
 from pfedhn.result import to_json
-from pfedhn.run import rounds
 from pfedhn.settings import parse_assignments
 
 

@@ -23,16 +23,16 @@ from pfedhn.data.absent import with_examples
 from pfedhn.data.arrays import Arrays
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
-from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
 from pfedhn.engine.network import build_model, check_model, with_num_outputs
+from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Progress, Schedule, State
+from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Schedule, State
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
-from pfedhn.errors import UserError, closest, first_line
+from pfedhn.errors import UserError, closest
 from pfedhn.model import Factory, PerExample
 from pfedhn.params import Params, take
 from pfedhn.process import advise_once
@@ -453,35 +453,6 @@ def drain(work: Generator[None, None, Value]) -> Value:
         except StopIteration as end:
             result: Value = end.value
             return result
-
-
-def rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
-    """A run's progress, by the executor that was asked for; on a GPU `auto` means the captured round."""
-    is_cuda = simulation.federation.x.is_cuda
-    if any(model.is_random for model in simulation.models.values()):
-        if is_cuda or simulation.executor == "captured":
-            logger.warning("a network with dropout runs step by step, slower: a captured round cannot key its draws.")
-    elif simulation.executor == "captured" or (simulation.executor == "auto" and is_cuda):
-        if isinstance(simulation.federation, LazyFederation):
-            logger.warning("data that are loaded when needed cannot be captured; rounds run one operation at a time.")
-            return simulation.rounds(state)
-        return _captured_rounds(simulation, state)
-    return simulation.rounds(state)
-
-
-def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
-    """Captured where that is possible; where a network or method cannot be, it is said once and the round is run."""
-    run = None
-    try:
-        run = CapturedRun(simulation, state)
-        run.prepare()
-    except (torch.OutOfMemoryError, Diverged):
-        raise
-    except Exception as error:  # the compiler's and CUDA's errors have no common kind
-        logger.warning("this run cannot be captured and goes operation by operation, slower: %s", first_line(error))
-        run = None
-    # Out here nothing holds the error, whose frames hold the memory of the attempt.
-    yield from simulation.rounds(state) if run is None else run.rounds()
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine import capture, executors, gpu
 from pfedhn.engine.capture import CapturedRun, rates, side_by_side
+from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged, State
 from pfedhn.params import copy
-from pfedhn.run import rounds
 
 
 def algorithm(method: str):  # type: ignore[no-untyped-def]

@@ -21,11 +21,11 @@ from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine.capture import CapturedRun, side_by_side
 from pfedhn.engine.checkpoint import load_state, save_state
+from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.kernels.launch import SharedGPU
 from pfedhn.models import LeNet
-from pfedhn.run import rounds
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -13,10 +13,10 @@ from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.federation import Federation
 from pfedhn.engine import network
 from pfedhn.engine.network import build_model
+from pfedhn.engine.rounds import rounds
 from pfedhn.errors import UserError
 from pfedhn.model import Model
 from pfedhn.models import MLP, cross_entropy, is_correct
-from pfedhn.run import rounds
 
 
 def numbers(*sizes: int) -> Federation:

@@ -157,7 +157,7 @@ def test_bytes_are_those_of_what_is_encoded(federation: Federation) -> None:
 
 
 def run_with(simulation: Simulation) -> State:
-    from pfedhn.run import rounds
+    from pfedhn.engine.rounds import rounds
 
     state = simulation.initial_state()
     for _ in rounds(simulation, state):

@@ -41,6 +41,18 @@ from pfedhn.sgd import Batches
 ROWS_AT_ONCE = 50_000  # made together: making one takes ten times its memory
 
 
+class Inputs(NamedTuple):
+    """What ONE client brings into a round; a leading axis makes a stack."""
+
+    identity: Tensor
+    number: Tensor  # of the round
+    row: Any
+    kept: Kept
+    batches: Batches
+    size: Tensor
+    noise: Tensor  # the key of what its network draws by itself
+
+
 class Joining(NamedTuple):
     """What a trained federation gives to clients that join it."""
 
@@ -197,12 +209,13 @@ class Simulation:
             clients = [client for client in members if self.model_of(client) is model]
             if not clients:
                 continue
-            rows = take(memories.rows, torch.tensor(clients, device=self.federation.x.device))
-            offer, reply, kept = self._train(model, memories, rows, clients, number)
+            inputs = self._inputs(model, memories, clients, number)
+            both_halves = self._one_client(model, memories.shared)
+            offer, reply, kept = self.executor_for(model).map(both_halves)(*inputs)
             if not bool(reply.metrics["is_finite"].all()):
                 first = clients[int((~reply.metrics["is_finite"]).nonzero()[0])]
                 raise Diverged.at(number, self.federation.name_of(first))
-            returned.append(Returned(model, rows, reply))
+            returned.append(Returned(model, inputs.row, reply))
             offers.append(offer)
             remembered.append((clients, kept))
         shared, new_rows = self._step(memories.shared, returned)
@@ -212,6 +225,38 @@ class Simulation:
         for part, (clients, kept), rows in zip(returned, remembered, new_rows, strict=True):
             put(memories.rows, torch.tensor(clients, device=self.federation.x.device), rows)
             memories.private[part.model.name].put(clients, kept)
+
+    def _inputs(self, model: Model, memories: Memories, clients: list[int], number: int) -> Inputs:
+        """What the clients of one architecture bring into a round, all [C, ...]."""
+        index = torch.tensor(clients, device=self.federation.x.device)
+        identities = self.federation.identity(index)
+        key = keys.fold(self.seed, "batches", number)
+        return Inputs(
+            identities,
+            torch.full_like(index, number),
+            take(memories.rows, index),
+            memories.private[model.name].take(clients),
+            self.federation.batches(index, key, self.algorithm.num_batches, self.schedule.batch_size),
+            self.federation.splits["train"].size[index],
+            torch.as_tensor(keys.fold(self.seed, "noise", number, identities)),
+        )
+
+    def _one_client(self, model: Model, shared: Any) -> Callable[..., tuple[Offer, Reply, Kept]]:
+        """Both halves of the round for ONE client: what it is offered, its reply and what it keeps."""
+        exchange, executor = self.exchange, self.executor_for(model)
+        make_offer = executor.traced(
+            ("offer", model.name),
+            lambda shared, row, number, identity: exchange.offer(model, shared, row, number, identity),
+        )
+
+        def one_client(*given: Any) -> tuple[Offer, Reply, Kept]:
+            mine = Inputs(*given)
+            offer = make_offer(shared, mine.row, mine.number, mine.identity)
+            with model.seeded(mine.noise), executor.running(model.name, "train", (offer, mine.kept, mine.batches)):
+                update, kept = exchange.train(model, offer, mine.kept, mine.batches)
+            return offer, *exchange.reply(offer, update, kept, mine.size, mine.identity)
+
+        return one_client
 
     def _step(self, shared: Any, returned: list[Returned]) -> tuple[Any, list[Any]]:
         models = [part.model for part in returned]
@@ -223,41 +268,6 @@ class Simulation:
 
         run = self.executor_for(models[0]).traced(("step", *(model.name for model in models)), step)
         result: tuple[Any, list[Any]] = run(shared, [(part.rows, part.replies) for part in returned])
-        return result
-
-    def _train(
-        self, model: Model, memories: Memories, rows: Any, clients: list[int], number: int
-    ) -> tuple[Offer, Reply, Kept]:
-        """The clients of one architecture: what each was offered, its reply and what it keeps, all [C, ...]."""
-        exchange, executor = self.exchange, self.executor_for(model)
-        index = torch.tensor(clients, device=self.federation.x.device)
-        identities = self.federation.identity(index)
-        key = keys.fold(self.seed, "batches", number)
-        batches = self.federation.batches(index, key, self.algorithm.num_batches, self.schedule.batch_size)
-        noise = keys.fold(self.seed, "noise", number, identities)
-        numbers = torch.full_like(index, number)
-        make_offer = executor.traced(
-            ("offer", model.name),
-            lambda shared, row, number, identity: exchange.offer(model, shared, row, number, identity),
-        )
-
-        def one_client(
-            identity: Tensor, number: Tensor, row: Any, kept: Kept, batches: Batches, size: Tensor, noise: Tensor
-        ) -> tuple[Offer, Reply, Kept]:
-            offer = make_offer(memories.shared, row, number, identity)
-            with model.seeded(noise), executor.running(model.name, "train", (offer, kept, batches)):
-                update, kept = exchange.train(model, offer, kept, batches)
-            return offer, *exchange.reply(offer, update, kept, size, identity)
-
-        result: tuple[Offer, Reply, Kept] = executor.map(one_client)(
-            identities,
-            numbers,
-            rows,
-            memories.private[model.name].take(clients),
-            batches,
-            self.federation.splits["train"].size[index],
-            noise,
-        )
         return result
 
     def executor_for(self, model: Model) -> Executor:

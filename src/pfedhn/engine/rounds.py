@@ -1,0 +1,43 @@
+"""A run's rounds by the executor that was asked for: captured where that is meant and possible, else one by one."""
+
+import logging
+from collections.abc import Iterator
+
+import torch
+
+from pfedhn.data.lazy import LazyFederation
+from pfedhn.engine.capture import CapturedRun
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import Diverged, Progress, State
+from pfedhn.errors import first_line
+
+logger = logging.getLogger("pfedhn")
+
+
+def rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
+    """A run's progress, by the executor that was asked for; on a GPU `auto` means the captured round."""
+    is_cuda = simulation.federation.x.is_cuda
+    if any(model.is_random for model in simulation.models.values()):
+        if is_cuda or simulation.executor == "captured":
+            logger.warning("a network with dropout runs step by step, slower: a captured round cannot key its draws.")
+    elif simulation.executor == "captured" or (simulation.executor == "auto" and is_cuda):
+        if isinstance(simulation.federation, LazyFederation):
+            logger.warning("data that are loaded when needed cannot be captured; rounds run one operation at a time.")
+            return simulation.rounds(state)
+        return _captured_rounds(simulation, state)
+    return simulation.rounds(state)
+
+
+def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
+    """Captured where that is possible; where a network or method cannot be, it is said once and the round is run."""
+    run = None
+    try:
+        run = CapturedRun(simulation, state)
+        run.prepare()
+    except (torch.OutOfMemoryError, Diverged):
+        raise
+    except Exception as error:  # the compiler's and CUDA's errors have no common kind
+        logger.warning("this run cannot be captured and goes operation by operation, slower: %s", first_line(error))
+        run = None
+    # Out here nothing holds the error, whose frames hold the memory of the attempt.
+    yield from simulation.rounds(state) if run is None else run.rounds()
