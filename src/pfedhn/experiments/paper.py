@@ -52,6 +52,19 @@ DEMO = _tuned(
     )
 )
 
+# What fewer bits on the wire cost: the demo's clients and steps, upload and download in fewer bits.
+WIRES = (("full", "full"), ("half", "full"), ("8-bit", "full"), ("half", "half"), ("8-bit", "8-bit"))
+COMPRESSION = Experiment(
+    name="compression",
+    title="Handwritten digits: 50 clients whose updates and weights cross the wire in fewer bits",
+    cells=tuple(
+        replace(cell, upload=upload, download=download)
+        for cell in DEMO.cells
+        if cell.method in ("pfedhn", "fedavg")
+        for upload, download in WIRES
+    ),
+)
+
 # Table 1 of the paper: test accuracy, mean and deviation over three seeds; columns are numbers of clients.
 CIFAR10 = {
     "local": {10: (86.46, 4.02), 50: (68.11, 7.39), 100: (59.32, 5.59)},
@@ -129,6 +142,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: _tuned(experiment)
     for experiment in (
         DEMO,
+        COMPRESSION,
         table1("table1-cifar10", "Table 1, CIFAR-10: 2 classes per client", CIFAR10, _cifar("cifar10", 2)),
         table1("table1-cifar100", "Table 1, CIFAR-100: 10 classes per client", CIFAR100, _cifar("cifar100", 10)),
         table1(
