@@ -82,7 +82,7 @@ def test_the_demo_is_told_as_it_is(page: Path) -> None:
     text = " ".join(page.read_text().split())
     (cell, *_) = DEMO.cells
     mean = build_federation(cell, DEMO.seeds[0]).splits["train"].size.double().mean()
-    held = f"each has {cell.partition['classes_per_client']} of the 10 digits and about {mean:.0f} training rows"
+    held = f"each has {cell.partition['classes_per_client']} of the 10 digits and about {mean:.0f} training examples"
     assert held in text
     assert f"{cell.clients} clients" in text
     assert f"{cell.steps:,} communication steps" in text

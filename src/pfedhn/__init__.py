@@ -22,6 +22,7 @@ _HOMES = {
     "PFedMe": "pfedhn.algorithms.pfedme",
     "PerFedAvg": "pfedhn.algorithms.per_fedavg",
     "Run": "pfedhn.run",
+    "UserError": "pfedhn.errors",
     "by_classes": "pfedhn.data.partition",
     "by_coarse_class": "pfedhn.data.partition",
     "by_group": "pfedhn.data.partition",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.pfedme import PFedMe
     from pfedhn.data.federation import Federation
     from pfedhn.data.partition import by_classes, by_coarse_class, by_group, dirichlet
+    from pfedhn.errors import UserError
     from pfedhn.kernels.conv import ConvBlock
     from pfedhn.kernels.linear import Linear
     from pfedhn.models import MLP, LeNet, OmniglotNet
@@ -68,6 +70,7 @@ __all__ = [
     "PFedMe",
     "PerFedAvg",
     "Run",
+    "UserError",
     "by_classes",
     "by_coarse_class",
     "by_group",
