@@ -6,7 +6,7 @@ they are the same bits on every machine.
 
 import io
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.catalogue import DATASETS
 from pfedhn.data.federation import Federation
@@ -244,3 +245,10 @@ def images(name: str, count: int, seed: int) -> numpy.ndarray:
     channels, height, width = DATASETS[name].shape
     shape = (count, height, width, 3) if channels == 3 else (count, height, width)
     return numpy.random.default_rng(seed).integers(0, 256, shape, dtype=numpy.uint8)
+
+
+def with_steps(method: str, number: int) -> Any:
+    """A method by name that takes so few local steps, whatever it calls them."""
+    spec = ALGORITHMS[method]()
+    counts = [item.name for item in fields(spec) if item.name.endswith("_steps")]  # type: ignore[arg-type]
+    return replace(spec, **dict.fromkeys(counts, number))  # type: ignore[type-var]

@@ -11,8 +11,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from pfedhn import keys
+from pfedhn.data.federation import Federation
 from pfedhn.engine.executors import EXECUTORS, TogetherScan, TracedScan
-from pfedhn.params import Params, clip, pick
+from pfedhn.params import Params, clip, pick, stack, take
 from pfedhn.sgd import SGD, Batches, scan, scanning
 
 NUM_STEPS, BATCH_SIZE = 7, 6
@@ -202,3 +203,39 @@ def test_clip(scale: float, names: list[str] | None) -> None:
     expected = {name: value.grad for name, value in parameters.items()}
     assert_close(clip(gradient, 2.0, names), expected)
     assert_close(clip(gradient, None, names), gradient)
+
+
+@pytest.mark.parametrize("executor", ["loop", "traced", "vectorized"])
+def test_layers_trained_in_phases(federation: Federation, executor: str) -> None:
+    """Head first, then body, as FedRep does: what is frozen stays, and the rest moves as torch.optim moves it."""
+    target = model("mlp")
+    start = target.fresh(3)
+    head = [name for name in start if name.startswith("3.")]
+    body = [name for name in start if name not in head]
+    batches = federation.batches(torch.tensor([0, 2]), 7, 4, 5)
+
+    def phases(start: Params, batches: Batches) -> Params:
+        sgd = SGD(0.1, momentum=0.9, weight_decay=0.01, clip=0.5)
+        first, _ = sgd.run(target.loss, start, take(batches, slice(0, 2)), frozen=body)
+        return sgd.run(target.loss, first, take(batches, slice(2, 4)), frozen=head)[0]
+
+    run = EXECUTORS[executor]()
+    starts = stack([start, start])
+
+    def one_client(start: Params, batches: Batches) -> Params:
+        with run.running("mlp", "train", (start, batches)):
+            return phases(start, batches)
+
+    trained = run.map(one_client)(starts, batches)
+    for client in range(2):
+        module = target.with_weights(start).train()
+        for names, part in ((head, slice(0, 2)), (body, slice(2, 4))):
+            moving = [value for name, value in module.named_parameters() if name in names]
+            optimizer = torch.optim.SGD(moving, 0.1, momentum=0.9, weight_decay=0.01)
+            for k in range(part.start, part.stop):
+                x, y, mask = take(take(batches, client), k)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(module(x[mask]), y[mask]).backward()
+                nn.utils.clip_grad_norm_(moving, 0.5)
+                optimizer.step()
+        assert_close(take(trained, client), {name: value.detach() for name, value in module.named_parameters()})

@@ -30,6 +30,8 @@ def assign_roles(model: Model, rest: Role, settings: Mapping[str, str] | None = 
         settings: What a method calls a role in its settings, for the sentence that refuses a layer.
         layers: Layers by role, e.g. `personal=("fc3",)`. "last" stands for the layer of the last parameter.
     """
+    if unknown := set(layers) - set(Roles._fields):
+        raise ValueError(f"{unknown} are no roles; there are {Roles._fields}")
     roles: dict[str, str] = dict.fromkeys(model.shapes, rest)
     for role, names in layers.items():
         for name in _parameters(model, names, (settings or {}).get(role, role)):

@@ -183,6 +183,7 @@ def open_directory(directory: Path, simulation: Simulation, origin: Origin) -> N
                 f"{directory} holds another run (its {', '.join(differing)} differ); give another directory, or the "
                 "settings it was made with."
             )
+        return
     if simulation.starts is not None:
         write_atomically(directory / "start.safetensors", _start_content(simulation.starts))
     write_atomically(directory / "spec.toml", text.encode())

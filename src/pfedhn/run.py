@@ -53,7 +53,7 @@ from pfedhn.record import (
     write_result,
 )
 from pfedhn.result import Moment, Result, Scores, to_json
-from pfedhn.settings import build
+from pfedhn.settings import build, checked
 
 logger = logging.getLogger("pfedhn")
 
@@ -68,16 +68,16 @@ Value = TypeVar("Value")
 
 def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | None = None) -> AnyAlgorithm:
     """An algorithm from its name and settings, or one that is built already, its settings checked."""
+    if isinstance(method, type):
+        raise UserError(f"{method.__name__} is a class; give the method itself, {method.__name__}(...), or its name.")
     if not isinstance(method, str):
         values = {item.name: getattr(method, item.name) for item in fields(method)}  # type: ignore[arg-type]
         build(type(method), values, type(method).__name__)
         return method
     if method not in ALGORITHMS:
         raise UserError(f"there is no method {method!r}; {closest(method, ALGORITHMS)}")
-    usual: AnyAlgorithm = ALGORITHMS[method]()
-    build(type(usual), settings or {}, method)
-    ready = {name: tuple(value) if isinstance(value, list) else value for name, value in (settings or {}).items()}
-    algorithm: AnyAlgorithm = ALGORITHMS[method](**ready)
+    known = ALGORITHMS[method]
+    algorithm: AnyAlgorithm = known(**checked(known.algorithm, settings or {}, method))
     return algorithm
 
 
@@ -89,9 +89,16 @@ def choose_device(name: str | torch.device) -> str:
         kind = torch.device(name).type
     except RuntimeError:
         raise UserError(f"there is no device {str(name)!r}; {closest(str(name), ['auto', 'cpu', 'cuda'])}") from None
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"runs need a CPU or a CUDA GPU, not the device {str(name)!r}; take 'auto'.")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError("PyTorch finds no GPU here; take the device 'cpu', which works anywhere.")
     return str(name)
+
+
+def _refuse_without_evaluation(federation: Federation) -> None:
+    if not sum(int(federation.splits[split].size.sum()) for split in EVALUATED_SPLITS):
+        raise UserError("no client has validation or test examples; leave some out of training to judge the models by.")
 
 
 def assemble(
@@ -131,8 +138,7 @@ def assemble(
     unknown = set(federation.architectures or ()) - set(factories)
     if unknown:
         raise UserError(f"there is no target network {sorted(unknown)[0]!r}; {closest(sorted(unknown)[0], factories)}")
-    if not sum(int(federation.splits[split].size.sum()) for split in EVALUATED_SPLITS):
-        raise UserError("no client has validation or test examples; leave some out of training to judge the models by.")
+    _refuse_without_evaluation(federation)
     models = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
     if isinstance(federation, LazyFederation):
         federation = with_num_outputs(federation, models.values())
@@ -253,6 +259,7 @@ class Run:
         data = Federation.from_clients([(x, y)], split=split, seed=seed)
         data = data.to(simulation.federation.x.device, model.dtype if data.x.is_floating_point() else None)
         check_model(model, data)
+        _refuse_without_evaluation(data)
         if simulation.federation.architectures is not None:
             data = data.with_architectures([model.name])
         if (described := self._descriptor(data, descriptor)) is not None:
@@ -548,7 +555,6 @@ def train(
         >>> run.accuracy.shape
         (12,)
     """
-    advise_once(device)
     simulation = assemble(
         method,
         federation,
@@ -565,6 +571,7 @@ def train(
         upload=upload,
         download=download,
     )
+    advise_once(simulation.federation.x.device)
     path = None if directory is None else Path(directory)
     name = method_name(method)
     origin = Origin(path.resolve().name if path else name, name)

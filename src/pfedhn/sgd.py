@@ -46,7 +46,8 @@ _scan: ContextVar[Scan] = ContextVar("scan", default=python_loop)
 def scan(step: Callable[[Carry, Any, Any], Carry], carry: Carry, batches: Any, constants: Any = ()) -> Carry:
     """Apply `carry = step(carry, batch, constants)` along the leading axis of `batches`.
 
-    All tensors that `step` uses come through its arguments: an executor may compile it once and run it K times.
+    An executor may trace `step` once and run it for other steps and clients, so the tensors it uses come through its
+    arguments or from local variables of the function around it.
     """
     result: Carry = _scan.get()(step, carry, batches, constants)
     return result

@@ -1,7 +1,7 @@
 """Ten rounds of each method in float64 on a CPU: the validation loss after every round, as it was when last reviewed.
 
-The files change only by the command `python tests/algorithms/test_golden.py --write`; look at their diff before you
-commit it.
+A file changes only by the command `PYTHONPATH=tests python tests/algorithms/test_golden.py --write METHOD`; without a
+method it writes those that are missing. Look at the diff before you commit it.
 """
 
 import json
@@ -40,10 +40,10 @@ def test_every_golden_file_has_its_method() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--write"]:
-        sys.exit(f"usage: python {sys.argv[0]} --write")
+    if sys.argv[1:2] != ["--write"]:
+        sys.exit(f"usage: PYTHONPATH=tests python {sys.argv[0]} --write [METHOD ...]")
     GOLDEN.mkdir(exist_ok=True)
-    for name in ALGORITHMS:
+    for name in sys.argv[2:] or [name for name in ALGORITHMS if not (GOLDEN / f"{name}.json").exists()]:
         losses = validation_losses(name, make_federation())
         (GOLDEN / f"{name}.json").write_text(json.dumps(losses, indent=1) + "\n")
         print(f"{name}: {losses[0]:.4f} -> {losses[-1]:.4f}")

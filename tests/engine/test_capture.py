@@ -6,11 +6,12 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from support import assert_close, assert_same_bits, finish, memories_of, model, mostly_slow, simulate
+from support import assert_close, assert_same_bits, finish, memories_of, model, mostly_slow, simulate, with_steps
 from torch import nn
 
 from pfedhn.algorithms import ALGORITHMS
@@ -24,8 +25,8 @@ from pfedhn.engine.state import Diverged, State
 from pfedhn.params import copy
 
 
-def algorithm(method: str):  # type: ignore[no-untyped-def]
-    return ALGORITHMS[method](**({"outer_steps": 3} if method == "pfedme" else {"local_steps": 3}))
+def algorithm(method: str) -> Any:
+    return with_steps(method, 3)
 
 
 def captured(simulation: Simulation) -> tuple[State, list[float]]:

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support import assert_same_bits, memories_of, simulate
+from support import assert_same_bits, memories_of, simulate, with_steps
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
@@ -27,9 +27,7 @@ class Killed(BaseException):
 
 
 def simulation(method: str, federation: Federation, executor: str = "auto") -> Simulation:
-    settings = {"outer_steps": 2} if method == "pfedme" else {"local_steps": 2}
-    algorithm = ALGORITHMS[method](**settings)
-    return simulate(algorithm, federation, rounds=10, cohort=2, evaluate_every=3, executor=executor)
+    return simulate(with_steps(method, 2), federation, rounds=10, cohort=2, evaluate_every=3, executor=executor)
 
 
 def run(simulation: Simulation, directory: Path, **options: Any) -> Run:

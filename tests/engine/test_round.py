@@ -253,3 +253,36 @@ def test_the_row_of_who_joins_moves_as_in_training(federation: Federation) -> No
     same, (joined,) = replace(exchange, is_frozen=True).step(memories.shared, returned)
     assert same is memories.shared
     assert_close(joined, trained)
+
+
+@dataclass(frozen=True)
+class Served(FedAvg):
+    """FedAvg that serves other weights than it trains: twice as large ones."""
+
+    def publish(self, model: Any, shared: Params, row: Any) -> Params:
+        return {name: 2 * value for name, value in shared.items()}
+
+
+@pytest.mark.parametrize("executor", EVERY_EXECUTOR)
+def test_publish_is_for_use_and_send_for_training(executor: str, federation: Federation) -> None:
+    plain, served = (
+        simulate(kind(local_steps=2), federation, rounds=3, executor=executor, evaluate_every=1)
+        for kind in (FedAvg, Served)
+    )
+    states = [run_with(simulation) for simulation in (plain, served)]
+    assert_same_bits(states[0].memories.shared, states[1].memories.shared)
+    doubled = {name: 2 * value for name, value in states[1].memories.shared.items()}
+    target, memories = model(), states[1].memories
+    assert_close(served.personal_weights(memories, target, 0, 3), doubled)
+    part = federation.splits["test"].of(1)
+    outputs = target.outputs(doubled, federation.x[part])
+    expected = target.per_example_loss(outputs, federation.y[part]).sum()
+    assert_close(served.evaluate(states[1])["test"].loss[1], expected)
+    joining = served.joining(federation, memories, rounds=1, seed=1)
+    offer = joining.exchange.offer(target, memories.shared, (), torch.tensor(0), torch.tensor(0))
+    assert_same_bits(offer.weights, doubled)
+
+
+def test_a_transform_that_remembers_is_refused_for_downloads(federation: Federation) -> None:
+    with pytest.raises(UserError, match="use it for uploads"):
+        simulate(FedAvg(), federation, download=ErrorFeedback())

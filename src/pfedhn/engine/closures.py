@@ -12,6 +12,7 @@ from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
@@ -55,6 +56,12 @@ def lift(step: Step) -> Lifted:
         for leaf in leaves
         if isinstance(leaf, int | float | complex | str | None)
     ]
+    arrays = [
+        (leaf.dtype.str, leaf.shape, leaf.tobytes())
+        for leaves, _ in parts
+        for leaf in leaves
+        if isinstance(leaf, numpy.ndarray)
+    ]
 
     def lifted(carry: Any, batch: Any, constants: tuple[Any, Sequence[Tensor]]) -> Any:
         given, values = constants
@@ -72,7 +79,7 @@ def lift(step: Step) -> Lifted:
             for place in places:
                 place.write(place.content)
 
-    return Lifted(lifted, tensors, (*codes, *numbers, *(str(spec) for _, spec in parts)))
+    return Lifted(lifted, tensors, (*codes, *numbers, *arrays, *(str(spec) for _, spec in parts)))
 
 
 def places_of(function: Any) -> tuple[list[Place], list[Any]]:
@@ -156,6 +163,8 @@ class Watch(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if self.traced is None:
             self.storages |= storages(result) - storages((args, kwargs))  # a view of what was there is nothing new
+        else:  # what a step makes itself may lie where something of this call lay before
+            self.storages -= storages(result) - storages((args, kwargs))
         return result
 
     def note(self, tensors: Any) -> None:

@@ -115,7 +115,7 @@ class Exchange:
         return self.algorithm.personalize(model, self.algorithm.publish(model, shared, row), kept.private, batches)
 
     def _key(self, transform: Transform, purpose: str, number: Tensor, identity: Tensor) -> Key:
-        return keys.fold(self.seed, purpose, number, identity) if transform.draws else 0
+        return 0 if isinstance(transform, Full) else keys.fold(self.seed, purpose, number, identity)
 
     def _decoded(self, returned: Returned) -> Params:
         def decode(encoded: Any) -> Params:

@@ -84,6 +84,8 @@ class Simulation:
             raise UserError(f"a cohort of {size} cannot be drawn from {num_clients} clients.")
         if self.schedule.steps < 1 or self.schedule.evaluate_every < 1 or self.schedule.batch_size < 1:
             raise UserError("steps, evaluate_every and batch_size must be at least 1.")
+        if self.download.init_state({}) != ():
+            raise UserError("a transform that remembers cannot be used for downloads; use it for uploads.")
         known = ("auto", *EXECUTORS, "captured")
         if self.executor not in known:
             raise UserError(f"there is no executor {self.executor!r}; there are {', '.join(known)}.")

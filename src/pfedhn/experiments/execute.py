@@ -13,7 +13,7 @@ from pfedhn.experiments.build import build_simulation, preprocessing
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.provenance import rerun_command
 from pfedhn.experiments.spec import Experiment, RunSpec, dataset_name, pretraining_run
-from pfedhn.params import Params
+from pfedhn.params import Params, take
 from pfedhn.progress import Event, Failed, Finished, Said, watch_run
 from pfedhn.record import Origin, read_result
 from pfedhn.result import Cost, Result
@@ -59,7 +59,11 @@ def _pretrained(folder: Path, device: str) -> tuple[Cost, Params]:
     if result is None:
         raise RunError(f"{folder}, which this run starts from, is not finished; run it first.")
     cost = Cost(result.name, result.steps, result.bytes_down, result.bytes_up, result.seconds)
-    return cost, load(folder, device=device).personal_weights(0, last=True)
+    earlier = load(folder, device=device)
+    simulation, memories = earlier.simulation, earlier.memories(last=True)
+    if simulation.algorithm.num_personalize_batches:  # what it adapts on examples begins with what it publishes
+        return cost, simulation.algorithm.publish(simulation.model_of(0), memories.shared, take(memories.rows, 0))
+    return cost, earlier.personal_weights(0, last=True)
 
 
 class Failure(NamedTuple):
