@@ -312,7 +312,7 @@ class NewClient:
 
 def scores_of(result: SplitResult, per_client: bool = True) -> Scores:
     """A split's scores as plain numbers; per client, the number of correct examples (or summed metric) and of all."""
-    values = result.loss if result.metric is None else result.metric
+    values = (result.loss if result.metric is None else result.metric).tolist()
     return Scores(
         result.mean_loss,
         int(result.count.sum()),
