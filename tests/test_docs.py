@@ -3,6 +3,7 @@
 Code blocks run as they stand, but for the number of steps: what they show does not depend on it, and time does.
 """
 
+import ast
 import doctest
 import importlib
 import importlib.util
@@ -22,6 +23,7 @@ from typing import Any
 import numpy
 import pytest
 import typer
+from support import mostly_slow
 from typer.testing import CliRunner
 
 import pfedhn
@@ -64,7 +66,13 @@ def code(cell: str) -> str:
     return cell[1:-1]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    mostly_slow(
+        [page for page in PAGES if blocks(page, "python")], ROOT / "README.md", ROOT / "docs" / "architecture.md"
+    ),
+    ids=lambda page: page.name,
+)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = "\n".join(blocks(page, "python"))
@@ -296,6 +304,7 @@ def test_the_tree_is_the_source() -> None:
         assert (ROOT / target).exists()
 
 
+@pytest.mark.slow
 def test_used_examples_of_the_two_shares() -> None:
     page = (ROOT / "docs" / "splits.md").read_text()
     for clients, *cells in rows_after(page, "How much of 40,000 training examples"):
@@ -308,6 +317,41 @@ def test_used_examples_of_the_two_shares() -> None:
             ]
             # The mean of 400 partitions is good to a tenth of a per cent, and the page rounds to a whole one.
             assert float(cell.removesuffix(" %")) == pytest.approx(numpy.mean(used) / 400, abs=0.5), (clients, shares)
+
+
+@each_page
+def test_files_are_where_the_page_says(page: Path) -> None:
+    for name in re.findall(r"\b((?:src|tests|tools|benchmarks)/[\w./-]*\w)", page.read_text()):
+        assert (ROOT / name).exists() or "NAME" in name, name
+
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef
+
+
+def documented_nodes() -> Iterator[tuple[str, Documented, str]]:
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+                yield f"{file.name}: {getattr(node, 'name', 'module')}", node, text
+
+
+def names_of(node: Documented) -> set[str]:
+    """What a docstring may describe: the parameters of a function, the fields of a class."""
+    if isinstance(node, ast.FunctionDef):
+        return {argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+    return {
+        part.target.id for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+    }
+
+
+def test_docstrings_have_one_style() -> None:
+    """Google's: parameters stand under `Args:` and examples under `Examples:`, so the site shows them as such."""
+    for where, node, text in documented_nodes():
+        at_the_margin = re.findall(r"^(\w+(?:, \w+)*): ", text, re.MULTILINE)
+        described = {name for names in at_the_margin for name in names.split(", ")}
+        assert not described & names_of(node), f"{where}: {described} belong under Args:"
+        assert ">>>" not in text or re.search(r"^Examples?:\n", text, re.MULTILINE), f"{where}: examples need a heading"
+        assert not re.match(r"Of\b", text), f"{where} does not say what it is"
 
 
 @pytest.mark.parametrize("name", [found.name for found in pkgutil.walk_packages(pfedhn.__path__, "pfedhn.")])

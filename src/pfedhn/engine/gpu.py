@@ -77,9 +77,12 @@ def form(network: nn.Module) -> Any:
 
 
 def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> None:
-    """How all runs of this process compute on a GPU. tf32 rounds the factors of products to 10 bits, and is faster.
+    """Say how all runs of this process compute on a GPU.
 
-    num_runs: how many will take turns; unless the same bits are wanted whatever their number, kernels suit themselves.
+    Args:
+        precision: "fp32", or "tf32", which rounds the factors of products to 10 bits and is faster.
+        is_deterministic: Whether the same bits are wanted, whatever else runs there.
+        num_runs: How many runs will take turns; unless the same bits are wanted, kernels suit themselves to it.
     """
     kernels.SharedGPU.runs = 1 if is_deterministic else num_runs
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")

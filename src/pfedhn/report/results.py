@@ -214,7 +214,7 @@ def _rounded(value: Any, digits: int, whole: Sequence[str] = WHOLE) -> Any:
 
 
 def _later(one: Line | None, other: Line) -> Line:
-    """Of two lines of a run, the one that finished last: so files can be put together in any order."""
+    """The line of a run that finished last, so that files can be put together in any order."""
     return other if one is None or _finished(one) <= _finished(other) else one
 
 
