@@ -37,7 +37,7 @@ from pfedhn.sgd import Batches
 SMALL = {"local_steps": 3, "outer_steps": 3, "inner_steps": 2, "hidden_dim": 7, "embedding_dim": 3, "local_lr": 0.1}
 METHODS = {**ALGORITHMS, "closes-over": ClosesOver}
 every_method = pytest.mark.parametrize("method", METHODS)
-every_target = pytest.mark.parametrize("target", ["mlp", "conv"])
+every_target = pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 
 
 def small(method: str) -> Any:
@@ -194,8 +194,14 @@ def road(simulation: Simulation) -> Any:
     return memories_of(state), personal(simulation, state), scores, state.bytes_up, state.bytes_down, state.round
 
 
-@every_method
-@pytest.mark.parametrize(("target", "cohort"), [("mlp", 3), ("conv", 1)])
+@pytest.mark.parametrize(
+    ("method", "target", "cohort"),
+    mostly_slow(
+        [(method, *case) for method in METHODS for case in (("mlp", 3), ("conv", 1))],
+        *((method, "mlp", 3) for method in METHODS),
+        ("pfedhn-pc", "conv", 1),
+    ),
+)
 def test_executors_agree(federation: Federation, method: str, target: str, cohort: int) -> None:
     results = {
         executor: road(simulate(small(method), federation, target, rounds=5, cohort=cohort, executor=executor))
@@ -241,7 +247,7 @@ def test_evaluation_is_the_personal_model_on_the_clients_own_rows(federation: Fe
 
 
 @every_method
-@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
+@every_target
 def test_evaluating_more_often_changes_no_bit(federation: Federation, method: str, target: str) -> None:
     often, seldom = (
         finish(simulate(small(method), federation, target, rounds=5, cohort=2, evaluate_every=every))

@@ -37,7 +37,10 @@ def moved(lr: float, momentum: float, decay: float) -> torch.Tensor:
             marks=slow,
         ),
         pytest.param(
-            {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.3, "embedding_lr": 3.0}, True, 2, id="complex-embedding-lr"
+            {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.3, "embedding_lr": 3.0},
+            *(True, 2),
+            id="complex-embedding-lr",
+            marks=slow,
         ),
         pytest.param({"lr": 0.05, "momentum": 0.0, "weight_decay": 0.1}, False, 1, id="no-momentum", marks=slow),
         pytest.param({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}, False, 2, id="no-decay", marks=slow),

@@ -13,6 +13,7 @@ from support import (
     finish,
     memories_of,
     model,
+    mostly_slow,
     personal,
     pictures,
     simulate,
@@ -48,7 +49,7 @@ def start_at(simulation: Simulation, start: Params) -> State:
     return state
 
 
-@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 def test_lookup_table_is_local(federation: Federation, target: str) -> None:
     """With one-hot descriptors W v_i is column i of W: every client has a model of its own."""
     local = {"local_lr": 0.1, "local_steps": 3, "local_momentum": 0.0, "local_weight_decay": 0.01, "local_clip": None}
@@ -84,7 +85,7 @@ def uniform_rows(client: int) -> tuple[torch.Tensor, torch.Tensor]:
     return images.permute(0, 3, 1, 2).float() / 255, y
 
 
-@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 def test_sharing_everything_is_fedavg(federation: Federation, target: str) -> None:
     settings = {"local_steps": 3, "local_lr": 0.1, "local_clip": 0.9}
     layers = tuple(dict.fromkeys(name.partition(".")[0] for name in model(target).shapes))

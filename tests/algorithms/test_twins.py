@@ -123,7 +123,7 @@ def average(rule: str, models: dict[int, Params]) -> Params:
 # Local
 
 
-@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 def test_local(federation: Federation, target: str) -> None:
     simulation = simulate(Local(**LOCAL, local_clip=0.8), federation, target, rounds=6)
     spec, (start,) = simulation.algorithm, simulation.initial_models().values()
@@ -176,7 +176,7 @@ LAST = {"mlp": {"3.weight", "3.bias"}, "conv": {"out.weight", "out.bias"}}
 NONE: dict[str, set[str]] = {"mlp": set(), "conv": set()}
 
 
-@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 @pytest.mark.parametrize(
     ("spec", "rule", "kept"),
     [
@@ -215,7 +215,7 @@ def gradient(net: nn.Module, weights: Params, batch: Minibatch) -> Params:
     return dict(zip(weights, values, strict=True))
 
 
-@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 @pytest.mark.parametrize("form", ["first-order", "hessian-free"])
 def test_per_fedavg(federation: Federation, target: str, form: str) -> None:
     alpha, beta, d, tau = 0.3, 0.2, 1e-3, 3
@@ -257,7 +257,7 @@ def test_per_fedavg(federation: Federation, target: str, form: str) -> None:
 # pFedMe
 
 
-@pytest.mark.parametrize("target", ["mlp", "conv"])
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 @pytest.mark.parametrize("tested", ["theta", "x"])
 def test_pfedme(federation: Federation, target: str, tested: str) -> None:
     lr, lr_p, lam, mu, beta = 0.02, 0.05, 7.0, 0.05, 0.8
@@ -299,14 +299,13 @@ HYPER = {"hidden_dim": 6, "num_hidden": 2, "embedding_dim": 3, "lr": 0.3, "weigh
 @pytest.mark.parametrize(
     ("settings", "images"),
     [
-        ({}, False),
-        ({}, True),
-        ({"clip": 0.05, "local_clip": 1.2}, True),
-        ({"embedding_lr": 1.1}, False),
-        ({"num_hidden": 0, "lr": 0.05}, False),
-        ({"momentum": 0.0}, False),
+        pytest.param({}, False, id="plain"),
+        pytest.param({}, True, id="images", marks=pytest.mark.slow),
+        pytest.param({"clip": 0.05, "local_clip": 1.2}, True, id="images-clipped"),
+        pytest.param({"embedding_lr": 1.1}, False, id="embedding-lr"),
+        pytest.param({"num_hidden": 0, "lr": 0.05}, False, id="no-hidden", marks=pytest.mark.slow),
+        pytest.param({"momentum": 0.0}, False, id="no-momentum", marks=pytest.mark.slow),
     ],
-    ids=["plain", "images", "images-clipped", "embedding-lr", "no-hidden", "no-momentum"],
 )
 def test_pfedhn_textbook(federation: Federation, target: str, settings: dict[str, Any], images: bool) -> None:
     simulation = simulate(PFedHN(**(LOCAL | HYPER | settings)), federation, target, rounds=10)

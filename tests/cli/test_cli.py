@@ -157,6 +157,7 @@ def test_help_names_what_there_is() -> None:
         assert asked[name].default == chosen[name].default
 
 
+@pytest.mark.slow
 def test_the_help_of_run_is_right_about_files(tmp_path: Path) -> None:
     """The file that the help shows can be run as it stands, in fewer steps."""
     lines = [line.strip() for line in invoke("run", "--help").output.splitlines()]

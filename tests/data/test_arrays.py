@@ -51,6 +51,7 @@ def test_a_label_of_twenty_million_is_refused_on_every_road(road: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+@pytest.mark.slow
 def test_nothing_large_is_made_before_a_refusal() -> None:
     """A process that may not take 400 MB more than it has: a share of each class for three clients is 480 MB."""
     code = f"""

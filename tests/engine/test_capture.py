@@ -40,7 +40,7 @@ def captured(simulation: Simulation) -> tuple[State, list[float]]:
     ("method", "cohort", "target"),
     mostly_slow(
         itertools.product(ALGORITHMS, (1, 3), ("mlp", "conv")),
-        *((method, 3, "mlp") for method in ALGORITHMS),
+        *((method, 3, "mlp") for method in ("pfedhn", "local", "per-fedavg")),
         ("pfedhn-pc", 1, "conv"),
     ),
 )
@@ -58,7 +58,7 @@ def test_captured_is_the_loop(method: str, cohort: int, target: str, federation:
     assert state.best.evaluation.step == expected.best.evaluation.step
 
 
-@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedme", "pfedhn-pc"))
+@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedme"))
 def test_memories_share_nothing_with_one_another_or_the_start(method: str, federation: Federation) -> None:
     """They are written in place; with one client nothing was ever copied, and pFedMe's shared model was its private."""
     start = {"mlp": model().fresh(3)}
@@ -89,7 +89,8 @@ def test_a_large_cohort_trains_some_at_a_time(
     assert {len(some.mask) for some in batches} <= {1, 2}
 
 
-@pytest.mark.parametrize("cohort", mostly_slow([1, 4], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("cohort", [1, 4])
 def test_several_architectures(cohort: int, federation: Federation) -> None:
     models = {name: model(name) for name in ("mlp", "wide")}
     mixed = federation.with_architectures(["mlp", "wide"] * 3)
@@ -118,6 +119,7 @@ def test_a_finished_run_captures_nothing(federation: Federation, monkeypatch: py
     assert list(CapturedRun(simulation, state).rounds()) == []
 
 
+@pytest.mark.slow
 def test_a_make_up_met_late_is_captured_behind_the_rounds_before_it(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +204,7 @@ def test_splits_of_other_lengths_share_what_was_traced(federation: Federation, m
     assert_close(memories_of(state), memories_of(expected))
 
 
-@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedhn", "fedavg"))
+@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "fedavg"))
 def test_points_of_a_grid_share_what_was_traced(
     method: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +228,8 @@ def test_points_of_a_grid_share_what_was_traced(
     assert len(traces) > so_far
 
 
-@pytest.mark.parametrize("change", mostly_slow(["activation", "slope", "width"], "width"))
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["activation", "slope", "width"])
 def test_one_factory_may_make_other_networks(change: str, federation: Federation) -> None:
     """A function that reads a variable is the same function after the variable has changed."""
     hidden = {"activation": nn.Identity, "slope": 0.1, "width": 5}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, finish, memories_of, model, simulate
+from support import assert_close, finish, memories_of, model, mostly_slow, simulate
 from torch import Tensor, nn
 
 from pfedhn.algorithms.fedavg import FedAvg
@@ -88,7 +88,9 @@ def end_of(simulation: Simulation) -> Any:
     return memories_of(state)
 
 
-@pytest.mark.parametrize(("target", "cohort"), [("mlp", 1), ("mlp", 3), ("conv", 1), ("conv", 3)])
+@pytest.mark.parametrize(
+    ("target", "cohort"), mostly_slow([("mlp", 1), ("mlp", 3), ("conv", 1), ("conv", 3)], ("mlp", 3))
+)
 @pytest.mark.parametrize("executor", ["traced", "vectorized", "captured"])
 def test_a_step_may_close_over_what_was_received(
     federation: Federation, target: str, cohort: int, executor: str
@@ -103,7 +105,7 @@ def test_a_step_may_close_over_what_was_received(
 @pytest.mark.parametrize(
     "pulled", [by_containers, by_a_function_in_a_function, by_default_values, by_a_partial], ids=lambda f: f.__name__
 )
-@pytest.mark.parametrize(("executor", "cohort"), [("traced", 1), ("captured", 3)])
+@pytest.mark.parametrize(("executor", "cohort"), mostly_slow([("traced", 1), ("captured", 3)], ("traced", 1)))
 def test_wherever_a_function_keeps_it(federation: Federation, pulled: Any, executor: str, cohort: int) -> None:
     algorithm = FedProx(pulled=pulled)
     expected = end_of(simulate(algorithm, federation, rounds=4, cohort=cohort, executor="loop"))
@@ -189,7 +191,7 @@ def by_a_number_of_an_attribute(received: Params, start: Tensor) -> Pull:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-@pytest.mark.parametrize("executor", ["traced", "captured"])
+@pytest.mark.parametrize("executor", mostly_slow(["traced", "captured"], "traced"))
 def test_what_cannot_be_given_to_a_step_is_refused(
     federation: Federation, pulled: Any, name: str, cohort: int, executor: str
 ) -> None:
@@ -225,7 +227,9 @@ def test_a_step_that_changes_its_surroundings_is_refused(federation: Federation,
         end_of(simulate(FedProx(pulled=pulled), federation, executor="traced"))
 
 
-@pytest.mark.parametrize(("executor", "cohort"), [("traced", 1), ("captured", 1), ("captured", 3)])
+@pytest.mark.parametrize(
+    ("executor", "cohort"), mostly_slow([("traced", 1), ("captured", 1), ("captured", 3)], ("captured", 3))
+)
 def test_what_was_there_before_is_a_constant(federation: Federation, executor: str, cohort: int) -> None:
     """Class weights in a loss, a frozen layer, a buffer, a setting that is a tensor, a tensor written out in a step."""
     class_weights = torch.tensor([1.0, 0.5, 2.0, 0.1], dtype=torch.float64)
@@ -255,8 +259,8 @@ def test_what_was_there_before_is_a_constant(federation: Federation, executor: s
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("frozen", ["conv", "out"])
-@pytest.mark.parametrize("cohort", [1, 3])
+@pytest.mark.parametrize("frozen", mostly_slow(["conv", "out"], "conv"))
+@pytest.mark.parametrize("cohort", mostly_slow([1, 3], 3))
 def test_frozen_layers_are_captured(federation: Federation, frozen: str, cohort: int) -> None:
     """What clients share is not folded in among them as their own weights are, and reshapes their images instead."""
     plain = model("conv")

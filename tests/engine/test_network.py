@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, finish, memories_of, simulate
+from support import assert_close, finish, memories_of, mostly_slow, simulate
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -216,7 +216,7 @@ def test_a_loss_of_ones_own_takes_what_the_network_returns() -> None:
     federation = tokens()
     target = build_model("net", States, federation, loss)
     assert target.per_example_metric is None
-    finish(simulate(FedAvg(local_steps=1), federation, {"net": target}, rounds=1, cohort=2))
+    finish(simulate(FedAvg(local_steps=1), federation, {"net": target}, rounds=1, cohort=2, executor="loop"))
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ class Flat(Functional):
 
 
 @pytest.mark.parametrize("function", [clamped, scaled, turned])
-@pytest.mark.parametrize("executor", ["auto", "captured", "traced"])
+@pytest.mark.parametrize("executor", mostly_slow(["auto", "captured", "traced"], "auto"))
 def test_what_cannot_be_batched_runs_one_by_one(federation: Federation, function: Any, executor: str) -> None:
     """All layers are linear and several clients take part, so that `auto` would like to run them together."""
     target = {"flat": Model("flat", lambda: Flat(function), cross_entropy, is_correct, dtype=torch.float64)}

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support import assert_same_bits, memories_of, simulate, with_steps
+from support import assert_same_bits, memories_of, mostly_slow, simulate, with_steps
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
@@ -59,7 +59,7 @@ def assert_same_run(found: Run, expected: Run, directory: Path, expected_directo
     assert without_seconds(directory) == without_seconds(expected_directory)
 
 
-@pytest.mark.parametrize("method", ALGORITHMS)
+@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedhn-pc", "fedper", "per-fedavg", "pfedme"))
 def test_killed_at_random_and_resumed(method: str, federation: Federation, tmp_path: Path) -> None:
     expected = run(simulation(method, federation), tmp_path / "whole")
     size = simulation(method, federation).clients_per_round
@@ -169,7 +169,7 @@ def test_a_finished_run_is_read_not_run_again(federation: Federation, tmp_path: 
     assert again.accuracy.tolist() == first.accuracy.tolist()
 
 
-@pytest.mark.parametrize("executor", ["auto", "captured"])
+@pytest.mark.parametrize("executor", mostly_slow(["auto", "captured"], "auto"))
 def test_a_run_that_diverges_leaves_its_last_good_state(executor: str, federation: Federation, tmp_path: Path) -> None:
     """A captured run notices late; what it would have written meanwhile is no state it ever was in."""
     wild = ALGORITHMS["pfedhn"](local_steps=40, local_lr=1e30, local_clip=None)

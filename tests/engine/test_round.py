@@ -1,11 +1,22 @@
 """The two halves of a round, carried by hand, are the simulator; transforms keep the mean and are what is counted."""
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from support import BATCH_SIZE, NUM_CLIENTS, assert_close, assert_same_bits, finish, memories_of, model, simulate
+from support import (
+    BATCH_SIZE,
+    NUM_CLIENTS,
+    assert_close,
+    assert_same_bits,
+    finish,
+    memories_of,
+    model,
+    mostly_slow,
+    simulate,
+)
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
@@ -93,7 +104,7 @@ def over_the_wire(message: Any) -> Any:
     return pytree.tree_unflatten(back, spec)
 
 
-@pytest.mark.parametrize("cohort", [1, 3])
+@pytest.mark.parametrize("cohort", mostly_slow([1, 3], 3))
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_parties_that_share_only_offers_and_replies_are_the_simulator(
     method: str, cohort: int, federation: Federation
@@ -122,7 +133,7 @@ def values() -> Params:
     return {"a": spread.reshape(5, 8), "b": torch.tensor([0.0, 1.0, -1.0, 0.5]), "zero": torch.zeros(3).double()}
 
 
-@pytest.mark.parametrize("name", ["half", "8-bit"])
+@pytest.mark.parametrize("name", mostly_slow(["half", "8-bit"], "8-bit"))
 def test_rounding_keeps_the_mean(name: str) -> None:
     transform, num_draws = TRANSFORMS[name], 4_000
     given = values()
@@ -141,19 +152,19 @@ def test_rounding_keeps_the_mean(name: str) -> None:
         assert ((total[key] - value).abs() <= 5 * step / 2 / num_draws**0.5 + 1e-12).all()
 
 
-def test_bytes_are_those_of_what_is_encoded(federation: Federation) -> None:
+@pytest.mark.parametrize("executor", mostly_slow(EVERY_EXECUTOR, "loop", "vectorized"))
+def test_bytes_are_those_of_what_is_encoded(federation: Federation, executor: str) -> None:
     target = model()
     num_weights = sum(shape.numel() for shape in target.shapes.values())
     num_tensors = len(target.shapes)
     expected = {"full": 8 * num_weights, "half": 2 * num_weights, "8-bit": num_weights + 4 * num_tensors}
-    for executor in EVERY_EXECUTOR:
-        for up, down in (("half", "full"), ("8-bit", "half"), ("full", "8-bit")):
-            simulation = simulate(
-                FedAvg(local_steps=1), federation, rounds=2, cohort=3, executor=executor,
-                upload=TRANSFORMS[up], download=TRANSFORMS[down],
-            )  # fmt: skip
-            state = run_with(simulation)
-            assert (state.bytes_up, state.bytes_down) == (2 * 3 * expected[up], 2 * 3 * expected[down]), executor
+    for up, down in (("half", "full"), ("8-bit", "half"), ("full", "8-bit")):
+        simulation = simulate(
+            FedAvg(local_steps=1), federation, rounds=2, cohort=3, executor=executor,
+            upload=TRANSFORMS[up], download=TRANSFORMS[down],
+        )  # fmt: skip
+        state = run_with(simulation)
+        assert (state.bytes_up, state.bytes_down) == (2 * 3 * expected[up], 2 * 3 * expected[down])
 
 
 def run_with(simulation: Simulation) -> State:
@@ -165,9 +176,15 @@ def run_with(simulation: Simulation) -> State:
     return state
 
 
-@pytest.mark.parametrize("executor", EVERY_EXECUTOR[1:])
-@pytest.mark.parametrize("method", ["pfedhn", "pfedhn-pc", "fedavg", "local"])
-@pytest.mark.parametrize("upload", ["half", "8-bit"])
+@pytest.mark.parametrize(
+    ("upload", "method", "executor"),
+    mostly_slow(
+        itertools.product(["half", "8-bit"], ["pfedhn", "pfedhn-pc", "fedavg", "local"], EVERY_EXECUTOR[1:]),
+        ("half", "pfedhn-pc", "captured"),
+        ("8-bit", "pfedhn", "traced"),
+        ("8-bit", "fedavg", "vectorized"),
+    ),
+)
 def test_every_executor_draws_the_same_rounding(
     method: str, executor: str, upload: str, federation: Federation
 ) -> None:

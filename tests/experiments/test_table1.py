@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy
 import pytest
-from support import encoded, images, mostly_slow, write_table
+from support import encoded, images, write_table
 from typer.testing import CliRunner
 
 from pfedhn.cli import app as cli
@@ -45,7 +45,8 @@ def run(experiment: str, only: str, *more: str) -> dict[str, dict]:  # type: ign
     return {file.parent.name: json.loads(file.read_text()) for file in files}
 
 
-@pytest.mark.parametrize("name", mostly_slow(["cifar10", "cifar100", "mnist"], "mnist"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist"])
 def test_a_cell_of_the_table_by_its_command(name: str) -> None:
     write_whole(Path("data"), name)
     (result,) = run(f"table1-{name}", "method=pfedhn,clients=10", "--set", "steps=3", "--set", "local_steps=2").values()

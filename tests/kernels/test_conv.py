@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import KERNEL_DEVICE, ON_GPU, integers, mostly_slow, needs_gpu, needs_triton
+from support import KERNEL_DEVICE, ON_GPU, integers, needs_gpu, needs_triton
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -117,13 +117,10 @@ SHAPES = [
     (64, 128, 3, 1, 3, 3, False),
     (64, 16, 5, 0, 6, 6, True),
 ]
-FEW_SHAPES = [SHAPES[1], SHAPES[3]]
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("channels", "out_channels", "kernel", "padding", "height", "width", "pool"), mostly_slow(SHAPES, *FEW_SHAPES)
-)
+@pytest.mark.parametrize(("channels", "out_channels", "kernel", "padding", "height", "width", "pool"), SHAPES)
 def test_block_on_triton(
     channels: int, out_channels: int, kernel: int, padding: int, height: int, width: int, pool: bool
 ) -> None:
@@ -249,7 +246,7 @@ def calls(graph: torch.fx.GraphModule) -> dict[str, int]:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", mostly_slow(TRANSFORMS, "vmap"))
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_transform_on_triton(name: str) -> None:
     function, batched = TRANSFORMS[name]
     arguments = arguments_for(batched)
@@ -266,7 +263,6 @@ def test_transform_on_triton(name: str) -> None:
 
 
 @needs_triton
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grad", "vmap(grad)"])
 def test_compiled_trace_on_triton(name: str) -> None:
     function, batched = TRANSFORMS[name]
@@ -278,7 +274,6 @@ def test_compiled_trace_on_triton(name: str) -> None:
 
 
 @needs_triton
-@pytest.mark.slow
 def test_many_runs_on_triton() -> None:
     torch.manual_seed(0)
     runs = launch.MANY_RUNS

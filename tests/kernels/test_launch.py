@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import ON_GPU, mostly_slow
+from support import ON_GPU
 
 from pfedhn.kernels import launch
 
 
 @pytest.mark.skipif(ON_GPU or launch.INTERPRETED, reason="the kernels are tested directly")
 @pytest.mark.skipif(not launch.HAS_TRITON, reason="Triton is not installed")
-@pytest.mark.parametrize("which", mostly_slow(["not slow", "slow"], "not slow"))
-def test_the_kernels_in_the_interpreter(which: str) -> None:
+@pytest.mark.slow
+def test_the_kernels_in_the_interpreter() -> None:
     plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
-    arguments = ["-m", "pytest", "-q", *plugins, "-k", "on_triton", "-m", which, str(Path(__file__).parent)]
+    arguments = ["-m", "pytest", "-q", *plugins, "-k", "on_triton", str(Path(__file__).parent)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[2]
     result = subprocess.run([sys.executable, *arguments], env=environment, cwd=root, capture_output=True, text=True)
@@ -25,6 +25,7 @@ def test_the_kernels_in_the_interpreter(which: str) -> None:
     assert "skipped" not in result.stdout
 
 
+@pytest.mark.slow
 def test_import_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None; import torch; from pfedhn.kernels import conv, launch; "

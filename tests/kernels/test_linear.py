@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import KERNEL_DEVICE, integers, mostly_slow, needs_triton
+from support import KERNEL_DEVICE, integers, needs_triton
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -94,7 +94,7 @@ def test_second_derivative_of_a_layer_on_triton_is_refused() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("runs", mostly_slow([2, launch.MANY_RUNS], 2))
+@pytest.mark.parametrize("runs", [2, launch.MANY_RUNS])
 @pytest.mark.parametrize("dims", [(0, 0, 0), (None, 0, 0), (0, None, None), (1, 0, 0)])
 def test_runs_of_a_layer_on_triton(runs: int, dims: tuple[int | None, ...]) -> None:
     torch.manual_seed(0)
