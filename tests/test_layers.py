@@ -33,9 +33,7 @@ def test_what_is_not_named_is_the_rest() -> None:
 
 def test_layers_that_cannot_be_are_refused() -> None:
     target = model("conv")
-    with pytest.raises(
-        UserError, match="global_layers names the layer 'fc9', which conv does not have"
-    ):
+    with pytest.raises(UserError, match="global_layers names the layer 'fc9', which conv does not have"):
         assign_roles(target, rest="personal", settings={"shared": "global_layers"}, shared=("fc9",))
     with pytest.raises(UserError, match="is named as personal and as frozen"):
         assign_roles(target, rest="shared", personal=("out",), frozen=("out",))
