@@ -1,4 +1,4 @@
-"""Writes the tables of docs/methods.md: what each method moves and keeps, and its settings.
+"""Writes the tables of docs/methods.md: what each method moves and keeps, what fewer bits cost, and all settings.
 
 `make docs` runs it. A table stands between two markers and is made from a method's file and its row of `ALGORITHMS`, so
 that a new method appears by itself. What a setting means is the comment behind it in the dataclass.
@@ -20,6 +20,9 @@ from pfedhn.algorithm import Method
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.model import Model
 from pfedhn.models import LeNet, cross_entropy
+from pfedhn.report.entries import to_reports
+from pfedhn.report.results import read_file
+from pfedhn.report.tables import bytes_text, number_text
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "methods.md"
 NUM_CLIENTS = 50
@@ -111,7 +114,28 @@ def wire_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"wire": wire_table, "settings": settings_sections}
+def compression_table() -> str:
+    """Accuracy against bytes of the stored runs of the experiment `compression`."""
+    (report,) = to_reports(read_file(PAGE.parents[1] / "results" / "compression.jsonl"))
+    lines = [
+        "| method | upload | download | test accuracy, over clients | over examples | up | down |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for entry in report.entries:
+        words = [
+            ALGORITHMS[entry.cell.method].name,
+            entry.cell.upload,
+            entry.cell.download,
+            number_text(entry.test("clients")),
+            number_text(entry.test("samples")),
+            bytes_text(entry.total("bytes_up")),
+            bytes_text(entry.total("bytes_down")),
+        ]
+        lines.append(f"| {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
+TABLES = {"wire": wire_table, "compression": compression_table, "settings": settings_sections}
 
 
 def made(page: str) -> str:
