@@ -159,9 +159,6 @@ def networks_digest(models: Mapping[str, Model]) -> str:
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
 
 
-# Writing
-
-
 def held(directory: Path | None) -> AbstractContextManager[None]:
     """Keep a second process out of a run's directory inside the block; there is nothing to keep out of None."""
     if directory is None:
@@ -220,9 +217,6 @@ def cut_history(directory: Path, step: int) -> list[Moment]:
 
 def write_result(directory: Path, result: Result) -> None:
     write_atomically(directory / "result.json", json.dumps(to_json(result), indent=1).encode())
-
-
-# Reading
 
 
 def read_spec(directory: Path) -> Spec | None:

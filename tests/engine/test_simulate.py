@@ -350,7 +350,7 @@ def test_a_client_with_many_rows_is_tested_in_parts(
     algorithm = ALGORITHMS[method](local_steps=2, local_lr=0.1)
     found = []
     for limit in (4, 9, 4096):
-        monkeypatch.setattr(evaluate, "ROWS_PER_CHUNK", limit)
+        monkeypatch.setattr(evaluate, "EXAMPLES_PER_CHUNK", limit)
         simulation = simulate(algorithm, federation, rounds=3, cohort=2, evaluate_every=2, executor=executor)
         assert max(chunk.index.numel() for chunk in simulation.chunks) <= limit
         evaluations = [p.evaluation for p in progress_of(simulation, simulation.initial_state()) if p.evaluation]

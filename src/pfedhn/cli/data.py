@@ -63,7 +63,7 @@ def data_show(
         typer.Argument(metavar="NAME", help="A data set, or an experiment or TOML file, whose first cell is shown."),
     ],
     assignments: SetOption = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the partition.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the partition.")] = 0,
     data_dir: DataDirOption = None,
     figure: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw it as well (.png, .pdf or .svg).")

@@ -25,7 +25,7 @@ def report(
     ] = None,
     formats: Annotated[
         list[str] | None,
-        typer.Option("--format", metavar="md,csv,...", help="Of md, csv, tex, png, html.", show_default="all"),
+        typer.Option("--format", metavar="md,csv,...", help="Some of md, csv, tex, png, html.", show_default="all"),
     ] = None,
     average: Annotated[
         str, typer.Option("--average", help="Which accuracy is compared and drawn: over clients or over samples.")

@@ -176,7 +176,7 @@ class CapturedRun:
         simulation, state = self.simulation, self.state
         device = simulation.federation.x.device
         self.is_cuda = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if self.is_cuda else None  # a bare one is the first card's
+        self.stream = torch.cuda.Stream(device) if self.is_cuda else None  # a bare one is the first GPU's
         self.pool = torch.cuda.graph_pool_handle() if self.is_cuda else None  # no two graphs of a run work at a time
         self.counter = torch.tensor(state.round, device=device)
         self.bad = torch.full((2,), -1, device=device)  # first round and client whose numbers were not finite

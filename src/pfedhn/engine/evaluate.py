@@ -1,6 +1,6 @@
-"""How good is each client's own model, on its own rows: the one evaluation path of every method.
+"""How good is each client's own model, on its own examples: the one evaluation path of every method.
 
-Axes: [N] clients, [C]lients of a chunk, [R]ows.
+Axes: [N] clients, [C]lients of a chunk, [E]xamples.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,31 +19,31 @@ from pfedhn.model import Model
 from pfedhn.params import take
 from pfedhn.sgd import Batches
 
-ROWS_PER_CHUNK = 4096  # of padded rows evaluated at once: bounds memory, whatever the federation
+EXAMPLES_PER_CHUNK = 4096  # padded examples evaluated at once: bounds memory, whatever the federation
 
 
 @dataclass(frozen=True)
 class SplitResult:
-    """What clients scored on one split; sums over each client's rows."""
+    """What clients scored on one split; sums over each client's examples."""
 
     loss: Tensor  # [N]
-    metric: Tensor | None  # [N], number of correct rows, or the sum of the user's metric
+    metric: Tensor | None  # [N], number of correct examples, or the sum of the user's metric
     count: Tensor  # [N]
 
     @property
     def client_metric(self) -> Tensor:
-        """[N]: each client's accuracy; NaN for a client without rows in this split."""
+        """[N]: each client's accuracy; NaN for a client without examples in this split."""
         assert self.metric is not None
         return self.metric / self.count
 
     @property
     def client_mean(self) -> float:
-        """Accuracy averaged over the clients that have rows."""
+        """Accuracy averaged over the clients that have examples."""
         return float(self.client_metric[self.count > 0].mean())
 
     @property
     def sample_mean(self) -> float:
-        """Accuracy averaged over rows."""
+        """Accuracy averaged over examples."""
         assert self.metric is not None
         return float(self.metric.sum() / self.count.sum())
 
@@ -59,19 +59,19 @@ class SplitResult:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Clients of one architecture and like size that are evaluated together, or one client's rows in part."""
+    """Clients of one architecture and like size that are evaluated together, or one client's examples in part."""
 
     model: Model
     clients: list[int]
     members: Tensor  # [C], the clients again
-    index: Tensor  # [C, R], their rows of all splits one after the other
-    masks: Tensor  # [C, splits, R], which rows belong to which split
+    index: Tensor  # [C, E], their examples of all splits one after the other
+    masks: Tensor  # [C, splits, E], which examples belong to which split
 
 
 def plan(
     federation: Federation, model_of: Callable[[int], Model], splits: Sequence[str], one_by_one: bool
 ) -> list[Chunk]:
-    """How to evaluate every client that has rows; filling up to a rectangle costs little among clients of like size."""
+    """Plan to evaluate every client that has examples; filling up costs little among clients of like size."""
     num_rows = sum(
         (federation.splits[split].size for split in splits), torch.zeros_like(federation.splits["train"].size)
     )
@@ -83,7 +83,7 @@ def plan(
     groups: list[list[int]] = []
     for client in ordered:
         last = groups[-1] if groups and not one_by_one else None
-        if last and model_of(last[0]) is model_of(client) and (len(last) + 1) * counts[client] <= ROWS_PER_CHUNK:
+        if last and model_of(last[0]) is model_of(client) and (len(last) + 1) * counts[client] <= EXAMPLES_PER_CHUNK:
             last.append(client)
         else:
             groups.append([client])
@@ -102,9 +102,9 @@ def _chunks(federation: Federation, model: Model, clients: list[int], splits: Se
             masks[number, split, start : start + len(part)] = True
             start += len(part)
     members, index, masks = (value.to(federation.x.device) for value in (torch.tensor(clients), index, masks))
-    # Only a client that is alone has more rows than this.
-    parts_of_rows = zip(index.split(ROWS_PER_CHUNK, -1), masks.split(ROWS_PER_CHUNK, -1), strict=True)
-    return [Chunk(model, clients, members, *part) for part in parts_of_rows]
+    # Only a client that is alone has more examples than this.
+    pieces = zip(index.split(EXAMPLES_PER_CHUNK, -1), masks.split(EXAMPLES_PER_CHUNK, -1), strict=True)
+    return [Chunk(model, clients, members, *part) for part in pieces]
 
 
 def score(
@@ -149,7 +149,7 @@ def evaluate(
     key: Key,
     batch_size: int,
 ) -> Tensor:
-    """[N, splits, 2]: summed loss and metric of every client's personal model on its rows of each split."""
+    """[N, splits, 2]: summed loss and metric of every client's personal model on its examples of each split."""
     num_splits, device = chunks[0].masks.shape[1], federation.x.device
     results = torch.zeros(federation.num_clients, num_splits, 2, dtype=torch.float64, device=device)
     for chunk in chunks:

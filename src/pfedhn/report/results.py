@@ -90,7 +90,10 @@ def _cell_of(spec: Spec) -> Cell:
         method=re.split(r"[:.]", spec.method.name)[-1],
         dataset=spec.data.name or "own-data",
         clients=spec.data.clients,
+        partition={},
         model=", ".join(spec.networks),
+        upload=spec.upload.name,
+        download=spec.download.name,
         settings=spec.method.settings,
         **schedule,
     )
