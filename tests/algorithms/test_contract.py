@@ -168,6 +168,18 @@ def test_an_update_is_received_minus_trained(parts: Parts) -> None:
 
 @every_method
 @every_target
+def test_a_client_that_joins_moves_as_one_that_trains(parts: Parts) -> None:
+    """Without clipping, whose norm is over all that moves: a row after `move_row` is the row after `receive`."""
+    if hasattr(parts.algorithm, "clip"):
+        parts.algorithm = replace(parts.algorithm, clip=None)
+    update, _ = parts.train(1)
+    _, (rows,) = parts.receive([1])
+    moved = parts.algorithm.move_row(parts.model, parts.shared, take(parts.rows, 1), update)
+    assert_close(moved, take(rows, 0))
+
+
+@every_method
+@every_target
 def test_personalize_covers_the_model(parts: Parts) -> None:
     weights = parts.personalize(2)
     assert {name: value.shape for name, value in weights.items()} == parts.model.shapes
