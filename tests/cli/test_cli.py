@@ -150,7 +150,7 @@ def test_help_names_what_there_is() -> None:
     """Help comes without the modules that know it, so it is written there a second time."""
     pages = {name: " ".join(invoke(name, "--help").output.replace("│", "").split()) for name in ("run", "report")}
     assert f"auto, {', '.join(EXECUTORS)}, captured." in pages["run"]
-    assert f"Of {', '.join(FORMATS)}." in pages["report"]
+    assert f"Some of {', '.join(FORMATS)}." in pages["report"]
     asked = inspect.signature(tune).parameters
     chosen = inspect.signature(plan).parameters
     for name in ("fraction", "finalists"):
