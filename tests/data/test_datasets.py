@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet
-from support import encoded, images, write_table
+from support import allow_parts, encoded, images, write_table
 
 from pfedhn.data import catalogue as datasets
 from pfedhn.data.catalogue import DATASETS, cache_state, get, load
@@ -33,7 +34,12 @@ CHARACTERS = {
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("PFEDHN_DATA_DIR", raising=False)
+    allow_parts(monkeypatch)
     return tmp_path / "cache"
+
+
+def expect(patch: pytest.MonkeyPatch, name: str, **fields: Any) -> None:
+    patch.setitem(DATASETS, name, replace(DATASETS[name], **fields))
 
 
 def write_hub_folder(folder: Path, name: str, order: int = 0, train: int = 12, test: int = 6) -> None:
@@ -189,6 +195,31 @@ def test_a_cache_made_from_other_files_is_not_passed_off_as_these(tmp_path: Path
     assert len(load("mnist", tmp_path / "two").x) == 20
 
 
+def test_a_part_of_a_data_set_does_not_pass_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hub_folder(tmp_path / "data", "mnist")
+    get("mnist", tmp_path / "data")  # as an earlier version let it pass
+    expect(monkeypatch, "mnist", num_rows=(60_000, 10_000))
+    assert cache_state("mnist") == "damaged"
+    with pytest.raises(UserError, match=r"run `pfedhn data get mnist"):
+        load("mnist")
+    with pytest.raises(UserError, match=r"mnist has 60,000 and 10,000 examples of 10 classes, and these files hold 12"):
+        get("mnist", tmp_path / "data", again=True)
+
+
+def test_other_images_do_not_pass_for_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hub_folder(tmp_path / "data", "mnist")
+    expect(monkeypatch, "mnist", num_rows=(12, 6), sha256="0" * 64)
+    with pytest.raises(UserError, match="these files hold 12 and 6 examples, but not those of mnist"):
+        get("mnist", tmp_path / "data")
+    found: list[str] = []
+    whole = datasets._content_sha256
+    monkeypatch.setattr(datasets, "_content_sha256", lambda arrays: found.append(whole(arrays)) or found[-1])
+    with pytest.raises(UserError):
+        get("mnist", tmp_path / "data")
+    expect(monkeypatch, "mnist", sha256=found[0])
+    assert len(load("mnist", tmp_path / "data").x) == 12
+
+
 def test_progress_counts_all_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "CHUNK", 5)
     write_hub_folder(tmp_path / "data", "mnist", train=12, test=6)
@@ -292,6 +323,70 @@ class Refusals:
         write_omniglot(root, "archives")
         (root / "images_evaluation.zip").write_bytes(b"PK")
         return "omniglot", root
+
+    @staticmethod
+    def damaged_member(root: Path) -> tuple[Any, ...]:
+        """images_evaluation.zip is not a whole zip archive"""
+        write_omniglot(root, "archives")
+        content = bytearray((root / "images_evaluation.zip").read_bytes())
+        content[100] ^= 255
+        (root / "images_evaluation.zip").write_bytes(content)
+        return "omniglot", root
+
+    @staticmethod
+    def encrypted_member(root: Path) -> tuple[Any, ...]:
+        """images_background.zip is not a whole zip archive (RuntimeError: File"""
+        write_omniglot(root, "archives")
+        content = bytearray((root / "images_background.zip").read_bytes())
+        for sign, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # the first bit of the flags: encrypted
+            content[content.index(sign) + place] |= 1
+        (root / "images_background.zip").write_bytes(content)
+        return "omniglot", root
+
+    @staticmethod
+    def exploding_member(root: Path) -> tuple[Any, ...]:
+        """would unpack to 50,000,000 bytes"""
+        write_omniglot(root, "archives")
+        with zipfile.ZipFile(root / "images_background.zip", "a", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("images_background/Greek/character01/big.png", bytes(50_000_000))
+        return "omniglot", root
+
+    @staticmethod
+    def huge_drawing(root: Path) -> tuple[Any, ...]:
+        """is 5000x5000 and not 105x105"""
+        write_omniglot(root, "folders")
+        file = next(root.rglob("*.png"))
+        file.write_bytes(encoded(numpy.ones((5000, 5000), dtype=bool)))
+        return "omniglot", root
+
+    @staticmethod
+    def another_format(root: Path) -> tuple[Any, ...]:
+        """cannot be decoded (UnidentifiedImageError"""
+        write_hub_folder(root, "mnist")
+        stream = io.BytesIO()
+        Image.fromarray(images("mnist", 1, 0)[0]).save(stream, "BMP")
+        write_table(root / "test-00000-of-00001.parquet", {"image": [stream.getvalue()], "label": [0]})
+        return "mnist", root
+
+    @staticmethod
+    def labels_of_text(root: Path) -> tuple[Any, ...]:
+        """the column 'label' of mnist holds no whole numbers"""
+        write_hub_folder(root, "mnist")
+        for file in root.glob("*.parquet"):
+            write_table(file, {"image": [encoded(images("mnist", 1, 0)[0])], "label": ["seven"]})
+        return "mnist", root
+
+    @staticmethod
+    def images_that_are_none(root: Path) -> tuple[Any, ...]:
+        """cannot be read"""
+        for split in ("train", "test"):
+            write_table(root / f"{split}.parquet", {"image": [3, 4], "label": [0, 1]})
+        return "mnist", root
+
+    @staticmethod
+    def a_home_of_nobody(root: Path) -> tuple[Any, ...]:
+        """~nobody-at-all/data leads nowhere"""
+        return "mnist", "~nobody-at-all/data"
 
     @staticmethod
     def alphabets_without_names(root: Path) -> tuple[Any, ...]:

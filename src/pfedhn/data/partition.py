@@ -21,6 +21,8 @@ from pfedhn.errors import UserError
 Integers: TypeAlias = NDArray[numpy.int64]
 Floats: TypeAlias = NDArray[numpy.float64]
 
+FEW_CLIENTS = 100_000
+
 Shares: TypeAlias = Literal["paper", "reference"]
 Form: TypeAlias = Literal["paper", "per-class"]
 Normalize: TypeAlias = Literal["apart", "jointly"]
@@ -94,6 +96,7 @@ class ByClasses(_Rule):
 
     def assign(self, splits: Mapping[str, Labels], key: keys.Key) -> Assignment:
         classes, num_classes = _classes(splits)
+        _check_enough(splits, self.num_clients)
         if self.classes_per_client > len(classes):
             raise UserError(
                 f"{self.classes_per_client} classes per client were asked for, but the labels have {len(classes)}; "
@@ -167,6 +170,7 @@ class Dirichlet(_Rule):
 
     def assign(self, splits: Mapping[str, Labels], key: keys.Key) -> Assignment:
         classes, num_classes = _classes(splits)
+        _check_enough(splits, self.num_clients + self.novel_clients)
         alphas = (self.alpha, self.alpha if self.novel_alpha is None else self.novel_alpha)
         sides = (self.num_clients, self.novel_clients)
         # A key for each side: what is drawn for novel clients must not move the training clients' draws.
@@ -284,6 +288,7 @@ class ByCoarseClass(_Rule):
         fine = numpy.concatenate([labels.y for labels in splits.values()])
         classes, num_classes = _classes(splits)
         distinct, numbers = numpy.unique(coarse, return_inverse=True)
+        _check_enough(splits, len(distinct) * self.clients_per_class)
         parent = numpy.zeros(num_classes, dtype=numpy.int64)
         parent[fine] = numbers
         torn = numpy.flatnonzero(parent[fine] != numbers)
@@ -364,6 +369,13 @@ def _classes(splits: Mapping[str, Labels]) -> tuple[Integers, int]:
         raise UserError("there are no examples to share out; give at least one split with labels.")
     classes = numpy.unique(numpy.concatenate([labels.y for labels in splits.values()]))
     return classes, int(classes[-1]) + 1
+
+
+def _check_enough(splits: Mapping[str, Labels], num_clients: int) -> None:
+    """At once where their table would take minutes to fill; of a few, those without examples are named later."""
+    num_examples = sum(len(labels.y) for labels in splits.values())
+    if num_clients > max(num_examples, FEW_CLIENTS):
+        raise UserError(f"{num_clients:,} clients cannot share {num_examples:,} examples; use fewer clients.")
 
 
 def _required(splits: Mapping[str, Labels], field: str, rule: str, meaning: str) -> dict[str, Integers]:
