@@ -538,6 +538,11 @@ def test_from_folders_reads_a_client_per_folder(tmp_path: Path) -> None:
             r"x of shape \(2, 3\) and y of shape \(3,\); give one label per example",
         ),
         (numpy.zeros((2, 3)), numpy.array([1, "a"], dtype=object), "not an array of numbers or text"),
+        (numpy.full((2, 3), "a"), numpy.zeros(2, int), r"x\.npy holds <U1 and not numbers"),
+        (numpy.zeros((2, 3), "datetime64[s]"), numpy.zeros(2, int), r"x\.npy holds datetime64\[s\] and not numbers"),
+        (numpy.zeros((2, 3), complex), numpy.zeros(2, int), r"x\.npy holds complex128 and not numbers"),
+        (numpy.zeros((2, 3)), numpy.zeros(2, "datetime64[s]"), r"y\.npy holds .* and not numbers or texts"),
+        (numpy.zeros((2, 3)), numpy.array([b"\xe4", b"a"]), "bytes that are no text"),
     ],
 )
 def test_from_folders_refuses(x: numpy.ndarray, y: numpy.ndarray | None, sentence: str, tmp_path: Path) -> None:
@@ -547,6 +552,56 @@ def test_from_folders_refuses(x: numpy.ndarray, y: numpy.ndarray | None, sentenc
         numpy.save(tmp_path / "client" / "y.npy", y, allow_pickle=True)
     with pytest.raises(UserError, match=sentence):
         from_folders(tmp_path)
+
+
+def damaged_array(path: Path, damage: str) -> None:
+    if damage == "several":
+        numpy.savez(path.with_suffix(".npz"), numpy.zeros(3))
+        path.with_suffix(".npz").replace(path)
+    elif damage == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif damage == "promise":  # a header for more than any machine holds
+        header = io.BytesIO()
+        description = {"descr": "<f8", "fortran_order": False, "shape": (10**15,)}
+        numpy.lib.format.write_array_header_1_0(header, description)
+        path.write_bytes(header.getvalue() + bytes(80))
+    elif damage == "nesting":
+        text = b"(" * 60_000
+        path.write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
+    else:
+        path.write_bytes({"empty": b"", "text": b"1,2,3\n", "cut": path.read_bytes()[:-5]}[damage])
+
+
+@pytest.mark.parametrize("damage", ["several", "pipe", "promise", "nesting", "empty", "text", "cut"])
+def test_a_file_that_is_no_array_is_refused_by_name(damage: str, tmp_path: Path) -> None:
+    (tmp_path / "client").mkdir()
+    for name in ("x", "y"):
+        numpy.save(tmp_path / "client" / f"{name}.npy", numpy.arange(4))
+    damaged_array(tmp_path / "client" / "x.npy", damage)
+    with pytest.raises(UserError, match=r"x\.npy (is not an array|holds several arrays|is no file)"):
+        from_folders(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        (numpy.array([0.0, 1.0]), r"second has floating-point labels and .*first has whole ones; give all clients one"),
+        (numpy.array(["a", "b"]), r"second has text labels and .*first has whole ones"),
+    ],
+)
+def test_one_folder_does_not_change_the_kind_of_all_labels(
+    labels: numpy.ndarray, sentence: str, tmp_path: Path
+) -> None:
+    for client, y in (("first", numpy.array([0, 1])), ("second", labels)):
+        (tmp_path / client).mkdir()
+        numpy.save(tmp_path / client / "x.npy", numpy.zeros((2, 3)))
+        numpy.save(tmp_path / client / "y.npy", y)
+    with pytest.raises(UserError, match=sentence):
+        from_folders(tmp_path)
+    if labels.dtype.kind == "f":
+        assert {y.dtype.kind for _, y in from_folders(tmp_path, task="classification").clients.values()} == {"i"}
+        assert {y.dtype.kind for _, y in from_folders(tmp_path, task="regression").clients.values()} == {"f"}
 
 
 def test_from_folders_needs_folders(tmp_path: Path) -> None:
@@ -622,6 +677,39 @@ def test_from_table_refuses(text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text(text)
     with pytest.raises(UserError, match=sentence):
         from_table(tmp_path / "table.csv", "who", "what")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("who,what,größe\n1,2,3\n".encode("latin-1"), "is not UTF-8 text .* at byte 11.*save the table as UTF-8"),
+        ("who,what,a\n1,2,3\n".encode("utf-16"), "is not UTF-8 text"),
+        ("who,what,a\n1,2,3\n".encode("utf-16-le"), "is not UTF-8 text"),
+        (bytes(range(256)), "is not UTF-8 text"),
+        (b"who,what,a\n1,2," + b"3" * 200_000, "field larger than field limit"),
+        (b"who,what,a\n1,2," + b"3" * 2_000, "has a cell of 2,000 characters"),
+    ],
+    ids=["latin-1", "utf-16", "utf-16-le", "binary", "huge cell", "long cell"],
+)
+def test_a_file_that_is_no_table_of_text_is_refused(content: bytes, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_bytes(content)
+    with pytest.raises(UserError, match=sentence):
+        from_table(tmp_path / "table.csv", "who", "what")
+
+
+@pytest.mark.parametrize(
+    ("column", "sentence"),
+    [
+        (pyarrow.array([0, 1], pyarrow.timestamp("s")), r"column 'a' of table\.parquet holds datetime64"),
+        (pyarrow.array([[1.0], [2.0]]), r"'a' of example 1 of table\.parquet is .* and not a number"),
+        (pyarrow.array([[1.0, 2.0], [2.0]]), r"'a' of example 1 of table\.parquet is .* and not a number"),
+        (pyarrow.array([{"b": 1}, {"b": 2}]), r"'a' of example 1 of table\.parquet is .* and not a number"),
+    ],
+)
+def test_columns_of_dates_and_lists_are_refused(column: Any, sentence: str, tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table({"who": [1, 2], "what": [0, 1], "a": column}), tmp_path / "table.parquet")
+    with pytest.raises(UserError, match=sentence):
+        from_table(tmp_path / "table.parquet", "who", "what")
 
 
 def test_from_table_refuses_other_files(tmp_path: Path) -> None:
