@@ -1,6 +1,7 @@
 """What a person can mend: one kind of error, whose message is a sentence that says what to do."""
 
 import difflib
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,6 +32,21 @@ def closest(name: str, known: Iterable[str]) -> str:
 def some(items: Sequence[Any], limit: int = 5) -> str:
     """The first of a long list and how many more there are, to stand inside a sentence."""
     return ", ".join(map(str, items[:limit])) + (f" and {len(items) - limit} more" if len(items) > limit else "")
+
+
+def printable(text: str) -> str:
+    """The text with its control characters shown as escapes: a terminal would obey them, and a reader not see them.
+
+    Lines and tabs stay. So do letters of every script; marks that turn the direction of writing do not.
+    """
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" or unicodedata.category(letter) == "Zs" else _escaped(letter)
+        for letter in text
+    )
+
+
+def _escaped(letter: str) -> str:
+    return letter.encode("unicode_escape").decode() if unicodedata.category(letter) != "Cs" else "?"
 
 
 def first_line(error: BaseException) -> str:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from pfedhn.cli.options import DataDirOption, DeviceOption, ExperimentArgument, JobsOption, OutOption, SetOption
 from pfedhn.errors import UserError
+from pfedhn.screen import Screen
 
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
@@ -131,7 +131,7 @@ def run(
         outcome = run_many(path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
     if outcome.results:
         for found in collect([path]):
-            Console().print(to_terminal(asked_for(found)))
+            Screen().print(to_terminal(asked_for(found)))
     end(outcome)
 
 
@@ -164,7 +164,7 @@ def _asked_for(
                 raise UserError(f"there is no file {rates}.")
         chosen = with_rates_of(chosen, rates)
     if (file := rates or rates_beside(source)) is not None:
-        Console(stderr=True).print(f"Learning rates: {escape(str(file))}", highlight=False, soft_wrap=True)
+        Screen(stderr=True).print(f"Learning rates: {escape(str(file))}", highlight=False, soft_wrap=True)
     chosen = with_assignments(chosen, parse_assignments(assignments))
     check(chosen)
     runs = select(chosen, only, whole_numbers(seeds))
