@@ -21,7 +21,7 @@ from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.record import write_result
 from pfedhn.report.entries import Report, collect, compare, summarize
 from pfedhn.report.figures import draw_demo, figures_of, plot_curves
-from pfedhn.report.page import to_html, write
+from pfedhn.report.page import write
 from pfedhn.report.tables import (
     accuracy_text,
     bytes_text,
