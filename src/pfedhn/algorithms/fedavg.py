@@ -42,6 +42,10 @@ class FedAvg(Algorithm[Params, tuple[()], Params]):
     def num_batches(self) -> int:
         return self.local_steps
 
+    @property
+    def local_sgd(self) -> SGD:
+        return SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
+
     def roles(self, model: Model) -> Roles:
         """Every layer is shared; FedPer and LG-FedAvg leave some with the client."""
         return assign_roles(model, rest="shared")
@@ -57,8 +61,7 @@ class FedAvg(Algorithm[Params, tuple[()], Params]):
         return shared
 
     def train(self, model: Model, received: Params, private: Params, batches: Batches) -> tuple[Params, Params]:
-        sgd = SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
-        weights, _ = sgd.run(model.loss, received | private, batches)
+        weights, _ = self.local_sgd.run(model.loss, received | private, batches)
         return subtract(received, weights), pick(weights, private)
 
     def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
