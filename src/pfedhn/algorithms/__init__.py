@@ -1,8 +1,13 @@
 """Every method, by the name users give it: the only table of them."""
 
 from pfedhn.algorithm import Method
+from pfedhn.algorithms.apfl import APFL
+from pfedhn.algorithms.ditto import Ditto
+from pfedhn.algorithms.fedala import FedALA
 from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.fedbabu import FedBABU
 from pfedhn.algorithms.fedper import FedPer
+from pfedhn.algorithms.fedrep import FedRep
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
@@ -85,4 +90,16 @@ ALGORITHMS: dict[str, Method] = {
     # It goes on with FedAvg's model, and so with FedAvg's rates.
     "lg-fedavg": Method("LG-FedAvg", LGFedAvg, rates_from="fedavg", color="#8C6D31", dash=(0, (2, 1))),
     "fedper": Method("FedPer", FedPer, grid=LOCAL, color="#009E73", dash=(0, (3, 1, 1, 1))),
+    # The strengths that Ditto's authors let a client choose from.
+    "ditto": Method(
+        "Ditto", Ditto, grid={**LOCAL, "strength": (0.1, 1.0, 2.0)}, color="#332288", dash=(0, (6, 1, 1, 1))
+    ),
+    # Of eleven epochs on CIFAR-10 and of fifteen on CIFAR-100 its authors give the head ten.
+    "fedrep": Method(
+        "FedRep", FedRep, grid={**LOCAL, "head_share": (0.9, 0.7, 0.5)}, color="#999933", dash=(0, (2, 1, 1, 1))
+    ),
+    "fedbabu": Method("FedBABU", FedBABU, grid=LOCAL, color="#882255", dash=(0, (4, 2))),
+    "fedala": Method("FedALA", FedALA, grid=LOCAL, color="#DDCC77", dash=(0, (8, 1))),
+    # Where alpha starts; the values of the authors' figures.
+    "apfl": Method("APFL", APFL, grid={**LOCAL, "alpha": (0.25, 0.5, 0.75)}, color="#AA4499", dash=(0, (1, 1, 3, 1))),
 }
