@@ -59,7 +59,7 @@ ALGORITHMS: dict[str, Method] = {
         settings=PLUS | {"personal": ("last",)},
         summary="pFedHN-PC with the stronger recipe of pFedHN+.",
         grid=PLUS_GRID,
-        color="#882255",
+        color="#B3478F",
         dash=(0, (6, 1)),
     ),
     "local": Method("Local", Local, grid=LOCAL, color="#4D4D4D", dash=(0, (1, 1.2))),

@@ -44,9 +44,7 @@ class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
     difference: float = 1e-3  # d, the step of that estimate
     personal_steps: int = 1  # steps of size alpha on training minibatches before every test
     rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
-    averaging: Rate | None = (
-        None  # serves an average of the shared model that keeps so much of its past per server step
-    )
+    averaging: Rate | None = None  # how much of its past the served average keeps per step; None serves the newest
     adaptation_steps: int = 0  # further steps of size alpha, from its model of the chosen round, before it is used
 
     @property

@@ -58,13 +58,11 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     optimizer: Literal["sgd", "adamw"] = "sgd"  # of the server's steps on phi; a client's are SGD
     momentum: float = 0.9  # momentum of the server's steps; AdamW: beta_1
     weight_decay: Rate = 1e-3  # weight decay of the server's steps; embeddings decay, chosen or not; AdamW: decoupled
-    embedding_optimizer: Literal["sgd", "adam"] = (
-        "sgd"  # of embeddings; by Adam, one moves only if its client is chosen
-    )
+    embedding_optimizer: Literal["sgd", "adam"] = "sgd"  # of embeddings; by Adam, those of chosen clients alone move
     embedding_scale: Rate = 1.0  # standard deviation of embeddings at the start
     embedding_momentum: float | None = None  # momentum of the steps on the embeddings; that of phi by default
     embedding_weight_decay: Rate | None = None  # weight decay of the embeddings; that of phi by default
-    averaging: Rate | None = None  # serves an average of phi that keeps so much of its past per server step
+    averaging: Rate | None = None  # how much of its past the served average keeps per step; None serves the newest
     local_momentum: float = 0.9  # momentum of a client's steps; starts at rest in every round, but for personal layers
     local_weight_decay: float = 5e-5  # weight decay of a client's steps
     clip: float | None = 50.0  # largest norm of the server's gradient, over phi and embeddings together
