@@ -1,6 +1,7 @@
 """What a person can mend: one kind of error, whose message is a sentence that says what to do."""
 
 import difflib
+import reprlib
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,6 +33,14 @@ def closest(name: str, known: Iterable[str]) -> str:
 def some(items: Sequence[Any], limit: int = 5) -> str:
     """The first of a long list and how many more there are, to stand inside a sentence."""
     return ", ".join(map(str, items[:limit])) + (f" and {len(items) - limit} more" if len(items) > limit else "")
+
+
+def short(value: Any) -> str:
+    """A value that does not fit, on one line however large it is."""
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except Exception:  # of the value's own repr
+        return f"a {type(value).__name__}"
 
 
 def printable(text: str) -> str:

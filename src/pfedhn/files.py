@@ -23,8 +23,8 @@ def cache_folder() -> Path:
 
 def given_path(path: str | Path, is_resolved: bool = False) -> Path:
     """A path as a person writes it, with ~ for a home; resolved, it means the same from any folder."""
-    if "\0" in str(path):
-        raise UserError(f"{str(path)!r} is no path; take the null character out.")
+    if not isinstance(path, str | Path) or "\0" in str(path):
+        raise UserError(f"{path!r} is no path; give one without null characters.")
     try:
         expanded = Path(path).expanduser()
         return expanded.resolve() if is_resolved else expanded
@@ -77,6 +77,8 @@ def read_text(path: Path) -> str:
 def read_bytes(path: Path) -> bytes:
     """Read a whole file."""
     with reading(path):
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is no file that can be read to its end; give a file.")
         return path.read_bytes()
 
 

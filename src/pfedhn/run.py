@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy
 import torch
@@ -27,12 +27,14 @@ from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
 from pfedhn.engine.network import build_model, check_model, with_num_outputs
+from pfedhn.engine.room import refuse_too_large
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Schedule, State
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
-from pfedhn.errors import UserError, closest
+from pfedhn.errors import UserError, closest, short
+from pfedhn.files import given_path
 from pfedhn.model import Factory, PerExample
 from pfedhn.params import Params, take
 from pfedhn.process import advise_once
@@ -53,7 +55,7 @@ from pfedhn.record import (
     write_result,
 )
 from pfedhn.result import Moment, Result, Scores, Unadapted, to_json
-from pfedhn.settings import build, checked
+from pfedhn.settings import check_seed, checked_method, whole_number
 
 logger = logging.getLogger("pfedhn")
 
@@ -70,14 +72,16 @@ def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | No
     """An algorithm from its name and settings, or one that is built already, its settings checked."""
     if isinstance(method, type):
         raise UserError(f"{method.__name__} is a class; give the method itself, {method.__name__}(...), or its name.")
+    if not isinstance(method, str) and not (isinstance(method, Algorithm) and is_dataclass(method)):
+        raise UserError(f"method is {short(method)}; give a name of pfedhn.ALGORITHMS, or a method such as PFedHN().")
     if not isinstance(method, str):
-        values = {item.name: getattr(method, item.name) for item in fields(method)}  # type: ignore[arg-type]
-        build(type(method), values, type(method).__name__)
+        values = {item.name: getattr(method, item.name) for item in fields(method)}
+        checked_method(type(method), values, type(method).__name__)
         return method
     if method not in ALGORITHMS:
         raise UserError(f"there is no method {method!r}; {closest(method, ALGORITHMS)}")
     known = ALGORITHMS[method]
-    algorithm: AnyAlgorithm = known(**checked(known.algorithm, settings or {}, method))
+    algorithm: AnyAlgorithm = known(**checked_method(known.algorithm, settings or {}, method))
     return algorithm
 
 
@@ -124,8 +128,14 @@ def assemble(
     Args:
         starts: Weights of each network that every client starts from, of a run before this one.
     """
+    if not isinstance(federation, Federation):
+        raise UserError(f"federation is {short(federation)}; make one with pfedhn.Federation.from_arrays, say.")
+    steps, batch_size = whole_number("steps", steps), whole_number("batch_size", batch_size)
+    evaluate_every, seed = whole_number("evaluate_every", evaluate_every), check_seed(seed)
     federation = federation.to(choose_device(device))
     factories = dict(model) if isinstance(model, Mapping) else {"model": model}
+    if not factories:
+        raise UserError("model names no target network; give a function that makes one.")
     if any(isinstance(factory, nn.Module) for factory in factories.values()):
         raise UserError(
             "model is a network; give a function that makes it (its class, or lambda: MyNetwork(10)), so that every "
@@ -145,9 +155,12 @@ def assemble(
     algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)
     if cohort_size is None:
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
+    cohort_size = whole_number("cohort_size", cohort_size)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
     wire = find_transform(upload), find_transform(download)
-    return Simulation(algorithm, models, federation, schedule, seed, executor, starts, *wire)
+    simulation = Simulation(algorithm, models, federation, schedule, seed, executor, starts, *wire)
+    refuse_too_large(simulation)
+    return simulation
 
 
 @dataclass
@@ -254,8 +267,7 @@ class Run:
             last: Join the run as it was after its last round instead of the chosen one.
         """
         simulation = self.simulation
-        if rounds < 0:
-            raise UserError(f"rounds is {rounds}; a client joins in 0 rounds or more.")
+        rounds, seed = whole_number("rounds", rounds, least=0), check_seed(seed)
         if architecture is not None and architecture not in simulation.models:
             raise UserError(f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}")
         model = simulation.models[architecture] if architecture else simulation.model_of(0)
@@ -583,8 +595,14 @@ def train(
         upload=upload,
         download=download,
     )
+    if checkpoint_every is not None:
+        checkpoint_every = whole_number("checkpoint_every", checkpoint_every)
+    if precision not in get_args(Precision):
+        raise UserError(f"precision is {short(precision)}; it must be tf32 or fp32.")
+    if directory is not None and not isinstance(directory, str | Path):
+        raise UserError(f"directory is {short(directory)}; give a path.")
     advise_once(simulation.federation.x.device)
-    path = None if directory is None else Path(directory)
+    path = None if directory is None else given_path(directory)
     name = method_name(method)
     origin = Origin(path.resolve().name if path else name, name)
     shown: AbstractContextManager[Any] = bar() if progress else nullcontext()
@@ -641,7 +659,7 @@ def load(
         >>> model(torch.zeros(1, 8)).shape
         torch.Size([1, 6])
     """
-    path = _run_directory(Path(directory), run)
+    path = _run_directory(given_path(directory), run)
     spec = read_spec(path)
     assert spec is not None
     simulation = to_simulation(

@@ -1,6 +1,5 @@
 """Arrays that a person hands over, as tensors; what could not be trained on is refused."""
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -9,7 +8,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from pfedhn.errors import UserError, closest
+from pfedhn.errors import UserError, closest, short
 
 SPLITS = ("train", "validation", "test")
 Arrays: TypeAlias = tuple[ArrayLike | Tensor, ArrayLike | Tensor]
@@ -132,6 +131,10 @@ def check_values(x: Tensor, y: Tensor) -> None:
 
 def check_classes(labels: Sequence[Tensor], num_examples: int, class_names: Sequence[str] | None = None) -> None:
     """Refuse labels that are no class numbers before anything is made that is as large as the highest of them."""
+    if class_names is not None and not (
+        isinstance(class_names, Sequence) and all(isinstance(name, str) for name in class_names)
+    ):
+        raise UserError(f"class_names is {short(class_names)}; give a list of texts, one for each class.")
     if any(y.is_floating_point() or y.ndim > 1 for y in labels):
         if class_names is not None:
             raise UserError("y does not hold class numbers, so class_names have nothing to name; leave them out.")
@@ -146,8 +149,3 @@ def check_classes(labels: Sequence[Tensor], num_examples: int, class_names: Sequ
             'holds numbers to predict, give them as floating point (for files: task = "regression"), else number the '
             "classes from 0."
         )
-
-
-def short(value: Any) -> str:
-    """A value that does not fit, on one line however large it is."""
-    return " ".join(reprlib.repr(value).split())

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pfedhn import keys
-from pfedhn.data.arrays import SPLITS, as_whole_numbers, short
+from pfedhn.data.arrays import SPLITS
 from pfedhn.data.partition import Assignment, Labels, Partition
-from pfedhn.errors import UserError
+from pfedhn.errors import UserError, short
 from pfedhn.keys import Key
 
 
@@ -28,19 +28,13 @@ def check_split(split: Sequence[float]) -> tuple[float, float, float]:
     return train, validation, test
 
 
-def check_seed(seed: int) -> int:
-    """A seed of draws: a whole number of at most 64 bits."""
-    number = as_whole_numbers(seed)
-    if number is None or number.ndim:
-        raise UserError(f"seed is {short(seed)}; give a whole number.")
-    return int(number)
-
-
 def split_examples(
     labels: NDArray[Any], split: Sequence[float], stratify: bool, key: Key
 ) -> list[NDArray[numpy.int64]]:
     """The numbers of the examples in each split; each part is sorted, so that only membership is random."""
     train, validation, _ = check_split(split)
+    if not isinstance(stratify, bool):
+        raise UserError(f"stratify is {short(stratify)}; it must be True or False.")
     generator = keys.numpy_generator(key)
     strata = (
         [numpy.flatnonzero(labels == value) for value in numpy.unique(labels)]

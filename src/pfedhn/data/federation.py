@@ -27,12 +27,12 @@ from pfedhn.data.arrays import (
     check_lengths,
     check_values,
     refuse_mixed_labels,
-    short,
 )
-from pfedhn.data.dealing import check_seed, check_split, share_out, split_examples
+from pfedhn.data.dealing import check_split, share_out, split_examples
 from pfedhn.data.partition import Assignment, Partition
-from pfedhn.errors import UserError, closest, some
+from pfedhn.errors import UserError, closest, short, some
 from pfedhn.keys import Key
+from pfedhn.settings import check_seed
 from pfedhn.sgd import Batches
 
 

@@ -18,10 +18,9 @@ from pfedhn.data.arrays import (
     as_whole_numbers,
     check_classes,
     check_values,
-    short,
 )
 from pfedhn.data.federation import Examples, Federation, gather, in_fast_order
-from pfedhn.errors import UserError, first_line
+from pfedhn.errors import UserError, first_line, short
 
 MAX_CLIENTS = 100_000_000  # the server's table of them has 48 bytes for each
 MAX_EXAMPLES = 2**62  # their numbers have 64 bits

@@ -5,7 +5,6 @@ shares. An example goes to one client or is counted as unused: shares are rounde
 Axes: [N] clients, [C]lasses.
 """
 
-import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from pfedhn import keys
 from pfedhn.errors import UserError
+from pfedhn.settings import whole_number
 
 Integers: TypeAlias = NDArray[numpy.int64]
 Floats: TypeAlias = NDArray[numpy.float64]
@@ -90,8 +90,8 @@ class ByClasses(_Rule):
     shares: Shares = "paper"
 
     def __post_init__(self) -> None:
-        _check_count("classes_per_client", self.classes_per_client)
-        _check_count("num_clients", self.num_clients)
+        whole_number("classes_per_client", self.classes_per_client)
+        whole_number("num_clients", self.num_clients)
         _check_choice("shares", self.shares, Shares)
 
     def assign(self, splits: Mapping[str, Labels], key: keys.Key) -> Assignment:
@@ -158,8 +158,8 @@ class Dirichlet(_Rule):
     normalize: Normalize = "apart"
 
     def __post_init__(self) -> None:
-        _check_count("num_clients", self.num_clients)
-        _check_count("novel_clients", self.novel_clients, least=0)
+        whole_number("num_clients", self.num_clients)
+        whole_number("novel_clients", self.novel_clients, least=0)
         _check_choice("form", self.form, Form)
         _check_choice("normalize", self.normalize, Normalize)
         _check_alpha("alpha", self.alpha)
@@ -281,7 +281,7 @@ class ByCoarseClass(_Rule):
     clients_per_class: int
 
     def __post_init__(self) -> None:
-        _check_count("clients_per_class", self.clients_per_class)
+        whole_number("clients_per_class", self.clients_per_class)
 
     def assign(self, splits: Mapping[str, Labels], key: keys.Key) -> Assignment:
         coarse = numpy.concatenate(list(_required(splits, "coarse", "by_coarse_class", "the coarse class").values()))
@@ -390,17 +390,8 @@ def _required(splits: Mapping[str, Labels], field: str, rule: str, meaning: str)
     return values
 
 
-def _check_count(name: str, value: int, least: int = 1) -> None:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
-        raise UserError(f"{name} is {value!r}; give a whole number of at least {least}.")
-
-
 def _check_choice(name: str, value: str, choices: Any) -> None:
-    if value not in get_args(choices):
+    if not isinstance(value, str) or value not in get_args(choices):
         raise UserError(f"{name} is {value!r}; choose {' or '.join(map(repr, get_args(choices)))}.")
 
 
