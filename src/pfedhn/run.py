@@ -27,7 +27,7 @@ from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
 from pfedhn.engine.network import build_model, check_model, with_num_outputs
-from pfedhn.engine.rounds import rounds
+from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Schedule, State
 from pfedhn.engine.transform import Transform, find_transform
@@ -52,7 +52,7 @@ from pfedhn.record import (
     to_simulation,
     write_result,
 )
-from pfedhn.result import Moment, Result, Scores, to_json
+from pfedhn.result import Moment, Result, Scores, Unadapted, to_json
 from pfedhn.settings import build, checked
 
 logger = logging.getLogger("pfedhn")
@@ -173,11 +173,14 @@ class Run:
 
     @property
     def accuracy(self) -> NDArray[numpy.float64]:
-        """[clients]: test accuracy of each client's own model at the chosen round; NaN where it has no examples."""
-        test = self.chosen.splits["test"]
-        values: NDArray[numpy.float64] = (
-            -test.loss / test.count if test.metric is None else test.client_metric
-        ).numpy()
+        """[clients]: test accuracy of each client's own model at the chosen round; NaN where it has no examples.
+
+        Where clients adapt, after they have.
+        """
+        test = scores_of(self.chosen.splits["test"]) if self.result is None else self.result.test
+        sums = numpy.array(test.clients, dtype=float) * (1 if test.has_accuracy else -1)
+        with numpy.errstate(invalid="ignore"):
+            values: NDArray[numpy.float64] = sums / numpy.array(test.client_examples)
         return values
 
     def memories(self, last: bool = False) -> Memories:
@@ -272,10 +275,12 @@ class Run:
                 break
         assert state.best is not None
         memories, chosen = state.best.memories, state.best.evaluation
+        adapts = simulation.algorithm.adaptation_steps > 0
+        splits = scores_of_adapted(joining, state.best) if adapts else chosen.splits
         weights = joining.personal_weights(memories, model, 0, chosen.round)
         kept = take(memories.private[model.name].take([0]), 0)
         return NewClient(
-            model.with_weights(weights), weights, take(memories.rows, 0), kept.private, chosen.splits, chosen.round
+            model.with_weights(weights), weights, take(memories.rows, 0), kept.private, splits, chosen.round
         )
 
     def _descriptor(self, data: Federation, given: ArrayLike | Tensor | None) -> Tensor | None:
@@ -341,6 +346,12 @@ def _moment(evaluation: Evaluation, state: State, seconds: float) -> Moment:
 
 def _result(run: Run) -> Result:
     simulation, origin, chosen, state = run.simulation, run.origin, run.chosen, run.state
+    validation, test = (scores_of(chosen.splits[split]) for split in EVALUATED_SPLITS)
+    unadapted = None
+    if simulation.algorithm.adaptation_steps:
+        assert state.best is not None
+        unadapted, adapted = Unadapted(validation, test), scores_of_adapted(simulation, state.best)
+        validation, test = (scores_of(adapted[split]) for split in EVALUATED_SPLITS)
     return Result(
         origin.name,
         origin.experiment,
@@ -350,8 +361,8 @@ def _result(run: Run) -> Result:
         chosen.step,
         state.round * simulation.clients_per_round,
         state.round,
-        scores_of(chosen.splits["validation"]),
-        scores_of(chosen.splits["test"]),
+        validation,
+        test,
         state.bytes_down,
         state.bytes_up,
         round(run.seconds, 3),
@@ -360,6 +371,7 @@ def _result(run: Run) -> Result:
         origin.command,
         environment(simulation.federation.x.device),
         origin.pretrain,
+        unadapted,
     )
 
 

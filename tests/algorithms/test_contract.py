@@ -62,7 +62,7 @@ class Parts:
         self.algorithm, self.model = simulation.algorithm, simulation.model_of(0)
         self.clients = [2, 3, 0]
         index = torch.tensor(self.clients)
-        self.shared, self.all_rows = state.memories.shared, state.memories.rows
+        self.shared, self.all_rows = simulation.exchange.newest(state.memories.shared), state.memories.rows
         self.rows = take(self.all_rows, index)
         self.private = state.memories.private[self.model.name].take(self.clients).private
         federation, size = simulation.federation, simulation.schedule.batch_size

@@ -226,7 +226,7 @@ def gradient(net: nn.Module, weights: Params, batch: Minibatch) -> Params:
 @pytest.mark.parametrize("form", ["first-order", "hessian-free"])
 def test_per_fedavg(federation: Federation, target: str, form: str) -> None:
     alpha, beta, d, tau = 0.3, 0.2, 1e-3, 3
-    spec = PerFedAvg(local_lr=beta, personal_lr=alpha, local_steps=tau, form=form, adaptation_steps=2)
+    spec = PerFedAvg(local_lr=beta, personal_lr=alpha, local_steps=tau, form=form, personal_steps=2)
     simulation = simulate(spec, federation, target, cohort=3)
     (w,) = simulation.initial_models().values()
     net = network(model(target), w)
@@ -528,7 +528,7 @@ class Hyper(nn.Module):
     def __init__(self, simulation: Simulation, state: State) -> None:
         super().__init__()
         self.spec = simulation.algorithm
-        shared, rows = state.memories.shared, state.memories.rows
+        shared, rows = simulation.exchange.newest(state.memories.shared), state.memories.rows
         depth = 0 if self.spec.linear else 1 + self.spec.num_hidden
         self.trunk = nn.ModuleList(self._layer(shared, f"trunk.{i}", f"trunk.{i}") for i in range(depth))
         self.shapes = {name: self.spec.roles(m).generated for name, m in simulation.models.items()}
@@ -574,6 +574,16 @@ class Hyper(nn.Module):
         flat = [self.apply_layer(head, x) for head in self.heads[name]]
         return {tensor: f.reshape(s) for (tensor, s), f in zip(self.shapes[name].items(), flat, strict=True)}
 
+    @torch.no_grad()
+    def load_phi(self, phi: Params) -> None:
+        for name, value in phi.items():
+            layer, part = name.rsplit(".", 1)
+            kind, which = layer.split(".", 1)
+            layers = [self.trunk[int(which)]] if kind == "trunk" else list(self.heads[which])
+            sizes = [len(getattr(each, part)) for each in layers]
+            for each, piece in zip(layers, value.split(sizes), strict=True):
+                getattr(each, part).copy_(piece)
+
     def phi(self, value: Any = lambda parameter: parameter.detach()) -> Params:
         parts = ("weight",) if self.spec.linear else ("weight", "bias")
         trunk = {
@@ -586,15 +596,45 @@ class Hyper(nn.Module):
         }
 
 
+class Rows:
+    """The steps on the embeddings: by SGD all of them every time, by Adam those of the chosen clients."""
+
+    def __init__(self, spec: PFedHN, embedding: nn.Embedding) -> None:
+        self.table, self.is_adam = embedding.weight, spec.embedding_optimizer == "adam"
+        lr = spec.lr if spec.embedding_lr is None else spec.embedding_lr
+        momentum = spec.momentum if spec.embedding_momentum is None else spec.embedding_momentum
+        decay = spec.weight_decay if spec.embedding_weight_decay is None else spec.embedding_weight_decay
+        self.all = torch.optim.SGD([self.table], lr, momentum, weight_decay=decay)
+        self.rows = [nn.Parameter(row.detach().clone()) for row in self.table]
+        self.each = [torch.optim.AdamW([row], lr, (momentum, 0.999), weight_decay=decay) for row in self.rows]
+
+    def step(self, clients: list[int]) -> None:
+        if not self.is_adam:
+            self.all.step()
+            return
+        for client in clients:
+            self.rows[client].grad = self.table.grad[client].clone()
+            self.each[client].step()
+            self.table.data[client] = self.rows[client].data
+
+    def velocity(self) -> Tensor:
+        if not self.is_adam:
+            buffer = self.all.state[self.table].get("momentum_buffer")  # none without momentum
+            return self.table.grad if buffer is None else buffer
+        states = [optimizer.state[row] for optimizer, row in zip(self.each, self.rows, strict=True)]
+        return torch.stack([state.get("exp_avg", torch.zeros_like(self.rows[0])) for state in states])
+
+
 def check_pfedhn(simulation: Simulation) -> None:
     start = simulation.initial_state()
     spec, h = simulation.algorithm, Hyper(simulation, start)
     layers = [*h.trunk.parameters(), *h.heads.parameters()]
-    groups: list[dict[str, Any]] = [{"params": layers}]
-    if spec.embedding == "trained":
-        rate = spec.lr if spec.embedding_lr is None else spec.embedding_lr
-        groups.append({"params": [h.embedding.weight], "lr": rate})
-    server = torch.optim.SGD(groups, spec.lr, spec.momentum, weight_decay=spec.weight_decay)
+    if spec.optimizer == "adamw":
+        server = torch.optim.AdamW(layers, spec.lr, (spec.momentum, 0.999), weight_decay=spec.weight_decay)
+    else:
+        server = torch.optim.SGD(layers, spec.lr, spec.momentum, weight_decay=spec.weight_decay)
+    rows = Rows(spec, h.embedding)
+    average = {name: value.clone() for name, value in h.phi().items()}
 
     nets, head_optimizers = [], []
     for client in CLIENTS:
@@ -606,7 +646,8 @@ def check_pfedhn(simulation: Simulation) -> None:
 
     local_norms, server_norms = [], []
     for number, clients in enumerate(cohorts(simulation)):
-        server.zero_grad(set_to_none=False)
+        for parameter in h.parameters():
+            parameter.grad.zero_()
         weights = server_weights(spec.rule, clients)
         for client in clients:
             theta = h(simulation.model_of(client).name, client)
@@ -620,21 +661,31 @@ def check_pfedhn(simulation: Simulation) -> None:
             (weights[client] / 2 * sum((theta[n] - tilde[n]).square().sum() for n in theta)).backward()
         server_norms.append(float(clip_grad_norm_(h.parameters(), spec.clip or math.inf)))
         server.step()
+        if spec.embedding == "trained":
+            rows.step(clients)
         h.power_step()
+        if spec.averaging is not None:
+            keep = min(spec.averaging, (1 + number) / (10 + number))
+            average = {name: keep * average[name] + (1 - keep) * value for name, value in h.phi().items()}
     if spec.clip is not None:
         assert max(local_norms) > spec.local_clip > min(local_norms)
         assert max(server_norms) > spec.clip
 
     state = finish(simulation)
-    shared, rows = state.memories.shared, state.memories.rows
+    shared, table = simulation.exchange.newest(state.memories.shared), state.memories.rows
     assert_close(shared.phi, h.phi())
-    assert_close(shared.velocity, h.phi(lambda parameter: server.state[parameter]["momentum_buffer"]))
+    moments = ("exp_avg", "exp_avg_sq") if spec.optimizer == "adamw" else ("momentum_buffer",)
+    for moment, ours in zip(moments, (shared.velocity, shared.square), strict=False):
+        assert_close(ours, h.phi(lambda parameter, moment=moment: server.state[parameter][moment]))
     if spec.embedding == "trained":
-        now = spec.up_to_date(rows, shared)
+        now = spec.up_to_date(table, shared)
         assert_close(now.embedding, h.embedding.weight.detach())
-        assert_close(now.velocity, server.state[h.embedding.weight]["momentum_buffer"])
+        assert_close(now.velocity, rows.velocity())
     else:
-        assert_close(rows.embedding, simulation.descriptors())
+        assert_close(table.embedding, simulation.descriptors())
+    if spec.averaging is not None:
+        assert_close(state.memories.shared.average, average)
+        h.load_phi(average)
     if spec.spectral_norm:
         ((name, heads),) = h.heads.items()
         vectors = {f"trunk.{i}": layer.u for i, layer in enumerate(h.trunk)}
@@ -654,6 +705,7 @@ def check_pfedhn(simulation: Simulation) -> None:
 
 
 CLIPPED = {"clip": 0.05, "local_clip": 1.2}
+SMALL = {"hidden_dim": 6, "num_hidden": 2, "embedding_dim": 3, "clip": None}
 
 
 @pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
@@ -670,6 +722,10 @@ CLIPPED = {"clip": 0.05, "local_clip": 1.2}
         (ALGORITHMS["pfedhn-pc"](**LOCAL, **(HYPER | CLIPPED), spectral_norm=True), 2),
         (PFedHN(**LOCAL, **HYPER, linear=True), 1),
         (PFedHN(**LOCAL, **(HYPER | CLIPPED), linear=True), 2),
+        (ALGORITHMS["pfedhn-plus"](**LOCAL, **SMALL), 1),
+        (ALGORITHMS["pfedhn-plus-pc"](**LOCAL, **(SMALL | CLIPPED), averaging=0.4), 2),
+        (PFedHN(**LOCAL, **HYPER, averaging=0.7, embedding_scale=0.2, embedding_momentum=0.3), 2),
+        (PFedHN(**LOCAL, **SMALL, optimizer="adamw", embedding_optimizer="adam", lr=0.01, weight_decay=0.3), 2),
     ],
     ids=[
         "pc",
@@ -682,6 +738,10 @@ CLIPPED = {"clip": 0.05, "local_clip": 1.2}
         "spectral-pc",
         "linear",
         "linear-clipped",
+        "plus",
+        "plus-pc-clipped",
+        "averaged",
+        "adam-embeddings",
     ],
 )
 def test_pfedhn(federation: Federation, target: str, spec: PFedHN, cohort: int) -> None:

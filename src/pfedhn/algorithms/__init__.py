@@ -20,6 +20,19 @@ PERSONAL_RATES = (5e-2, 1e-2, 5e-3, 1e-3)
 LOCAL = {"local_lr": LEARNING_RATES}
 TWO_LEVELS = {"lr": LEARNING_RATES, "local_lr": PERSONAL_RATES}
 
+# What the paper's recipe lacks: an adaptive server that decays phi, embeddings that start small, an average of phi.
+PLUS = {
+    "optimizer": "adamw",
+    "lr": 3e-4,
+    "weight_decay": 0.5,
+    "embedding_scale": 0.1,
+    "embedding_lr": 0.1,
+    "embedding_momentum": 0.0,
+    "embedding_weight_decay": 0.0,
+    "averaging": 0.998,
+}
+PLUS_GRID = {"lr": (1e-4, 3e-4, 6e-4, 1e-3), "weight_decay": (0.1, 0.25, 0.5, 1.0)}
+
 # Colors of Okabe and Ito, which color-blind people can tell apart, and a dash of its own for each besides.
 ALGORITHMS: dict[str, Method] = {
     "pfedhn": Method("pFedHN", PFedHN, grid=TWO_LEVELS, is_tuned=False, color="#D55E00"),
@@ -32,8 +45,34 @@ ALGORITHMS: dict[str, Method] = {
         is_tuned=False,
         color="#CC79A7",
     ),
+    "pfedhn-plus": Method(
+        "pFedHN+",
+        PFedHN,
+        settings=PLUS,
+        summary="pFedHN with a stronger recipe of ours: AdamW on the server, small embeddings, an average of phi.",
+        grid=PLUS_GRID,
+        color="#8E1B1B",
+    ),
+    "pfedhn-plus-pc": Method(
+        "pFedHN+-PC",
+        PFedHN,
+        settings=PLUS | {"personal": ("last",)},
+        summary="pFedHN-PC with the stronger recipe of pFedHN+.",
+        grid=PLUS_GRID,
+        color="#B3478F",
+        dash=(0, (6, 1)),
+    ),
     "local": Method("Local", Local, grid=LOCAL, color="#4D4D4D", dash=(0, (1, 1.2))),
     "fedavg": Method("FedAvg", FedAvg, grid=LOCAL, color="#0072B2", dash=(0, (5, 1.5))),
+    "fedavg-ft": Method(
+        "FedAvg + FT",
+        FedAvg,
+        settings={"adaptation_steps": 50},
+        summary="FedAvg whose clients take 50 steps of their own from the shared model before they use it.",
+        grid=LOCAL,
+        color="#1B3A8E",
+        dash=(0, (5, 1.5, 1, 1.5)),
+    ),
     "per-fedavg": Method(
         "Per-FedAvg",
         PerFedAvg,

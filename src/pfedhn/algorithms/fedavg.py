@@ -37,6 +37,8 @@ class FedAvg(Algorithm[Params, tuple[()], Params]):
     local_weight_decay: float = 5e-5  # weight decay of a client's steps
     local_clip: float | None = None  # largest norm of a client's gradient
     rule: Rule = "size"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
+    averaging: Rate | None = None  # how much of its past the served average keeps per step; None serves the newest
+    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
 
     @property
     def num_batches(self) -> int:
