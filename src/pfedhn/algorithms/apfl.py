@@ -51,6 +51,8 @@ class APFL(Algorithm[Params, tuple[()], Private]):
     adaptive: bool = True  # whether alpha_i moves, by one step in every round
     tested: Literal["copy", "newest"] = "copy"  # whether v_i is mixed with w_i, or with the newest w
     rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
+    averaging: Rate | None = None  # how much of its past the served average keeps per step; None serves the newest
+    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
 
     @property
     def num_batches(self) -> int:

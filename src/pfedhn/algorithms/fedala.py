@@ -48,6 +48,8 @@ class FedALA(Algorithm[Params, tuple[()], Private]):
     mixture_steps: int = 10  # M, steps of W_i in one round and before a test, each on a fresh minibatch
     tested: Literal["start", "trained"] = "start"  # a client's start from the newest w, or w_i after its last training
     rule: Rule = "size"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
+    averaging: Rate | None = None  # how much of its past the served average keeps per step; None serves the newest
+    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
 
     @property
     def num_batches(self) -> int:
