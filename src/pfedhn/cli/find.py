@@ -9,17 +9,17 @@ from pfedhn.experiments.grid import from_toml
 from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.rates import rates_file
 from pfedhn.experiments.spec import Experiment
-from pfedhn.files import reading
+from pfedhn.files import given_path, reading
 
 
 def find_experiment(name: str) -> tuple[Experiment, str]:
     """An experiment by name or file, and how a later command should name it."""
     if name in EXPERIMENTS:
         return EXPERIMENTS[name], name
-    file = Path(name).expanduser()
+    file = given_path(name)
     with reading(file):
         if file.is_file():
-            return from_toml(file), str(file.resolve())
+            return from_toml(file), str(given_path(file, is_resolved=True))
     if file.suffix == ".toml" or os.sep in name:
         raise UserError(f"there is no file {name}.")
     raise UserError(f"there is no experiment {name!r}; {closest(name, EXPERIMENTS)}")

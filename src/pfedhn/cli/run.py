@@ -101,6 +101,7 @@ def run(
     """
     from pfedhn.cli.running import displayed, end
     from pfedhn.experiments.runner import run_many
+    from pfedhn.files import given_path
     from pfedhn.report.entries import asked_for, collect
     from pfedhn.report.tables import to_terminal
     from pfedhn.run import choose_device
@@ -116,7 +117,7 @@ def run(
     else:
         chosen, runs, options = _asked_for(experiment, assignments or [], only or [], seeds, rates)
     if data_dir is not None:
-        options = replace(options, data_dir=data_dir.expanduser().resolve())
+        options = replace(options, data_dir=given_path(data_dir, is_resolved=True))
     options = replace(
         options,
         device=options.device if device is None and resume is not None else choose_device(device or "auto"),
@@ -153,12 +154,12 @@ def _asked_for(
     from pfedhn.experiments.grid import refuse_without_effect, select, with_assignments
     from pfedhn.experiments.paper import with_rates_of
     from pfedhn.experiments.spec import with_pretraining
-    from pfedhn.files import reading
+    from pfedhn.files import given_path, reading
     from pfedhn.settings import parse_assignments
 
     chosen, source = find_experiment(name)
     if rates is not None:
-        rates = rates.expanduser().resolve()
+        rates = given_path(rates, is_resolved=True)
         with reading(rates):
             if not rates.is_file():
                 raise UserError(f"there is no file {rates}.")

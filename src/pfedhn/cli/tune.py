@@ -78,6 +78,7 @@ def tune(
     from pfedhn.experiments.paper import EXPERIMENTS
     from pfedhn.experiments.rates import rates_file, save_rates
     from pfedhn.experiments.tune import Findings, plan, read_record, refuse_other, tunable, write_record
+    from pfedhn.files import given_path
     from pfedhn.run import choose_device
     from pfedhn.settings import parse_assignments
 
@@ -96,7 +97,7 @@ def tune(
     files = [file for file in (path / "rates.toml", save) if file is not None]
     _check_files(files, save)
     read_record(path / "tuning.json")
-    options = Options(data_dir=None if data_dir is None else data_dir.expanduser().resolve())
+    options = Options(data_dir=None if data_dir is None else given_path(data_dir, is_resolved=True))
     options = replace(options, device=choose_device(device or "auto"))
     found = Findings(study, _run_stage(study, "first", points, path, options, jobs))
     points = [point for method in study.methods for point in found.finalists(method)]
