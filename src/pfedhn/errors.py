@@ -22,10 +22,10 @@ class RunError(UserError):
     exit_code = 1
 
 
-def closest(name: str, known: Iterable[str]) -> str:
+def closest(name: object, known: Iterable[str]) -> str:
     """A hint for a name that does not exist: the known one that looks most like it, then the others."""
     names = list(known)
-    near = difflib.get_close_matches(name.lower(), names, n=1)
+    near = difflib.get_close_matches(str(name).lower(), names, n=1)
     listed = some(names, 20)
     return f"did you mean {near[0]!r}? There are {listed}." if near else f"there are {listed}."
 

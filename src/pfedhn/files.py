@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pfedhn.errors import RunError, UserError, first_line
+from pfedhn.errors import RunError, UserError, first_line, short
 
 LOCK = ".lock"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -24,7 +24,7 @@ def cache_folder() -> Path:
 def given_path(path: str | Path, is_resolved: bool = False) -> Path:
     """A path as a person writes it, with ~ for a home; resolved, it means the same from any folder."""
     if not isinstance(path, str | Path) or "\0" in str(path):
-        raise UserError(f"{path!r} is no path; give one without null characters.")
+        raise UserError(f"{short(path)} is no path; give one without null characters.")
     try:
         expanded = Path(path).expanduser()
         return expanded.resolve() if is_resolved else expanded

@@ -35,7 +35,7 @@ from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
 from pfedhn.errors import UserError, closest, short
 from pfedhn.files import given_path
-from pfedhn.model import Factory, PerExample
+from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params, take
 from pfedhn.process import advise_once
 from pfedhn.progress import Watch, bar
@@ -87,12 +87,12 @@ def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | No
 
 def choose_device(name: str | torch.device) -> str:
     """The device that is meant: "auto" is the GPU if PyTorch finds one, else the CPU."""
-    if str(name) == "auto":
+    if isinstance(name, str) and name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         kind = torch.device(name).type
-    except RuntimeError:
-        raise UserError(f"there is no device {str(name)!r}; {closest(str(name), ['auto', 'cpu', 'cuda'])}") from None
+    except (RuntimeError, TypeError, ValueError):
+        raise UserError(f"there is no device {short(name)}; {closest(str(name), ['auto', 'cpu', 'cuda'])}") from None
     if kind not in ("cpu", "cuda"):
         raise UserError(f"runs need a CPU or a CUDA GPU, not the device {str(name)!r}; take 'auto'.")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -198,6 +198,8 @@ class Run:
 
     def memories(self, last: bool = False) -> Memories:
         """The three memories at the chosen round, or after the last one."""
+        if not isinstance(last, bool):
+            raise UserError(f"last is {short(last)}; it must be True or False.")
         assert self.state.best is not None
         return self.state.memories if last else self.state.best.memories
 
@@ -209,11 +211,7 @@ class Run:
         place = self._place(client)
         model = simulation.model_of(place)
         if architecture is not None:
-            if architecture not in simulation.models:
-                raise UserError(
-                    f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}"
-                )
-            model = simulation.models[architecture]
+            model = self._network(architecture)
         if data is not None:
             simulation = replace(simulation, federation=with_examples(simulation.federation, place, data))
         number = self.state.round if last else self.chosen.round
@@ -232,8 +230,14 @@ class Run:
                 loaded: a directory holds no examples.
         """
         weights = self.personal_weights(client, last, architecture, data)
-        model = self.simulation.models[architecture] if architecture else self.simulation.model_of(self._place(client))
+        model = self.simulation.model_of(self._place(client)) if architecture is None else self._network(architecture)
         return model.with_weights(weights)
+
+    def _network(self, architecture: str) -> Model:
+        models = self.simulation.models
+        if not isinstance(architecture, str) or architecture not in models:
+            raise UserError(f"there is no architecture {short(architecture)}; {closest(architecture, models)}")
+        return models[architecture]
 
     def _place(self, client: int | str) -> int:
         """Where a client stands in the tables."""
@@ -268,9 +272,7 @@ class Run:
         """
         simulation = self.simulation
         rounds, seed = whole_number("rounds", rounds, least=0), check_seed(seed)
-        if architecture is not None and architecture not in simulation.models:
-            raise UserError(f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}")
-        model = simulation.models[architecture] if architecture else simulation.model_of(0)
+        model = simulation.model_of(0) if architecture is None else self._network(architecture)
         data = Federation.from_clients([(x, y)], split=split, seed=seed)
         data = data.to(simulation.federation.x.device, model.dtype if data.x.is_floating_point() else None)
         check_model(model, data)

@@ -75,6 +75,8 @@ def check_bounds(spec: type[Any], values: Mapping[str, Any], what: str) -> None:
     hints = get_type_hints(spec, include_extras=True)
     for item in fields(spec):
         value = values.get(item.name)
+        if isinstance(value, Tensor) and value.ndim:
+            raise UserError(f"{what}: {item.name} has the shape {tuple(value.shape)}; a rate is one number.")
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         counts = int in (hints[item.name], *get_args(hints[item.name]))

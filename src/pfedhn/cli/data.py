@@ -81,7 +81,7 @@ def data_show(
     from pfedhn.cli.find import find_experiment
     from pfedhn.cli.running import get_dataset
     from pfedhn.data.catalogue import DATASETS
-    from pfedhn.data.describe import describe, plot
+    from pfedhn.data.describe import check_ending, describe, plot
     from pfedhn.experiments.build import build_federation, check
     from pfedhn.experiments.grid import with_assignments
     from pfedhn.experiments.paper import usual_cell
@@ -89,6 +89,8 @@ def data_show(
     from pfedhn.files import writing
     from pfedhn.settings import parse_assignments
 
+    if figure is not None:
+        check_ending(figure)
     chosen = Experiment(name, (usual_cell(name),)) if name in DATASETS else find_experiment(name)[0]
     chosen = with_assignments(chosen, parse_assignments(assignments or []))
     check(chosen)

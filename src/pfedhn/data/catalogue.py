@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pfedhn.errors import UserError, closest, first_line
+from pfedhn.errors import UserError, closest, first_line, short
 from pfedhn.files import cache_folder, given_path, make_folder, read_bytes, reading, write_atomically
 
 Array: TypeAlias = NDArray[Any]
@@ -183,7 +183,7 @@ def get(name: str, data_dir: str | Path | None = None, progress: Progress | None
 
         return Path(sklearn.datasets.__file__).parent / "data" / "digits.csv.gz"
     path = cache_path(name)
-    if path.with_suffix(".json").exists() and not again:
+    if _has_record(path) and not again:
         _verify(name, path, data_dir)
         return path
     folder = _folder(name, data_dir)
@@ -235,8 +235,8 @@ def cache_path(name: str) -> Path:
 
 
 def _source(name: str) -> Source:
-    if name not in DATASETS:
-        raise UserError(f"there is no data set {name!r}; {closest(name, DATASETS)}")
+    if not isinstance(name, str) or name not in DATASETS:
+        raise UserError(f"there is no data set {short(name)}; {closest(name, DATASETS)}")
     return DATASETS[name]
 
 
@@ -382,6 +382,9 @@ def _hub_tables(name: str, source: Source, folder: Path | None) -> Iterator[Any]
     # The library converts to Arrow files first; these are of no use afterwards. Its progress bars would hide ours.
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
+    library = logging.getLogger("datasets")  # of a file that it cannot read we say more
+    level = library.level
+    library.setLevel(logging.CRITICAL)
     try:
         with tempfile.TemporaryDirectory(dir=cache_path(name).parent, ignore_cleanup_errors=True) as scratch:
             try:
@@ -392,6 +395,7 @@ def _hub_tables(name: str, source: Source, folder: Path | None) -> Iterator[Any]
                 ) from error
             yield tables
     finally:
+        library.setLevel(level)
         if shown:
             datasets.enable_progress_bars()
 
@@ -417,8 +421,9 @@ def _folder(name: str, data_dir: str | Path | None) -> Path | None:
     if not given:
         return None
     root = given_path(given)
-    if not root.is_dir():
-        raise UserError(f"the data folder {root} does not exist; make it, or leave it out to fetch from the Hub.")
+    with reading(root):
+        if not root.is_dir():
+            raise UserError(f"the data folder {root} does not exist; make it, or leave it out to fetch from the Hub.")
     for folder in (root / name, root):
         if _data_files(name, folder):
             return folder
@@ -570,6 +575,11 @@ def _write(path: Path, arrays: dict[str, Array], record: dict[str, Any]) -> None
     write_atomically(path.with_suffix(".json"), (json.dumps(record, indent=1) + "\n").encode(), ANOTHER_CACHE)
 
 
+def _has_record(path: Path) -> bool:
+    with reading(path):
+        return path.with_suffix(".json").exists()
+
+
 def _whole_record(path: Path) -> dict[str, Any] | None:
     """What is written down of a cached copy; None if it is not as it was written, by another version, or of a part."""
     num_rows = DATASETS[path.stem].num_rows
@@ -585,7 +595,7 @@ def _whole_record(path: Path) -> dict[str, Any] | None:
 def cache_state(name: str) -> Literal["cached", "not cached", "damaged"]:
     """How a data set's copy in the cache is; this reads the whole of it."""
     path = cache_path(name)
-    if not path.with_suffix(".json").exists():
+    if not _has_record(path):
         return "not cached"
     return "damaged" if _whole_record(path) is None else "cached"
 

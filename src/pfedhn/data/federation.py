@@ -360,7 +360,7 @@ class Federation:
         Args:
             descriptors: [N, D], those of clients that join later last.
         """
-        values = as_tensor(descriptors)
+        values = as_tensor(descriptors, "descriptors")
         if values.ndim != 2 or len(values) != self.num_clients + self.num_joining:
             raise UserError(
                 f"descriptors must have one line for each of the {self._everybody}, not {tuple(values.shape)}."
@@ -375,6 +375,9 @@ class Federation:
         Args:
             architectures: One name per client, those of clients that join later last.
         """
+        is_list = isinstance(architectures, Sequence) and not isinstance(architectures, str)
+        if not is_list or not all(isinstance(name, str) for name in architectures):
+            raise UserError(f"architectures are {short(architectures)}; give a list of names, one for each client.")
         if len(architectures) != self.num_clients + self.num_joining:
             raise UserError(f"{len(architectures)} architectures were given for {self._everybody}.")
         names = tuple(architectures)

@@ -3,6 +3,7 @@
 import csv
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from pfedhn.data.catalogue import Array
 from pfedhn.data.federation import Federation
-from pfedhn.errors import UserError, closest, first_line
+from pfedhn.errors import UserError, closest, first_line, short
 from pfedhn.files import given_path, reading
 
 MAX_CELL = 1_000  # characters in a cell of a text file; numbers and names are shorter, and all of a column get room
@@ -164,8 +165,8 @@ def from_table(path: str | Path, client_column: str, label_column: str, task: Ta
         raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
     columns = readers[file.suffix.lower()](file)
     for wanted in (client_column, label_column):
-        if wanted not in columns:
-            raise UserError(f"{file.name} has no column {wanted!r}; {closest(str(wanted), columns)}")
+        if not isinstance(wanted, str) or wanted not in columns:
+            raise UserError(f"{file.name} has no column {short(wanted)}; {closest(wanted, columns)}")
     if client_column == label_column:
         raise UserError(f"{label_column!r} cannot be both the client and the label; name two columns.")
     features = [name for name in columns if name not in (client_column, label_column)]
@@ -174,7 +175,11 @@ def from_table(path: str | Path, client_column: str, label_column: str, task: Ta
     if not len(columns[label_column]):
         raise UserError(f"{file.name} has no examples; give it at least one per client.")
     for name in (client_column, label_column):
-        empty = [number for number, cell in enumerate(columns[name].tolist(), start=1) if cell == ""]
+        cells = columns[name].tolist()
+        wrong = [cell for cell in cells if not isinstance(cell, str | int | float | Decimal)]
+        if wrong:
+            raise UserError(f"column {name!r} of {file.name} holds {short(wrong[0])}; give numbers or texts.")
+        empty = [number for number, cell in enumerate(cells, start=1) if cell == ""]
         if empty:
             raise UserError(f"example {empty[0]} of {file.name} has no {name!r}; fill the cell or drop the example.")
     x = numpy.stack([_numbers(file, name, columns[name]) for name in features], axis=1)

@@ -15,7 +15,7 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn import keys
-from pfedhn.errors import UserError
+from pfedhn.errors import UserError, short
 from pfedhn.settings import whole_number
 
 Integers: TypeAlias = NDArray[numpy.int64]
@@ -392,10 +392,10 @@ def _required(splits: Mapping[str, Labels], field: str, rule: str, meaning: str)
 
 def _check_choice(name: str, value: str, choices: Any) -> None:
     if not isinstance(value, str) or value not in get_args(choices):
-        raise UserError(f"{name} is {value!r}; choose {' or '.join(map(repr, get_args(choices)))}.")
+        raise UserError(f"{name} is {short(value)}; choose {' or '.join(map(repr, get_args(choices)))}.")
 
 
 def _check_alpha(name: str, value: float) -> None:
     # Outside these bounds the logarithms lose all meaning, long after the partition has stopped changing.
     if not isinstance(value, Real) or isinstance(value, bool) or not 1e-9 <= value <= 1e9:
-        raise UserError(f"{name} is {value!r}; give a number above 0, from 1e-9 to 1e9.")
+        raise UserError(f"{name} is {short(value)}; give a number above 0, from 1e-9 to 1e9.")
