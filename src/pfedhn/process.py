@@ -121,5 +121,5 @@ def new_process(function: Callable[..., None], pipe: Connection, *arguments: Any
 
 def _start(pipe: Connection, content: bytes) -> None:
     set_up_process()
-    function, arguments = pickle.loads(content)
+    function, arguments = pickle.loads(content)  # noqa: S301 - of the parent process, over no wire and from no file
     function(pipe, *arguments)
