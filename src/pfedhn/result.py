@@ -195,6 +195,8 @@ class Result:
     command: str
     environment: Environment
     pretrain: Cost | None = None
+    digests: Mapping[str, str] | None = None  # names for all that the run was made of
+    history: str | None = None  # the digest of the last line of metrics.jsonl
 
     def __post_init__(self) -> None:
         if self.test.clients is None or self.test.client_examples is None:

@@ -67,7 +67,7 @@ class Study:
         All points are in both, so that other methods can be tuned in the same directory later.
         """
         name = self.experiment.name
-        short = [replace(p.cell, steps=max(1, round(self.fraction * p.cell.steps))) for p in self.points]
+        short = [self._shortened(point.cell) for point in self.points]
         title = f"Tuning {name}: every point for {self.fraction:g} of the steps"
         return {
             "first": Experiment(f"{name}-first", tuple(short), (0,), title),
@@ -81,14 +81,16 @@ class Study:
 
     def runs(self, stage: Stage, points: Iterable[Point]) -> list[RunSpec]:
         """The runs of some points."""
-        cells = [self._cell(stage, point) for point in points]
-        return [run for run in self.stages[stage].runs(self.seeds) if run.cell in cells]
+        return [self.stages[stage].run_of(self._cell(stage, p), seed) for p in points for seed in self.seeds]
 
     def steps(self, stage: Stage, point: Point) -> int:
         return self._cell(stage, point).steps
 
     def _cell(self, stage: Stage, point: Point) -> Cell:
-        return self.stages[stage].cells[self.points.index(point)]
+        return point.cell if stage == "finals" else self._shortened(point.cell)
+
+    def _shortened(self, cell: Cell) -> Cell:
+        return replace(cell, steps=max(1, round(self.fraction * cell.steps)))
 
 
 @dataclass(frozen=True)
