@@ -1,6 +1,7 @@
 """A run: assembled in one place, trained, stopped and gone on with, loaded again, and what it can be asked for."""
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -27,12 +28,12 @@ from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
 from pfedhn.engine.network import build_model, check_model, with_num_outputs
-from pfedhn.engine.rounds import rounds
+from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Schedule, State
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
-from pfedhn.errors import UserError, closest
+from pfedhn.errors import RunError, UserError, closest
 from pfedhn.files import flush
 from pfedhn.model import Factory, PerExample
 from pfedhn.params import Params, take
@@ -55,7 +56,7 @@ from pfedhn.record import (
     write_history,
     write_result,
 )
-from pfedhn.result import Moment, Result, Scores, from_json, to_json
+from pfedhn.result import Moment, Result, Scores, Unadapted, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import build, checked
 
@@ -177,11 +178,14 @@ class Run:
 
     @property
     def accuracy(self) -> NDArray[numpy.float64]:
-        """[clients]: test accuracy of each client's own model at the chosen round; NaN where it has no examples."""
-        test = self.chosen.splits["test"]
-        values: NDArray[numpy.float64] = (
-            -test.loss / test.count if test.metric is None else test.client_metric
-        ).numpy()
+        """[clients]: test accuracy of each client's own model at the chosen round; NaN where it has no examples.
+
+        Where clients adapt, after they have.
+        """
+        test = scores_of(self.chosen.splits["test"]) if self.result is None else self.result.test
+        sums = numpy.array(test.clients, dtype=float) * (1 if test.has_accuracy else -1)
+        with numpy.errstate(invalid="ignore"):
+            values: NDArray[numpy.float64] = sums / numpy.array(test.client_examples)
         return values
 
     def memories(self, last: bool = False) -> Memories:
@@ -276,10 +280,12 @@ class Run:
                 break
         assert state.best is not None
         memories, chosen = state.best.memories, state.best.evaluation
+        adapts = simulation.algorithm.adaptation_steps > 0
+        splits = scores_of_adapted(joining, state.best) if adapts else chosen.splits
         weights = joining.personal_weights(memories, model, 0, chosen.round)
         kept = take(memories.private[model.name].take([0]), 0)
         return NewClient(
-            model.with_weights(weights), weights, take(memories.rows, 0), kept.private, chosen.splits, chosen.round
+            model.with_weights(weights), weights, take(memories.rows, 0), kept.private, splits, chosen.round
         )
 
     def _descriptor(self, data: Federation, given: ArrayLike | Tensor | None) -> Tensor | None:
@@ -345,6 +351,12 @@ def _moment(evaluation: Evaluation, state: State, seconds: float) -> Moment:
 
 def _result(run: Run, digests: Mapping[str, str] | None = None, history: str | None = None) -> Result:
     simulation, origin, chosen, state = run.simulation, run.origin, run.chosen, run.state
+    validation, test = (scores_of(chosen.splits[split]) for split in EVALUATED_SPLITS)
+    unadapted = None
+    if simulation.algorithm.adaptation_steps:
+        assert state.best is not None
+        unadapted, adapted = Unadapted(validation, test), scores_of_adapted(simulation, state.best)
+        validation, test = (scores_of(adapted[split]) for split in EVALUATED_SPLITS)
     return Result(
         origin.name,
         origin.experiment,
@@ -354,8 +366,8 @@ def _result(run: Run, digests: Mapping[str, str] | None = None, history: str | N
         chosen.step,
         state.round * simulation.clients_per_round,
         state.round,
-        scores_of(chosen.splits["validation"]),
-        scores_of(chosen.splits["test"]),
+        validation,
+        test,
         state.bytes_down,
         state.bytes_up,
         round(run.seconds, 3),
@@ -364,6 +376,7 @@ def _result(run: Run, digests: Mapping[str, str] | None = None, history: str | N
         origin.command,
         environment(simulation.federation.x.device),
         origin.pretrain,
+        unadapted,
         digests,
         history,
     )
@@ -408,6 +421,7 @@ def execute(
                         yield
                     continue
                 if progress.evaluation is not None:
+                    _refuse_blind_choice(progress.evaluation)
                     run.history.append(_moment(progress.evaluation, run.state, run.seconds))
                     if files is not None:
                         files.append(run.history[-1])
@@ -430,6 +444,16 @@ def execute(
             raise
         run.result = _result(run) if files is None else files.finish(run, say)
     return run
+
+
+def _refuse_blind_choice(evaluation: Evaluation) -> None:
+    """No round is better than another by a number that is none."""
+    validation = evaluation.splits["validation"]
+    if int(validation.count.sum()) and validation.metric is not None and math.isnan(validation.score):
+        raise RunError(
+            f"the metric is NaN on validation examples at step {evaluation.step}, so that no round can be chosen by "
+            "it; mend the metric."
+        )
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from pfedhn.errors import UserError
-from pfedhn.experiments.build import build_simulation, cell_algorithm, forget_datasets
+from pfedhn.experiments.build import build_simulation, cell_algorithm, forget_datasets, refuse_unused_start
 from pfedhn.experiments.directory import Options, num_jobs
 from pfedhn.experiments.execute import Listener, Outcome, Queue, failure, start
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_run, with_pretraining
@@ -26,7 +26,9 @@ def prepare(directory: Path, runs: Sequence[RunSpec], options: Options) -> None:
         _refuse_other_executor(directory / run.name, options)
         if run.cell_name not in seen and not (directory / run.name / "result.json").exists():
             seen.add(run.cell_name)
-            build_simulation(run, options)
+            simulation = build_simulation(run, options)
+            if run.cell.pretrain is not None:
+                refuse_unused_start(simulation, run.cell)
     if options.device == "cpu":
         forget_datasets()
 

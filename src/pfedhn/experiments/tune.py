@@ -6,6 +6,7 @@ library (Optuna was considered): a grid of 16 points is a list of cells, and the
 
 import itertools
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -22,7 +23,7 @@ from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import select
 from pfedhn.experiments.rates import Rates
-from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest, is_own_data
 from pfedhn.files import is_empty, read_text, write_atomically
 from pfedhn.result import Environment, Result, to_json
 
@@ -104,7 +105,7 @@ class Findings:
     def score(self, stage: Stage, point: Point) -> float | None:
         """By validation, the mean over seeds; None if a run of the point diverged."""
         runs, results = self.study.runs(stage, [point]), self._results(stage)
-        found = [results[run.name].validation.score for run in runs if run.name in results]
+        found = [_validation_score(results[run.name]) for run in runs if run.name in results]
         return fmean(found) if len(found) == len(runs) else None
 
     def finalists(self, method: str) -> list[Point]:
@@ -193,11 +194,22 @@ class Findings:
         results = self._results(stage)
         names = [run.name for run in self.study.runs(stage, [point])]
         return {
-            "runs": {name: results[name].validation.score if name in results else "diverged" for name in names},
+            "runs": {name: _validation_score(results[name]) if name in results else "diverged" for name in names},
             "score": self.score(stage, point),
             "steps": self.study.steps(stage, point),
             "seconds": round(sum(results[name].seconds for name in names if name in results), 3),
         }
+
+
+def _validation_score(result: Result) -> float:
+    if not result.validation.examples or math.isnan(result.validation.score):
+        raise UserError(
+            f"{result.name} has no score on validation examples, so that nothing can be chosen by it; {LEAVE_SOME}."
+        )
+    return result.validation.score
+
+
+LEAVE_SOME = "leave some examples for validation, e.g. split = [0.7, 0.15, 0.15]"
 
 
 def plan(
@@ -244,6 +256,8 @@ def plan(
                 f"{experiment.name!r} has {len(bases)} cells of {method} with {bases[0].clients} clients, which might "
                 "need different rates; choose one with --only."
             )
+        if method in methods and not is_own_data(bases[0].dataset) and bases[0].split[1] == 0:
+            raise UserError(f"{method} would be tuned on validation examples, and there are none; {LEAVE_SOME}.")
         if method in methods and bases[0].pretrain is not None:
             raise UserError(f"{method} starts from {bases[0].pretrain} here; only methods with no pretrain are tuned.")
         points += [point for base in bases if base.pretrain is None for point in _grid_points(base)]
