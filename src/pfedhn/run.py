@@ -25,7 +25,7 @@ from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
-from pfedhn.engine.network import build_model, check_model, with_num_outputs
+from pfedhn.engine.network import build_model, check_model, refuse_single_rows, with_num_outputs
 from pfedhn.engine.room import refuse_too_large
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
@@ -159,6 +159,8 @@ def assemble(
     if cohort_size is None:
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
     cohort_size = whole_number("cohort_size", cohort_size)
+    for network in models.values():
+        refuse_single_rows(network, federation, batch_size)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
     wire = find_transform(upload), find_transform(download)
     simulation = Simulation(algorithm, models, federation, schedule, seed, executor, starts, *wire)
@@ -279,6 +281,7 @@ class Run:
         data = Federation.from_clients([(x, y)], split=split, seed=seed)
         data = data.to(simulation.federation.x.device, model.dtype if data.x.is_floating_point() else None)
         check_model(model, data)
+        refuse_single_rows(model, data, simulation.schedule.batch_size)
         _refuse_without_evaluation(data)
         if simulation.federation.architectures is not None:
             data = data.with_architectures([model.name])
