@@ -22,6 +22,7 @@ class Options:
     """How to run, where that is no part of the experiment itself; a directory keeps them for `--resume`."""
 
     source: str = ""  # the experiment's name, or its file
+    small: bool = False  # a study at reduced size
     assignments: tuple[str, ...] = ()  # as given to --set
     data_dir: Path | None = None
     device: str = "cpu"
