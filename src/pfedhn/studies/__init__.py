@@ -11,6 +11,8 @@ from pfedhn.studies import (
     depth,
     embedding_size,
     fixed_representation,
+    generalization,
+    linear,
     local_steps,
     mix_and_match,
     novel_clients,
@@ -22,6 +24,8 @@ from pfedhn.studies.study import SMALL, Finished, Found, Study
 STUDIES: dict[str, Study] = {
     module.STUDY.name: module.STUDY
     for module in (
+        linear,
+        generalization,
         table2,
         novel_clients,
         mix_and_match,

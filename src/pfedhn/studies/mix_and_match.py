@@ -73,7 +73,7 @@ def draw(found: Found) -> Finding:
 
 CAPTION = (
     "Accuracy in % of a client's classifier on its own test examples, by whose features it is given: its own, all "
-    "others', those of clients with the same classes, with no class in common. Last: clients that do best with their own."
+    "others', those of clients with the same classes, with no class in common. Last: how many do best with their own."
 )
 
 

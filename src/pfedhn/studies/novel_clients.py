@@ -1,9 +1,9 @@
 """Section 5.3 and appendix: clients that join after training.
 
 90 clients train, 10 join. The examples of the two are divided apart, so that one trained run serves every mixture of
-the new clients. Only what is a new client's own learns: its embedding, from the mean of the trained ones, and the head of
-PC; pFedMe and Per-FedAvg do their usual local work from the trained model. Rounds and rate are chosen on the validation
-examples of the new clients.
+the new clients. Only what is a new client's own learns: its embedding, from the mean of the trained ones, and the head
+of PC; pFedMe and Per-FedAvg do their usual local work from the trained model. Rounds and rate are chosen on the
+validation examples of the new clients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +18,7 @@ from torch import Tensor
 from pfedhn.experiments.spec import Cell
 from pfedhn.report.entries import Summary, summarize
 from pfedhn.report.findings import Finding
+from pfedhn.run import Run
 from pfedhn.studies import drawing
 from pfedhn.studies.study import Finished, Found, Study, known, on_digits, table1_cell
 
@@ -30,7 +31,8 @@ SMALL_ROUNDS = 4
 
 def compute(finished: Finished) -> Mapping[str, Any]:
     """By alpha: each new client's accuracy, how far it is from the nearest client that trained, and what was chosen."""
-    run, algorithm = finished.run, finished.run.simulation.algorithm
+    run: Run = finished.run
+    algorithm: Any = run.simulation.algorithm
     rounds = SMALL_ROUNDS if finished.cell.dataset == "digits" else ROUNDS
     changes: list[dict[str, Any]] = [{}]
     if hasattr(algorithm, "embedding_lr"):
@@ -113,10 +115,10 @@ def draw(found: Found) -> Finding:
 
 
 CAPTION = (
-    "Accuracy in % over clients. Distance: total variation to the nearest client that trained, the mean over new clients. "
-    "Gap: new clients less those that trained. Before joining: with the mean of the trained embeddings, or the shared model. "
-    "Rounds: chosen on validation, by seed. In a table that the paper's source leaves out: Per-FedAvg 80.60 trained and "
-    "81.29 new, pFedMe 84.38 and 82.09, pFedHN-PC 88.22 and 88.45."
+    "Accuracy in % over clients. Distance: total variation between mixtures of classes, to the nearest client that "
+    "trained; the mean over new clients. Gap: new clients less those that trained. Before joining: with the mean of "
+    "the trained embeddings, or the shared model. Rounds: chosen on validation, by seed. In a table that the paper's "
+    "source leaves out: Per-FedAvg 80.60 trained and 81.29 new, pFedMe 84.38 and 82.09, pFedHN-PC 88.22 and 88.45."
 )
 
 
@@ -146,7 +148,8 @@ def scatter(found: Found) -> Any:
         axes.set_visible(False)
     for number, (cell, axes) in enumerate(zip(cells, all_axes.flat, strict=False)):
         parts = [values["alphas"] for values in found.analyses(cell).values()]
-        places, heights = [], []
+        places: list[float] = []
+        heights: list[float] = []
         for place, alpha in enumerate(parts[0]):
             x = numpy.concatenate([numpy.array(part[alpha]["distance"]) for part in parts])
             y = numpy.concatenate([_array(part[alpha]["accuracy"]) for part in parts])
