@@ -15,10 +15,10 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 PAPER = "#4D4D4D"
 
 
-def titled(width: float, height: float, title: str, columns: int = 1, **more: Any) -> tuple[Any, Any]:
+def titled(width: float, height: float, title: str, columns: int = 1, lines: int = 1, **more: Any) -> tuple[Any, Any]:
     """A figure with a title, and its axes."""
     figure = new_figure(width, height)
-    axes = figure.subplots(1, columns, **more)
+    axes = figure.subplots(lines, columns, **more)
     figure.suptitle("\n".join(textwrap.wrap(title, int(10 * width))), x=0.012, ha="left", fontsize=11.5, weight="bold")
     return figure, axes
 

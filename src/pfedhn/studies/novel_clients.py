@@ -125,11 +125,12 @@ CAPTION = (
 def gap_picture(title: str, points: Mapping[str, tuple[str, list[tuple[Summary, Summary]]]]) -> Any:
     figure, axes = drawing.titled(8.0, 4.4, title)
     for number, (method, (label, listed)) in enumerate(points.items()):
+        listed = sorted(listed, key=lambda pair: pair[0].mean)
         places = [distance.mean for distance, _ in listed]
         color, marker = drawing.color_of(method, number), drawing.MARKERS[number % 8]
         drawing.errorbar(axes, places, [gap for _, gap in listed], color, label, marker=marker)
     axes.axhline(0, color=drawing.PAPER, linewidth=0.9)
-    drawing.heading(axes, "each mark is one alpha of the new clients: 0.1 (left) to 1 (right)")
+    drawing.heading(axes, "each mark is one alpha of the new clients, from 0.1 to 1; the nearer to 0, the better")
     distance = "mean total-variation distance to the nearest client that trained"
     drawing.finished_axes(axes, distance, "accuracy of new clients less trained ones, points")
     return figure
@@ -140,13 +141,11 @@ def scatter(found: Found) -> Any:
     columns = min(3, len(cells))
     lines = -(-len(cells) // columns)
     title = f"{found.title}: every new client"
-    figure = drawing.titled(3.7 * columns + 0.6, 3.3 * lines + 0.7, title, 1)[0]
-    figure.clear()
-    figure.suptitle(title, x=0.012, ha="left", fontsize=11.5, weight="bold")
-    all_axes = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
+    size = (3.7 * columns + 1.2, 3.3 * lines + 0.7)
+    figure, all_axes = drawing.titled(*size, title, columns, lines, sharex=True, sharey=True, squeeze=False)
     for axes in all_axes.flat[len(cells) :]:
         axes.set_visible(False)
-    for number, (cell, axes) in enumerate(zip(cells, all_axes.flat, strict=False)):
+    for cell, axes in zip(cells, all_axes.flat, strict=False):
         parts = [values["alphas"] for values in found.analyses(cell).values()]
         places: list[float] = []
         heights: list[float] = []
@@ -162,9 +161,9 @@ def scatter(found: Found) -> Any:
             ends = numpy.array([min(places), max(places)])
             axes.plot(ends, height + slope * ends, color=drawing.PAPER, linewidth=1.2, linestyle="--")
             drawing.heading(axes, f"{found.entry(cell).label}: {slope / 10:+.1f} points per 0.1")
-        is_last = number == len(cells) - 1
-        drawing.finished_axes(axes, "distance to the nearest trained client", "", legend=is_last)
+        drawing.finished_axes(axes, "distance to the nearest trained client", "", legend=False)
     all_axes[0, 0].set_ylabel("test accuracy in %")
+    figure.legend(*all_axes[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
     return figure
 
 
