@@ -169,7 +169,8 @@ class Found:
         for runs in (*self.runs, *self.others):
             if cell in runs.experiment.cells:
                 for name, result in runs.results.items():
-                    if runs.experiment.find(name).cell == cell:
+                    is_wanted = runs in self.runs or result.seed in self.study.seeds  # as many as its other cells have
+                    if is_wanted and runs.experiment.find(name).cell == cell:
                         yield runs, name, result
 
 
