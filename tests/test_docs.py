@@ -117,8 +117,30 @@ def test_relative_links_resolve(page: Path) -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    named = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    named = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+@pytest.mark.parametrize("method", ["pfedhn", "local"])
+def test_accuracies_on_the_way_are_those_of_the_stored_runs(method: str) -> None:
+    text = (ROOT / "docs" / "how-others-ran-pfedhn.md").read_text()
+    mark = f"<!-- curves: {method} -->"
+    heading = next(line for line in text[text.index(mark) :].splitlines() if line.startswith("|"))
+    steps = [int(number.replace(",", "")) for number in re.findall(r"([\d,]+) steps", heading)]
+    for name, *cells in rows_after(text, mark):
+        dataset, clients = name.split(", ")
+        lines = (ROOT / "results" / f"table1-{dataset}.jsonl").read_text().splitlines()
+        runs = [run for run in map(json.loads, lines) if run["kind"] == "run"]
+        wanted = {"method": method, "clients": int(clients)}
+        curves = [
+            dict(zip(run["curve"]["step"], run["curve"]["test"]["client_mean"], strict=True))
+            for run in runs
+            if run["seed"] in (0, 1, 2) and wanted.items() <= run["cell"].items()
+        ]
+        assert len(curves) == 3
+        for step, cell in zip(steps, cells, strict=True):
+            accuracies = 100 * numpy.array([curve[step] for curve in curves])
+            assert cell == f"{accuracies.mean():.2f} ± {accuracies.std(ddof=1):.2f}", (name, step)
 
 
 def test_figures_are_whole() -> None:
@@ -321,7 +343,8 @@ def test_used_examples_of_the_two_shares() -> None:
 
 @each_page
 def test_files_are_where_the_page_says(page: Path) -> None:
-    for name in re.findall(r"\b((?:src|tests|tools|benchmarks)/[\w./-]*\w)", page.read_text()):
+    text = re.sub(r"https://\S+", "", page.read_text())  # other projects have a src too
+    for name in re.findall(r"\b((?:src|tests|tools|benchmarks)/[\w./-]*\w)", text):
         assert (ROOT / name).exists() or "NAME" in name, name
 
 

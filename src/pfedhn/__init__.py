@@ -7,9 +7,14 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ALGORITHMS": "pfedhn.algorithms",
+    "APFL": "pfedhn.algorithms.apfl",
     "ConvBlock": "pfedhn.kernels.conv",
+    "Ditto": "pfedhn.algorithms.ditto",
+    "FedALA": "pfedhn.algorithms.fedala",
     "FedAvg": "pfedhn.algorithms.fedavg",
+    "FedBABU": "pfedhn.algorithms.fedbabu",
     "FedPer": "pfedhn.algorithms.fedper",
+    "FedRep": "pfedhn.algorithms.fedrep",
     "Federation": "pfedhn.data.federation",
     "LGFedAvg": "pfedhn.algorithms.lg_fedavg",
     "LeNet": "pfedhn.models",
@@ -37,8 +42,13 @@ _HOMES = {
 if TYPE_CHECKING:
     from pfedhn import datasets
     from pfedhn.algorithms import ALGORITHMS
+    from pfedhn.algorithms.apfl import APFL
+    from pfedhn.algorithms.ditto import Ditto
+    from pfedhn.algorithms.fedala import FedALA
     from pfedhn.algorithms.fedavg import FedAvg
+    from pfedhn.algorithms.fedbabu import FedBABU
     from pfedhn.algorithms.fedper import FedPer
+    from pfedhn.algorithms.fedrep import FedRep
     from pfedhn.algorithms.lg_fedavg import LGFedAvg
     from pfedhn.algorithms.local import Local
     from pfedhn.algorithms.per_fedavg import PerFedAvg
@@ -55,9 +65,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALGORITHMS",
+    "APFL",
     "ConvBlock",
+    "Ditto",
+    "FedALA",
     "FedAvg",
+    "FedBABU",
     "FedPer",
+    "FedRep",
     "Federation",
     "LGFedAvg",
     "LeNet",

@@ -4,6 +4,7 @@
     send(model, shared, row_i) -----|- received_i -->|  train(model, received_i, private_i, batches_i)
     receive(shared, groups)   <-----|-- update_i ----|  private_i stays here
     publish(model, shared, row_i) --|- received_i -->|  personalize(model, received_i, private_i, batches_i)
+                                    |                |  adapt(model, weights_i, batches_i)
 
 Everything a method remembers is in one of three places: `shared` (server, for all), a `row` (server, for one client),
 `private` (client, for itself). Each is a tree of tensors; `()` where a method has nothing to remember.
@@ -23,7 +24,7 @@ from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params
-from pfedhn.sgd import Batches
+from pfedhn.sgd import SGD, Batches, Rate
 
 Rule: TypeAlias = Literal["mean", "sum", "size"]
 """How the updates of several clients become one server step: their mean, their sum, or a mean weighted by data size."""
@@ -53,6 +54,10 @@ class Algorithm(Protocol[Shared, Row, Private]):
     """Clients per round in the paper's comparison."""
     communicates: ClassVar[bool] = True
     """Whether anything crosses the wire; a method that sends nothing trains every client in every round."""
+    averaging: Rate | None = None
+    """How much of its past the average keeps per server step that clients are given to use; None serves the newest."""
+    adaptation_steps: int = 0
+    """Steps that a client takes by itself from its model of the chosen round, before that is used; nothing is sent."""
 
     @property
     @abstractmethod
@@ -105,13 +110,31 @@ class Algorithm(Protocol[Shared, Row, Private]):
         """ONE server step from the updates of a cohort: new shared memory, new rows of each group."""
         return shared, [group.rows for group in groups]
 
+    def averaged_part(self, shared: Shared) -> Any:
+        """What `averaging` averages of the server's memory: what `publish` reads. All of it by default."""
+        return shared
+
+    def with_averaged_part(self, shared: Shared, average: Any) -> Shared:
+        """The server's memory with that part exchanged for its average."""
+        result: Shared = average
+        return result
+
     def move_row(self, model: Model, shared: Shared, row: Row, update: Params) -> Row:
         """The row of ONE client that joins a trained federation, after its update; `shared` is frozen."""
         return row
 
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
-        """The weights ONE client would use now: what every method is judged by."""
+        """The weights ONE client would use now: what rounds are chosen by."""
         return received
+
+    @property
+    def local_sgd(self) -> SGD:
+        """How a client takes its own steps."""
+        raise UserError(f"{type(self).__name__} does not say how a client adapts; give it a property local_sgd.")
+
+    def adapt(self, model: Model, weights: Params, batches: Batches) -> Params:
+        """ONE client's weights after `adaptation_steps` steps of its own, each on a minibatch of its training data."""
+        return self.local_sgd.run(model.loss, weights, batches)[0]
 
 
 @dataclass(frozen=True)

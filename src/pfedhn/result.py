@@ -174,6 +174,14 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Unadapted:
+    """What clients scored at the chosen round before their own adaptation steps."""
+
+    validation: Scores
+    test: Scores
+
+
+@dataclass(frozen=True)
 class Result:
     """What a finished run found at the round chosen on validation, what it cost, and how to make it again."""
 
@@ -195,6 +203,7 @@ class Result:
     command: str
     environment: Environment
     pretrain: Cost | None = None
+    unadapted: Unadapted | None = None  # where clients adapt; `validation` and `test` are then what they score after it
 
     def __post_init__(self) -> None:
         if self.test.clients is None or self.test.client_examples is None:

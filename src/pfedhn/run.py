@@ -28,7 +28,7 @@ from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
 from pfedhn.engine.network import build_model, check_model, with_num_outputs
-from pfedhn.engine.rounds import rounds
+from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Schedule, State
 from pfedhn.engine.transform import Transform, find_transform
@@ -53,7 +53,7 @@ from pfedhn.record import (
     to_simulation,
     write_result,
 )
-from pfedhn.result import Moment, Result, Scores, to_json
+from pfedhn.result import Moment, Result, Scores, Unadapted, to_json
 from pfedhn.settings import build, checked
 
 logger = logging.getLogger("pfedhn")
@@ -176,8 +176,15 @@ class Run:
 
     @property
     def accuracy(self) -> NDArray[numpy.float64]:
-        """[clients]: test accuracy of each client's own model at the chosen round; NaN where it has no examples."""
-        return _accuracy(self.chosen.splits["test"])
+        """[clients]: test accuracy of each client's own model at the chosen round; NaN where it has no examples.
+
+        Where clients adapt, after they have.
+        """
+        test = scores_of(self.chosen.splits["test"]) if self.result is None else self.result.test
+        sums = numpy.array(test.clients, dtype=float) * (1 if test.has_accuracy else -1)
+        with numpy.errstate(invalid="ignore"):
+            values: NDArray[numpy.float64] = sums / numpy.array(test.client_examples)
+        return values
 
     def memories(self, last: bool = False) -> Memories:
         """The three memories at the chosen round, or after the last one."""
@@ -306,8 +313,9 @@ class Run:
         joining = simulation.joining(data, self.memories(last), max(rounds, 1), key)
         state = _joined_state(joining, rounds)
         assert state.best is not None
-        chosen = state.best.evaluation
-        return NewClients(joining, state.best.memories, chosen.splits, chosen.round)
+        chosen, adapts = state.best.evaluation, simulation.algorithm.adaptation_steps > 0
+        splits = scores_of_adapted(joining, state.best) if adapts else chosen.splits
+        return NewClients(joining, state.best.memories, splits, chosen.round)
 
     def _descriptor(self, data: Federation, given: ArrayLike | Tensor | None) -> Tensor | None:
         wanted = self.simulation.descriptors()
@@ -422,6 +430,12 @@ def _moment(evaluation: Evaluation, state: State, seconds: float) -> Moment:
 
 def _result(run: Run) -> Result:
     simulation, origin, chosen, state = run.simulation, run.origin, run.chosen, run.state
+    validation, test = (scores_of(chosen.splits[split]) for split in EVALUATED_SPLITS)
+    unadapted = None
+    if simulation.algorithm.adaptation_steps:
+        assert state.best is not None
+        unadapted, adapted = Unadapted(validation, test), scores_of_adapted(simulation, state.best)
+        validation, test = (scores_of(adapted[split]) for split in EVALUATED_SPLITS)
     return Result(
         origin.name,
         origin.experiment,
@@ -431,8 +445,8 @@ def _result(run: Run) -> Result:
         chosen.step,
         state.round * simulation.clients_per_round,
         state.round,
-        scores_of(chosen.splits["validation"]),
-        scores_of(chosen.splits["test"]),
+        validation,
+        test,
         state.bytes_down,
         state.bytes_up,
         round(run.seconds, 3),
@@ -441,6 +455,7 @@ def _result(run: Run) -> Result:
         origin.command,
         environment(simulation.federation.x.device),
         origin.pretrain,
+        unadapted,
     )
 
 

@@ -69,12 +69,16 @@ class SGD:
 
     lr: Rate
     momentum: float = 0.0
-    weight_decay: float = 0.0
+    weight_decay: Rate = 0.0
     clip: float | None = None
 
     def step(self, weights: Tensor, velocity: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         # Scaled additions: on a CPU the time of a server step is the number of passes over all of phi.
-        velocity = gradient.add(weights, alpha=self.weight_decay).add(velocity, alpha=self.momentum)
+        if isinstance(self.weight_decay, Tensor):
+            decayed = gradient + self.weight_decay * weights
+        else:
+            decayed = gradient.add(weights, alpha=self.weight_decay)
+        velocity = decayed.add(velocity, alpha=self.momentum)
         if isinstance(self.lr, Tensor):
             return weights - self.lr * velocity, velocity
         return weights.add(velocity, alpha=-self.lr), velocity

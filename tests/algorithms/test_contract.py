@@ -34,7 +34,15 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.params import copy, stack, take
 from pfedhn.sgd import Batches
 
-SMALL = {"local_steps": 3, "outer_steps": 3, "inner_steps": 2, "hidden_dim": 7, "embedding_dim": 3, "local_lr": 0.1}
+SMALL = {
+    "local_steps": 3,
+    "outer_steps": 3,
+    "inner_steps": 2,
+    "mixture_steps": 2,
+    "hidden_dim": 7,
+    "embedding_dim": 3,
+    "local_lr": 0.1,
+}
 METHODS = {**ALGORITHMS, "closes-over": ClosesOver}
 every_method = pytest.mark.parametrize("method", METHODS)
 every_target = pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
@@ -54,7 +62,7 @@ class Parts:
         self.algorithm, self.model = simulation.algorithm, simulation.model_of(0)
         self.clients = [2, 3, 0]
         index = torch.tensor(self.clients)
-        self.shared, self.all_rows = state.memories.shared, state.memories.rows
+        self.shared, self.all_rows = simulation.exchange.newest(state.memories.shared), state.memories.rows
         self.rows = take(self.all_rows, index)
         self.private = state.memories.private[self.model.name].take(self.clients).private
         federation, size = simulation.federation, simulation.schedule.batch_size
@@ -159,10 +167,14 @@ def test_an_update_has_the_names_of_what_was_sent(parts: Parts) -> None:
 @every_method
 @every_target
 def test_an_update_is_received_minus_trained(parts: Parts) -> None:
-    """Whatever is trained, an update of nothing is zero: with all rates at 0 the difference vanishes."""
+    """Whatever is trained, an update of nothing is zero: with all rates at 0 the difference vanishes.
+
+    For a client at first contact: one with a model of its own may send that, as FedALA's clients do.
+    """
     rates = {field.name: 0.0 for field in fields(parts.algorithm) if field.name.endswith("lr")}
     parts.algorithm = replace(parts.algorithm, **rates)
-    update, _ = parts.train(0)
+    private = parts.algorithm.init_private(parts.model, parts.model.fresh(7), 7)
+    update, _ = parts.algorithm.train(parts.model, parts.send(0), private, Batches(*take(parts.batches, 0)))
     assert all(bool((value == 0).all()) for value in update.values())
 
 

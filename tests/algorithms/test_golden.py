@@ -17,7 +17,7 @@ from pfedhn.data.federation import Federation
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NUM_ROUNDS = 10
-SMALLER = {"local_steps": 5, "outer_steps": 5, "hidden_dim": 20}
+SMALLER = {"local_steps": 5, "outer_steps": 5, "mixture_steps": 3, "hidden_dim": 20}
 
 
 def validation_losses(method: str, federation: Federation) -> list[float]:

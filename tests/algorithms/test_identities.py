@@ -22,8 +22,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from pfedhn import keys
+from pfedhn.algorithms.apfl import APFL
+from pfedhn.algorithms.ditto import Ditto
+from pfedhn.algorithms.fedala import FedALA
 from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.fedbabu import FedBABU
 from pfedhn.algorithms.fedper import FedPer
+from pfedhn.algorithms.fedrep import FedRep
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
@@ -175,6 +180,56 @@ def test_pfedme_without_envelope_is_sgd(federation: Federation) -> None:
 def test_pfedme_with_no_mixing_never_moves_w(federation: Federation) -> None:
     simulation = simulate(PFedMe(mixing=0.0, outer_steps=2), federation, cohort=3)
     assert_same_bits(finish(simulation).memories.shared, simulation.initial_models()["mlp"])
+
+
+ALONE = {"local_lr": 0.1, "local_steps": 3, "local_momentum": 0.0, "local_weight_decay": 0.01}
+
+
+@pytest.mark.parametrize(
+    "spec", [Ditto(**ALONE, strength=0.0), APFL(**ALONE, alpha=1.0, adaptive=False)], ids=["ditto", "apfl"]
+)
+def test_a_model_that_nothing_holds_to_the_shared_one_is_local(federation: Federation, spec: Any) -> None:
+    """Without momentum, which starts at rest in every round here and survives in Local."""
+    together = simulate(spec, federation, rounds=4, cohort=NUM_CLIENTS)
+    alone = simulate(Local(**ALONE), federation, rounds=4)
+    assert_close(personal(together, finish(together)), personal(alone, finish(alone)))
+
+
+@pytest.mark.parametrize("spec", [Ditto(local_steps=3), APFL(local_steps=3, rule="size")], ids=["ditto", "apfl"])
+def test_the_shared_model_beside_personal_ones_is_fedavgs(federation: Federation, spec: Any) -> None:
+    average = finish(simulate(FedAvg(local_steps=3), federation, cohort=3))
+    assert_close(finish(simulate(spec, federation, cohort=3)).memories.shared, average.memories.shared)
+
+
+def test_apfl_without_a_model_of_its_own_is_fedavg(federation: Federation) -> None:
+    spec = APFL(local_steps=3, alpha=0.0, adaptive=False, tested="newest")
+    ours = simulate(spec, federation, cohort=3)
+    average = simulate(FedAvg(local_steps=3, rule="mean"), federation, cohort=3)
+    assert_close(personal(ours, finish(ours)), personal(average, finish(average)))
+
+
+def test_fedala_that_takes_everything_over_is_fedavg(federation: Federation) -> None:
+    """With a rate of 0 the mixture stays at one; on full batches it does not matter which of them it used up."""
+    ours = simulate(FedALA(local_steps=3, mixture_steps=2, mixture_lr=0.0), federation, cohort=3, batch_size=EVERY_ROW)
+    average = simulate(FedAvg(local_steps=3), federation, cohort=3, batch_size=EVERY_ROW)
+    assert_close(personal(ours, finish(ours)), personal(average, finish(average)))
+
+
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
+def test_fedrep_without_steps_for_the_head_is_fedbabu(federation: Federation, target: str) -> None:
+    settings = {"local_steps": 3, "local_lr": 0.1, "local_clip": 0.9}
+    runs = [
+        simulate(spec, federation, target, cohort=3)
+        for spec in (FedRep(**settings, head_share=0.0, rule="size"), FedBABU(**settings))
+    ]
+    assert_same_bits(*(memories_of(finish(run)) for run in runs))
+
+
+def test_fedrep_with_steps_for_the_head_alone_never_moves_the_body(federation: Federation) -> None:
+    simulation = simulate(FedRep(local_steps=3, head_share=1.0), federation, cohort=3)
+    state, start = finish(simulation), simulation.initial_models()["mlp"]
+    assert_same_bits(state.memories.shared, {name: start[name] for name in state.memories.shared})
+    assert any(not torch.equal(weights["3.weight"], start["3.weight"]) for weights in personal(simulation, state))
 
 
 def test_proposition_1_linear_hypernetwork_is_uncentered_pca() -> None:

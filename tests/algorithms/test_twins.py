@@ -24,14 +24,20 @@ from support import (
     uint8_images,
 )
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy, linear, normalize
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import TensorDataset
 
 from pfedhn import keys
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.apfl import APFL
+from pfedhn.algorithms.ditto import Ditto
+from pfedhn.algorithms.fedala import FedALA
 from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.fedbabu import FedBABU
 from pfedhn.algorithms.fedper import FedPer
+from pfedhn.algorithms.fedrep import FedRep
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
@@ -44,6 +50,7 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.model import Model
 from pfedhn.params import Params, take
+from pfedhn.sgd import Batches
 
 Minibatch = tuple[Tensor, Tensor]
 CLIENTS = range(NUM_CLIENTS)
@@ -219,7 +226,7 @@ def gradient(net: nn.Module, weights: Params, batch: Minibatch) -> Params:
 @pytest.mark.parametrize("form", ["first-order", "hessian-free"])
 def test_per_fedavg(federation: Federation, target: str, form: str) -> None:
     alpha, beta, d, tau = 0.3, 0.2, 1e-3, 3
-    spec = PerFedAvg(local_lr=beta, personal_lr=alpha, local_steps=tau, form=form, adaptation_steps=2)
+    spec = PerFedAvg(local_lr=beta, personal_lr=alpha, local_steps=tau, form=form, personal_steps=2)
     simulation = simulate(spec, federation, target, cohort=3)
     (w,) = simulation.initial_models().values()
     net = network(model(target), w)
@@ -289,6 +296,196 @@ def test_pfedme(federation: Federation, target: str, tested: str) -> None:
     assert_close(personal(simulation, state), [kept.get(client, w) for client in CLIENTS])
 
 
+# Ditto
+
+
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
+def test_ditto(federation: Federation, target: str) -> None:
+    spec = Ditto(**LOCAL, local_clip=0.8, strength=0.7)
+    simulation = simulate(spec, federation, target, cohort=2)
+    (w,) = simulation.initial_models().values()
+    personal_nets = [network(model(target), w) for _ in CLIENTS]
+    norms = []
+    for number, clients in enumerate(cohorts(simulation)):
+        trained = {}
+        for client in clients:
+            net, own = network(model(target), w), personal_nets[client]
+            batches = training_batches(simulation, number, client)
+            descend(net, [optimizer(spec, net.parameters())], batches, spec.local_clip)
+            trained[client] = weights_of(net)
+            steps = optimizer(spec, own.parameters())
+            for x, y in batches:
+                own.zero_grad()
+                cross_entropy(own(x), y).backward()
+                norms.append(float(clip_grad_norm_(own.parameters(), spec.local_clip)))
+                for name, value in own.named_parameters():
+                    value.grad += 0.7 * (value.detach() - w[name])
+                steps.step()
+        w = average("size", trained)
+    assert max(norms) > spec.local_clip > min(norms)
+
+    state = finish(simulation)
+    assert_close(state.memories.shared, w)
+    assert_close(personal(simulation, state), [weights_of(net) for net in personal_nets])
+
+
+# FedRep and FedBABU
+
+
+def phase(spec: FedAvg, net: nn.Module, names: Any, batches: list[Minibatch]) -> None:
+    """Steps that move only the named parameters, by an optimizer of their own."""
+    moving = [value for name, value in net.named_parameters() if name in names]
+    descend(net, [optimizer(spec, moving)], batches, spec.local_clip, moving)
+
+
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
+@pytest.mark.parametrize(
+    ("spec", "head_steps", "rule"),
+    [
+        (FedRep(**LOCAL, local_clip=0.5, head_share=0.7), 3, "mean"),
+        (FedBABU(**LOCAL, local_clip=0.5), 0, "size"),
+    ],
+    ids=["fedrep", "fedbabu"],
+)
+def test_head_and_body_in_phases(federation: Federation, target: str, spec: FedAvg, head_steps: int, rule: str) -> None:
+    simulation = simulate(spec, federation, target, cohort=3)
+    (start,) = simulation.initial_models().values()
+    head = LAST[target]
+    body = {name: value for name, value in start.items() if name not in head}
+    heads = [{name: start[name] for name in head} for _ in CLIENTS]
+    for number, clients in enumerate(cohorts(simulation)):
+        trained = {}
+        for client in clients:
+            net = network(model(target), body | heads[client])
+            batches = training_batches(simulation, number, client)
+            phase(spec, net, head, batches[:head_steps])
+            phase(spec, net, body, batches[head_steps:])
+            weights = weights_of(net)
+            heads[client] = {name: weights[name] for name in head}
+            trained[client] = {name: weights[name] for name in body}
+        body = average(rule, trained)
+
+    state = finish(simulation)
+    assert_close(state.memories.shared, body)
+    assert_close(personal(simulation, state), [body | head for head in heads])
+
+
+@pytest.mark.parametrize("adapted", ["all", "head"])
+def test_fedbabu_adapts(federation: Federation, adapted: str) -> None:
+    spec = FedBABU(**LOCAL, local_clip=0.5, adapted=adapted)
+    batches = take(federation.batches(torch.tensor([2]), 1, 6, 5), 0)
+    weights = model().fresh(3)
+    net = network(model(), weights)
+    plain = [(x[mask], y[mask]) for x, y, mask in zip(*batches, strict=True)]
+    phase(spec, net, LAST["mlp"] if adapted == "head" else weights, plain)
+    assert_close(spec.adapt(model(), weights, Batches(*batches)), weights_of(net))
+
+
+# FedALA
+
+
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
+@pytest.mark.parametrize("tested", ["start", "trained"])
+def test_fedala(federation: Federation, target: str, tested: str) -> None:
+    """As its authors write it: the gradient by a mixture is that by the mixed weight, times the difference."""
+    eta, steps = 4.0, 3
+    spec = FedALA(**LOCAL, mixture_lr=eta, mixture_steps=steps, tested=tested)
+    simulation = simulate(spec, federation, target, cohort=3)
+    (w,) = simulation.initial_models().values()
+    upper = LAST[target]
+    own = [w for _ in CLIENTS]
+    mixtures = [{name: torch.ones_like(w[name]) for name in upper} for _ in CLIENTS]
+
+    def start(client: int, w: Params, batches: list[Minibatch]) -> tuple[nn.Module, Params]:
+        mixture, gap = mixtures[client], {name: w[name] - own[client][name] for name in upper}
+        net = network(model(target), w)
+        values = dict(net.named_parameters())
+
+        def mix(mixture: Params) -> None:
+            for name in upper:
+                values[name].data = own[client][name] + mixture[name] * gap[name]
+
+        mix(mixture)
+        for x, y in batches:
+            net.zero_grad()
+            cross_entropy(net(x), y).backward()
+            mixture = {name: (mixture[name] - eta * values[name].grad * gap[name]).clamp(0, 1) for name in upper}
+            mix(mixture)
+        return net, mixture
+
+    for number, clients in enumerate(cohorts(simulation)):
+        trained = {}
+        for client in clients:
+            batches = training_batches(simulation, number, client)
+            net, mixtures[client] = start(client, w, batches[:steps])
+            descend(net, [optimizer(spec, net.parameters())], batches[steps:], None)
+            own[client] = trained[client] = weights_of(net)
+        w = average("size", trained)
+    inside = torch.cat([part.flatten() for mixture in mixtures for part in mixture.values()])
+    assert (inside == 0).any()
+    assert ((inside > 0) & (inside < 1)).any()
+
+    expected = own
+    if tested == "start":
+        key = simulation.personalize_key(simulation.num_rounds)
+        batches_of = [minibatches(simulation, key, client, steps) for client in CLIENTS]
+        expected = [weights_of(start(client, w, batches_of[client])[0]) for client in CLIENTS]
+    state = finish(simulation)
+    assert_close(state.memories.shared, w)
+    assert_close(personal(simulation, state), expected)
+
+
+# APFL
+
+
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
+@pytest.mark.parametrize(("adaptive", "tested"), [(True, "copy"), (False, "newest")])
+def test_apfl(federation: Federation, target: str, adaptive: bool, tested: str) -> None:
+    """The mixture is differentiated through, by alpha and by v_i."""
+    spec = APFL(**LOCAL, local_clip=0.8, alpha=0.6, adaptive=adaptive, tested=tested)
+    simulation = simulate(spec, federation, target, cohort=2)
+    (w,) = simulation.initial_models().values()
+    own = [network(model(target), w) for _ in CLIENTS]
+    copies = [w for _ in CLIENTS]
+    alphas = [torch.tensor(0.6, dtype=torch.float64) for _ in CLIENTS]
+
+    def mix(client: int, w: Params) -> Params:
+        return {
+            name: alphas[client] * value + (1 - alphas[client]) * w[name]
+            for name, value in own[client].named_parameters()
+        }
+
+    for number, clients in enumerate(cohorts(simulation)):
+        trained = {}
+        for client in clients:
+            net, batches = network(model(target), w), training_batches(simulation, number, client)
+            if adaptive:
+                alphas[client].requires_grad_()
+                x, y = batches[0]
+                (slope,) = torch.autograd.grad(
+                    cross_entropy(functional_call(net, mix(client, w), x), y), alphas[client]
+                )
+                alphas[client] = (alphas[client].detach() - spec.local_lr * slope).clamp(0, 1)
+            both = [optimizer(spec, each.parameters()) for each in (net, own[client])]
+            for x, y in batches:
+                net.zero_grad()
+                own[client].zero_grad()
+                cross_entropy(functional_call(net, mix(client, weights_of(net)), x), y).backward()
+                cross_entropy(net(x), y).backward()
+                for each in (net, own[client]):
+                    clip_grad_norm_(each.parameters(), spec.local_clip)
+                for each in both:
+                    each.step()
+            copies[client] = trained[client] = weights_of(net)
+        w = average("mean", trained)
+    assert not adaptive or len({float(alpha) for alpha in alphas}) >= 3
+
+    state = finish(simulation)
+    assert_close(state.memories.shared, w)
+    expected = [mix(client, copies[client] if tested == "copy" else w) for client in CLIENTS]
+    assert_close(personal(simulation, state), [{name: v.detach() for name, v in each.items()} for each in expected])
+
+
 # pFedHN against the textbook
 
 
@@ -331,7 +528,7 @@ class Hyper(nn.Module):
     def __init__(self, simulation: Simulation, state: State) -> None:
         super().__init__()
         self.spec = simulation.algorithm
-        shared, rows = state.memories.shared, state.memories.rows
+        shared, rows = simulation.exchange.newest(state.memories.shared), state.memories.rows
         depth = 0 if self.spec.linear else 1 + self.spec.num_hidden
         self.trunk = nn.ModuleList(self._layer(shared, f"trunk.{i}", f"trunk.{i}") for i in range(depth))
         self.shapes = {name: self.spec.roles(m).generated for name, m in simulation.models.items()}
@@ -377,6 +574,16 @@ class Hyper(nn.Module):
         flat = [self.apply_layer(head, x) for head in self.heads[name]]
         return {tensor: f.reshape(s) for (tensor, s), f in zip(self.shapes[name].items(), flat, strict=True)}
 
+    @torch.no_grad()
+    def load_phi(self, phi: Params) -> None:
+        for name, value in phi.items():
+            layer, part = name.rsplit(".", 1)
+            kind, which = layer.split(".", 1)
+            layers = [self.trunk[int(which)]] if kind == "trunk" else list(self.heads[which])
+            sizes = [len(getattr(each, part)) for each in layers]
+            for each, piece in zip(layers, value.split(sizes), strict=True):
+                getattr(each, part).copy_(piece)
+
     def phi(self, value: Any = lambda parameter: parameter.detach()) -> Params:
         parts = ("weight",) if self.spec.linear else ("weight", "bias")
         trunk = {
@@ -389,15 +596,45 @@ class Hyper(nn.Module):
         }
 
 
+class Rows:
+    """The steps on the embeddings: by SGD all of them every time, by Adam those of the chosen clients."""
+
+    def __init__(self, spec: PFedHN, embedding: nn.Embedding) -> None:
+        self.table, self.is_adam = embedding.weight, spec.embedding_optimizer == "adam"
+        lr = spec.lr if spec.embedding_lr is None else spec.embedding_lr
+        momentum = spec.momentum if spec.embedding_momentum is None else spec.embedding_momentum
+        decay = spec.weight_decay if spec.embedding_weight_decay is None else spec.embedding_weight_decay
+        self.all = torch.optim.SGD([self.table], lr, momentum, weight_decay=decay)
+        self.rows = [nn.Parameter(row.detach().clone()) for row in self.table]
+        self.each = [torch.optim.AdamW([row], lr, (momentum, 0.999), weight_decay=decay) for row in self.rows]
+
+    def step(self, clients: list[int]) -> None:
+        if not self.is_adam:
+            self.all.step()
+            return
+        for client in clients:
+            self.rows[client].grad = self.table.grad[client].clone()
+            self.each[client].step()
+            self.table.data[client] = self.rows[client].data
+
+    def velocity(self) -> Tensor:
+        if not self.is_adam:
+            buffer = self.all.state[self.table].get("momentum_buffer")  # none without momentum
+            return self.table.grad if buffer is None else buffer
+        states = [optimizer.state[row] for optimizer, row in zip(self.each, self.rows, strict=True)]
+        return torch.stack([state.get("exp_avg", torch.zeros_like(self.rows[0])) for state in states])
+
+
 def check_pfedhn(simulation: Simulation) -> None:
     start = simulation.initial_state()
     spec, h = simulation.algorithm, Hyper(simulation, start)
     layers = [*h.trunk.parameters(), *h.heads.parameters()]
-    groups: list[dict[str, Any]] = [{"params": layers}]
-    if spec.embedding == "trained":
-        rate = spec.lr if spec.embedding_lr is None else spec.embedding_lr
-        groups.append({"params": [h.embedding.weight], "lr": rate})
-    server = torch.optim.SGD(groups, spec.lr, spec.momentum, weight_decay=spec.weight_decay)
+    if spec.optimizer == "adamw":
+        server = torch.optim.AdamW(layers, spec.lr, (spec.momentum, 0.999), weight_decay=spec.weight_decay)
+    else:
+        server = torch.optim.SGD(layers, spec.lr, spec.momentum, weight_decay=spec.weight_decay)
+    rows = Rows(spec, h.embedding)
+    average = {name: value.clone() for name, value in h.phi().items()}
 
     nets, head_optimizers = [], []
     for client in CLIENTS:
@@ -409,7 +646,8 @@ def check_pfedhn(simulation: Simulation) -> None:
 
     local_norms, server_norms = [], []
     for number, clients in enumerate(cohorts(simulation)):
-        server.zero_grad(set_to_none=False)
+        for parameter in h.parameters():
+            parameter.grad.zero_()
         weights = server_weights(spec.rule, clients)
         for client in clients:
             theta = h(simulation.model_of(client).name, client)
@@ -423,21 +661,31 @@ def check_pfedhn(simulation: Simulation) -> None:
             (weights[client] / 2 * sum((theta[n] - tilde[n]).square().sum() for n in theta)).backward()
         server_norms.append(float(clip_grad_norm_(h.parameters(), spec.clip or math.inf)))
         server.step()
+        if spec.embedding == "trained":
+            rows.step(clients)
         h.power_step()
+        if spec.averaging is not None:
+            keep = min(spec.averaging, (1 + number) / (10 + number))
+            average = {name: keep * average[name] + (1 - keep) * value for name, value in h.phi().items()}
     if spec.clip is not None:
         assert max(local_norms) > spec.local_clip > min(local_norms)
         assert max(server_norms) > spec.clip
 
     state = finish(simulation)
-    shared, rows = state.memories.shared, state.memories.rows
+    shared, table = simulation.exchange.newest(state.memories.shared), state.memories.rows
     assert_close(shared.phi, h.phi())
-    assert_close(shared.velocity, h.phi(lambda parameter: server.state[parameter]["momentum_buffer"]))
+    moments = ("exp_avg", "exp_avg_sq") if spec.optimizer == "adamw" else ("momentum_buffer",)
+    for moment, ours in zip(moments, (shared.velocity, shared.square), strict=False):
+        assert_close(ours, h.phi(lambda parameter, moment=moment: server.state[parameter][moment]))
     if spec.embedding == "trained":
-        now = spec.up_to_date(rows, shared)
+        now = spec.up_to_date(table, shared)
         assert_close(now.embedding, h.embedding.weight.detach())
-        assert_close(now.velocity, server.state[h.embedding.weight]["momentum_buffer"])
+        assert_close(now.velocity, rows.velocity())
     else:
-        assert_close(rows.embedding, simulation.descriptors())
+        assert_close(table.embedding, simulation.descriptors())
+    if spec.averaging is not None:
+        assert_close(state.memories.shared.average, average)
+        h.load_phi(average)
     if spec.spectral_norm:
         ((name, heads),) = h.heads.items()
         vectors = {f"trunk.{i}": layer.u for i, layer in enumerate(h.trunk)}
@@ -457,6 +705,7 @@ def check_pfedhn(simulation: Simulation) -> None:
 
 
 CLIPPED = {"clip": 0.05, "local_clip": 1.2}
+SMALL = {"hidden_dim": 6, "num_hidden": 2, "embedding_dim": 3, "clip": None}
 
 
 @pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
@@ -473,6 +722,10 @@ CLIPPED = {"clip": 0.05, "local_clip": 1.2}
         (ALGORITHMS["pfedhn-pc"](**LOCAL, **(HYPER | CLIPPED), spectral_norm=True), 2),
         (PFedHN(**LOCAL, **HYPER, linear=True), 1),
         (PFedHN(**LOCAL, **(HYPER | CLIPPED), linear=True), 2),
+        (ALGORITHMS["pfedhn-plus"](**LOCAL, **SMALL), 1),
+        (ALGORITHMS["pfedhn-plus-pc"](**LOCAL, **(SMALL | CLIPPED), averaging=0.4), 2),
+        (PFedHN(**LOCAL, **HYPER, averaging=0.7, embedding_scale=0.2, embedding_momentum=0.3), 2),
+        (PFedHN(**LOCAL, **SMALL, optimizer="adamw", embedding_optimizer="adam", lr=0.01, weight_decay=0.3), 2),
     ],
     ids=[
         "pc",
@@ -485,6 +738,10 @@ CLIPPED = {"clip": 0.05, "local_clip": 1.2}
         "spectral-pc",
         "linear",
         "linear-clipped",
+        "plus",
+        "plus-pc-clipped",
+        "averaged",
+        "adam-embeddings",
     ],
 )
 def test_pfedhn(federation: Federation, target: str, spec: PFedHN, cohort: int) -> None:

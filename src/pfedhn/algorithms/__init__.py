@@ -1,8 +1,13 @@
 """Every method, by the name users give it: the only table of them."""
 
 from pfedhn.algorithm import Method
+from pfedhn.algorithms.apfl import APFL
+from pfedhn.algorithms.ditto import Ditto
+from pfedhn.algorithms.fedala import FedALA
 from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.fedbabu import FedBABU
 from pfedhn.algorithms.fedper import FedPer
+from pfedhn.algorithms.fedrep import FedRep
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
@@ -14,6 +19,19 @@ LEARNING_RATES = (1e-1, 5e-2, 1e-2, 5e-3)
 PERSONAL_RATES = (5e-2, 1e-2, 5e-3, 1e-3)
 LOCAL = {"local_lr": LEARNING_RATES}
 TWO_LEVELS = {"lr": LEARNING_RATES, "local_lr": PERSONAL_RATES}
+
+# What the paper's recipe lacks: an adaptive server that decays phi, embeddings that start small, an average of phi.
+PLUS = {
+    "optimizer": "adamw",
+    "lr": 3e-4,
+    "weight_decay": 0.5,
+    "embedding_scale": 0.1,
+    "embedding_lr": 0.1,
+    "embedding_momentum": 0.0,
+    "embedding_weight_decay": 0.0,
+    "averaging": 0.998,
+}
+PLUS_GRID = {"lr": (1e-4, 3e-4, 6e-4, 1e-3), "weight_decay": (0.1, 0.25, 0.5, 1.0)}
 
 # Colors of Okabe and Ito, which color-blind people can tell apart, and a dash of its own for each besides.
 ALGORITHMS: dict[str, Method] = {
@@ -27,8 +45,34 @@ ALGORITHMS: dict[str, Method] = {
         is_tuned=False,
         color="#CC79A7",
     ),
+    "pfedhn-plus": Method(
+        "pFedHN+",
+        PFedHN,
+        settings=PLUS,
+        summary="pFedHN with a stronger recipe of ours: AdamW on the server, small embeddings, an average of phi.",
+        grid=PLUS_GRID,
+        color="#8E1B1B",
+    ),
+    "pfedhn-plus-pc": Method(
+        "pFedHN+-PC",
+        PFedHN,
+        settings=PLUS | {"personal": ("last",)},
+        summary="pFedHN-PC with the stronger recipe of pFedHN+.",
+        grid=PLUS_GRID,
+        color="#B3478F",
+        dash=(0, (6, 1)),
+    ),
     "local": Method("Local", Local, grid=LOCAL, color="#4D4D4D", dash=(0, (1, 1.2))),
     "fedavg": Method("FedAvg", FedAvg, grid=LOCAL, color="#0072B2", dash=(0, (5, 1.5))),
+    "fedavg-ft": Method(
+        "FedAvg + FT",
+        FedAvg,
+        settings={"adaptation_steps": 50},
+        summary="FedAvg whose clients take 50 steps of their own from the shared model before they use it.",
+        grid=LOCAL,
+        color="#1B3A8E",
+        dash=(0, (5, 1.5, 1, 1.5)),
+    ),
     "per-fedavg": Method(
         "Per-FedAvg",
         PerFedAvg,
@@ -46,4 +90,16 @@ ALGORITHMS: dict[str, Method] = {
     # It goes on with FedAvg's model, and so with FedAvg's rates.
     "lg-fedavg": Method("LG-FedAvg", LGFedAvg, rates_from="fedavg", color="#8C6D31", dash=(0, (2, 1))),
     "fedper": Method("FedPer", FedPer, grid=LOCAL, color="#009E73", dash=(0, (3, 1, 1, 1))),
+    # The strengths that Ditto's authors let a client choose from.
+    "ditto": Method(
+        "Ditto", Ditto, grid={**LOCAL, "strength": (0.1, 1.0, 2.0)}, color="#332288", dash=(0, (6, 1, 1, 1))
+    ),
+    # Of eleven epochs on CIFAR-10 and of fifteen on CIFAR-100 its authors give the head ten.
+    "fedrep": Method(
+        "FedRep", FedRep, grid={**LOCAL, "head_share": (0.9, 0.7, 0.5)}, color="#999933", dash=(0, (2, 1, 1, 1))
+    ),
+    "fedbabu": Method("FedBABU", FedBABU, grid=LOCAL, color="#882255", dash=(0, (4, 2))),
+    "fedala": Method("FedALA", FedALA, grid=LOCAL, color="#DDCC77", dash=(0, (8, 1))),
+    # Where alpha starts; the values of the authors' figures.
+    "apfl": Method("APFL", APFL, grid={**LOCAL, "alpha": (0.25, 0.5, 0.75)}, color="#AA4499", dash=(0, (1, 1, 3, 1))),
 }

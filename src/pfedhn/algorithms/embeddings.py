@@ -1,7 +1,9 @@
-"""Rows that a server's SGD moves at every step, chosen or not, brought up to date only when somebody looks.
+"""The server's memory of each client: an embedding, and how its optimizer moves it.
 
-The published code decays EVERY embedding at every server step and lets its left-over momentum move it. A row that
-gets no gradient follows (velocity, value) -> A (velocity, value) with a fixed 2x2 matrix A, so n missed steps are A^n.
+SGD: the published code decays EVERY embedding at every server step and lets its left-over momentum move it, chosen or
+not. A row that gets no gradient follows (velocity, value) -> A (velocity, value) with a fixed 2x2 matrix A, so n missed
+steps are A^n: a row is brought up to date only when somebody looks.
+Adam: a row moves only when its client is chosen, and counts its own steps.
 """
 
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pfedhn import keys
+from pfedhn.adamw import AdamW
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.sgd import SGD, Rate
@@ -23,7 +26,8 @@ class Row(NamedTuple):
 
     embedding: Tensor
     velocity: Tensor
-    last_step: Tensor  # int32, the server step that embedding and velocity stand for
+    last_step: Tensor  # int32, the server step that embedding and velocity stand for; Adam: the row's own steps so far
+    square: Tensor | tuple[()] = ()  # Adam's second moment
 
 
 def step_powers(lr: float, momentum: float, weight_decay: float) -> Tensor:
@@ -60,20 +64,24 @@ class Embeddings:
     dim: int
     lr: Rate
     momentum: float
-    weight_decay: float
+    weight_decay: Rate
+    scale: Rate = 1.0
     is_fixed: bool = False
 
     def powers(self) -> Tensor:
-        return step_powers(float(self.lr), self.momentum, self.weight_decay)
+        return step_powers(float(self.lr), self.momentum, float(self.weight_decay))
 
     def start(self, key: Key, descriptor: Tensor | None) -> Row:
-        value = descriptor if self.is_fixed else keys.normal(key, self.dim)
+        value = descriptor if self.is_fixed else self.scale * keys.normal(key, self.dim)
         assert value is not None
-        return Row(value, torch.zeros_like(value), torch.zeros((), dtype=torch.int32, device=value.device))
+        return self.at_rest(value, torch.zeros((), dtype=torch.int32, device=value.device))
 
     def join(self, rows: Row, powers: Tensor, step: Tensor, descriptor: Tensor | None) -> Row:
         # A commented-out sentence in the paper's source starts a new embedding at the mean of the trained ones.
         value = self.at(rows, powers, step).embedding.mean(0) if descriptor is None else descriptor
+        return self.at_rest(value, step)
+
+    def at_rest(self, value: Tensor, step: Tensor) -> Row:
         return Row(value, torch.zeros_like(value), step)
 
     def at(self, rows: Row, powers: Tensor, step: Tensor) -> Row:
@@ -82,6 +90,24 @@ class Embeddings:
     def moved(self, row: Row, gradient: Tensor, step: Tensor) -> Row:
         sgd = SGD(self.lr, self.momentum, self.weight_decay)
         return Row(*sgd.step(row.embedding, row.velocity, gradient), step.expand_as(row.last_step))
+
+
+@dataclass(frozen=True)
+class AdamEmbeddings(Embeddings):
+    """How Adam moves them; `weight_decay` is decoupled."""
+
+    def at_rest(self, value: Tensor, step: Tensor) -> Row:
+        return Row(value, torch.zeros_like(value), torch.zeros_like(step), torch.zeros_like(value))
+
+    def at(self, rows: Row, powers: Tensor, step: Tensor) -> Row:
+        return rows
+
+    def moved(self, row: Row, gradient: Tensor, step: Tensor) -> Row:
+        assert isinstance(row.square, Tensor)
+        adam = AdamW(self.lr, self.momentum, weight_decay=self.weight_decay)
+        number = row.last_step + 1
+        embedding, velocity, square = adam.step(row.embedding, row.velocity, row.square, gradient, number[..., None])
+        return Row(embedding, velocity, number, square)
 
 
 def embedding_dim(given: int | None, num_clients: int, descriptor_dim: int | None, is_fixed: bool) -> int | None:

@@ -37,10 +37,16 @@ class FedAvg(Algorithm[Params, tuple[()], Params]):
     local_weight_decay: float = 5e-5  # weight decay of a client's steps
     local_clip: float | None = None  # largest norm of a client's gradient
     rule: Rule = "size"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
+    averaging: Rate | None = None  # how much of its past the served average keeps per step; None serves the newest
+    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
 
     @property
     def num_batches(self) -> int:
         return self.local_steps
+
+    @property
+    def local_sgd(self) -> SGD:
+        return SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
 
     def roles(self, model: Model) -> Roles:
         """Every layer is shared; FedPer and LG-FedAvg leave some with the client."""
@@ -57,8 +63,7 @@ class FedAvg(Algorithm[Params, tuple[()], Params]):
         return shared
 
     def train(self, model: Model, received: Params, private: Params, batches: Batches) -> tuple[Params, Params]:
-        sgd = SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
-        weights, _ = sgd.run(model.loss, received | private, batches)
+        weights, _ = self.local_sgd.run(model.loss, received | private, batches)
         return subtract(received, weights), pick(weights, private)
 
     def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:

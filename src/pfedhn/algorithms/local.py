@@ -27,6 +27,7 @@ class Local(Algorithm[tuple[()], tuple[()], Private]):
     local_momentum: float = 0.9  # momentum, which survives between rounds
     local_weight_decay: float = 5e-5  # weight decay
     local_clip: float | None = None  # largest norm of the gradient
+    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
 
     communicates = False
 
@@ -34,12 +35,15 @@ class Local(Algorithm[tuple[()], tuple[()], Private]):
     def num_batches(self) -> int:
         return self.local_steps
 
+    @property
+    def local_sgd(self) -> SGD:
+        return SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
+
     def init_private(self, model: Model, start: Params, key: Key) -> Private:
         return Private(start, zeros_like(start))
 
     def train(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Private]:
-        sgd = SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
-        return {}, Private(*sgd.run(model.loss, private.weights, batches, velocity=private.velocity))
+        return {}, Private(*self.local_sgd.run(model.loss, private.weights, batches, velocity=private.velocity))
 
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         return private.weights

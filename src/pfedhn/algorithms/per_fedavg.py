@@ -42,8 +42,10 @@ class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
     local_steps: int = 50  # tau, local iterations in one round; each takes two minibatches, or three if Hessian-free
     form: Literal["first-order", "hessian-free"] = "first-order"  # Hessian-free estimates the second-order term too
     difference: float = 1e-3  # d, the step of that estimate
-    adaptation_steps: int = 1  # steps on training minibatches before a test
+    personal_steps: int = 1  # steps of size alpha on training minibatches before every test
     rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
+    averaging: Rate | None = None  # how much of its past the served average keeps per step; None serves the newest
+    adaptation_steps: int = 0  # further steps of size alpha, from its model of the chosen round, before it is used
 
     @property
     def num_batches(self) -> int:
@@ -55,7 +57,11 @@ class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
 
     @property
     def num_personalize_batches(self) -> int:
-        return self.adaptation_steps
+        return self.personal_steps
+
+    @property
+    def local_sgd(self) -> SGD:
+        return SGD(self.personal_lr)
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
         return only_start("Per-FedAvg", models, starts)
@@ -89,4 +95,4 @@ class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
         return averaged(shared, group, client_weights(self.rule, group.sizes)), [group.rows]
 
     def personalize(self, model: Model, received: Params, private: tuple[()], batches: Batches) -> Params:
-        return SGD(self.personal_lr).run(model.loss, received, batches)[0]
+        return self.local_sgd.run(model.loss, received, batches)[0]

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from pfedhn import keys
+from pfedhn.adamw import AdamW
 from pfedhn.algorithm import Algorithm, Group, Rule, weighted_updates
-from pfedhn.algorithms.embeddings import Embeddings, Row, embedding_dim
+from pfedhn.algorithms.embeddings import AdamEmbeddings, Embeddings, Row, embedding_dim
 from pfedhn.algorithms.hypernetwork import Hypernetwork
 from pfedhn.layers import Roles, assign_roles
 from pfedhn.model import Model
@@ -28,6 +29,7 @@ from pfedhn.sgd import SGD, Batches, Rate
 class Shared(NamedTuple):
     phi: Params
     velocity: Params
+    square: Params  # second moments, only with AdamW
     spectral: Params  # left singular vectors, only with spectral_norm
     powers: Tensor  # of the matrix that moves an unchosen row by one step
     step: Tensor  # server steps so far
@@ -53,18 +55,29 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     num_hidden: int = 3  # [ReLU, Linear] pairs after the trunk's first layer
     linear: bool = False  # h(v; W) = W v: no trunk, no bias
     spectral_norm: bool = False  # divides every matrix of the hypernetwork by its largest singular value
-    momentum: float = 0.9  # momentum of the server's steps
-    weight_decay: float = 1e-3  # weight decay of the server's steps; embeddings decay, chosen or not
+    optimizer: Literal["sgd", "adamw"] = "sgd"  # of the server's steps on phi; a client's are SGD
+    momentum: float = 0.9  # momentum of the server's steps; AdamW: beta_1
+    weight_decay: Rate = 1e-3  # weight decay of the server's steps; embeddings decay, chosen or not; AdamW: decoupled
+    embedding_optimizer: Literal["sgd", "adam"] = "sgd"  # of embeddings; by Adam, those of chosen clients alone move
+    embedding_scale: Rate = 1.0  # standard deviation of embeddings at the start
+    embedding_momentum: float | None = None  # momentum of the steps on the embeddings; that of phi by default
+    embedding_weight_decay: Rate | None = None  # weight decay of the embeddings; that of phi by default
+    averaging: Rate | None = None  # how much of its past the served average keeps per step; None serves the newest
     local_momentum: float = 0.9  # momentum of a client's steps; starts at rest in every round, but for personal layers
     local_weight_decay: float = 5e-5  # weight decay of a client's steps
     clip: float | None = 50.0  # largest norm of the server's gradient, over phi and embeddings together
     local_clip: float | None = 50.0  # largest norm of a client's gradient, personal layers left out
     rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
+    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
     usual_cohort_size = 1
 
     @property
     def num_batches(self) -> int:
         return self.local_steps
+
+    @property
+    def local_sgd(self) -> SGD:
+        return SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
 
     @property
     def needs_descriptors(self) -> bool:
@@ -83,7 +96,8 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         phi = {name: value.to(like) for name, value in self.hypernetwork.init(shapes, key).items()}
         spectral = self.hypernetwork.init_spectral(phi, shapes, keys.fold(key, "spectral"))
         step = torch.zeros((), dtype=torch.int32, device=like.device)
-        return Shared(phi, zeros_like(phi), spectral, self.embeddings.powers().to(like.device), step)
+        square = zeros_like(phi) if self.optimizer == "adamw" else {}
+        return Shared(phi, zeros_like(phi), square, spectral, self.embeddings.powers().to(like.device), step)
 
     def init_row(self, key: keys.Key, descriptor: Tensor | None) -> Row:
         return self.embeddings.start(key, descriptor)
@@ -99,9 +113,9 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         return self.generate(shared.phi, shared, model, self.up_to_date(row, shared).embedding)
 
     def train(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Private]:
-        sgd = SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
         # The head's momentum survives between rounds and its gradient is not clipped; the generated part's is.
-        weights, velocity = sgd.run(model.loss, received | private.head, batches, private.velocity, received.keys())
+        start, clipped = received | private.head, received.keys()
+        weights, velocity = self.local_sgd.run(model.loss, start, batches, private.velocity, clipped)
         return subtract(received, weights), Private(pick(weights, private.head), pick(velocity, private.head))
 
     def receive(self, shared: Shared, groups: Sequence[Group]) -> tuple[Shared, list[Row]]:
@@ -115,13 +129,26 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         to_phi, to_rows = pull_back(generate, shared.phi, embeddings, cotangent=updates)
         trained = [] if self.needs_descriptors else to_rows
         gradient = clip(to_phi | {f"row.{i}": value for i, value in enumerate(trained)}, self.clip)
-        phi, velocity = SGD(self.lr, self.momentum, self.weight_decay).step_all(shared.phi, shared.velocity, gradient)
         step = shared.step + 1
+        phi, velocity, square = self.server_step(shared, gradient, step)
         if trained:
             rows = [self.embeddings.moved(row, gradient[f"row.{i}"], step) for i, row in enumerate(rows)]
         shapes = {group.model.name: self.roles(group.model).generated for group in groups}
         spectral = shared.spectral | self.hypernetwork.power_step(phi, shared.spectral, shapes)
-        return Shared(phi, velocity, spectral, shared.powers, step), rows
+        return Shared(phi, velocity, square, spectral, shared.powers, step), rows
+
+    def server_step(self, shared: Shared, gradient: Params, number: Tensor) -> tuple[Params, Params, Params]:
+        """phi and its moments after one step of the server's optimizer."""
+        if self.optimizer == "adamw":
+            adamw = AdamW(self.lr, self.momentum, weight_decay=self.weight_decay)
+            return adamw.step_all(shared.phi, shared.velocity, shared.square, gradient, number)
+        return *SGD(self.lr, self.momentum, self.weight_decay).step_all(shared.phi, shared.velocity, gradient), {}
+
+    def averaged_part(self, shared: Shared) -> Params:
+        return shared.phi
+
+    def with_averaged_part(self, shared: Shared, average: Params) -> Shared:
+        return shared._replace(phi=average)
 
     def move_row(self, model: Model, shared: Shared, row: Row, update: Params) -> Row:
         row = self.up_to_date(row, shared)
@@ -143,7 +170,10 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     def embeddings(self) -> Embeddings:
         assert self.embedding_dim is not None, "for_clients fills in the embedding dimension"
         lr = self.lr if self.embedding_lr is None else self.embedding_lr
-        return Embeddings(self.embedding_dim, lr, self.momentum, self.weight_decay, self.needs_descriptors)
+        momentum = self.momentum if self.embedding_momentum is None else self.embedding_momentum
+        decay = self.weight_decay if self.embedding_weight_decay is None else self.embedding_weight_decay
+        kind = Embeddings if self.embedding_optimizer == "sgd" else AdamEmbeddings
+        return kind(self.embedding_dim, lr, momentum, decay, self.embedding_scale, self.needs_descriptors)
 
     @property
     def hypernetwork(self) -> Hypernetwork:

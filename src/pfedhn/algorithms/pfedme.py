@@ -30,7 +30,7 @@ from pfedhn.algorithms.fedavg import averaged, only_start
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, pack
-from pfedhn.sgd import Batches, Rate, gradient, scan
+from pfedhn.sgd import SGD, Batches, Rate, gradient, scan
 
 
 class Private(NamedTuple):
@@ -51,10 +51,15 @@ class PFedMe(Algorithm[Params, tuple[()], Private]):
     decay: float = 1e-3  # mu, weight decay of theta_i
     tested: Literal["theta", "x"] = "theta"  # which of the two is tested; "x" is what the authors' code does
     rule: Rule = "size"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
+    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
 
     @property
     def num_batches(self) -> int:
         return self.outer_steps
+
+    @property
+    def local_sgd(self) -> SGD:
+        return SGD(self.personal_lr, weight_decay=self.decay)
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
         return only_start("pFedMe", models, starts)

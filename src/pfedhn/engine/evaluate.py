@@ -117,6 +117,7 @@ def score(
     executor: Executor,
     key: Key,
     batch_size: int,
+    is_adapted: bool = False,
 ) -> Tensor:
     """[C, splits, 2]: summed loss and metric of each client's personal model; `rows` and `kept` are [C, ...]."""
     model = chunk.model
@@ -124,14 +125,14 @@ def score(
     def one_client(noise: Tensor, row: Any, kept: Any, batches: Batches, x: Tensor, y: Tensor, masks: Tensor) -> Tensor:
         given = (shared, row, kept, batches)
         with model.seeded(noise), executor.running(model.name, "personalize", given):
-            weights = exchange.personal_weights(model, *given)
+            weights = exchange.personal_weights(model, *given, is_adapted)
         outputs = model.outputs(weights, x)
         loss = model.per_example_loss(outputs, y)
         metric = torch.zeros_like(loss) if model.per_example_metric is None else model.per_example_metric(outputs, y)
         both = torch.stack([loss, metric.to(loss)])
         return torch.where(masks[:, None], both, 0.0).sum(-1)
 
-    batches = federation.batches(chunk.members, key, exchange.algorithm.num_personalize_batches, batch_size)
+    batches = federation.batches(chunk.members, key, exchange.num_personal_batches(is_adapted), batch_size)
     noise = keys.fold(key, "noise", federation.identity(chunk.members))
     x, y = federation.examples(chunk.index)
     result: Tensor = executor.map(one_client)(noise, rows, kept, batches, x, y, chunk.masks)
@@ -148,6 +149,7 @@ def evaluate(
     executor: Callable[[Model], Executor],
     key: Key,
     batch_size: int,
+    is_adapted: bool = False,
 ) -> Tensor:
     """[N, splits, 2]: summed loss and metric of every client's personal model on its examples of each split."""
     num_splits, device = chunks[0].masks.shape[1], federation.x.device
@@ -164,6 +166,7 @@ def evaluate(
             executor(chunk.model),
             key,
             batch_size,
+            is_adapted,
         ).to(results)
     return results
 

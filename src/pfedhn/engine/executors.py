@@ -324,6 +324,7 @@ class Executor:
     name: str
     map: Mapper
     is_traced: bool = False
+    make_scan: Callable[[], TracedScan] = TracedScan
     scans: dict[tuple[str, str], TracedScan] = field(default_factory=dict)
     functions: dict[tuple[str, ...], Function] = field(default_factory=dict)
 
@@ -343,7 +344,7 @@ class Executor:
         """
         if not self.is_traced:
             return nullcontext()
-        return self.scans.setdefault((architecture, purpose), TracedScan()).running(arguments)
+        return self.scans.setdefault((architecture, purpose), self.make_scan()).running(arguments)
 
 
 EXECUTORS: dict[str, Callable[[], Executor]] = {

@@ -22,7 +22,7 @@ from pfedhn.algorithm import Algorithm, Group
 from pfedhn.engine.transform import FULL, Full, Transform
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import Params, num_bytes
+from pfedhn.params import Params, num_bytes, take
 from pfedhn.sgd import Batches
 
 
@@ -49,6 +49,14 @@ class Kept(NamedTuple):
 
     private: Any  # the method's
     upload: Any  # its transform's
+
+
+class Averaged(NamedTuple):
+    """The server's shared memory, and an average of what clients are given to use."""
+
+    newest: Any
+    average: Any
+    step: Tensor  # of the server, so far
 
 
 class Returned(NamedTuple):
@@ -78,12 +86,33 @@ class Exchange:
     download: Transform = FULL
     is_frozen: bool = False
 
+    def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Any:
+        """The server's shared memory at round 0."""
+        shared = self.algorithm.init_shared(models, starts, key)
+        if self.algorithm.averaging is None:
+            return shared
+        device = next(iter(next(iter(starts.values())).values())).device
+        step = torch.zeros((), dtype=torch.int32, device=device)
+        return Averaged(shared, self.algorithm.averaged_part(shared), step)
+
+    def newest(self, shared: Any) -> Any:
+        """The method's shared memory as it trains."""
+        return shared if self.algorithm.averaging is None else shared.newest
+
+    def served(self, shared: Any) -> Any:
+        """The method's shared memory as clients use it: averaged, if the method averages."""
+        if self.algorithm.averaging is None:
+            return shared
+        return self.algorithm.with_averaged_part(shared.newest, shared.average)
+
     def offer(self, model: Model, shared: Any, row: Any, number: Tensor, identity: Tensor) -> Offer:
         """The server's half, first part. A server that waits for every reply has taken one step per round."""
-        send = self.algorithm.publish if self.is_frozen else self.algorithm.send
+        if self.is_frozen:
+            weights = self.algorithm.publish(model, self.served(shared), row)
+        else:
+            weights = self.algorithm.send(model, self.newest(shared), row)
         key = self._key(self.download, "download", number, identity)
-        weights, _ = self.download.encode(send(model, shared, row), key, ())
-        return Offer(weights, number, number)
+        return Offer(self.download.encode(weights, key, ())[0], number, number)
 
     def first_contact(self, model: Model, start: Params, received: Params, identity: int) -> Kept:
         """What a client keeps before its first round; of `received`, only the form counts."""
@@ -106,13 +135,34 @@ class Exchange:
     def step(self, shared: Any, returned: Sequence[Returned]) -> tuple[Any, list[Any]]:
         """The server's half, second part: one step from the replies of a cohort; the new rows of each group."""
         groups = [Group(r.model, r.rows, self._decoded(r), r.replies.size) for r in returned]
-        if not self.is_frozen:
-            return self.algorithm.receive(shared, groups)
-        return shared, [self._moved_rows(shared, group) for group in groups]
+        if self.is_frozen:
+            return shared, [self._moved_rows(self.served(shared), group) for group in groups]
+        newest, rows = self.algorithm.receive(self.newest(shared), groups)
+        return (newest if self.algorithm.averaging is None else self._averaged(shared, newest)), rows
 
-    def personal_weights(self, model: Model, shared: Any, row: Any, kept: Kept, batches: Batches) -> Params:
-        """The weights ONE client would use now."""
-        return self.algorithm.personalize(model, self.algorithm.publish(model, shared, row), kept.private, batches)
+    def _averaged(self, before: Averaged, newest: Any) -> Averaged:
+        """One step of the average. It forgets faster at first, when the past is a random start."""
+        keep, count = self.algorithm.averaging, before.step.double()
+        keep = torch.as_tensor(keep, dtype=torch.float64, device=count.device).minimum((1 + count) / (10 + count))
+
+        def one(average: Tensor, value: Tensor) -> Tensor:
+            return torch.lerp(value, average, keep.to(value.dtype)) if value.is_floating_point() else value
+
+        average = pytree.tree_map(one, before.average, self.algorithm.averaged_part(newest))
+        return Averaged(newest, average, before.step + 1)
+
+    def num_personal_batches(self, is_adapted: bool = False) -> int:
+        """Minibatches of training data that a client needs to make its own weights."""
+        return self.algorithm.num_personalize_batches + (self.algorithm.adaptation_steps if is_adapted else 0)
+
+    def personal_weights(
+        self, model: Model, shared: Any, row: Any, kept: Kept, batches: Batches, is_adapted: bool = False
+    ) -> Params:
+        """The weights ONE client would use now, after its own adaptation steps if they are asked for."""
+        algorithm, count = self.algorithm, self.algorithm.num_personalize_batches
+        received = algorithm.publish(model, self.served(shared), row)
+        weights = algorithm.personalize(model, received, kept.private, take(batches, slice(count)))
+        return algorithm.adapt(model, weights, take(batches, slice(count, None))) if is_adapted else weights
 
     def _key(self, transform: Transform, purpose: str, number: Tensor, identity: Tensor) -> Key:
         return 0 if isinstance(transform, Full) else keys.fold(self.seed, purpose, number, identity)

@@ -8,8 +8,10 @@ import torch
 
 from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.capture import CapturedRun
+from pfedhn.engine.evaluate import SplitResult
+from pfedhn.engine.executors import Executor, TogetherScan, together
 from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import Diverged, Progress, State
+from pfedhn.engine.state import Best, Diverged, Progress, State
 from pfedhn.errors import first_line
 
 logger = logging.getLogger("pfedhn")
@@ -43,16 +45,29 @@ def _resized_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
 
 
 def _rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
-    is_cuda = simulation.federation.x.is_cuda
     if any(model.is_random for model in simulation.models.values()):
-        if is_cuda or simulation.executor == "captured":
+        if simulation.federation.x.is_cuda or simulation.executor == "captured":
             logger.warning("a network with dropout runs step by step, slower: a captured round cannot key its draws.")
-    elif simulation.executor == "captured" or (simulation.executor == "auto" and is_cuda):
+    elif is_captured(simulation):
         if isinstance(simulation.federation, LazyFederation):
             logger.warning("data that are loaded when needed cannot be captured; rounds run one operation at a time.")
             return simulation.rounds(state)
         return _captured_rounds(simulation, state)
     return simulation.rounds(state)
+
+
+def is_captured(simulation: Simulation) -> bool:
+    """Whether a captured round is meant."""
+    return simulation.executor == "captured" or (simulation.executor == "auto" and simulation.federation.x.is_cuda)
+
+
+def scores_of_adapted(simulation: Simulation, best: Best) -> dict[str, SplitResult]:
+    """What every client's model of the chosen round scores after the client's own adaptation steps."""
+    executor = None
+    is_random = any(model.is_random for model in simulation.models.values())
+    if is_captured(simulation) and not is_random and not isinstance(simulation.federation, LazyFederation):
+        executor = Executor("together", together, is_traced=True, make_scan=TogetherScan)
+    return simulation.scores(best.memories, best.evaluation.round, is_adapted=True, executor=executor)
 
 
 def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:

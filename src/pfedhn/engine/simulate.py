@@ -122,7 +122,7 @@ class Simulation:
         descriptors = self.descriptors()  # first: it says what is missing where clients cannot be described
         starts = self.initial_models()
         if self.joins is None:
-            shared = self.algorithm.init_shared(self.models, starts, keys.fold(self.seed, "shared"))
+            shared = self.exchange.init_shared(self.models, starts, keys.fold(self.seed, "shared"))
             rows = self._first_rows(descriptors)
         else:
             shared, rows = self.joins.shared, self._joining_rows(self.joins, descriptors)
@@ -150,7 +150,7 @@ class Simulation:
     def _joining_rows(self, joins: Joining, descriptors: Tensor) -> Any:
         join_row = self._in_model_dtype(self.algorithm.join_row)
         given = [value if self.algorithm.needs_descriptors else None for value in descriptors]
-        return stack([join_row(joins.shared, joins.rows, value) for value in given])
+        return stack([join_row(self.exchange.served(joins.shared), joins.rows, value) for value in given])
 
     def _in_model_dtype(self, make: Callable[..., Any]) -> Callable[..., Any]:
         dtype = next(iter(self.models.values())).dtype
@@ -177,7 +177,7 @@ class Simulation:
 
     def _tables(self, starts: Mapping[str, Params], shared: Any, rows: Any) -> dict[str, PrivateTable]:
         def make(model: Model) -> Callable[[int], Any]:
-            received = cache(lambda: self.algorithm.send(model, shared, take(rows, 0)))
+            received = cache(lambda: self.algorithm.send(model, self.exchange.newest(shared), take(rows, 0)))
 
             def first_contact(client: int) -> Kept:
                 identity = int(self.federation.identity(torch.tensor(client)))
@@ -298,23 +298,36 @@ class Simulation:
 
     def evaluate(self, state: State) -> dict[str, SplitResult]:
         """Every client's personal model on its validation and test rows."""
-        memories = state.memories
+        return self.scores(state.memories, state.round)
+
+    def scores(
+        self, memories: Memories, number: int, is_adapted: bool = False, executor: Executor | None = None
+    ) -> dict[str, SplitResult]:
+        """As `evaluate`, after round `number`, whose memories are given.
+
+        Args:
+            is_adapted: Whether every client takes its own adaptation steps first.
+            executor: Instead of the run's own; one that runs clients together.
+        """
         results = evaluate(
             self.exchange,
-            self.chunks,
+            self.chunks if executor is None else self._plan(one_by_one=False),
             self.federation,
             memories.shared,
             memories.rows,
             lambda chunk: memories.private[chunk.model.name].take(chunk.clients),
-            self.executor_for,
-            self.personalize_key(state.round),
+            self.executor_for if executor is None else lambda model: executor,
+            self.personalize_key(number),
             self.schedule.batch_size,
+            is_adapted,
         )
         return to_splits(results, self.federation, EVALUATED_SPLITS, self.has_metric)
 
     @cached_property
     def chunks(self) -> list[Chunk]:
-        one_by_one = any(self.executor_for(model).name != "vectorized" for model in self.models.values())
+        return self._plan(any(self.executor_for(model).name != "vectorized" for model in self.models.values()))
+
+    def _plan(self, one_by_one: bool) -> list[Chunk]:
         return plan(self.federation, self.model_of, EVALUATED_SPLITS, one_by_one)
 
     @property
@@ -324,11 +337,12 @@ class Simulation:
     def personal_weights(self, memories: Memories, model: Model, client: int, number: int) -> Params:
         """The weights that a client would use after round `number`, whose memories are given."""
         member = torch.tensor([client], device=self.federation.x.device)
-        count, size = self.algorithm.num_personalize_batches, self.schedule.batch_size
+        is_adapted = self.algorithm.adaptation_steps > 0
+        count, size = self.exchange.num_personal_batches(is_adapted), self.schedule.batch_size
         batches = self.federation.batches(member, self.personalize_key(number), count, size)
         kept = take(memories.private[model.name].take([client]), 0)
         return self.exchange.personal_weights(
-            model, memories.shared, take(memories.rows, client), kept, take(batches, 0)
+            model, memories.shared, take(memories.rows, client), kept, take(batches, 0), is_adapted
         )
 
     def personalize_key(self, number: int) -> Key:

@@ -61,8 +61,10 @@ def _pretrained(folder: Path, device: str) -> tuple[Cost, Params]:
     cost = Cost(result.name, result.steps, result.bytes_down, result.bytes_up, result.seconds)
     earlier = load(folder, device=device)
     simulation, memories = earlier.simulation, earlier.memories(last=True)
-    if simulation.algorithm.num_personalize_batches:  # what it adapts on examples begins with what it publishes
-        return cost, simulation.algorithm.publish(simulation.model_of(0), memories.shared, take(memories.rows, 0))
+    algorithm = simulation.algorithm
+    if simulation.exchange.num_personal_batches(is_adapted=True):  # it would adapt on examples what it publishes
+        shared = simulation.exchange.served(memories.shared)
+        return cost, algorithm.publish(simulation.model_of(0), shared, take(memories.rows, 0))
     return cost, earlier.personal_weights(0, last=True)
 
 

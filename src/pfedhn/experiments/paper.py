@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from pfedhn.algorithms import PLUS
 from pfedhn.experiments.rates import apply_rates, rates_for, read_rates
 from pfedhn.experiments.spec import Cell, Experiment
 
@@ -104,12 +106,14 @@ MNIST = {
 }
 
 
+# Methods that are not in the paper's tables: our stronger recipe, and baselines that came later or were left out.
+BEYOND_THE_PAPER = ("pfedhn-plus", "pfedhn-plus-pc", "fedavg-ft", "ditto", "fedrep", "fedbabu", "fedala", "apfl")
+
+
 def table1(name: str, title: str, numbers: Mapping[str, Mapping[int, tuple[float, float]]], common: Cell) -> Experiment:
     """The cells of one data set: 5,000 communication steps; LG-FedAvg 1,000 after FedAvg; Local 2,000 SGD steps."""
-    cells = []
-    for method, columns in numbers.items():
-        for clients in columns:
-            cells.append(_table1_cell(method, clients, common))
+    cells = [_table1_cell(method, clients, common) for method, columns in numbers.items() for clients in columns]
+    cells += [_table1_cell(method, clients, common) for method in BEYOND_THE_PAPER for clients in numbers["pfedhn"]]
     published = {
         f"{method}/{clients}": value for method, columns in numbers.items() for clients, value in columns.items()
     }
@@ -119,7 +123,7 @@ def table1(name: str, title: str, numbers: Mapping[str, Mapping[int, tuple[float
 def _table1_cell(method: str, clients: int, common: Cell) -> Cell:
     settings = dict(common.settings) if method.startswith("pfedhn") else {}
     cell = replace(common, method=method, clients=clients, settings=settings)
-    if common.dataset == "omniglot" and method in ("local", "fedper", "pfedhn-pc"):
+    if common.dataset == "omniglot" and method in ("local", "fedper", "pfedhn-pc", "pfedhn-plus-pc", "fedrep"):
         cell = replace(cell, labels="within-group")  # a head of the client's own need not know other alphabets
     if method == "local":
         # 40 rounds of 50 steps for everybody, each followed by an evaluation
@@ -136,6 +140,49 @@ def _cifar(dataset: str, classes_per_client: int) -> Cell:
         split=(0.8, 0.2, 0.0),
         model="lenet",
     )
+
+
+# Which part of the stronger recipe does what: one part after the other, then each one left out.
+SMALL_EMBEDDINGS = {name: PLUS[name] for name in PLUS if name.startswith("embedding")}
+ADAMW = {"optimizer": "adamw", "lr": PLUS["lr"], "weight_decay": 0.0}
+AVERAGED = {"averaging": PLUS["averaging"]}
+AVERAGED_FIVE = {"averaging": 0.99}  # as much past in communication steps where five clients make a step
+LADDER: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("pfedhn", {}),
+    ("pfedhn", AVERAGED),
+    ("pfedhn", {**AVERAGED, **ADAMW, "embedding_optimizer": "adam"}),
+    ("pfedhn", {**AVERAGED, **ADAMW, **SMALL_EMBEDDINGS}),
+    ("pfedhn-plus", {}),
+    ("pfedhn-plus", {"averaging": "none"}),
+    ("pfedhn-plus", {"embedding_scale": 1.0}),
+    ("pfedhn-plus", {"embedding_optimizer": "adam", "embedding_lr": "none", "embedding_momentum": "none"}),
+    ("pfedhn", {**AVERAGED, **SMALL_EMBEDDINGS}),
+    ("pfedhn", {**AVERAGED, "lr": 0.02}),
+    ("pfedhn-pc", {}),
+    ("pfedhn-pc", AVERAGED),
+    ("pfedhn-plus-pc", {}),
+    ("pfedhn-plus-pc", {"averaging": "none"}),
+    *(
+        (method, settings)
+        for method in ("fedavg", "fedper", "fedrep", "per-fedavg")
+        for settings in ({}, AVERAGED_FIVE)
+    ),
+    ("pfedme", {}),
+    ("ditto", {}),
+    ("local", {}),
+)
+
+
+def ablation(table: Experiment) -> Experiment:
+    """The recipes of a table with 50 clients, as they are and averaged; each run also adapts at its chosen round."""
+    of_method = {cell.method: cell for cell in table.cells if cell.clients == 50}
+    adapted = {"adaptation_steps": 50}
+    cells = [
+        replace(of_method[method], settings={**of_method[method].settings, **settings, **adapted})
+        for method, settings in LADDER
+    ]
+    title = f"{table.title.split(':')[0].removeprefix('Table 1, ')}, 50 clients: what each part of a recipe does"
+    return Experiment(name=table.name.replace("table1", "ablation"), title=title, cells=tuple(cells))
 
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -164,6 +211,12 @@ EXPERIMENTS: dict[str, Experiment] = {
             ),
         ),
     )
+}
+
+
+EXPERIMENTS |= {
+    experiment.name: experiment
+    for experiment in (ablation(EXPERIMENTS[table]) for table in ("table1-cifar10", "table1-cifar100"))
 }
 
 

@@ -1,0 +1,43 @@
+"""AdamW as pure functions (Loshchilov and Hutter, ICLR 2019): decay shrinks the weights apart from the gradient."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pfedhn.params import Params
+from pfedhn.sgd import Rate
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """torch.optim.AdamW without AMSGrad; `weight_decay=0` is Adam."""
+
+    lr: Rate
+    momentum: float = 0.9  # beta_1
+    square_momentum: float = 0.999  # beta_2
+    weight_decay: Rate = 0.0
+    epsilon: float = 1e-8
+
+    def step(
+        self, weights: Tensor, velocity: Tensor, square: Tensor, gradient: Tensor, number: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The weights and both moments after step `number`, counted from 1."""
+        velocity = torch.lerp(velocity, gradient, 1 - self.momentum)
+        square = torch.lerp(square, gradient * gradient, 1 - self.square_momentum)
+        # In double: 1 - 0.999 is one rounding of 0.999 in float32.
+        count = number.double()
+        first, second = ((1 - beta**count).to(weights.dtype) for beta in (self.momentum, self.square_momentum))
+        step = (velocity / first) / ((square / second).sqrt() + self.epsilon)
+        return weights - self.lr * (step + self.weight_decay * weights), velocity, square
+
+    def step_all(
+        self, weights: Params, velocity: Params, square: Params, gradient: Params, number: Tensor
+    ) -> tuple[Params, Params, Params]:
+        """`step` for every name of `weights`."""
+        moved = {
+            name: self.step(value, velocity[name], square[name], gradient[name], number)
+            for name, value in weights.items()
+        }
+        first, second, third = ({name: parts[place] for name, parts in moved.items()} for place in range(3))
+        return first, second, third

@@ -1,0 +1,109 @@
+"""APFL (Deng, Kamani, Mahdavi, 2020): each client mixes the shared model with one of its own, and learns how much.
+
+    server   send w                                                                        send
+    client   mix(v, w) = alpha_i v + (1 - alpha_i) w                                       train
+             alpha_i <- clip(alpha_i - lr <v_i - w, grad L(mix(v_i, w); B_1)>, 0, 1)
+             w_i = w; K times, on a batch B:
+                 v_i <- a step of SGD along alpha_i grad L(mix(v_i, w_i); B)
+                 w_i <- a step of SGD along grad L(w_i; B)
+             keep v_i, w_i, alpha_i; return w - w_i
+    server   w <- w - mean_i (w - w_i)                                                     receive
+    client   tested with mix(v_i, w_i)                                                     personalize
+
+A client computes twice: 2 K gradients, and one for alpha_i, where FedAvg takes K. Nothing more is sent for it. Only
+chosen clients work: the others keep their last models, and one never chosen has the common start. Differs: the authors'
+program mixes the outputs of two networks where the paper mixes weights, and pulls alpha_i to zero besides.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pfedhn.algorithm import Algorithm, Group, Rule, client_weights, only_group
+from pfedhn.algorithms.fedavg import averaged, only_start
+from pfedhn.keys import Key
+from pfedhn.model import Model
+from pfedhn.params import Params, pack, take
+from pfedhn.sgd import SGD, Batches, Rate, clip_vector, gradient, scan
+
+State = tuple[Tensor, Tensor, Tensor, Tensor]  # w_i, v_i and the velocity of each
+
+
+class Private(NamedTuple):
+    own: Params  # v_i
+    copy: Params  # w_i, the client's copy of the shared model after its last training
+    alpha: Tensor
+
+
+@dataclass(frozen=True)
+class APFL(Algorithm[Params, tuple[()], Private]):
+    """APFL; the personal model is a mixture of weights."""
+
+    local_lr: Rate = 1e-2  # learning rate of a client's steps, and of alpha_i
+    local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
+    local_momentum: float = 0.9  # momentum of a client's steps; starts at rest in every round
+    local_weight_decay: float = 5e-5  # weight decay of a client's steps
+    local_clip: float | None = None  # largest norm of a client's gradient
+    alpha: Rate = 0.5  # where alpha_i starts, the share of the client's own model in the mixture
+    adaptive: bool = True  # whether alpha_i moves, by one step in every round
+    tested: Literal["copy", "newest"] = "copy"  # whether v_i is mixed with w_i, or with the newest w
+    rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
+    averaging: Rate | None = None  # how much of its past the served average keeps per step; None serves the newest
+    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
+
+    @property
+    def num_batches(self) -> int:
+        return self.local_steps
+
+    @property
+    def local_sgd(self) -> SGD:
+        return SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
+
+    def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
+        return only_start("APFL", models, starts)
+
+    def init_private(self, model: Model, start: Params, key: Key) -> Private:
+        like = next(iter(start.values()))
+        return Private(start, start, torch.as_tensor(self.alpha, dtype=like.dtype, device=like.device))
+
+    def send(self, model: Model, shared: Params, row: tuple[()]) -> Params:
+        return shared
+
+    def train(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Private]:
+        w, unpack = pack(received)
+        v, _ = pack({name: private.own[name] for name in received})
+        gradient_of = gradient(model.loss, unpack)
+
+        def learn(alpha: Tensor, batch: Batches, constants: tuple[Rate, Tensor, Tensor]) -> Tensor:
+            lr, v, w = constants
+            slope = torch.dot(v - w, gradient_of(mixed(alpha, v, w), batch))
+            return (alpha - lr * slope).clamp(0.0, 1.0)
+
+        def step(carry: State, batch: Batches, constants: tuple[Rate, Tensor]) -> State:
+            (w_i, v_i, w_velocity, v_velocity), (lr, alpha) = carry, constants
+            sgd = SGD(lr, self.local_momentum, self.local_weight_decay)
+            w_gradient, v_gradient = gradient_of(w_i, batch), alpha * gradient_of(mixed(alpha, v_i, w_i), batch)
+            w_i, w_velocity = sgd.step(w_i, w_velocity, clip_vector(w_gradient, self.local_clip, len(w_i)))
+            v_i, v_velocity = sgd.step(v_i, v_velocity, clip_vector(v_gradient, self.local_clip, len(v_i)))
+            return w_i, v_i, w_velocity, v_velocity
+
+        alpha, rest = private.alpha, torch.zeros_like(w)
+        if self.adaptive:
+            alpha = scan(learn, alpha, take(batches, slice(1)), (self.local_lr, v, w))
+        w_i, v_i, _, _ = scan(step, (w, v, rest, rest), batches, (self.local_lr, alpha))
+        return unpack(w - w_i), Private(unpack(v_i), unpack(w_i), alpha)
+
+    def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
+        group = only_group(groups, "APFL")
+        return averaged(shared, group, client_weights(self.rule, group.sizes)), [group.rows]
+
+    def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
+        shared = private.copy if self.tested == "copy" else received
+        return {name: mixed(private.alpha, private.own[name], value) for name, value in shared.items()}
+
+
+def mixed(alpha: Tensor, own: Tensor, shared: Tensor) -> Tensor:
+    return alpha * own + (1 - alpha) * shared

@@ -1,0 +1,165 @@
+"""What the engine offers to every method: an average of what is served, and a client's own steps at the end."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import assert_close, assert_same_bits, finish, model, personal, simulate
+from torch.nn.functional import cross_entropy
+
+import pfedhn
+from pfedhn import keys
+from pfedhn.algorithm import Algorithm
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.data.federation import Federation
+from pfedhn.engine.capture import CapturedRun
+from pfedhn.engine.rounds import scores_of_adapted
+from pfedhn.engine.state import Best, Evaluation
+from pfedhn.errors import UserError
+
+SMALL = {"local_steps": 3, "hidden_dim": 7, "embedding_dim": 3, "local_lr": 0.1, "outer_steps": 3, "mixture_steps": 2}
+
+
+def small(method: str, **settings: Any) -> Any:
+    spec = ALGORITHMS[method](**settings)
+    return replace(spec, **{field.name: SMALL[field.name] for field in fields(spec) if field.name in SMALL})
+
+
+def offering(setting: str) -> list[str]:
+    return [
+        name for name, method in ALGORITHMS.items() if setting in {field.name for field in fields(method.algorithm)}
+    ]
+
+
+@pytest.mark.parametrize("method", offering("adaptation_steps"))
+def test_adaptation_is_the_clients_own_sgd(federation: Federation, method: str) -> None:
+    if method == "per-fedavg":
+        spec = small(method, adaptation_steps=4, personal_lr=0.2)
+    else:
+        spec = small(method, adaptation_steps=4)
+    simulation = simulate(spec, federation, rounds=6, cohort=2)
+    state = finish(simulation)
+    client, algorithm = 3, simulation.algorithm
+    found = simulation.personal_weights(state.memories, simulation.model_of(client), client, state.round)
+
+    start = personal(simulation, state)[client]
+    count = algorithm.num_personalize_batches
+    key = keys.fold(simulation.seed, "personalise", state.round)
+    batches = federation.batches(torch.tensor([client]), key, count + 4, simulation.schedule.batch_size)
+    net = model("mlp").training_module
+    net.load_state_dict(start)
+    sgd = algorithm.local_sgd
+    optimizer = torch.optim.SGD(net.parameters(), sgd.lr, sgd.momentum, weight_decay=sgd.weight_decay)
+    for step in range(count, count + 4):
+        x, y, mask = (value[0, step] for value in batches)
+        optimizer.zero_grad()
+        cross_entropy(net(x[mask]), y[mask]).backward()
+        if sgd.clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), sgd.clip)
+        optimizer.step()
+    assert_close(found, {name: value.detach() for name, value in net.named_parameters()})
+    assert any(not torch.equal(found[name], value) for name, value in start.items())
+
+
+@pytest.mark.parametrize("method", ["fedavg-ft", "per-fedavg", "pfedhn-plus-pc"])
+def test_every_executor_adapts_alike(federation: Federation, method: str) -> None:
+    found = []
+    for executor in ("loop", "traced", "vectorized", "captured"):
+        simulation = simulate(
+            small(method, adaptation_steps=3), federation, "conv", rounds=3, cohort=2, executor=executor
+        )
+        state = simulation.initial_state()
+        run = CapturedRun(simulation, state).rounds() if executor == "captured" else simulation.rounds(state)
+        for _ in run:
+            pass
+        best = Best(Evaluation(6, 3, {}), state.memories)
+        scores = scores_of_adapted(simulation, best)
+        found.append({split: (part.loss, part.metric) for split, part in scores.items()})
+        before = simulation.scores(state.memories, 3)
+        assert not torch.equal(before["test"].loss, scores["test"].loss)
+    for other in found[1:]:
+        assert_close(other, found[0], rtol=1e-7)
+
+
+@pytest.mark.parametrize("method", offering("averaging"))
+def test_averaging_does_not_touch_training(federation: Federation, method: str) -> None:
+    """What is trained is the same to the bit; what is served is the average of it."""
+    plain = simulate(small(method, averaging=None), federation, rounds=5, cohort=2)
+    averaged = simulate(small(method, averaging=0.6), federation, rounds=5, cohort=2)
+    trained, both = finish(plain), finish(averaged)
+    assert_same_bits(both.memories.shared.newest, trained.memories.shared)
+    assert_same_bits(both.memories.rows, trained.memories.rows)
+    served = averaged.exchange.served(both.memories.shared)
+    assert_same_bits(plain.algorithm.averaged_part(served), both.memories.shared.average)
+
+    state, average = plain.initial_state(), None
+    for number, _ in enumerate(plain.rounds(state)):
+        part = plain.algorithm.averaged_part(state.memories.shared)
+        keep = 0.0 if number == 0 else min(0.6, number / (9 + number))  # the first is the start
+        average = {name: keep * (average or part)[name] + (1 - keep) * value for name, value in part.items()}
+    assert_close(both.memories.shared.average, average)
+
+
+def test_the_past_counts_less_at_first(federation: Federation) -> None:
+    """A long memory would keep the random start: after 8 of 8 rounds most of the average is younger than the start."""
+    simulation = simulate(FedAvg(local_lr=0.1, averaging=0.999), federation, rounds=8)
+    start = simulation.initial_models()["mlp"]
+    state = finish(simulation)
+    shared = state.memories.shared
+    moved = {name: (shared.newest[name] - value).norm() for name, value in start.items()}
+    assert all((shared.average[name] - start[name]).norm() > 0.3 * moved[name] for name in start)
+
+
+def network() -> torch.nn.Module:
+    return pfedhn.MLP(8, 6, 4)
+
+
+def test_a_run_is_chosen_unadapted_and_judged_adapted(tmp_path: Path) -> None:
+    x, y = torch.randn(400, 8, generator=torch.Generator().manual_seed(0)), torch.arange(400) % 4
+    federation = Federation.from_arrays(x + y[:, None], y, partition=pfedhn.by_classes(2, num_clients=8))
+    common = {"steps": 30, "evaluate_every": 10, "progress": False, "batch_size": 8}
+    plain = pfedhn.train(FedAvg(), federation, network, **common)
+    tuned = pfedhn.train(FedAvg(adaptation_steps=20), federation, network, directory=tmp_path, **common)
+    assert plain.result is not None
+    assert tuned.result is not None
+    assert tuned.result.unadapted is not None
+    assert tuned.chosen.step == plain.chosen.step
+    assert tuned.result.unadapted.test == plain.result.test
+    assert tuned.result.test.client_mean > plain.result.test.client_mean + 0.1
+    right = []
+    for client in range(8):
+        rows = federation.splits["test"].of(client)
+        outputs = tuned.personal_model(client)(federation.x[rows])
+        right.append(float((outputs.argmax(-1) == federation.y[rows]).double().mean()))
+    assert tuned.accuracy.tolist() == pytest.approx(right)
+    loaded = pfedhn.load(tmp_path)
+    assert loaded.accuracy.tolist() == tuned.accuracy.tolist()
+    with pytest.raises(UserError, match="data="):
+        loaded.personal_model(0)
+    own = federation.splits["train"].of(0)
+    assert_same_bits(loaded.personal_weights(0, data=(federation.x[own], federation.y[own])), tuned.personal_weights(0))
+
+
+def test_a_client_that_joins_adapts_too() -> None:
+    x, y = torch.randn(400, 8, generator=torch.Generator().manual_seed(0)), torch.arange(400) % 4
+    federation = Federation.from_arrays(x + y[:, None], y, partition=pfedhn.by_classes(2, num_clients=8))
+    algorithm = PFedHN(adaptation_steps=20, averaging=0.9, hidden_dim=8)
+    run = pfedhn.train(algorithm, federation, network, steps=20, progress=False, batch_size=8)
+    rows = (y < 2).nonzero()[:60, 0]
+    joined = run.add_client(x[rows] + y[rows, None], y[rows], rounds=2, split=(0.5, 0.2, 0.3))
+    test = Federation.from_clients([(x[rows] + y[rows, None], y[rows])], split=(0.5, 0.2, 0.3), seed=0)
+    kept = test.splits["test"].of(0)
+    outputs = joined.model(test.x[kept].float())
+    assert joined.accuracy == pytest.approx(float((outputs.argmax(-1) == test.y[kept]).double().mean()))
+
+
+def test_a_method_that_cannot_adapt_says_so() -> None:
+    class Silent(FedAvg):
+        local_sgd = Algorithm.local_sgd
+
+    with pytest.raises(UserError, match="local_sgd"):
+        Silent().local_sgd  # noqa: B018
