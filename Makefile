@@ -14,7 +14,7 @@ help:
 	@echo "make test-newest build the wheel, install it with the newest of everything but torch, test the command line"
 	@echo "make check       ruff, mypy --strict, import-linter"
 	@echo "make docs        build the documentation into site/"
-	@echo "make results     write docs/results.md and its figures from the files in results/"
+	@echo "make results     write docs/results.md, docs/paper.md and their figures from the files in results/"
 	@echo "make clean       remove the environments and what was built"
 
 venv: $(SETUP)
@@ -54,6 +54,7 @@ docs: $(SETUP)
 
 results: $(SETUP)
 	$(BIN)/python tools/results_page.py
+	$(BIN)/python tools/paper_page.py
 
 clean:
 	rm -rf $(VENV) $(NEWEST) site build dist

@@ -24,6 +24,7 @@ from pfedhn.studies.study import SMALL, Finished, Found, Study
 STUDIES: dict[str, Study] = {
     module.STUDY.name: module.STUDY
     for module in (
+        communication,
         linear,
         generalization,
         table2,
@@ -35,7 +36,6 @@ STUDIES: dict[str, Study] = {
         depth,
         spectral_norm,
         fixed_representation,
-        communication,
         cohort_size,
     )
 }

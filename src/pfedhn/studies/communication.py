@@ -20,7 +20,7 @@ def compute(finished: Finished) -> Mapping[str, Any]:
     """The weights of the hypernetwork and of the target network."""
     run = finished.run
     return {
-        "hypernetwork": sum(leaf.numel() for leaf in pytree.tree_leaves(run.memories().shared.phi)),
+        "hypernetwork": sum(leaf.numel() for leaf in pytree.tree_leaves(finished.shared().phi)),
         "target": sum(shape.numel() for shape in run.simulation.model_of(0).shapes.values()),
     }
 

@@ -58,12 +58,9 @@ def federation(
 
 def compute(finished: Finished) -> Mapping[str, Any]:
     """The trained W and V against the closed form: angle between their spaces, loss, and the error of the models."""
-    run, data = finished.run, finished.federation
-    memories = run.memories(last=True)
-    (matrix,) = memories.shared.phi.values()
-    w = matrix.double().cpu().numpy()  # [dim, k]
-    algorithm: Any = run.simulation.algorithm
-    v = algorithm.up_to_date(memories.rows, memories.shared).embedding.double().cpu().numpy()
+    data = finished.federation
+    (matrix,) = finished.shared(last=True).phi.values()
+    w, v = matrix.double().cpu().numpy(), finished.embeddings(last=True).numpy()  # [dim, k] and [clients, k]
     local = numpy.stack([_solution(data, client) for client in range(data.num_clients)])
     return compared(w, v, local, truth(data.num_clients, finished.seed, local.shape[1], _rank(finished.cell)))
 

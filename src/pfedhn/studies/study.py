@@ -48,12 +48,14 @@ class Finished:
         federation = build_federation(cell, self.seed, self.options.data_dir, self.options.device)
         return federation.to(self.options.device)
 
-    def embeddings(self) -> Tensor:
-        """[N, D]: what the server knows of each client at the chosen round."""
-        memories, algorithm = self.run.memories(), self.run.simulation.algorithm
-        rows = memories.rows
-        if hasattr(algorithm, "up_to_date"):  # rows that every step moves
-            rows = algorithm.up_to_date(rows, memories.shared)
+    def shared(self, last: bool = False) -> Any:
+        """The server's memory for all as clients use it, at the chosen round or after the last one."""
+        return self.run.simulation.exchange.served(self.run.memories(last).shared)
+
+    def embeddings(self, last: bool = False) -> Tensor:
+        """[N, D]: what the server knows of each client at the chosen round, or after the last one."""
+        algorithm: Any = self.run.simulation.algorithm
+        rows: Any = algorithm.up_to_date(self.run.memories(last).rows, self.shared(last))  # every step moves them
         embeddings: Tensor = rows.embedding
         return embeddings.detach().double().cpu()
 

@@ -191,7 +191,7 @@ def picture(found: Found, rows: Mapping[tuple[str, str, bool], list[Entry]]) -> 
 
 
 def small(cell: Cell) -> Cell:
-    """Of both data sets the digits; with the methods' own rates, so that the two are one."""
+    """Both data sets become the digits; with the methods' own rates, so that the two are one."""
     reduced = on_digits(cell)
     return replace(reduced, settings={name: value for name, value in reduced.settings.items() if "lr" not in name})
 
