@@ -168,12 +168,13 @@ class Found:
         return dict(sorted(found.items()))
 
     def _stored(self, cell: Cell) -> Iterable[tuple[Runs, str, Result]]:
-        for runs in (*self.runs, *self.others):
+        for runs, is_mine in [*((runs, True) for runs in self.runs), *((runs, False) for runs in self.others)]:
             if cell in runs.experiment.cells:
-                for name, result in runs.results.items():
-                    is_wanted = runs in self.runs or result.seed in self.study.seeds  # as many as its other cells have
-                    if is_wanted and runs.experiment.find(name).cell == cell:
-                        yield runs, name, result
+                for run in runs.planned:
+                    result = runs.results.get(run.name)
+                    is_wanted = is_mine or run.seed in self.study.seeds  # as many as its other cells have
+                    if result is not None and is_wanted and run.cell == cell:
+                        yield runs, run.name, result
 
 
 def known(*methods: str) -> list[str]:
