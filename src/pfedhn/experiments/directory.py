@@ -22,7 +22,6 @@ class Options:
     """How to run, where that is no part of the experiment itself; a directory keeps them for `--resume`."""
 
     source: str = ""  # the experiment's name, or its file
-    small: bool = False  # a study at reduced size
     assignments: tuple[str, ...] = ()  # as given to --set
     data_dir: Path | None = None
     device: str = "cpu"
@@ -32,6 +31,7 @@ class Options:
     precision: str = "tf32"  # of products on a GPU, or fp32
     deterministic: bool = False  # the same bits from the same GPU and versions
     rates: Path | None = None  # as given to --rates
+    small: bool = False  # as given to --small: a study at reduced size
 
     def check(self) -> None:
         if self.executor not in (known := ["auto", *EXECUTORS, "captured"]):
