@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 NEWEST := .venv-newest
+AUDIT := .venv-audit
 
-.PHONY: help venv demo test test-all test-newest check docs results clean
+.PHONY: help venv demo test test-all test-newest check audit docs results clean
 
 help:
 	@echo "make demo        train on the embedded digits and draw what came out (one to two minutes after the install)"
@@ -13,6 +14,7 @@ help:
 	@echo "make test-all    run all tests"
 	@echo "make test-newest build the wheel, install it with the newest of everything but torch, test the command line"
 	@echo "make check       ruff, mypy --strict, import-linter"
+	@echo "make audit       look up the constraints among known vulnerabilities (needs the network)"
 	@echo "make docs        build the documentation into site/"
 	@echo "make results     write docs/results.md, docs/paper.md and their figures from the files in results/"
 	@echo "make clean       remove the environments and what was built"
@@ -48,6 +50,12 @@ check: $(SETUP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Not part of .ci/run: the lists of vulnerabilities are elsewhere, and a checkout must pass without the network.
+audit:
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(AUDIT)/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
+
 docs: $(SETUP)
 	$(BIN)/python tools/methods_page.py
 	$(BIN)/mkdocs build --strict
@@ -57,4 +65,4 @@ results: $(SETUP)
 	$(BIN)/python tools/paper_page.py
 
 clean:
-	rm -rf $(VENV) $(NEWEST) site build dist
+	rm -rf $(VENV) $(NEWEST) $(AUDIT) site build dist

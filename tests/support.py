@@ -240,6 +240,12 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> None:
     parquet.write_table(pyarrow.table(arrays), path)
 
 
+def allow_parts(patch: pytest.MonkeyPatch) -> None:
+    """Let a few images pass for a whole data set, which is checked elsewhere."""
+    for name, source in list(DATASETS.items()):
+        patch.setitem(DATASETS, name, replace(source, num_rows=(), sha256=None))
+
+
 def images(name: str, count: int, seed: int) -> numpy.ndarray:
     """Random images as Pillow wants them: [N, H, W] or [N, H, W, 3]."""
     channels, height, width = DATASETS[name].shape

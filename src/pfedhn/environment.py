@@ -51,7 +51,8 @@ def commit() -> str | None:
 
     def ask(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603 - our own words
+        return done.stdout.strip()
 
     try:
         ask(

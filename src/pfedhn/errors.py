@@ -1,6 +1,8 @@
 """What a person can mend: one kind of error, whose message is a sentence that says what to do."""
 
 import difflib
+import reprlib
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,10 +22,10 @@ class RunError(UserError):
     exit_code = 1
 
 
-def closest(name: str, known: Iterable[str]) -> str:
+def closest(name: object, known: Iterable[str]) -> str:
     """A hint for a name that does not exist: the known one that looks most like it, then the others."""
     names = list(known)
-    near = difflib.get_close_matches(name.lower(), names, n=1)
+    near = difflib.get_close_matches(str(name).lower(), names, n=1)
     listed = some(names, 20)
     return f"did you mean {near[0]!r}? There are {listed}." if near else f"there are {listed}."
 
@@ -31,6 +33,29 @@ def closest(name: str, known: Iterable[str]) -> str:
 def some(items: Sequence[Any], limit: int = 5) -> str:
     """The first of a long list and how many more there are, to stand inside a sentence."""
     return ", ".join(map(str, items[:limit])) + (f" and {len(items) - limit} more" if len(items) > limit else "")
+
+
+def short(value: Any) -> str:
+    """A value that does not fit, on one line however large it is."""
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except Exception:  # of the value's own repr
+        return f"a {type(value).__name__}"
+
+
+def printable(text: str) -> str:
+    """The text with its control characters shown as escapes: a terminal would obey them, and a reader not see them.
+
+    Lines and tabs stay. So do letters of every script; marks that turn the direction of writing do not.
+    """
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" or unicodedata.category(letter) == "Zs" else _escaped(letter)
+        for letter in text
+    )
+
+
+def _escaped(letter: str) -> str:
+    return letter.encode("unicode_escape").decode() if unicodedata.category(letter) != "Cs" else "?"
 
 
 def first_line(error: BaseException) -> str:

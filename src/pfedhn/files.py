@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pfedhn.errors import RunError, UserError
+from pfedhn.errors import RunError, UserError, first_line, short
 
 LOCK = ".lock"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -18,7 +18,18 @@ ANOTHER_PLACE = "give a place that can be written (--out for a folder; --export,
 
 def cache_folder() -> Path:
     """The folder of decoded data sets and compiled kernels: PFEDHN_CACHE, or ~/.cache/pfedhn."""
-    return Path(os.environ.get("PFEDHN_CACHE") or Path.home() / ".cache" / "pfedhn").expanduser()
+    return given_path(os.environ.get("PFEDHN_CACHE") or Path.home() / ".cache" / "pfedhn")
+
+
+def given_path(path: str | Path, is_resolved: bool = False) -> Path:
+    """A path as a person writes it, with ~ for a home; resolved, it means the same from any folder."""
+    if not isinstance(path, str | Path) or "\0" in str(path):
+        raise UserError(f"{short(path)} is no path; give one without null characters.")
+    try:
+        expanded = Path(path).expanduser()
+        return expanded.resolve() if is_resolved else expanded
+    except (RuntimeError, OSError) as error:  # ~nobody; links that lead in a circle
+        raise UserError(f"{path} leads nowhere ({first_line(error)}); give another path.") from None
 
 
 def write_atomically(path: Path, content: bytes, way_out: str = ANOTHER_PLACE) -> None:
@@ -66,6 +77,8 @@ def read_text(path: Path) -> str:
 def read_bytes(path: Path) -> bytes:
     """Read a whole file."""
     with reading(path):
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is no file that can be read to its end; give a file.")
         return path.read_bytes()
 
 

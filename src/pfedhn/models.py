@@ -13,6 +13,7 @@ from pfedhn.errors import UserError, closest
 from pfedhn.kernels.conv import ConvBlock
 from pfedhn.kernels.linear import Linear
 from pfedhn.model import Factory
+from pfedhn.process import check_room
 
 LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
 
@@ -103,21 +104,23 @@ class LinearModel(nn.Module):
 
 def check_name(name: str) -> None:
     """Refuse what is none of lenet-s, lenet (m), lenet-l, omniglot, linear, or mlp-32-16 for two hidden layers."""
-    if name not in LENET_SIZES and name not in ("omniglot", "linear") and not re.fullmatch(r"mlp(-[1-9]\d*)*", name):
-        known = [*LENET_SIZES, "omniglot", "linear", "mlp-32"]
-        raise UserError(f"there is no target network {name!r}; {closest(name, known)}")
+    names = [*LENET_SIZES, "omniglot", "linear"]
+    if name not in names and not re.fullmatch(r"mlp(-[1-9][0-9]{0,8})*", name):
+        raise UserError(f"there is no target network {name!r}; {closest(name, [*names, 'mlp-32'])}")
 
 
 def build(name: str, num_classes: int, shape: Sequence[int]) -> nn.Module:
     """A target network by its name, for examples of this shape."""
     check_name(name)
     if name in LENET_SIZES:
-        return LeNet(num_classes, LENET_SIZES[name], shape[0])
+        return LeNet(num_classes, LENET_SIZES[name], shape[0] if shape else 1)
     if name == "omniglot":
         return OmniglotNet(num_classes)
     if name == "linear":
         return LinearModel(math.prod(shape), num_classes)
-    return MLP(math.prod(shape), *map(int, name.split("-")[1:]), num_classes)
+    sizes = [math.prod(shape), *map(int, name.split("-")[1:]), num_classes]
+    check_room(4 * sum((a + 1) * b for a, b in pairwise(sizes)), f"the network {name!r}")
+    return MLP(*sizes)
 
 
 @lru_cache

@@ -82,6 +82,18 @@ def keep_compiled() -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
+def check_room(num_bytes: int, what: str) -> None:
+    """Refuse what this machine could never hold, before anything is made or written."""
+    from pfedhn.errors import UserError
+
+    if not hasattr(os, "sysconf"):
+        return
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > there:
+        needed, held = (f"{number / 1e9:,.1f} GB" for number in (num_bytes, there))
+        raise UserError(f"{what} would need {needed} of memory, and this machine has {held}; make it smaller.")
+
+
 def advise_once(device: object) -> None:
     """Say once in a process that `set_up_process` is missing, where that matters: on a CPU under Linux."""
     is_missing = sys.platform == "linux" and not any(name in os.environ for name in THREAD_VARIABLES)
@@ -109,5 +121,5 @@ def new_process(function: Callable[..., None], pipe: Connection, *arguments: Any
 
 def _start(pipe: Connection, content: bytes) -> None:
     set_up_process()
-    function, arguments = pickle.loads(content)
+    function, arguments = pickle.loads(content)  # noqa: S301 - of the parent process, over no wire and from no file
     function(pipe, *arguments)

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
@@ -14,6 +13,7 @@ from rich.text import Text
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Progress as RunProgress
 from pfedhn.result import Result, Scores
+from pfedhn.screen import Screen
 
 SECONDS_BETWEEN_UPDATES = 0.1  # a round may take a millisecond, and drawing one line takes about as long
 
@@ -93,8 +93,8 @@ class Display:
     split: whose scores the line of a finished run has.
     """
 
-    def __init__(self, num_runs: int, console: Console | None = None, split: str = "test") -> None:
-        self.console = console or Console(stderr=True)
+    def __init__(self, num_runs: int, console: Screen | None = None, split: str = "test") -> None:
+        self.console = console or Screen(stderr=True)
         self.split = split
         self.num_runs = num_runs
         self.lines: dict[str, TaskID] = {}
@@ -137,9 +137,9 @@ class Display:
 
 
 @contextmanager
-def bar(console: Console | None = None) -> Iterator[Callable[[str, Simulation], Watch]]:
+def bar(console: Screen | None = None) -> Iterator[Callable[[str, Simulation], Watch]]:
     """A live bar; the yielded function adds a line for one run and returns what to call as it moves."""
-    with _progress(console or Console(stderr=True)) as display:
+    with _progress(console or Screen(stderr=True)) as display:
 
         def add(name: str, simulation: Simulation) -> Watch:
             task = display.add_task(escape(name), total=None, score="starting")
@@ -152,7 +152,7 @@ def bar(console: Console | None = None) -> Iterator[Callable[[str, Simulation], 
         yield add
 
 
-def _progress(console: Console) -> Progress:
+def _progress(console: Screen) -> Progress:
     """Narrow enough for a terminal of 80 columns."""
     return Progress(
         TextColumn("{task.description}"),

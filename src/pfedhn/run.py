@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy
 import torch
@@ -28,13 +28,15 @@ from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
 from pfedhn.engine.network import build_model, check_model, with_num_outputs
+from pfedhn.engine.room import refuse_too_large
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Schedule, State
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
-from pfedhn.errors import UserError, closest
-from pfedhn.model import Factory, PerExample
+from pfedhn.errors import UserError, closest, short
+from pfedhn.files import given_path
+from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params, take
 from pfedhn.process import advise_once
 from pfedhn.progress import Watch, bar
@@ -54,7 +56,7 @@ from pfedhn.record import (
     write_result,
 )
 from pfedhn.result import Moment, Result, Scores, Unadapted, to_json
-from pfedhn.settings import build, checked
+from pfedhn.settings import check_seed, checked_method, whole_number
 
 logger = logging.getLogger("pfedhn")
 
@@ -71,25 +73,27 @@ def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | No
     """An algorithm from its name and settings, or one that is built already, its settings checked."""
     if isinstance(method, type):
         raise UserError(f"{method.__name__} is a class; give the method itself, {method.__name__}(...), or its name.")
+    if not isinstance(method, str) and not (isinstance(method, Algorithm) and is_dataclass(method)):
+        raise UserError(f"method is {short(method)}; give a name of pfedhn.ALGORITHMS, or a method such as PFedHN().")
     if not isinstance(method, str):
-        values = {item.name: getattr(method, item.name) for item in fields(method)}  # type: ignore[arg-type]
-        build(type(method), values, type(method).__name__)
+        values = {item.name: getattr(method, item.name) for item in fields(method)}
+        checked_method(type(method), values, type(method).__name__)
         return method
     if method not in ALGORITHMS:
         raise UserError(f"there is no method {method!r}; {closest(method, ALGORITHMS)}")
     known = ALGORITHMS[method]
-    algorithm: AnyAlgorithm = known(**checked(known.algorithm, settings or {}, method))
+    algorithm: AnyAlgorithm = known(**checked_method(known.algorithm, settings or {}, method))
     return algorithm
 
 
 def choose_device(name: str | torch.device) -> str:
     """The device that is meant: "auto" is the GPU if PyTorch finds one, else the CPU."""
-    if str(name) == "auto":
+    if isinstance(name, str) and name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         kind = torch.device(name).type
-    except RuntimeError:
-        raise UserError(f"there is no device {str(name)!r}; {closest(str(name), ['auto', 'cpu', 'cuda'])}") from None
+    except (RuntimeError, TypeError, ValueError):
+        raise UserError(f"there is no device {short(name)}; {closest(str(name), ['auto', 'cpu', 'cuda'])}") from None
     if kind not in ("cpu", "cuda"):
         raise UserError(f"runs need a CPU or a CUDA GPU, not the device {str(name)!r}; take 'auto'.")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -127,8 +131,14 @@ def assemble(
         starts: Weights of each network that every client starts from, of a run before this one.
         resize_every: Communication steps after which every client goes on to the next of several target networks.
     """
+    if not isinstance(federation, Federation):
+        raise UserError(f"federation is {short(federation)}; make one with pfedhn.Federation.from_arrays, say.")
+    steps, batch_size = whole_number("steps", steps), whole_number("batch_size", batch_size)
+    evaluate_every, seed = whole_number("evaluate_every", evaluate_every), check_seed(seed)
     federation = federation.to(choose_device(device))
     factories = dict(model) if isinstance(model, Mapping) else {"model": model}
+    if not factories:
+        raise UserError("model names no target network; give a function that makes one.")
     if any(isinstance(factory, nn.Module) for factory in factories.values()):
         raise UserError(
             "model is a network; give a function that makes it (its class, or lambda: MyNetwork(10)), so that every "
@@ -148,9 +158,14 @@ def assemble(
     algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)
     if cohort_size is None:
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
+    cohort_size = whole_number("cohort_size", cohort_size)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
     wire = find_transform(upload), find_transform(download)
-    return Simulation(algorithm, models, federation, schedule, seed, executor, starts, *wire, resize_every=resize_every)
+    simulation = Simulation(
+        algorithm, models, federation, schedule, seed, executor, starts, *wire, resize_every=resize_every
+    )
+    refuse_too_large(simulation)
+    return simulation
 
 
 @dataclass
@@ -188,6 +203,8 @@ class Run:
 
     def memories(self, last: bool = False) -> Memories:
         """The three memories at the chosen round, or after the last one."""
+        if not isinstance(last, bool):
+            raise UserError(f"last is {short(last)}; it must be True or False.")
         assert self.state.best is not None
         return self.state.memories if last else self.state.best.memories
 
@@ -199,11 +216,7 @@ class Run:
         place = self._place(client)
         model = simulation.model_of(place)
         if architecture is not None:
-            if architecture not in simulation.models:
-                raise UserError(
-                    f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}"
-                )
-            model = simulation.models[architecture]
+            model = self._network(architecture)
         if data is not None:
             simulation = replace(simulation, federation=with_examples(simulation.federation, place, data))
         number = self.state.round if last else self.chosen.round
@@ -222,8 +235,14 @@ class Run:
                 loaded: a directory holds no examples.
         """
         weights = self.personal_weights(client, last, architecture, data)
-        model = self.simulation.models[architecture] if architecture else self.simulation.model_of(self._place(client))
+        model = self.simulation.model_of(self._place(client)) if architecture is None else self._network(architecture)
         return model.with_weights(weights)
+
+    def _network(self, architecture: str) -> Model:
+        models = self.simulation.models
+        if not isinstance(architecture, str) or architecture not in models:
+            raise UserError(f"there is no architecture {short(architecture)}; {closest(architecture, models)}")
+        return models[architecture]
 
     def _place(self, client: int | str) -> int:
         """Where a client stands in the tables."""
@@ -259,9 +278,8 @@ class Run:
             last: Join the run as it was after its last round instead of the chosen one.
         """
         simulation = self.simulation
-        if architecture is not None and architecture not in simulation.models:
-            raise UserError(f"there is no architecture {architecture!r}; {closest(architecture, simulation.models)}")
-        model = simulation.models[architecture] if architecture else simulation.model_of(0)
+        seed = check_seed(seed)
+        model = simulation.model_of(0) if architecture is None else self._network(architecture)
         data = Federation.from_clients([(x, y)] if name is None else {name: (x, y)}, split=split, seed=seed)
         if name is None:
             data = replace(data, identities=torch.tensor([_identity(data)]))
@@ -295,10 +313,9 @@ class Run:
             last: Join the run as it was after its last round instead of the chosen one.
         """
         simulation = self.simulation
-        if rounds < 0:
-            raise UserError(f"rounds is {rounds}; a client joins in 0 rounds or more.")
+        rounds, seed = whole_number("rounds", rounds, least=0), check_seed(seed)
         if settings:
-            values = checked(type(simulation.algorithm), settings, method_name(simulation.algorithm))
+            values = checked_method(type(simulation.algorithm), settings, method_name(simulation.algorithm))
             simulation = replace(simulation, algorithm=replace(simulation.algorithm, **values))  # type: ignore[type-var]
         first = simulation.model_of(0)
         if simulation.federation.architectures is not None and federation.architectures is None:
@@ -667,8 +684,14 @@ def train(
         upload=upload,
         download=download,
     )
+    if checkpoint_every is not None:
+        checkpoint_every = whole_number("checkpoint_every", checkpoint_every)
+    if precision not in get_args(Precision):
+        raise UserError(f"precision is {short(precision)}; it must be tf32 or fp32.")
+    if directory is not None and not isinstance(directory, str | Path):
+        raise UserError(f"directory is {short(directory)}; give a path.")
     advise_once(simulation.federation.x.device)
-    path = None if directory is None else Path(directory)
+    path = None if directory is None else given_path(directory)
     name = method_name(method)
     origin = Origin(path.resolve().name if path else name, name)
     shown: AbstractContextManager[Any] = bar() if progress else nullcontext()
@@ -725,7 +748,7 @@ def load(
         >>> model(torch.zeros(1, 8)).shape
         torch.Size([1, 6])
     """
-    path = _run_directory(Path(directory), run)
+    path = _run_directory(given_path(directory), run)
     spec = read_spec(path)
     assert spec is not None
     simulation = to_simulation(

@@ -358,6 +358,7 @@ def test_the_demo_compares_methods_at_one_number_of_steps() -> None:
     ("sentence", "arguments"),
     [
         ("there is no experiment 'dmeo'; did you mean 'demo'?", "run dmeo"),
+        ("No such command 'lst'. Did you mean 'list'? (`pfedhn --help` says more.)", "lst"),
         ("there is no file nowhere.toml.", "run nowhere.toml"),
         ("give the name or the file of an experiment, or --resume DIR", "run"),
         ("there is no method 'pfedn'; did you mean 'pfedhn'?", "run demo --set method=pfedn"),

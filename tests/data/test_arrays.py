@@ -135,5 +135,80 @@ def test_splits_may_be_of_any_kind_of_number() -> None:
 
 @pytest.mark.parametrize("client", [None, 3, (X,), (X, ["a"] * 60), (X, HIGH, HIGH), "xy"])
 def test_a_client_that_brings_no_arrays_is_named(client: Any) -> None:
-    with pytest.raises(UserError, match=r"client 1: its data is .*; a client brings"):
+    with pytest.raises(UserError, match=r"client 1: its data (is|does not fit).*; a client brings"):
         Federation.from_clients([(X, HIGH % 3), client])
+
+
+def test_one_client_with_floating_point_labels_does_not_make_a_regression_of_all() -> None:
+    clients = {"lyon": (X, HIGH % 3), "paris": (X, (HIGH % 3).astype(float))}
+    with pytest.raises(UserError, match=r"client 'paris' has floating-point labels.* client 'lyon' has class numbers"):
+        Federation.from_clients(clients)
+    with pytest.raises(UserError, match=r"client 1 has labels of shape \(2,\), and client 0 of shape \(\)"):
+        Federation.from_clients([(X, HIGH % 3), (X, numpy.zeros((60, 2), dtype=int))])
+
+
+def test_an_empty_split_does_not_change_the_kind_of_data() -> None:
+    """An empty list is floating point to NumPy."""
+    images = numpy.zeros((6, 1, 2, 2), dtype=numpy.uint8)
+    federation = Federation.from_clients([{"train": (images, numpy.arange(6)), "validation": ([], [])}])
+    assert (federation.x.dtype, federation.y.dtype) == (torch.uint8, torch.int64)
+    assert federation.num_classes == 6
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        X + 1j,
+        torch.zeros(60, 2, dtype=torch.complex64),
+        numpy.full((60, 2), "a"),
+        numpy.zeros((60, 2), dtype="datetime64[s]"),
+        numpy.full((60, 2), 2**63, dtype=numpy.uint64),
+        torch.zeros(60, 2).to_sparse(),
+        [[1], [2, 3]],
+        None,
+    ],
+    ids=lambda values: str(getattr(values, "dtype", values)),
+)
+def test_what_is_no_array_of_real_numbers_is_refused(values: Any) -> None:
+    for make in (
+        lambda: Federation.from_arrays(values, HIGH % 3, by_classes(1, 3)),
+        lambda: Federation.from_clients([(values, HIGH % 3)]),
+    ):
+        with pytest.raises(UserError, match=r"x must be an array|x must be a plain array|x holds whole numbers from"):
+            make()
+
+
+def test_another_order_of_bytes_is_read_as_what_it_means() -> None:
+    x = numpy.arange(120.0).reshape(60, 2)
+    swapped = x.astype(">f8"), (HIGH % 3).astype(">i4")
+    assert torch.equal(Federation.from_clients([swapped]).x, Federation.from_clients([(x, HIGH % 3)]).x)
+
+
+@pytest.mark.parametrize("groups", [numpy.arange(60) / 2, [math.nan] * 60, ["a"] * 60, numpy.arange(20), X, 3])
+def test_groups_must_be_whole_numbers_one_for_each_example(groups: Any) -> None:
+    with pytest.raises(UserError, match=r"groups must be a whole number for each example|groups has 20 entries"):
+        Federation.from_arrays(X, HIGH % 3, by_group(), groups=groups)
+
+
+@pytest.mark.parametrize("seed", [None, 1.5, "a", [1], 2**70])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    for make in (
+        lambda: Federation.from_arrays(X, HIGH % 3, by_classes(1, 3), seed=seed),
+        lambda: Federation.from_clients([(X, HIGH % 3)], seed=seed),
+    ):
+        with pytest.raises(UserError, match=r"seed is .*; give a whole number"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"num_clients": 3, "train": 2**62}, "more examples together than can be numbered"),
+        ({"num_clients": 10**12, "train": 3}, "the most that a federation can have"),
+        ({"num_clients": 3, "train": 3, "load": None}, "give a function from a client's number"),
+        ({"num_clients": 3, "train": 3, "num_cached": "many"}, "num_cached is 'many'"),
+    ],
+)
+def test_counts_of_a_lazy_federation_fit_into_its_tables(arguments: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Federation.lazy(**{"load": lambda client: {"train": (X[:3], HIGH[:3] % 3)}, **arguments})

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import parquet
-from support import encoded, images, write_table
+from support import allow_parts, encoded, images, write_table
 
 from pfedhn.data import catalogue as datasets
 from pfedhn.data.catalogue import DATASETS, cache_state, get, load
@@ -33,7 +34,12 @@ CHARACTERS = {
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("PFEDHN_DATA_DIR", raising=False)
+    allow_parts(monkeypatch)
     return tmp_path / "cache"
+
+
+def expect(patch: pytest.MonkeyPatch, name: str, **fields: Any) -> None:
+    patch.setitem(DATASETS, name, replace(DATASETS[name], **fields))
 
 
 def write_hub_folder(folder: Path, name: str, order: int = 0, train: int = 12, test: int = 6) -> None:
@@ -189,6 +195,31 @@ def test_a_cache_made_from_other_files_is_not_passed_off_as_these(tmp_path: Path
     assert len(load("mnist", tmp_path / "two").x) == 20
 
 
+def test_a_part_of_a_data_set_does_not_pass_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hub_folder(tmp_path / "data", "mnist")
+    get("mnist", tmp_path / "data")  # as an earlier version let it pass
+    expect(monkeypatch, "mnist", num_rows=(60_000, 10_000))
+    assert cache_state("mnist") == "damaged"
+    with pytest.raises(UserError, match=r"run `pfedhn data get mnist"):
+        load("mnist")
+    with pytest.raises(UserError, match=r"mnist has 60,000 and 10,000 examples of 10 classes, and these files hold 12"):
+        get("mnist", tmp_path / "data", again=True)
+
+
+def test_other_images_do_not_pass_for_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_hub_folder(tmp_path / "data", "mnist")
+    expect(monkeypatch, "mnist", num_rows=(12, 6), sha256="0" * 64)
+    with pytest.raises(UserError, match="these files hold 12 and 6 examples, but not those of mnist"):
+        get("mnist", tmp_path / "data")
+    found: list[str] = []
+    whole = datasets._content_sha256
+    monkeypatch.setattr(datasets, "_content_sha256", lambda arrays: found.append(whole(arrays)) or found[-1])
+    with pytest.raises(UserError):
+        get("mnist", tmp_path / "data")
+    expect(monkeypatch, "mnist", sha256=found[0])
+    assert len(load("mnist", tmp_path / "data").x) == 12
+
+
 def test_progress_counts_all_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "CHUNK", 5)
     write_hub_folder(tmp_path / "data", "mnist", train=12, test=6)
@@ -292,6 +323,70 @@ class Refusals:
         write_omniglot(root, "archives")
         (root / "images_evaluation.zip").write_bytes(b"PK")
         return "omniglot", root
+
+    @staticmethod
+    def damaged_member(root: Path) -> tuple[Any, ...]:
+        """images_evaluation.zip is not a whole zip archive"""
+        write_omniglot(root, "archives")
+        content = bytearray((root / "images_evaluation.zip").read_bytes())
+        content[100] ^= 255
+        (root / "images_evaluation.zip").write_bytes(content)
+        return "omniglot", root
+
+    @staticmethod
+    def encrypted_member(root: Path) -> tuple[Any, ...]:
+        """images_background.zip is not a whole zip archive (RuntimeError: File"""
+        write_omniglot(root, "archives")
+        content = bytearray((root / "images_background.zip").read_bytes())
+        for sign, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # the first bit of the flags: encrypted
+            content[content.index(sign) + place] |= 1
+        (root / "images_background.zip").write_bytes(content)
+        return "omniglot", root
+
+    @staticmethod
+    def exploding_member(root: Path) -> tuple[Any, ...]:
+        """would unpack to 50,000,000 bytes"""
+        write_omniglot(root, "archives")
+        with zipfile.ZipFile(root / "images_background.zip", "a", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("images_background/Greek/character01/big.png", bytes(50_000_000))
+        return "omniglot", root
+
+    @staticmethod
+    def huge_drawing(root: Path) -> tuple[Any, ...]:
+        """is 5000x5000 and not 105x105"""
+        write_omniglot(root, "folders")
+        file = next(root.rglob("*.png"))
+        file.write_bytes(encoded(numpy.ones((5000, 5000), dtype=bool)))
+        return "omniglot", root
+
+    @staticmethod
+    def another_format(root: Path) -> tuple[Any, ...]:
+        """cannot be decoded (UnidentifiedImageError"""
+        write_hub_folder(root, "mnist")
+        stream = io.BytesIO()
+        Image.fromarray(images("mnist", 1, 0)[0]).save(stream, "BMP")
+        write_table(root / "test-00000-of-00001.parquet", {"image": [stream.getvalue()], "label": [0]})
+        return "mnist", root
+
+    @staticmethod
+    def labels_of_text(root: Path) -> tuple[Any, ...]:
+        """the column 'label' of mnist holds no whole numbers"""
+        write_hub_folder(root, "mnist")
+        for file in root.glob("*.parquet"):
+            write_table(file, {"image": [encoded(images("mnist", 1, 0)[0])], "label": ["seven"]})
+        return "mnist", root
+
+    @staticmethod
+    def images_that_are_none(root: Path) -> tuple[Any, ...]:
+        """cannot be read"""
+        for split in ("train", "test"):
+            write_table(root / f"{split}.parquet", {"image": [3, 4], "label": [0, 1]})
+        return "mnist", root
+
+    @staticmethod
+    def a_home_of_nobody(root: Path) -> tuple[Any, ...]:
+        """~nobody-at-all/data leads nowhere"""
+        return "mnist", "~nobody-at-all/data"
 
     @staticmethod
     def alphabets_without_names(root: Path) -> tuple[Any, ...]:
@@ -443,6 +538,11 @@ def test_from_folders_reads_a_client_per_folder(tmp_path: Path) -> None:
             r"x of shape \(2, 3\) and y of shape \(3,\); give one label per example",
         ),
         (numpy.zeros((2, 3)), numpy.array([1, "a"], dtype=object), "not an array of numbers or text"),
+        (numpy.full((2, 3), "a"), numpy.zeros(2, int), r"x\.npy holds <U1 and not numbers"),
+        (numpy.zeros((2, 3), "datetime64[s]"), numpy.zeros(2, int), r"x\.npy holds datetime64\[s\] and not numbers"),
+        (numpy.zeros((2, 3), complex), numpy.zeros(2, int), r"x\.npy holds complex128 and not numbers"),
+        (numpy.zeros((2, 3)), numpy.zeros(2, "datetime64[s]"), r"y\.npy holds .* and not numbers or texts"),
+        (numpy.zeros((2, 3)), numpy.array([b"\xe4", b"a"]), "bytes that are no text"),
     ],
 )
 def test_from_folders_refuses(x: numpy.ndarray, y: numpy.ndarray | None, sentence: str, tmp_path: Path) -> None:
@@ -452,6 +552,56 @@ def test_from_folders_refuses(x: numpy.ndarray, y: numpy.ndarray | None, sentenc
         numpy.save(tmp_path / "client" / "y.npy", y, allow_pickle=True)
     with pytest.raises(UserError, match=sentence):
         from_folders(tmp_path)
+
+
+def damaged_array(path: Path, damage: str) -> None:
+    if damage == "several":
+        numpy.savez(path.with_suffix(".npz"), numpy.zeros(3))
+        path.with_suffix(".npz").replace(path)
+    elif damage == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif damage == "promise":  # a header for more than any machine holds
+        header = io.BytesIO()
+        description = {"descr": "<f8", "fortran_order": False, "shape": (10**15,)}
+        numpy.lib.format.write_array_header_1_0(header, description)
+        path.write_bytes(header.getvalue() + bytes(80))
+    elif damage == "nesting":
+        text = b"(" * 60_000
+        path.write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
+    else:
+        path.write_bytes({"empty": b"", "text": b"1,2,3\n", "cut": path.read_bytes()[:-5]}[damage])
+
+
+@pytest.mark.parametrize("damage", ["several", "pipe", "promise", "nesting", "empty", "text", "cut"])
+def test_a_file_that_is_no_array_is_refused_by_name(damage: str, tmp_path: Path) -> None:
+    (tmp_path / "client").mkdir()
+    for name in ("x", "y"):
+        numpy.save(tmp_path / "client" / f"{name}.npy", numpy.arange(4))
+    damaged_array(tmp_path / "client" / "x.npy", damage)
+    with pytest.raises(UserError, match=r"x\.npy (is not an array|holds several arrays|is no file)"):
+        from_folders(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        (numpy.array([0.0, 1.0]), r"second has floating-point labels and .*first has whole ones; give all clients one"),
+        (numpy.array(["a", "b"]), r"second has text labels and .*first has whole ones"),
+    ],
+)
+def test_one_folder_does_not_change_the_kind_of_all_labels(
+    labels: numpy.ndarray, sentence: str, tmp_path: Path
+) -> None:
+    for client, y in (("first", numpy.array([0, 1])), ("second", labels)):
+        (tmp_path / client).mkdir()
+        numpy.save(tmp_path / client / "x.npy", numpy.zeros((2, 3)))
+        numpy.save(tmp_path / client / "y.npy", y)
+    with pytest.raises(UserError, match=sentence):
+        from_folders(tmp_path)
+    if labels.dtype.kind == "f":
+        assert {y.dtype.kind for _, y in from_folders(tmp_path, task="classification").clients.values()} == {"i"}
+        assert {y.dtype.kind for _, y in from_folders(tmp_path, task="regression").clients.values()} == {"f"}
 
 
 def test_from_folders_needs_folders(tmp_path: Path) -> None:
@@ -527,6 +677,39 @@ def test_from_table_refuses(text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text(text)
     with pytest.raises(UserError, match=sentence):
         from_table(tmp_path / "table.csv", "who", "what")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("who,what,größe\n1,2,3\n".encode("latin-1"), "is not UTF-8 text .* at byte 11.*save the table as UTF-8"),
+        ("who,what,a\n1,2,3\n".encode("utf-16"), "is not UTF-8 text"),
+        ("who,what,a\n1,2,3\n".encode("utf-16-le"), "is not UTF-8 text"),
+        (bytes(range(256)), "is not UTF-8 text"),
+        (b"who,what,a\n1,2," + b"3" * 200_000, "field larger than field limit"),
+        (b"who,what,a\n1,2," + b"3" * 2_000, "has a cell of 2,000 characters"),
+    ],
+    ids=["latin-1", "utf-16", "utf-16-le", "binary", "huge cell", "long cell"],
+)
+def test_a_file_that_is_no_table_of_text_is_refused(content: bytes, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_bytes(content)
+    with pytest.raises(UserError, match=sentence):
+        from_table(tmp_path / "table.csv", "who", "what")
+
+
+@pytest.mark.parametrize(
+    ("column", "sentence"),
+    [
+        (pyarrow.array([0, 1], pyarrow.timestamp("s")), r"column 'a' of table\.parquet holds datetime64"),
+        (pyarrow.array([[1.0], [2.0]]), r"'a' of example 1 of table\.parquet is .* and not a number"),
+        (pyarrow.array([[1.0, 2.0], [2.0]]), r"'a' of example 1 of table\.parquet is .* and not a number"),
+        (pyarrow.array([{"b": 1}, {"b": 2}]), r"'a' of example 1 of table\.parquet is .* and not a number"),
+    ],
+)
+def test_columns_of_dates_and_lists_are_refused(column: Any, sentence: str, tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.table({"who": [1, 2], "what": [0, 1], "a": column}), tmp_path / "table.parquet")
+    with pytest.raises(UserError, match=sentence):
+        from_table(tmp_path / "table.parquet", "who", "what")
 
 
 def test_from_table_refuses_other_files(tmp_path: Path) -> None:

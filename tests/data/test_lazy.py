@@ -89,7 +89,7 @@ def test_a_million_clients() -> None:
         (lambda client: {k: (x, y + 0.5) for k, (x, y) in splits_of(client).items()}, "client 1 .* not whole numbers"),
         (lambda client: {**splits_of(client), "valid": 0}, "client 1 .*'valid'; did you mean 'validation'"),
         (lambda client: {"train": splits_of(client)["train"][0]}, "client 1: train is .*; a client brings {\"train\":"),
-        (lambda client: {"train": (["a"], ["b"])}, "client 1: train is .*; a client brings {\"train\":"),
+        (lambda client: {"train": (["a"], ["b"])}, "client 1: train does not fit.*; a client brings {\"train\":"),
         (lambda client: {"train": (torch.tensor(1), torch.tensor(2))}, "client 1: train is .*; a client brings"),
         (lambda client: splits_of(client)["train"], "for client 1 load returned .*; a client brings {\"train\":"),
         (lambda client: None, "for client 1 load returned None; a client brings {\"train\":"),

@@ -394,3 +394,19 @@ def test_examples_in_the_documentation_run() -> None:
     result = doctest.testmod(partition)
     assert result.attempted > 10
     assert not result.failed
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        by_classes(2, 10**9),
+        dirichlet(0.1, 10**9),
+        dirichlet(0.1, 2, novel_clients=10**9),
+        by_coarse_class(10**9),
+    ],
+    ids=repr,
+)
+def test_more_clients_than_examples_are_refused_at_once(rule: Partition) -> None:
+    labels = Labels(numpy.arange(40) % 4, coarse=numpy.arange(40) % 2)
+    with pytest.raises(UserError, match="clients cannot share 40 examples; use fewer clients"):
+        rule.assign({"train": labels}, key=0)

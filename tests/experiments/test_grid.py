@@ -64,7 +64,10 @@ def test_lists_make_a_grid_and_methods_differ_where_they_say_so() -> None:
         ("seeds = 3", "seeds = 3 does not fit; it must be a list of whole numbers."),
         ("seeds = []", "seeds = [] does not fit; it must be a list of whole numbers."),
         ("name = 3", "name = 3 does not fit; it must be a text."),
-        ("name = 'a/b'", "name = 'a/b' does not fit; it names a folder, so use letters, digits, - and _."),
+        (
+            "name = 'a/b'\nmethod = 'local'",
+            "name = 'a/b' does not fit; it names a folder, so use letters, digits, - and _.",
+        ),
         ("method = 'pfedn'", "there is no method 'pfedn'; did you mean 'pfedhn'?"),
         ("dataset = 'digit'", "there is no data set 'digit'; did you mean 'digits'?"),
         ("model = 'lenett'", "there is no target network 'lenett'; did you mean 'lenet'?"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy
 import pytest
-from support import encoded, images, write_table
+from support import allow_parts, encoded, images, write_table
 from typer.testing import CliRunner
 
 from pfedhn.cli import app as cli
@@ -21,6 +21,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(directory_module, "num_cores", lambda: 1)
     monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path / "cache"))
+    allow_parts(monkeypatch)
 
 
 def write_whole(folder: Path, name: str) -> None:

@@ -21,7 +21,7 @@ from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.record import write_result
 from pfedhn.report.entries import Report, collect, compare, summarize
 from pfedhn.report.figures import draw_demo, figures_of, plot_curves
-from pfedhn.report.page import to_html, write
+from pfedhn.report.page import write
 from pfedhn.report.tables import (
     accuracy_text,
     bytes_text,
@@ -391,9 +391,50 @@ def test_the_report_is_written_in_every_format(found: Report, tmp_path: Path) ->
     assert draw_demo(found)[:4] == b"\x89PNG"
 
 
-def test_html_escapes_what_it_is_given(found: Report) -> None:
-    page = to_html([Report("<script>alert(1)</script>", found.entries)], {})
-    assert "<script>" not in page
+EVIL = "<script>alert(1)</script> [a](b) `c` $\\frac{$ \x1b[31m\n# d |"
+
+
+def strange(report: Report) -> Report:
+    """The report of a stranger's file: every word in it is what the stranger wrote."""
+    entries = []
+    for entry in report.entries:
+        place = Environment(EVIL, 1)
+        results = {
+            seed: replace(result, environment=place, command=f"{EVIL}\n```") for seed, result in entry.results.items()
+        }
+        cell = replace(entry.cell, dataset=f"{EVIL}.csv")
+        entries.append(replace(entry, label=f"{entry.label} {EVIL}", title=EVIL, results=results, cell=cell))
+    return Report(EVIL, entries)
+
+
+def test_pages_and_tables_take_a_strangers_words_as_words(found: Report, tmp_path: Path) -> None:
+    files = write([strange(found)], tmp_path / "out")
+    for file in files:
+        assert file.parent == tmp_path / "out"
+        if file.suffix not in (".png", ".csv"):
+            text = file.read_text()
+            assert "\x1b" not in text
+            assert "alert(1)" in text
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<script" not in page
+    markdown = (tmp_path / "out" / "report.md").read_text()
+    fenced = re.findall(r"^(`{3,})sh\n(.*?)\n\1$", markdown, re.DOTALL | re.MULTILINE)
+    assert len(fenced) == 1
+    outside = markdown.replace(fenced[0][1], "")
+    assert "<script" not in outside
+    assert "[a](b)" not in outside
+    assert not re.search("^# d", markdown, re.MULTILINE)
+    assert len({line.replace(r"\|", "").count("|") for line in outside.splitlines() if line.startswith("|")}) == 1
+
+
+def test_without_test_examples_a_report_says_no_sentence(tmp_path: Path) -> None:
+    nobody = Scores(math.nan, 0, math.nan, math.nan, clients=(0,) * 4, client_examples=(0,) * 4)
+    Directory(tmp_path / "made").open(EXPERIMENT, EXPERIMENT.runs())
+    for method in ("local", "pfedhn"):
+        put_run(tmp_path / "made", f"{method}-digits-4-seed0", [1, 1, 1, 0], test=nobody)
+    reports = collect([tmp_path / "made"])
+    assert sentence(reports[0]) == ""
+    write(reports, tmp_path / "out")
 
 
 def test_only_the_formats_asked_for_and_no_unknown_one(found: Report, tmp_path: Path) -> None:

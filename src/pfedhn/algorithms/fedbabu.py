@@ -18,6 +18,7 @@ from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.layers import Roles, assign_roles
 from pfedhn.model import Model
 from pfedhn.params import Params, subtract
+from pfedhn.settings import ZeroOrMore
 from pfedhn.sgd import Batches
 
 
@@ -27,7 +28,7 @@ class FedBABU(FedAvg):
 
     head: tuple[str, ...] = ("last",)  # layers that stay at their common random start; "last" is the last layer
     adapted: Literal["all", "head"] = "all"  # what the steps before a test move
-    adaptation_steps: int = 50  # s, a client's own SGD steps from its model of the chosen round, before it is used
+    adaptation_steps: ZeroOrMore = 50  # s, a client's own SGD steps from its model of the chosen round, before use
 
     def roles(self, model: Model) -> Roles:
         return assign_roles(model, rest="shared", settings={"personal": "head"}, personal=self.head)

@@ -30,6 +30,7 @@ from pfedhn.algorithms.fedavg import averaged, only_start
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, pack, take
+from pfedhn.settings import ZeroOrMore
 from pfedhn.sgd import SGD, Batches, Rate, gradient, scan
 
 
@@ -42,7 +43,7 @@ class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
     local_steps: int = 50  # tau, local iterations in one round; each takes two minibatches, or three if Hessian-free
     form: Literal["first-order", "hessian-free"] = "first-order"  # Hessian-free estimates the second-order term too
     difference: float = 1e-3  # d, the step of that estimate
-    personal_steps: int = 1  # steps of size alpha on training minibatches before every test
+    personal_steps: ZeroOrMore = 1  # steps of size alpha on training minibatches before every test
     rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
     averaging: Rate | None = None  # how much of its past the served average keeps per step; None serves the newest
     adaptation_steps: int = 0  # further steps of size alpha, from its model of the chosen round, before it is used

@@ -10,7 +10,7 @@ number of clients, over a network too.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from pfedhn.algorithms.hypernetwork import Hypernetwork
 from pfedhn.layers import Roles, assign_roles
 from pfedhn.model import Model
 from pfedhn.params import Params, clip, pick, pull_back, subtract, zeros_like
+from pfedhn.settings import Bounds
 from pfedhn.sgd import SGD, Batches, Rate
 
 
@@ -52,7 +53,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     embedding: Literal["trained", "fixed"] = "trained"  # "fixed": the federation's descriptors, or class shares
     embedding_dim: int | None = None  # length of an embedding; int(1 + clients / 4), at most 64, by default
     hidden_dim: int = 100  # width of the hypernetwork's trunk
-    num_hidden: int = 3  # [ReLU, Linear] pairs after the trunk's first layer
+    num_hidden: Annotated[int, Bounds(0, 1_000)] = 3  # [ReLU, Linear] pairs after the trunk's first layer
     linear: bool = False  # h(v; W) = W v: no trunk, no bias
     spectral_norm: bool = False  # divides every matrix of the hypernetwork by its largest singular value
     optimizer: Literal["sgd", "adamw"] = "sgd"  # of the server's steps on phi; a client's are SGD

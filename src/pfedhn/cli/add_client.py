@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from pfedhn.cli.options import DeviceOption
 from pfedhn.errors import UserError
+from pfedhn.screen import say
 
 if TYPE_CHECKING:
     import numpy
@@ -80,15 +80,14 @@ def add_client(
     is_accuracy = test.metric is not None
     texts = [f"{100 * part.sample_mean:.1f} %" if is_accuracy else f"{part.mean_loss:.4f}" for part in scores]
     what = "accuracy" if is_accuracy else "loss"
-    Console().print(
+    say(
         f"Held-out {what}: {texts[1]} on {count} of {len(x)} examples ({texts[0]} before joining). "
-        f"Round {joined.round} of {rounds} was chosen on validation; {seconds:.1f} s.",
-        highlight=False,
+        f"Round {joined.round} of {rounds} was chosen on validation; {seconds:.1f} s."
     )
     if out is not None:
         weights = {key: value.detach().cpu().contiguous() for key, value in joined.weights.items()}
         write_atomically(out, save(weights))
-        Console().print(f"Its weights are in {out}.", highlight=False)
+        say(f"Its weights are in {out}.")
 
 
 def prepared(trained: "Run", x: "NDArray[Any]") -> "NDArray[numpy.float32]":

@@ -18,6 +18,7 @@ from pfedhn.cli.list import list_all
 from pfedhn.cli.report import report
 from pfedhn.cli.run import run
 from pfedhn.cli.tune import tune
+from pfedhn.screen import say
 
 app = typer.Typer(
     cls=Commands,
@@ -30,7 +31,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"pfedhn {pfedhn.__version__}")
+        say(f"pfedhn {pfedhn.__version__}")
         raise typer.Exit
 
 

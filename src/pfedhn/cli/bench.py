@@ -4,11 +4,11 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from pfedhn.cli.options import DeviceOption
 from pfedhn.errors import UserError
+from pfedhn.screen import Screen, say
 
 COLUMNS = {
     "workload": "workload", "program": "code", "device": "device", "clients": "clients",
@@ -43,11 +43,11 @@ def bench(
     if repeats < 1:
         raise UserError(f"--repeats is {repeats}; it must be at least 1.")
     chosen = choose_device(device or "auto")
-    with Console(stderr=True).status("starting") as status:
+    with Screen(stderr=True).status("starting") as status:
         records = measure(chosen, repeats, status.update)
     if as_json:
         for record in records:
-            typer.echo(json.dumps(record | {"versions": to_json(environment(chosen))}))
+            say(json.dumps(record | {"versions": to_json(environment(chosen))}))
         return
     for title, is_shown in (("Against the textbook", False), ("Against the number of clients", True)):
         shown = [record for record in records if ("clients" in record) == is_shown]
@@ -56,7 +56,7 @@ def bench(
             table = Table(*(COLUMNS[name] for name in used), box=None, title=title)
             for record in shown:
                 table.add_row(*(_cell(record.get(name)) for name in used))
-            Console().print(table)
+            Screen().print(table)
 
 
 def _cell(value: Any) -> str:

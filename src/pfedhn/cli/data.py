@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pfedhn.cli.list import listing
 from pfedhn.cli.options import DataDirOption, SetOption
+from pfedhn.screen import Screen, say
 
 data = typer.Typer(
     no_args_is_help=True, help="Data sets: which there are, decode one into the cache, look at how clients share it."
@@ -32,7 +32,7 @@ def data_list() -> None:
     from pfedhn.data.catalogue import DATASETS
 
     lines = [(name, source.description, data_state(name)) for name, source in DATASETS.items()]
-    Console().print(listing("data sets", lines))
+    Screen().print(listing("data sets", lines))
 
 
 @data.command("get")
@@ -53,7 +53,7 @@ def data_get(
     """
     from pfedhn.cli.running import get_dataset
 
-    typer.echo(f"{name}: {get_dataset(name, data_dir, again)}")
+    say(f"{name}: {get_dataset(name, data_dir, again)}")
 
 
 @data.command("show")
@@ -81,7 +81,7 @@ def data_show(
     from pfedhn.cli.find import find_experiment
     from pfedhn.cli.running import get_dataset
     from pfedhn.data.catalogue import DATASETS
-    from pfedhn.data.describe import describe, plot
+    from pfedhn.data.describe import check_ending, describe, plot
     from pfedhn.experiments.build import build_federation, check
     from pfedhn.experiments.grid import with_assignments
     from pfedhn.experiments.paper import usual_cell
@@ -89,6 +89,8 @@ def data_show(
     from pfedhn.files import writing
     from pfedhn.settings import parse_assignments
 
+    if figure is not None:
+        check_ending(figure)
     chosen = Experiment(name, (usual_cell(name),)) if name in DATASETS else find_experiment(name)[0]
     chosen = with_assignments(chosen, parse_assignments(assignments or []))
     check(chosen)
@@ -96,8 +98,8 @@ def data_show(
     if cell.dataset in DATASETS:
         get_dataset(cell.dataset, data_dir, again=False)
     federation = build_federation(cell, seed, data_dir)
-    typer.echo(describe(federation))
+    say(describe(federation))
     if figure is not None:
         with writing(figure):
             plot(federation, figure)
-        typer.echo(f"The figure: {figure}")
+        say(f"The figure: {figure}")

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from pfedhn.cli.options import JobsOption
+from pfedhn.screen import Screen, say
 
 
 def demo(
@@ -34,7 +34,7 @@ def demo(
     from pfedhn.report.figures import draw_demo
     from pfedhn.report.tables import sentence, to_terminal
 
-    screen = Console(stderr=True)
+    screen = Screen(stderr=True)
     runs = select(DEMO, [], None)
     screen.print(f"[bold]{escape(DEMO.title)}.[/]", highlight=False)
     methods = ", ".join(dict.fromkeys(cell.method for cell in DEMO.cells))
@@ -43,14 +43,14 @@ def demo(
         outcome = run_many(out, DEMO, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
     end(outcome)
     (found,) = collect([out])
-    Console().print(to_terminal(found))
-    typer.echo()
-    typer.echo(sentence(found))
+    Screen().print(to_terminal(found))
+    say()
+    say(sentence(found))
     if importlib.util.find_spec("matplotlib") is None:
-        typer.echo("The figure needs matplotlib: pip install 'pfedhn[report]', then the same command again.")
+        say("The figure needs matplotlib: pip install 'pfedhn[report]', then the same command again.")
     else:
         figure = out / "demo.png"
         write_atomically(figure, draw_demo(found))
-        typer.echo(f"The figure: {figure}")
-    typer.echo("Next: `pfedhn run demo --set partition.classes_per_client=2 --out runs/two-classes` (who wins now?),")
-    typer.echo(f"      `pfedhn report {out}` (tables and figures as files), `pfedhn list` (what else there is).")
+        say(f"The figure: {figure}")
+    say("Next: `pfedhn run demo --set partition.classes_per_client=2 --out runs/two-classes` (who wins now?),")
+    say(f"      `pfedhn report {out}` (tables and figures as files), `pfedhn list` (what else there is).")

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 import pfedhn
 from pfedhn.cli.endings import FAILED, complain
 from pfedhn.errors import first_line
+from pfedhn.screen import Screen, say
 
 EXTRAS = {
     "data": (("datasets", "PIL", "pyarrow"), "reads MNIST, CIFAR and Omniglot"),
@@ -62,13 +62,13 @@ def doctor() -> None:
         state = data_state(name)
         again = {"not cached": "", "damaged": " --again"}.get(state)
         table.add_row(f"data {name}", state if again is None else f"{state}: pfedhn data get {name}{where}{again}")
-    Console().print(table)
+    Screen().print(table)
     try:
         load("digits")
     except Exception as error:  # whatever it is, the person should see it here
         complain(f"the embedded data set cannot be read ({first_line(error)}); install scikit-learn anew.")
         raise typer.Exit(FAILED) from None
-    typer.echo("Ready: `pfedhn demo`.")
+    say("Ready: `pfedhn demo`.")
 
 
 def _device_line() -> str:

@@ -1,6 +1,7 @@
 """How a command ends: what a person can mend is one sentence and an exit code; a defect says how to see where."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +9,13 @@ from typing import Any
 
 import typer
 import typer.core
-from rich.console import Console
 from rich.markup import escape
 
+from pfedhn.cli.interrupt import STOPPED, unwinding
 from pfedhn.errors import UserError, first_line
+from pfedhn.screen import Screen, say
 
-BAD_INPUT, FAILED, STOPPED = 2, 1, 130  # exit codes
+BAD_INPUT, FAILED = 2, 1  # exit codes
 
 # What a wrong word on the command line raises. Typer has no public name for it: it may be click's own, or Typer's copy.
 UsageError: Any = typer.BadParameter.__mro__[1]
@@ -38,12 +40,15 @@ class Commands(typer.core.TyperGroup):
 @contextmanager
 def _one_sentence(command: str, is_debugged: bool = False) -> Iterator[None]:
     try:
-        yield
+        with unwinding():
+            yield
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # `pfedhn data` alone: the help is the answer
             raise
         command = error.ctx.command_path if error.ctx else command
-        complain(f"{error.format_message()} (`{command} --help` says more.)")
+        # Both Typer and click may say what was meant.
+        sentence = re.sub(r"( Did you mean [^?]*\?)(?=.*\1)", "", error.format_message())
+        complain(f"{sentence} (`{command} --help` says more.)")
         raise typer.Exit(BAD_INPUT) from None
     except (typer.Exit, typer.Abort):
         raise
@@ -59,7 +64,7 @@ def _one_sentence(command: str, is_debugged: bool = False) -> Iterator[None]:
 def _say_why(error: BaseException) -> int:
     """Say why a command did not finish; the exit code that goes with it."""
     if isinstance(error, KeyboardInterrupt | Stopped):
-        typer.echo(str(error) or "stopped.", err=True)
+        say(str(error) or "stopped.", is_error=True)
         return STOPPED
     if isinstance(error, UserError):
         complain(str(error))
@@ -70,4 +75,4 @@ def _say_why(error: BaseException) -> int:
 
 def complain(sentence: str) -> None:
     """Print an error, in one line however long."""
-    Console(stderr=True).print(f"[red]error:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
+    Screen(stderr=True).print(f"[red]error:[/] {escape(sentence)}", highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from pfedhn.experiments.grid import from_toml
 from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.rates import rates_file
 from pfedhn.experiments.spec import Experiment
-from pfedhn.files import reading
+from pfedhn.files import given_path, reading
 from pfedhn.reference import load_file
 from pfedhn.studies import STUDIES, Study
 
@@ -20,12 +20,12 @@ def find_experiment(name: str, small: bool = False) -> tuple[Experiment, str]:
         raise UserError(f"--small is for studies, and {name!r} is none; there, --set steps=100 makes runs short.")
     if name in EXPERIMENTS:
         return EXPERIMENTS[name], name
-    file = Path(name).expanduser()
+    file = given_path(name)
     if (study := find_study(name)) is not None:
-        return study.experiment(small), name if name in STUDIES else str(file.resolve())
+        return study.experiment(small), name if name in STUDIES else str(given_path(file, is_resolved=True))
     with reading(file):
         if file.is_file():
-            return from_toml(file), str(file.resolve())
+            return from_toml(file), str(given_path(file, is_resolved=True))
     if file.suffix in (".toml", ".py") or os.sep in name:
         raise UserError(f"there is no file {name}.")
     raise UserError(f"there is no experiment {name!r}; {closest(name, [*EXPERIMENTS, *STUDIES])}")

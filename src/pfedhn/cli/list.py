@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from pfedhn.screen import Screen
 
 
 def list_all() -> None:
@@ -19,7 +20,7 @@ def list_all() -> None:
     from pfedhn.experiments.paper import EXPERIMENTS
     from pfedhn.studies import STUDIES
 
-    console = Console()
+    console = Screen()
     console.print(listing("methods", [(name, ALGORITHMS[name].description) for name in ALGORITHMS]))
     console.print(listing("data sets", [(name, source.description) for name, source in DATASETS.items()]))
     lines = [

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pfedhn.errors import UserError
+from pfedhn.screen import Screen, say
 
 
 def report(
@@ -79,13 +79,13 @@ def report(
             raise UserError(f"--export makes no report, so {given} cannot be given with it.")
         done = results.export(paths, export)
         added = "1 run" if done.new == 1 else f"{done.new} runs"
-        typer.echo(f"{export}: {added} added, {done.replaced} replaced, {done.total} in all.")
+        say(f"{export}: {added} added, {done.replaced} replaced, {done.total} in all.")
         return
     runs = [part for path in paths for part in results.read(path)]
     found = to_reports(runs)
     own = [] if study is None else [find_study(str(study))]
     shown = findings(runs, [item for item in own if item is not None])
-    console = Console()
+    console = Screen()
     for item in found:
         console.print(to_terminal(item, over))
     for finding in shown:
@@ -94,8 +94,8 @@ def report(
         wanted = list(FORMATS)
         if importlib.util.find_spec("matplotlib") is None:
             wanted = [name for name in wanted if name not in ("png", "html")]
-            Console(stderr=True).print("no figures: they need matplotlib (pip install 'pfedhn[report]').")
+            Screen(stderr=True).print("no figures: they need matplotlib (pip install 'pfedhn[report]').")
     is_one_directory = len(paths) == 1 and any((paths[0] / f"{name}.toml").exists() for name in ("experiment", "spec"))
     place = out or (paths[0] / "report" if is_one_directory else Path("report"))
     files = write(found, place, wanted, over, shown)
-    typer.echo(f"Written to {place}: {', '.join(file.name for file in files)}")
+    say(f"Written to {place}: {', '.join(file.name for file in files)}")

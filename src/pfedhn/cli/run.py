@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from pfedhn.cli.options import DataDirOption, DeviceOption, ExperimentArgument, JobsOption, OutOption, SetOption
 from pfedhn.errors import UserError
+from pfedhn.screen import Screen, say
 
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
@@ -107,6 +107,7 @@ def run(
     from pfedhn.cli.find import find_study
     from pfedhn.cli.running import displayed, end
     from pfedhn.experiments.runner import run_many
+    from pfedhn.files import given_path
     from pfedhn.report.entries import asked_for, collect
     from pfedhn.report.findings import to_terminal as finding_to_terminal
     from pfedhn.report.results import read
@@ -126,7 +127,7 @@ def run(
     else:
         chosen, runs, options = _asked_for(experiment, assignments or [], only or [], seeds, rates, small)
     if data_dir is not None:
-        options = replace(options, data_dir=data_dir.expanduser().resolve())
+        options = replace(options, data_dir=given_path(data_dir, is_resolved=True))
     options = replace(
         options,
         device=options.device if device is None and resume is not None else choose_device(device or "auto"),
@@ -141,12 +142,11 @@ def run(
         outcome = run_many(path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
     if outcome.results:
         for found in collect([path]):
-            Console().print(to_terminal(asked_for(found)))
+            Screen().print(to_terminal(asked_for(found)))
         if (study := find_study(ready.options.source)) is not None:
-            screen = Console(stderr=True)
-            compute_missing(study, path, ready.runs, ready.options, lambda text: screen.print(text, highlight=False))
+            compute_missing(study, path, ready.runs, ready.options, lambda text: say(text, is_error=True))
             for finding in findings(read(path), [study]):
-                Console().print(finding_to_terminal(finding))
+                Screen().print(finding_to_terminal(finding))
     end(outcome)
 
 
@@ -168,18 +168,18 @@ def _asked_for(
     from pfedhn.experiments.grid import refuse_without_effect, select, with_assignments
     from pfedhn.experiments.paper import with_rates_of
     from pfedhn.experiments.spec import with_pretraining
-    from pfedhn.files import reading
+    from pfedhn.files import given_path, reading
     from pfedhn.settings import parse_assignments
 
     chosen, source = find_experiment(name, small)
     if rates is not None:
-        rates = rates.expanduser().resolve()
+        rates = given_path(rates, is_resolved=True)
         with reading(rates):
             if not rates.is_file():
                 raise UserError(f"there is no file {rates}.")
         chosen = with_rates_of(chosen, rates)
     if (file := rates or rates_beside(source)) is not None:
-        Console(stderr=True).print(f"Learning rates: {escape(str(file))}", highlight=False, soft_wrap=True)
+        Screen(stderr=True).print(f"Learning rates: {escape(str(file))}", highlight=False, soft_wrap=True)
     chosen = with_assignments(chosen, parse_assignments(assignments))
     check(chosen)
     runs = select(chosen, only, whole_numbers(seeds))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pfedhn.cli.endings import BAD_INPUT, FAILED, Stopped, complain
@@ -19,6 +18,7 @@ from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.runner import prepare
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
 from pfedhn.progress import Display
+from pfedhn.screen import Screen
 
 
 class Ready(NamedTuple):
@@ -51,7 +51,7 @@ def displayed(
     directory.refuse_other(chosen)
     runs = with_pretraining(chosen, runs)
     left = [run for run in runs if not (path / run.name / "result.json").exists()]
-    screen = Console(stderr=True)
+    screen = Screen(stderr=True)
     for name in dict.fromkeys(run.cell.dataset for run in left):
         if name in catalogue.DATASETS:
             get_dataset(name, options.data_dir, again=False)
@@ -89,7 +89,7 @@ def get_dataset(name: str, data_dir: Path | None, again: bool) -> Path:
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeRemainingColumn(compact=True),
-        console=Console(stderr=True),
+        console=Screen(stderr=True),
         transient=True,
     )
 

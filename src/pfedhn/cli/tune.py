@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from pfedhn.cli.endings import FAILED, Stopped, complain
 from pfedhn.cli.options import DataDirOption, DeviceOption, ExperimentArgument, JobsOption, SetOption
 from pfedhn.errors import UserError
+from pfedhn.screen import Screen, say
 
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
@@ -78,6 +78,7 @@ def tune(
     from pfedhn.experiments.paper import EXPERIMENTS
     from pfedhn.experiments.rates import rates_file, save_rates
     from pfedhn.experiments.tune import Findings, plan, read_record, refuse_other, tunable, write_record
+    from pfedhn.files import given_path
     from pfedhn.run import choose_device
     from pfedhn.settings import parse_assignments
 
@@ -96,29 +97,29 @@ def tune(
     files = [file for file in (path / "rates.toml", save) if file is not None]
     _check_files(files, save)
     read_record(path / "tuning.json")
-    options = Options(data_dir=None if data_dir is None else data_dir.expanduser().resolve())
+    options = Options(data_dir=None if data_dir is None else given_path(data_dir, is_resolved=True))
     options = replace(options, device=choose_device(device or "auto"))
     found = Findings(study, _run_stage(study, "first", points, path, options, jobs))
     points = [point for method in study.methods for point in found.finalists(method)]
     found = replace(found, finals=_run_stage(study, "finals", points, path, options, jobs))
     for table in found.tables():
-        Console().print(table)
+        Screen().print(table)
     words = ["pfedhn", "tune", source, *(word for text in assignments or [] for word in ("--set", text))]
     words += [word for text in only or [] for word in ("--only", text)]
     words += ["--seeds", ",".join(map(str, study.seeds)), "--fraction", f"{fraction:g}", "--finalists", str(finalists)]
     write_record(path / "tuning.json", chosen, found.record(shlex.join(words)))
     for file in files if found.rates() else []:
         save_rates(file, chosen.name, found.rates())
-        typer.echo(f"Learning rates: {file}")
+        say(f"Learning rates: {file}")
     present = {cell.method for cell in chosen.cells}
     left = [method for method in tunable() if method in present and method not in study.methods]
     if left and not any("method=" in text for text in only or []):  # who names methods knows
         how = ",".join(f"method={method}" for method in left)
-        typer.echo(f"Not tuned, and kept as it was: {', '.join(left)} (--only {how} tunes it).")
+        say(f"Not tuned, and kept as it was: {', '.join(left)} (--only {how} tunes it).")
     if found.rates():
         is_found_by_itself = experiment not in EXPERIMENTS and save == rates_file(Path(source))
         with_file = "" if is_found_by_itself else f" --rates {shlex.quote(str(path / 'rates.toml'))}"
-        typer.echo(f"Next: `pfedhn run {shlex.quote(experiment)}{with_file}` uses them.")
+        say(f"Next: `pfedhn run {shlex.quote(experiment)}{with_file}` uses them.")
     if lost := [method for method in study.methods if found.winner(method) is None]:
         complain(f"every point of {', '.join(lost)} diverged; no rate was chosen for it.")
         raise typer.Exit(FAILED)
@@ -149,7 +150,7 @@ def _run_stage(
 
     path, chosen = out / stage, study.stages[stage]
     options = replace(options, source=str((path / "experiment.toml").resolve()))
-    Console(stderr=True).print(f"[bold]{escape(chosen.title)}[/]", highlight=False)
+    Screen(stderr=True).print(f"[bold]{escape(chosen.title)}[/]", highlight=False)
     try:
         # No test score is shown: who sees it while choosing has chosen by it.
         with displayed(chosen, study.runs(stage, points), path, options, jobs, split="validation") as ready:

@@ -1,15 +1,14 @@
 """Arrays that a person hands over, as tensors; what could not be trained on is refused."""
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from pfedhn.errors import UserError, closest
+from pfedhn.errors import UserError, closest, short
 
 SPLITS = ("train", "validation", "test")
 Arrays: TypeAlias = tuple[ArrayLike | Tensor, ArrayLike | Tensor]
@@ -21,9 +20,16 @@ NUM_CLASSES_ON_TRUST = 2_000  # a party with few examples may have any of Omnigl
 EXPECTED = 'a client brings {"train": (x, y), "validation": (x, y), "test": (x, y)}, arrays of numbers'
 
 
-def as_tensor(values: Any) -> Tensor:
+def as_tensor(values: Any, what: str = "it") -> Tensor:
     """Numbers in the precision they are trained in; whole ones as int64, but images of bytes stay bytes."""
-    tensor = values if isinstance(values, Tensor) else torch.from_numpy(numpy.ascontiguousarray(values))
+    try:
+        tensor = values.detach() if isinstance(values, Tensor) else torch.from_numpy(_native(numpy.asarray(values)))
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # texts, dates, lists of unequal lengths, ...
+        raise UserError(f"{what} must be an array of numbers, not {short(values)}.") from None
+    if tensor.is_complex() or tensor.layout != torch.strided or tensor.is_meta:
+        raise UserError(f"{what} must be a plain array of real numbers, not {str(tensor.dtype).split('.')[-1]} ones.")
+    if tensor.dtype == torch.uint64 and tensor.numel() and int(tensor.view(torch.int64).min()) < 0:
+        raise UserError(f"{what} holds whole numbers from 2**63 on; give them as floating point.")
     if tensor.dtype == torch.float64:
         tensor = tensor.to(torch.get_default_dtype())
     return (
@@ -33,15 +39,44 @@ def as_tensor(values: Any) -> Tensor:
     )
 
 
+def _native(array: NDArray[Any]) -> NDArray[Any]:
+    """As PyTorch takes it: in this machine's order of bytes, one number after the other."""
+    return array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
+
+
 def as_pair(client: int | str, what: str, arrays: Any) -> Pair:
     """The x and y that a client brings."""
     try:
-        x, y = (as_tensor(values) for values in arrays)
-    except (TypeError, ValueError, RuntimeError):  # no pair, or one of texts, of lists of unequal lengths, ...
+        x, y = arrays
+        pair = as_tensor(x, "x"), as_tensor(y, "y")
+    except UserError as error:
+        raise UserError(f"client {client}: {what} does not fit: {str(error).rstrip('.')}; {EXPECTED}.") from None
+    except (TypeError, ValueError):  # no pair
         raise UserError(f"client {client}: {what} is {short(arrays)}; {EXPECTED}.") from None
-    if not x.ndim or not y.ndim:
+    if not pair[0].ndim or not pair[1].ndim:
         raise UserError(f"client {client}: {what} is {short(arrays)}; {EXPECTED}.")
-    return x, y
+    return pair
+
+
+def refuse_mixed_labels(named: Sequence[tuple[int | str, Tensor]]) -> None:
+    """Labels of one kind and shape: a single client's fractions would make numbers to predict of all classes.
+
+    Args:
+        named: Every client's labels with what it is called, those without examples left out.
+    """
+    for client, y in named[1:]:
+        other, first = named[0]
+        if y.is_floating_point() != first.is_floating_point():
+            whole, fractions = (other, client) if y.is_floating_point() else (client, other)
+            raise UserError(
+                f"client {fractions} has floating-point labels, numbers to predict, and client {whole} has class "
+                "numbers; give all clients one kind."
+            )
+        if y.shape[1:] != first.shape[1:]:
+            raise UserError(
+                f"client {client} has labels of shape {tuple(y.shape[1:])}, and client {other} of shape "
+                f"{tuple(first.shape[1:])}; give all clients one kind."
+            )
 
 
 def as_splits(client: int | str, given: Mapping[str, Arrays | None]) -> dict[str, Pair]:
@@ -61,10 +96,24 @@ def as_whole_numbers(values: Any) -> Tensor | None:
     if numbers.dtype == torch.bool or numbers.is_complex():
         return None
     whole = numbers.to(torch.int64)
+    if numbers.dtype == torch.uint64 and bool((whole < 0).any()):
+        return None
     return whole if torch.equal(whole.to(numbers.dtype), numbers) else None
 
 
+def as_numbers_of(what: str, values: Any) -> NDArray[numpy.int64] | None:
+    """One whole number for each example, such as its group; None stays None."""
+    if values is None:
+        return None
+    numbers = as_whole_numbers(values)
+    if numbers is None or numbers.ndim != 1:
+        raise UserError(f"{what} must be a whole number for each example, not {short(values)}.")
+    return numbers.numpy()
+
+
 def check_lengths(x: Tensor, y: Tensor) -> None:
+    if not x.ndim or not y.ndim:
+        raise UserError(f"x has the shape {tuple(x.shape)} and y {tuple(y.shape)}; give lists of examples and labels.")
     if len(x) != len(y):
         raise UserError(f"x has {len(x)} examples and y has {len(y)} labels; give one label per example.")
 
@@ -82,6 +131,10 @@ def check_values(x: Tensor, y: Tensor) -> None:
 
 def check_classes(labels: Sequence[Tensor], num_examples: int, class_names: Sequence[str] | None = None) -> None:
     """Refuse labels that are no class numbers before anything is made that is as large as the highest of them."""
+    if class_names is not None and not (
+        isinstance(class_names, Sequence) and all(isinstance(name, str) for name in class_names)
+    ):
+        raise UserError(f"class_names is {short(class_names)}; give a list of texts, one for each class.")
     if any(y.is_floating_point() or y.ndim > 1 for y in labels):
         if class_names is not None:
             raise UserError("y does not hold class numbers, so class_names have nothing to name; leave them out.")
@@ -96,8 +149,3 @@ def check_classes(labels: Sequence[Tensor], num_examples: int, class_names: Sequ
             'holds numbers to predict, give them as floating point (for files: task = "regression"), else number the '
             "classes from 0."
         )
-
-
-def short(value: Any) -> str:
-    """A value that does not fit, on one line however large it is."""
-    return " ".join(reprlib.repr(value).split())

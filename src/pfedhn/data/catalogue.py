@@ -8,10 +8,12 @@ import hashlib
 import io
 import json
 import logging
+import lzma
 import os
 import re
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pfedhn.errors import UserError, closest, first_line
-from pfedhn.files import cache_folder, make_folder, write_atomically
+from pfedhn.errors import UserError, closest, first_line, short
+from pfedhn.files import cache_folder, given_path, make_folder, read_bytes, reading, write_atomically
 
 Array: TypeAlias = NDArray[Any]
 Pixels: TypeAlias = NDArray[numpy.uint8]
@@ -36,6 +38,9 @@ CACHE_FORMAT = 1  # a change to the canonical form raises it, and older caches a
 ANOTHER_CACHE = "set PFEDHN_CACHE to another folder"
 CHUNK = 512  # images that a thread decodes at a time
 OMNIGLOT_ARCHIVES = ("images_background.zip", "images_evaluation.zip")
+OMNIGLOT_WIDTH = 105  # pixels, and as many high
+IMAGE_FORMATS = ("PNG", "WEBP")  # without loss, as the data sets are stored; no other decoder is given a file
+MAX_DRAWING_BYTES = 1_000_000  # a drawing of Omniglot has a few hundred
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,9 @@ class Source:
     num_classes: int
     mean: tuple[float, ...]  # of each channel, its pixels scaled to 0..1
     std: tuple[float, ...]
+    num_rows: tuple[int, ...] = ()  # training examples, and test examples where it has its own; () is not checked
     hub: str | None = None  # its id on the Hugging Face Hub
+    sha256: str | None = None  # of its images and labels in canonical order, where that is known
     image: str = "image"  # columns there
     label: str = "label"
     coarse: str | None = None
@@ -55,14 +62,25 @@ class Source:
 
 DATASETS = {
     "digits": Source("1,797 handwritten digits, 8x8, inside scikit-learn", (64,), 10, (0.0,), (1.0,)),
-    "mnist": Source("70,000 handwritten digits, 28x28", (1, 28, 28), 10, (0.1307,), (0.3081,), "ylecun/mnist"),
+    "mnist": Source(
+        "70,000 handwritten digits, 28x28",
+        (1, 28, 28),
+        10,
+        (0.1307,),
+        (0.3081,),
+        (60_000, 10_000),
+        "ylecun/mnist",
+        sha256="08570a0fe4595d8f7bdcf750cb99325e7985aa834c00d139cef1fa4bbfeaf13c",
+    ),
     "cifar10": Source(
         "60,000 color photographs of 10 kinds, 32x32",
         (3, 32, 32),
         10,
         (0.4914, 0.4822, 0.4465),
         (0.2023, 0.1994, 0.2010),
+        (50_000, 10_000),
         "uoft-cs/cifar10",
+        sha256="864be83531f8741f6ab4a364e094c9057385b1d9ea69da1cb156e0e7910ab37e",
         image="img",
     ),
     "cifar100": Source(
@@ -71,13 +89,16 @@ DATASETS = {
         100,
         (0.5071, 0.4865, 0.4409),
         (0.2673, 0.2564, 0.2762),
+        (50_000, 10_000),
         "uoft-cs/cifar100",
         image="img",
         label="fine_label",
         coarse="coarse_label",
     ),
     # The paper does not say how it scales Omniglot; these are close to the mean and deviation of the ink.
-    "omniglot": Source("32,460 drawings of 1,623 characters of 50 alphabets", (1, 28, 28), 1623, (0.08,), (0.25,)),
+    "omniglot": Source(
+        "32,460 drawings of 1,623 characters of 50 alphabets", (1, 28, 28), 1623, (0.08,), (0.25,), (32_460,)
+    ),
 }
 
 
@@ -162,7 +183,7 @@ def get(name: str, data_dir: str | Path | None = None, progress: Progress | None
 
         return Path(sklearn.datasets.__file__).parent / "data" / "digits.csv.gz"
     path = cache_path(name)
-    if path.with_suffix(".json").exists() and not again:
+    if _has_record(path) and not again:
         _verify(name, path, data_dir)
         return path
     folder = _folder(name, data_dir)
@@ -173,6 +194,7 @@ def get(name: str, data_dir: str | Path | None = None, progress: Progress | None
     else:
         arrays, group_names = _read_images(name, source, folder, progress), []
         num_classes = source.num_classes
+    _refuse_other(name, source, arrays, num_classes)
     record = {
         "format": CACHE_FORMAT,
         "name": name,
@@ -185,14 +207,36 @@ def get(name: str, data_dir: str | Path | None = None, progress: Progress | None
     return path
 
 
+def _refuse_other(name: str, source: Source, arrays: dict[str, Array], num_classes: int) -> None:
+    """A part of a data set, or another one, must not pass for it: its results would."""
+    found = tuple(len(arrays[key]) for key in ("x", "test_x") if key in arrays)
+    wanted = " and ".join(f"{number:,}" for number in source.num_rows)
+    way_out = "use a whole copy, or give yours a name of its own as your own data"
+    if source.num_rows and (found, num_classes) != (source.num_rows, source.num_classes):
+        rows = " and ".join(f"{number:,}" for number in found)
+        raise UserError(
+            f"{name} has {wanted} examples of {source.num_classes:,} classes, and these files hold {rows} of "
+            f"{num_classes:,}; {way_out}."
+        )
+    if source.sha256 is not None and _content_sha256(arrays) != source.sha256:
+        raise UserError(f"these files hold {wanted} examples, but not those of {name}; {way_out}.")
+
+
+def _content_sha256(arrays: dict[str, Array]) -> str:
+    digest = hashlib.sha256()
+    for key in sorted(arrays):
+        digest.update(numpy.ascontiguousarray(arrays[key]).data)
+    return digest.hexdigest()
+
+
 def cache_path(name: str) -> Path:
     """Where a data set's decoded copy is or would be; next to it lies a .json with its checksum."""
     return cache_folder() / f"{name}.safetensors"
 
 
 def _source(name: str) -> Source:
-    if name not in DATASETS:
-        raise UserError(f"there is no data set {name!r}; {closest(name, DATASETS)}")
+    if not isinstance(name, str) or name not in DATASETS:
+        raise UserError(f"there is no data set {short(name)}; {closest(name, DATASETS)}")
     return DATASETS[name]
 
 
@@ -251,7 +295,7 @@ def _read_omniglot(
             alphabets = [feature.names[value] for value in column] if hasattr(feature, "names") else list(column)
             if not all(isinstance(alphabet, str) for alphabet in alphabets):
                 raise UserError("omniglot's column 'alphabet' holds numbers without names; store the alphabets' names.")
-            characters = [int(value) for value in table["character"]]
+            characters = _column_of_numbers("omniglot", table, "character").tolist()
             pixels = _decoded("omniglot", table, source, _ink, _shifted(progress, 0, len(table)))
     else:
         drawings = list(_omniglot_drawings(files))
@@ -274,16 +318,26 @@ def _omniglot_drawings(files: Sequence[Path]) -> Iterator[tuple[str, int, bytes]
     pattern = re.compile(r"([^/]+)/character(\d+)/[^/]+\.png$")
     for file in files:
         if file.suffix == ".zip":
-            try:
-                archive = zipfile.ZipFile(file)
-            except zipfile.BadZipFile as error:
-                raise UserError(f"{file} is not a whole zip archive; download it again.") from error
-            with archive:
-                for member in archive.namelist():
-                    if match := pattern.search(member):
+            with reading(file), _whole_archive(file), zipfile.ZipFile(file) as archive:
+                for member in archive.infolist():
+                    if match := pattern.search(member.filename):
+                        if member.file_size > MAX_DRAWING_BYTES:
+                            raise UserError(
+                                f"{member.filename} in {file} would unpack to {member.file_size:,} bytes, and no "
+                                "drawing of Omniglot is so large; download the archive again."
+                            )
                         yield match[1], int(match[2]), archive.read(member)
         elif match := pattern.search(file.as_posix()):
-            yield match[1], int(match[2]), file.read_bytes()
+            yield match[1], int(match[2]), read_bytes(file)
+
+
+@contextmanager
+def _whole_archive(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError) as error:
+        # In this order: not an archive, damaged, damaged, cut off, packed in an unknown way, encrypted.
+        raise UserError(f"{file} is not a whole zip archive ({first_line(error)}); download it again.") from error
 
 
 class _Blobs:
@@ -328,16 +382,20 @@ def _hub_tables(name: str, source: Source, folder: Path | None) -> Iterator[Any]
     # The library converts to Arrow files first; these are of no use afterwards. Its progress bars would hide ours.
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
+    library = logging.getLogger("datasets")  # of a file that it cannot read we say more
+    level = library.level
+    library.setLevel(logging.CRITICAL)
     try:
         with tempfile.TemporaryDirectory(dir=cache_path(name).parent, ignore_cleanup_errors=True) as scratch:
             try:
-                tables = datasets.load_dataset("parquet", data_files=files, cache_dir=scratch)
+                tables = _with_bytes(datasets.load_dataset("parquet", data_files=files, cache_dir=scratch), source)
             except Exception as error:
                 raise UserError(
                     f"the parquet files in {folder} cannot be read ({first_line(error)}); copy them again."
                 ) from error
-            yield _with_bytes(tables, source)
+            yield tables
     finally:
+        library.setLevel(level)
         if shown:
             datasets.enable_progress_bars()
 
@@ -362,9 +420,10 @@ def _folder(name: str, data_dir: str | Path | None) -> Path | None:
     given = data_dir or os.environ.get("PFEDHN_DATA_DIR")
     if not given:
         return None
-    root = Path(given).expanduser()
-    if not root.is_dir():
-        raise UserError(f"the data folder {root} does not exist; make it, or leave it out to fetch from the Hub.")
+    root = given_path(given)
+    with reading(root):
+        if not root.is_dir():
+            raise UserError(f"the data folder {root} does not exist; make it, or leave it out to fetch from the Hub.")
     for folder in (root / name, root):
         if _data_files(name, folder):
             return folder
@@ -377,9 +436,13 @@ def _data_files(name: str, folder: Path) -> list[Path]:
     """Parquet files first choice, then Omniglot's archives, then its images; other data sets' folders are passed by."""
     if not folder.is_dir():
         return []
-    found = sorted(
-        file for file in folder.rglob("*.parquet") if file.relative_to(folder).parts[0] not in DATASETS.keys() - {name}
-    )
+    others = DATASETS.keys() - {name}
+    with reading(folder):
+        found = sorted(
+            file
+            for file in folder.rglob("*.parquet")
+            if file.is_file() and file.relative_to(folder).parts[0] not in others
+        )
     for file in found:
         if match := re.search(r"^(.*)-(\d{5})-of-(\d{5})\.parquet$", file.name):
             parts = [file.with_name(f"{match[1]}-{part:05d}-of-{match[3]}.parquet") for part in range(int(match[3]))]
@@ -388,11 +451,12 @@ def _data_files(name: str, folder: Path) -> list[Path]:
                 raise UserError(f"{absent} is missing next to {file.name}; copy it there.")
     if found or name != "omniglot":
         return found
-    archives = [folder / archive for archive in OMNIGLOT_ARCHIVES if (folder / archive).exists()]
+    archives = [folder / archive for archive in OMNIGLOT_ARCHIVES if (folder / archive).is_file()]
     if len(archives) == 1:
         absent = next(folder / archive for archive in OMNIGLOT_ARCHIVES if folder / archive not in archives)
         raise UserError(f"{absent} is missing next to {archives[0].name}; copy it there.")
-    return archives or sorted(folder.rglob("character*/*.png"))
+    with reading(folder):
+        return archives or sorted(file for file in folder.rglob("character*/*.png") if file.is_file())
 
 
 def _made_from(name: str, folder: Path | None) -> str:
@@ -413,13 +477,23 @@ def _check_columns(name: str, columns: Sequence[str], wanted: Sequence[str]) -> 
 
 
 def _labels(name: str, table: Any, column: str, num_classes: int) -> NDArray[numpy.int16]:
-    labels = numpy.array(table[column], dtype=numpy.int64)
+    labels = _column_of_numbers(name, table, column)
     if labels.size and (labels.min() < 0 or labels.max() >= num_classes):
         raise UserError(
             f"{name} has labels from {labels.min()} to {labels.max()} in {column!r} and not 0 to {num_classes - 1}; "
             "use a copy laid out as on the Hub."
         )
     return labels.astype(numpy.int16)
+
+
+def _column_of_numbers(name: str, table: Any, column: str) -> NDArray[numpy.int64]:
+    try:
+        return numpy.array(table[column], dtype=numpy.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(
+            f"the column {column!r} of {name} holds no whole numbers ({first_line(error)}); use a copy laid out as on "
+            "the Hub."
+        ) from error
 
 
 def _shifted(progress: Progress | None, done: int, total: int) -> Callable[[int], None]:
@@ -458,13 +532,19 @@ def _decoded(
     return pixels
 
 
-def _image_pixels(blob: bytes, source: Source) -> Pixels:
+def _opened(blob: bytes, width: int, height: int) -> Any:
+    """An image of this size, before it is decoded: a small file can hold a huge one."""
     import PIL.Image
 
-    channels, height, width = source.shape
-    image = PIL.Image.open(io.BytesIO(blob))
+    image = PIL.Image.open(io.BytesIO(blob), formats=IMAGE_FORMATS)
     if image.size != (width, height):
         raise UserError(f"is {image.width}x{image.height} and not {width}x{height}")
+    return image
+
+
+def _image_pixels(blob: bytes, source: Source) -> Pixels:
+    channels, height, width = source.shape
+    image = _opened(blob, width, height)
     pixels = numpy.asarray(image.convert("RGB" if channels == 3 else "L"))
     return pixels.transpose(2, 0, 1) if channels == 3 else pixels[None]
 
@@ -474,7 +554,7 @@ def _ink(blob: bytes, source: Source) -> Pixels:
     import PIL.Image
 
     _, height, width = source.shape
-    image = PIL.Image.open(io.BytesIO(blob)).convert("L")
+    image = _opened(blob, OMNIGLOT_WIDTH, OMNIGLOT_WIDTH).convert("L")
     return 255 - numpy.asarray(image.resize((width, height), PIL.Image.Resampling.BILINEAR))[None]
 
 
@@ -495,12 +575,19 @@ def _write(path: Path, arrays: dict[str, Array], record: dict[str, Any]) -> None
     write_atomically(path.with_suffix(".json"), (json.dumps(record, indent=1) + "\n").encode(), ANOTHER_CACHE)
 
 
+def _has_record(path: Path) -> bool:
+    with reading(path):
+        return path.with_suffix(".json").exists()
+
+
 def _whole_record(path: Path) -> dict[str, Any] | None:
-    """What is written down of a cached copy; None if the copy is not as it was written, or by another version."""
+    """What is written down of a cached copy; None if it is not as it was written, by another version, or of a part."""
+    num_rows = DATASETS[path.stem].num_rows
     try:
         record: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
         whole = record["format"] == CACHE_FORMAT and record["sha256"] == _sha256(path) and "made_from" in record
-    except (OSError, ValueError, KeyError, TypeError):
+        whole = whole and (not num_rows or tuple(record["rows"].values()) == num_rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return record if whole else None
 
@@ -508,7 +595,7 @@ def _whole_record(path: Path) -> dict[str, Any] | None:
 def cache_state(name: str) -> Literal["cached", "not cached", "damaged"]:
     """How a data set's copy in the cache is; this reads the whole of it."""
     path = cache_path(name)
-    if not path.with_suffix(".json").exists():
+    if not _has_record(path):
         return "not cached"
     return "damaged" if _whole_record(path) is None else "cached"
 

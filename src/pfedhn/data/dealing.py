@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pfedhn import keys
-from pfedhn.data.arrays import SPLITS, short
+from pfedhn.data.arrays import SPLITS
 from pfedhn.data.partition import Assignment, Labels, Partition
-from pfedhn.errors import UserError
+from pfedhn.errors import UserError, short
 from pfedhn.keys import Key
 
 
@@ -33,6 +33,8 @@ def split_examples(
 ) -> list[NDArray[numpy.int64]]:
     """The numbers of the examples in each split; each part is sorted, so that only membership is random."""
     train, validation, _ = check_split(split)
+    if not isinstance(stratify, bool):
+        raise UserError(f"stratify is {short(stratify)}; it must be True or False.")
     generator = keys.numpy_generator(key)
     strata = (
         [numpy.flatnonzero(labels == value) for value in numpy.unique(labels)]
@@ -61,12 +63,19 @@ def share_out(
     stratify: bool = False,
 ) -> Assignment:
     """Which example goes to which client and split; test examples are numbered after the others."""
-    if labels.is_floating_point():
+    for name, values in (("groups", groups), ("coarse", coarse)):
+        if values is not None and len(values) != len(labels):
+            raise UserError(f"{name} has {len(values)} entries and y has {len(labels)}; give one per example.")
+    if not hasattr(partition, "assign") or isinstance(partition, type):
+        raise UserError(f"partition is {short(partition)}; give a rule such as pfedhn.by_classes(2, num_clients=50).")
+    if labels.is_floating_point() or (test_labels is not None and test_labels.is_floating_point()):
         raise UserError("y holds fractions, and a partition goes by class; use Federation.from_clients for regression.")
+    if labels.ndim != 1:
+        raise UserError(f"y has the shape {tuple(labels.shape)}; a partition goes by class, so give one number each.")
     if check_split(split)[2] != 0 and test_labels is not None:
         raise UserError("with a test set of its own, give split=(train, validation, 0).")
     key = keys.fold(seed, "partition")
-    numbers = labels.numpy()
+    numbers = labels.cpu().numpy()
     parts = dict(zip(SPLITS, split_examples(numbers, split, stratify, keys.fold(key, "split")), strict=True))
     splits = {
         name: Labels(
@@ -78,7 +87,7 @@ def share_out(
     }
     if test_labels is not None:
         parts["test"] = len(labels) + numpy.arange(len(test_labels))
-        splits["test"] = Labels(test_labels.numpy(), coarse=test_coarse)
+        splits["test"] = Labels(test_labels.cpu().numpy(), coarse=test_coarse)
     assignment = partition.assign(splits, keys.fold(key, "clients"))
     if not any(len(owned) for lists in assignment.clients.values() for owned in lists):
         raise UserError(f"{partition!r} leaves every client without examples; use fewer clients or more data.")

@@ -14,6 +14,8 @@ from pfedhn.data.arrays import SPLITS
 from pfedhn.data.federation import Federation
 from pfedhn.errors import UserError, missing_extra, some
 
+FIGURES = (".png", ".pdf", ".svg")  # endings of files that figures are drawn to
+
 
 def describe(federation: Federation) -> str:
     """A text table: each client's examples per split and its classes; the middle is left out past 20 clients.
@@ -64,6 +66,12 @@ def describe(federation: Federation) -> str:
     return "\n".join(text)
 
 
+def check_ending(path: str | Path) -> None:
+    """Refuse a figure of a form that is not drawn."""
+    if (ending := Path(path).suffix.lower()) not in FIGURES:
+        raise UserError(f"a figure cannot be drawn as {ending!r}; give {', '.join(FIGURES)}.")
+
+
 def plot(federation: Federation, path: str | Path) -> None:
     """Draw the training examples that each client has of each class; a dot's area is their number, bars add them up.
 
@@ -75,6 +83,7 @@ def plot(federation: Federation, path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise missing_extra("drawing", "report") from error
+    check_ending(path)
     if federation.num_classes is None:
         raise UserError("this federation has no classes to draw; leave the figure out.")
     counts = _counts(federation, ["train"])

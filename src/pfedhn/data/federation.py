@@ -18,6 +18,7 @@ from pfedhn.data.arrays import (
     SPLITS,
     Arrays,
     ClientData,
+    as_numbers_of,
     as_pair,
     as_splits,
     as_tensor,
@@ -25,12 +26,13 @@ from pfedhn.data.arrays import (
     check_classes,
     check_lengths,
     check_values,
-    short,
+    refuse_mixed_labels,
 )
 from pfedhn.data.dealing import check_split, share_out, split_examples
 from pfedhn.data.partition import Assignment, Partition
-from pfedhn.errors import UserError, closest, some
+from pfedhn.errors import UserError, closest, short, some
 from pfedhn.keys import Key
+from pfedhn.settings import check_seed
 from pfedhn.sgd import Batches
 
 
@@ -135,7 +137,10 @@ class Federation:
             stratify: Draw the split within each class instead of over all examples.
             class_names: What classes 0, 1, ... are called.
         """
-        pairs = [(as_tensor(x), as_tensor(y)) for x, y in ((x, y), *([] if test is None else [test]))]
+        check_seed(seed)
+        pairs = [(as_tensor(x, "x"), as_tensor(y, "y"))]
+        if test is not None:
+            pairs.append(as_pair("all", "test", test))
         for pair in pairs:
             check_lengths(*pair)
         xs, ys = zip(*pairs, strict=True)
@@ -146,9 +151,9 @@ class Federation:
             split=split,
             seed=seed,
             test_labels=None if test is None else ys[1],
-            groups=_optional(groups),
-            coarse=_optional(coarse),
-            test_coarse=_optional(test_coarse),
+            groups=as_numbers_of("groups", groups),
+            coarse=as_numbers_of("coarse", coarse),
+            test_coarse=as_numbers_of("test_coarse", test_coarse),
             stratify=stratify,
         )
         return Federation.from_assignment(_joined(xs), _joined(ys), assignment, class_names).checked()
@@ -199,9 +204,12 @@ class Federation:
             >>> pfedhn.Federation.from_clients(clients).number_of("paris")
             1
         """
+        if not isinstance(clients, Sequence | Mapping) or isinstance(clients, str):
+            raise UserError(f"clients are given as a list, or as a mapping from their names, not as {short(clients)}.")
         if not clients:
             raise UserError("a federation needs at least one client.")
         check_split(split)
+        check_seed(seed)
         names: tuple[str, ...] | None = None
         if isinstance(clients, Mapping):
             names, clients = tuple(clients), list(clients.values())
@@ -223,7 +231,16 @@ class Federation:
             raise UserError(
                 f"clients bring examples of different shapes {sorted(shapes)}; one network needs one shape."
             )
-        check_classes([y for _, y in pairs], sum(len(y) for _, y in pairs), class_names)
+        filled = [pair for pair in pairs if len(pair[0])] or pairs[:1]  # what is empty has no kind of its own
+        refuse_mixed_labels(
+            [
+                (name, y)
+                for name, client in zip(called, brought, strict=True)
+                for _, y in (client.values() if isinstance(client, dict) else [client])
+                if len(y)
+            ]
+        )
+        check_classes([y for _, y in filled], sum(len(y) for _, y in pairs), class_names)
         owned: dict[str, list[NDArray[numpy.int64]]] = {name: [] for name in SPLITS}
         start = 0
         for number, client in enumerate(brought):
@@ -234,13 +251,13 @@ class Federation:
                     start += length
             else:
                 key = keys.fold(seed, "partition", "split", number if names is None else names[number])
-                parts = split_examples(client[1].numpy(), split, stratify, key)
+                parts = split_examples(client[1].cpu().numpy(), split, stratify, key)
                 for name, part in zip(SPLITS, parts, strict=True):
                     owned[name].append(start + part)
                 start += len(client[1])
         return Federation(
-            torch.cat([x for x, _ in pairs]),
-            torch.cat([y for _, y in pairs]),
+            torch.cat([x for x, _ in filled]),
+            torch.cat([y for _, y in filled]),
             {name: _examples(lists) for name, lists in owned.items()},
             names=names,
             class_names=None if class_names is None else tuple(class_names),
@@ -343,7 +360,7 @@ class Federation:
         Args:
             descriptors: [N, D], those of clients that join later last.
         """
-        values = as_tensor(descriptors)
+        values = as_tensor(descriptors, "descriptors")
         if values.ndim != 2 or len(values) != self.num_clients + self.num_joining:
             raise UserError(
                 f"descriptors must have one line for each of the {self._everybody}, not {tuple(values.shape)}."
@@ -358,6 +375,9 @@ class Federation:
         Args:
             architectures: One name per client, those of clients that join later last.
         """
+        is_list = isinstance(architectures, Sequence) and not isinstance(architectures, str)
+        if not is_list or not all(isinstance(name, str) for name in architectures):
+            raise UserError(f"architectures are {short(architectures)}; give a list of names, one for each client.")
         if len(architectures) != self.num_clients + self.num_joining:
             raise UserError(f"{len(architectures)} architectures were given for {self._everybody}.")
         names = tuple(architectures)
@@ -536,10 +556,6 @@ def _check_names(names: Sequence[Any], num_clients: int) -> None:
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """All parts as one; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _optional(values: Any) -> NDArray[numpy.int64] | None:
-    return None if values is None else numpy.asarray(values, dtype=numpy.int64)
 
 
 def _examples(lists: Sequence[NDArray[numpy.int64]]) -> Examples:

@@ -3,6 +3,7 @@
 import csv
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -11,7 +12,10 @@ from numpy.typing import NDArray
 
 from pfedhn.data.catalogue import Array
 from pfedhn.data.federation import Federation
-from pfedhn.errors import UserError, closest, first_line
+from pfedhn.errors import UserError, closest, first_line, short
+from pfedhn.files import given_path, reading
+
+MAX_CELL = 1_000  # characters in a cell of a text file; numbers and names are shorter, and all of a column get room
 
 Task: TypeAlias = Literal["auto", "classification", "regression"]
 
@@ -72,10 +76,12 @@ def read_federation(
         (('lyon', 'paris'), ('ill', 'well'))
     """
     data: Folders | Table
-    place = Path(path).expanduser()
-    if not place.exists():
-        raise UserError(f"{place} is neither a folder nor a file; give a folder per client, or a table.")
-    if place.is_dir():
+    place = given_path(path)
+    with reading(place):
+        is_folder = place.is_dir()
+        if not place.exists():
+            raise UserError(f"{place} is neither a folder nor a file; give a folder per client, or a table.")
+    if is_folder:
         data = from_folders(path, task)
     elif client_column is None or label_column is None:
         raise UserError(f"{path} is read as a table; say which column names the client and which holds the label.")
@@ -107,18 +113,20 @@ def from_folders(path: str | Path, task: Task = "auto") -> Folders:
         >>> list(clients), clients["lyon"][1], class_names
         (['lyon', 'paris'], array([0, 1, 0, 1]), ('cat', 'dog'))
     """
-    root = Path(path).expanduser()
-    if not root.is_dir():
-        raise UserError(f"{root} is not a folder; give one that holds a folder per client.")
-    folders = sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    root = given_path(path)
+    with reading(root):
+        if not root.is_dir():
+            raise UserError(f"{root} is not a folder; give one that holds a folder per client.")
+        folders = sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     if not folders:
         raise UserError(f"{root} holds no folders; make one per client, with x.npy and y.npy in it.")
     clients = []
     for folder in folders:
-        x, y = (_load_array(folder / file) for file in ("x.npy", "y.npy"))
+        x, y = _load_array(folder / "x.npy", "biuf"), _load_array(folder / "y.npy", "biufUS")
         if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
             raise UserError(f"{folder} has x of shape {x.shape} and y of shape {y.shape}; give one label per example.")
         clients.append((x, y))
+    _refuse_mixed_kinds([(folder, y) for folder, (_, y) in zip(folders, clients, strict=True) if len(y)], task)
     labels, class_names = _labels([y for _, y in clients], task, str(root))
     named = {folder.name: (x, y) for folder, (x, _), y in zip(folders, clients, labels, strict=True)}
     return Folders(named, class_names)
@@ -148,23 +156,30 @@ def from_table(path: str | Path, client_column: str, label_column: str, task: Ta
 
     To federate it: `Federation.from_clients(table.clients, class_names=table.class_names)`.
     """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(f"{file} is not a file; give a .csv, .tsv or .parquet file.")
+    file = given_path(path)
+    with reading(file):
+        if not file.is_file():
+            raise UserError(f"{file} is not a file; give a .csv, .tsv or .parquet file.")
     readers = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
     if file.suffix.lower() not in readers:
         raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
     columns = readers[file.suffix.lower()](file)
     for wanted in (client_column, label_column):
-        if wanted not in columns:
-            raise UserError(f"{file.name} has no column {wanted!r}; {closest(wanted, columns)}")
+        if not isinstance(wanted, str) or wanted not in columns:
+            raise UserError(f"{file.name} has no column {short(wanted)}; {closest(wanted, columns)}")
+    if client_column == label_column:
+        raise UserError(f"{label_column!r} cannot be both the client and the label; name two columns.")
     features = [name for name in columns if name not in (client_column, label_column)]
     if not features:
         raise UserError(f"{file.name} has no feature columns; give it at least one besides client and label.")
     if not len(columns[label_column]):
         raise UserError(f"{file.name} has no examples; give it at least one per client.")
     for name in (client_column, label_column):
-        empty = [number for number, cell in enumerate(columns[name].tolist(), start=1) if cell == ""]
+        cells = columns[name].tolist()
+        wrong = [cell for cell in cells if not isinstance(cell, str | int | float | Decimal)]
+        if wrong:
+            raise UserError(f"column {name!r} of {file.name} holds {short(wrong[0])}; give numbers or texts.")
+        empty = [number for number, cell in enumerate(cells, start=1) if cell == ""]
         if empty:
             raise UserError(f"example {empty[0]} of {file.name} has no {name!r}; fill the cell or drop the example.")
     x = numpy.stack([_numbers(file, name, columns[name]) for name in features], axis=1)
@@ -174,14 +189,43 @@ def from_table(path: str | Path, client_column: str, label_column: str, task: Ta
     return Table(x, y, groups.astype(numpy.int64), client_names, tuple(features), class_names)
 
 
-def _load_array(path: Path) -> Array:
+def _load_array(path: Path, kinds: str) -> Array:
+    """An array of one of these kinds of numbers or text (as `numpy.dtype.kind` calls them)."""
+    with reading(path):
+        if not path.exists():
+            raise UserError(f"{path} is missing; every client's folder needs x.npy and y.npy.")
+        if not path.is_file():
+            raise UserError(f"{path} is no file; write it with numpy.save.")
     try:
-        array: Array = numpy.load(path, allow_pickle=False)
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing; every client's folder needs x.npy and y.npy.") from error
-    except (OSError, ValueError, EOFError) as error:
+        # Mapped first: a header that promises more than the file holds is refused before room is made for it.
+        mapped = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read ({first_line(error)}); make it readable.") from error
+    except Exception as error:  # whatever a damaged file makes of NumPy's reader
         raise UserError(f"{path} is not an array of numbers or text; write it with numpy.save.") from error
-    return array
+    if not isinstance(mapped, numpy.ndarray):
+        mapped.close()
+        raise UserError(f"{path} holds several arrays (.npz); write one with numpy.save.")
+    if mapped.dtype.kind not in kinds:
+        allowed = "numbers or texts" if "U" in kinds else "numbers"
+        raise UserError(f"{path} holds {mapped.dtype} and not {allowed}; convert it before numpy.save.")
+    return numpy.array(mapped)
+
+
+def _refuse_mixed_kinds(labels: Sequence[tuple[Path, Array]], task: Task) -> None:
+    """One folder with fractions or texts must not change what the labels of all the others are."""
+
+    def kind(array: Array) -> str:
+        if array.dtype.kind in "US":
+            return "text"
+        return "floating-point" if array.dtype.kind == "f" and task == "auto" else "whole"
+
+    for folder, array in labels[1:]:
+        if kind(array) != kind(labels[0][1]):
+            raise UserError(
+                f"{folder} has {kind(array)} labels and {labels[0][0]} has {kind(labels[0][1])} ones; give all clients "
+                'one kind, or say task = "classification" or "regression" where all are numbers.'
+            )
 
 
 def _labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array], tuple[str, ...] | None]:
@@ -202,23 +246,40 @@ def _labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array
                 'names, or use task = "regression".'
             )
     if kinds & set("USO"):
-        texts = [array.astype(str) for array in labels]
+        try:
+            texts = [array.astype(str) for array in labels]
+        except UnicodeDecodeError as error:
+            raise UserError(f"the labels in {where} are bytes that are no text; give texts or numbers.") from error
         names = numpy.unique(numpy.concatenate(texts))
         return [numpy.searchsorted(names, text).astype(numpy.int64) for text in texts], tuple(map(str, names.tolist()))
     return [array.astype(numpy.float32 if kinds & set("f") else numpy.int64) for array in labels], None
 
 
 def _read_csv(file: Path) -> dict[str, Array]:
-    with file.open(newline="", encoding="utf-8-sig") as stream:
-        reader = csv.reader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
-        header = [name.strip() for name in next(reader, [])]
-        lines = [line for line in reader if line]
+    try:
+        with reading(file), file.open(newline="", encoding="utf-8-sig") as stream:
+            reader = csv.reader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
+            header = [name.strip() for name in next(reader, [])]
+            lines = [line for line in reader if line]
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save the table as UTF-8."
+        ) from error
+    except csv.Error as error:
+        raise UserError(f"{file} is not a table of cells ({error}); repair it.") from error
+    if "\0" in "".join(header):
+        raise UserError(f"{file} is not UTF-8 text (its header has null characters); save the table as UTF-8.")
     if len(set(header)) != len(header) or not header:
         raise UserError(f"the first line of {file.name} must name every column once.")
     for number, line in enumerate(lines, start=1):
         if len(line) != len(header):
             raise UserError(
                 f"example {number} of {file.name} has {len(line)} cells and the header {len(header)}; repair it."
+            )
+        if len(longest := max(line, key=len)) > MAX_CELL:
+            raise UserError(
+                f"example {number} of {file.name} has a cell of {len(longest):,} characters; more than {MAX_CELL:,} "
+                "are no number and no name: drop that column."
             )
     return {name: numpy.array([line[place] for line in lines], dtype=str) for place, name in enumerate(header)}
 
@@ -229,21 +290,37 @@ def _read_parquet(file: Path) -> dict[str, Array]:
         from pyarrow import parquet
     except ImportError as error:
         raise UserError("reading parquet needs pyarrow: pip install 'pfedhn[data]'") from error
+    with reading(file):
+        file.open("rb").close()
     try:
         table = parquet.read_table(file)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, MemoryError, pyarrow.ArrowException) as error:
         raise UserError(f"{file} is not a whole parquet file ({first_line(error)}); write it again.") from error
+    if len(set(table.column_names)) != len(table.column_names):
+        raise UserError(f"{file.name} has two columns of one name; give every column a name of its own.")
+    columns = {}
     for name in table.column_names:
         if table[name].null_count:
             raise UserError(f"column {name!r} of {file.name} has empty cells; fill or drop them.")
-    return {name: table[name].to_numpy() for name in table.column_names}
+        try:
+            columns[name] = table[name].to_numpy()
+        except pyarrow.ArrowException as error:
+            raise UserError(
+                f"column {name!r} of {file.name} holds {table[name].type}; give numbers or texts, or drop it."
+            ) from error
+        if columns[name].dtype.kind not in "biufUSO":
+            raise UserError(
+                f"column {name!r} of {file.name} holds {columns[name].dtype}; give numbers or texts, or drop it."
+            )
+    return columns
 
 
 def _numbers(file: Path, name: str, column: Array) -> NDArray[numpy.float32]:
     try:
-        numbers: NDArray[numpy.float32] = column.astype(numpy.float32)
-    except (ValueError, TypeError):
-        bad = next(place for place, cell in enumerate(column) if not _is_number(cell))
+        with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
+            numbers: NDArray[numpy.float32] = column.astype(numpy.float32)
+    except (ValueError, TypeError, OverflowError):
+        bad = next((place for place, cell in enumerate(column) if not _is_number(cell)), 0)
         raise UserError(
             f"{name!r} of example {bad + 1} of {file.name} is {str(column[bad])!r} and not a number; "
             "features must be numbers: encode or drop that column."
@@ -260,9 +337,9 @@ def _numbers(file: Path, name: str, column: Array) -> NDArray[numpy.float32]:
 def _is_number(cell: Any) -> bool:
     try:
         float(cell)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return False
-    return True
+    return numpy.ndim(cell) == 0
 
 
 def _as_numbers(column: Array) -> Array:
@@ -270,7 +347,7 @@ def _as_numbers(column: Array) -> Array:
     if column.dtype.kind in "USO":
         try:
             column = column.astype(numpy.float64)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             return column.astype(str)
     if column.dtype.kind == "f" and numpy.all(column == numpy.floor(column)) and numpy.all(abs(column) < 2**53):
         return column.astype(numpy.int64)
@@ -294,9 +371,9 @@ def read_client(path: str | Path, label_column: str | None, class_names: Sequenc
         label_column: The column of a table that holds the label; all others are features.
         class_names: What the classes are called that text labels name.
     """
-    place = Path(path).expanduser()
+    place = given_path(path)
     if place.is_dir():
-        x, y = (_load_array(place / file) for file in ("x.npy", "y.npy"))
+        x, y = _load_array(place / "x.npy", "biuf"), _load_array(place / "y.npy", "biufUS")
     elif place.is_file():
         x, y = _table_of_one(place, label_column)
     else:

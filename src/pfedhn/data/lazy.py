@@ -18,10 +18,12 @@ from pfedhn.data.arrays import (
     as_whole_numbers,
     check_classes,
     check_values,
-    short,
 )
 from pfedhn.data.federation import Examples, Federation, gather, in_fast_order
-from pfedhn.errors import UserError, first_line
+from pfedhn.errors import UserError, first_line, short
+
+MAX_CLIENTS = 100_000_000  # the server's table of them has 48 bytes for each
+MAX_EXAMPLES = 2**62  # their numbers have 64 bits
 
 Load: TypeAlias = Callable[[int], Mapping[str, Arrays]]
 
@@ -111,7 +113,16 @@ def lazy_federation(num_clients: int, load: Load, sizes: Mapping[str, Any], num_
     number = as_whole_numbers(num_clients)
     if number is None or number.ndim or number < 1:
         raise UserError(f"a federation needs at least one client, not {short(num_clients)}.")
+    if not callable(load):
+        raise UserError(f"load is {short(load)}; give a function from a client's number to its examples.")
+    if int(number) > MAX_CLIENTS:
+        raise UserError(f"{int(number):,} clients are more than {MAX_CLIENTS:,}, the most that a federation can have.")
+    cached = as_whole_numbers(num_cached)
+    if cached is None or cached.ndim or cached < 0:
+        raise UserError(f"num_cached is {short(num_cached)}; give a whole number of clients.")
     counts = {name: _counts(name, value, int(number)) for name, value in sizes.items()}
+    if sum(float(count.double().sum()) for count in counts.values()) > MAX_EXAMPLES:
+        raise UserError("the clients announce more examples together than can be numbered; mend the counts.")
     total = sum(counts.values(), torch.zeros(int(number), dtype=torch.int64))
     offset, splits = total.cumsum(0) - total, {}
     for name, size in counts.items():

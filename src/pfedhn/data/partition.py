@@ -5,7 +5,6 @@ shares. An example goes to one client or is counted as unused: shares are rounde
 Axes: [N] clients, [C]lasses.
 """
 
-import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,10 +15,13 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn import keys
-from pfedhn.errors import UserError
+from pfedhn.errors import UserError, short
+from pfedhn.settings import whole_number
 
 Integers: TypeAlias = NDArray[numpy.int64]
 Floats: TypeAlias = NDArray[numpy.float64]
+
+FEW_CLIENTS = 100_000
 
 Shares: TypeAlias = Literal["paper", "reference"]
 Form: TypeAlias = Literal["paper", "per-class"]
@@ -88,12 +90,13 @@ class ByClasses(_Rule):
     shares: Shares = "paper"
 
     def __post_init__(self) -> None:
-        _check_count("classes_per_client", self.classes_per_client)
-        _check_count("num_clients", self.num_clients)
+        whole_number("classes_per_client", self.classes_per_client)
+        whole_number("num_clients", self.num_clients)
         _check_choice("shares", self.shares, Shares)
 
     def assign(self, splits: Mapping[str, Labels], key: keys.Key) -> Assignment:
         classes, num_classes = _classes(splits)
+        _check_enough(splits, self.num_clients)
         if self.classes_per_client > len(classes):
             raise UserError(
                 f"{self.classes_per_client} classes per client were asked for, but the labels have {len(classes)}; "
@@ -155,8 +158,8 @@ class Dirichlet(_Rule):
     normalize: Normalize = "apart"
 
     def __post_init__(self) -> None:
-        _check_count("num_clients", self.num_clients)
-        _check_count("novel_clients", self.novel_clients, least=0)
+        whole_number("num_clients", self.num_clients)
+        whole_number("novel_clients", self.novel_clients, least=0)
         _check_choice("form", self.form, Form)
         _check_choice("normalize", self.normalize, Normalize)
         _check_alpha("alpha", self.alpha)
@@ -167,6 +170,7 @@ class Dirichlet(_Rule):
 
     def assign(self, splits: Mapping[str, Labels], key: keys.Key) -> Assignment:
         classes, num_classes = _classes(splits)
+        _check_enough(splits, self.num_clients + self.novel_clients)
         alphas = (self.alpha, self.alpha if self.novel_alpha is None else self.novel_alpha)
         sides = (self.num_clients, self.novel_clients)
         # A key for each side: what is drawn for novel clients must not move the training clients' draws.
@@ -277,13 +281,14 @@ class ByCoarseClass(_Rule):
     clients_per_class: int
 
     def __post_init__(self) -> None:
-        _check_count("clients_per_class", self.clients_per_class)
+        whole_number("clients_per_class", self.clients_per_class)
 
     def assign(self, splits: Mapping[str, Labels], key: keys.Key) -> Assignment:
         coarse = numpy.concatenate(list(_required(splits, "coarse", "by_coarse_class", "the coarse class").values()))
         fine = numpy.concatenate([labels.y for labels in splits.values()])
         classes, num_classes = _classes(splits)
         distinct, numbers = numpy.unique(coarse, return_inverse=True)
+        _check_enough(splits, len(distinct) * self.clients_per_class)
         parent = numpy.zeros(num_classes, dtype=numpy.int64)
         parent[fine] = numbers
         torn = numpy.flatnonzero(parent[fine] != numbers)
@@ -366,6 +371,13 @@ def _classes(splits: Mapping[str, Labels]) -> tuple[Integers, int]:
     return classes, int(classes[-1]) + 1
 
 
+def _check_enough(splits: Mapping[str, Labels], num_clients: int) -> None:
+    """At once where their table would take minutes to fill; of a few, those without examples are named later."""
+    num_examples = sum(len(labels.y) for labels in splits.values())
+    if num_clients > max(num_examples, FEW_CLIENTS):
+        raise UserError(f"{num_clients:,} clients cannot share {num_examples:,} examples; use fewer clients.")
+
+
 def _required(splits: Mapping[str, Labels], field: str, rule: str, meaning: str) -> dict[str, Integers]:
     values = {}
     for name, labels in splits.items():
@@ -378,21 +390,12 @@ def _required(splits: Mapping[str, Labels], field: str, rule: str, meaning: str)
     return values
 
 
-def _check_count(name: str, value: int, least: int = 1) -> None:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
-        raise UserError(f"{name} is {value!r}; give a whole number of at least {least}.")
-
-
 def _check_choice(name: str, value: str, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise UserError(f"{name} is {value!r}; choose {' or '.join(map(repr, get_args(choices)))}.")
+    if not isinstance(value, str) or value not in get_args(choices):
+        raise UserError(f"{name} is {short(value)}; choose {' or '.join(map(repr, get_args(choices)))}.")
 
 
 def _check_alpha(name: str, value: float) -> None:
     # Outside these bounds the logarithms lose all meaning, long after the partition has stopped changing.
     if not isinstance(value, Real) or isinstance(value, bool) or not 1e-9 <= value <= 1e9:
-        raise UserError(f"{name} is {value!r}; give a number above 0, from 1e-9 to 1e9.")
+        raise UserError(f"{name} is {short(value)}; give a number above 0, from 1e-9 to 1e9.")

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
-from pfedhn.errors import UserError, first_line
+from pfedhn.errors import UserError, first_line, short
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.params import stack
@@ -43,6 +43,9 @@ def build_model(
         UserError: If the network would give wrong numbers or fail later.
     """
     _check_factory(name, factory)
+    for what, function in (("loss", loss), ("metric", metric)):
+        if function is not None and not callable(function):
+            raise UserError(f"the {what} is {short(function)}; give a function (outputs, y) -> one value per example.")
     is_classes = not federation.y.is_floating_point() and federation.y.ndim == 1
     loss = loss or (squared_error if federation.y.is_floating_point() else cross_entropy)
     dtype = federation.x.dtype if federation.x.is_floating_point() else torch.get_default_dtype()
@@ -61,6 +64,8 @@ def check_model(model: Model, federation: Federation) -> Any:
     outputs = _refuse_changes(model, module, x)
     _refuse_outputs(model, outputs, x, federation)
     _refuse_loss(model, outputs, y)
+    _refuse_metric(model, outputs, y)
+    _refuse_without_gradient(model, module, x, y)
     _refuse_random_draws(model, module, x)
     _refuse_batch_dependence(model, module, x, y)
     return outputs
@@ -81,14 +86,40 @@ def _check_factory(name: str, factory: Any) -> None:
         ) from None
     except ValueError:
         pass  # written in C: it does not say what it takes
-    with torch.random.fork_rng(devices=[]):
-        module = factory()
+    module, again = _made(name, factory), _made(name, factory)
     if not isinstance(module, nn.Module):
         raise UserError(f"the function that makes {name!r} returned {type(module).__name__}; it must return a network.")
+    if again is module:
+        raise UserError(
+            f"the function that makes {name!r} returned the same network twice, so that every seed would start from "
+            "the same weights; let it make a new one each time."
+        )
     if lazy := _layers(name for name, value in module.named_parameters() if is_lazy(value)):
         raise UserError(
             f"the layers {lazy} of {name!r} learn their sizes from the first batch; write the sizes down, with "
             "nn.Linear for nn.LazyLinear."
+        )
+    _refuse_own_draws(name, module, again)
+
+
+def _made(name: str, factory: Factory) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            return factory()
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"the function that makes {name!r} fails: {first_line(error)}.") from error
+
+
+def _refuse_own_draws(name: str, module: nn.Module, again: nn.Module) -> None:
+    """What is drawn past PyTorch's generator is another network in every process, and a run could not go on."""
+    weights, others = ([value.detach() for value in made.parameters()] for made in (module, again))
+    if not _is_close(weights, others):
+        raise UserError(
+            f"the function that makes {name!r} gives other weights for the same seed; draw them with PyTorch, which "
+            "is seeded for it, and not from a generator of its own."
         )
 
 
@@ -179,6 +210,33 @@ def _refuse_loss(model: Model, outputs: Any, y: Tensor) -> None:
         raise UserError(
             f"the loss returned {found} for {len(y)} examples; it must return one value per example, e.g. with "
             "reduction='none'."
+        )
+
+
+def _refuse_metric(model: Model, outputs: Any, y: Tensor) -> None:
+    if model.per_example_metric is None:
+        return
+    try:
+        values = model.per_example_metric(outputs, y)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"the metric fails for labels of shape {tuple(y.shape)}: {first_line(error)}.") from error
+    if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
+        found = f"the shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise UserError(f"the metric returned {found} for {len(y)} examples; it must return one value per example.")
+
+
+def _refuse_without_gradient(model: Model, module: nn.Module, x: Tensor, y: Tensor) -> None:
+    """A loss that no weight reaches would train nothing, in silence."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        loss = model.per_example_loss(module(x), y)
+        weights = [value for value in module.parameters() if value.requires_grad]
+        reached = torch.autograd.grad(loss.sum(), weights, allow_unused=True) if loss.requires_grad else ()
+    if all(gradient is None for gradient in reached):
+        raise UserError(
+            f"the loss of the network {model.name!r} has no gradient, so nothing would learn; leave out detach(), "
+            "argmax, rounding and torch.no_grad() between the weights and the loss."
         )
 
 

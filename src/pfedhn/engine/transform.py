@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pfedhn import keys
-from pfedhn.errors import UserError, closest
+from pfedhn.errors import UserError, closest, short
 from pfedhn.keys import Key
 from pfedhn.params import Params
 
@@ -98,6 +98,8 @@ TRANSFORMS: dict[str, Transform] = {"full": FULL, "half": Half(), "8-bit": Eight
 
 def find_transform(given: str | Transform) -> Transform:
     if not isinstance(given, str):
+        if isinstance(given, type) or not all(hasattr(given, name) for name in ("init_state", "encode", "decode")):
+            raise UserError(f"a transform is given as {short(given)}; {closest('', TRANSFORMS)}")
         return given
     if given not in TRANSFORMS:
         raise UserError(f"there is no transform {given!r} for uploads and downloads; {closest(given, TRANSFORMS)}")

@@ -24,7 +24,7 @@ from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, RunSpec, is
 from pfedhn.params import Params
 from pfedhn.reference import find_code
 from pfedhn.run import AnyAlgorithm, assemble, build_algorithm
-from pfedhn.settings import checked, describe, fits
+from pfedhn.settings import describe, fits
 
 PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
     "by_classes": partition.by_classes,
@@ -36,9 +36,6 @@ PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
 
 OLD_SPELLINGS = {"normalise": "normalize", "pools": "apart"}
 """What files and stored results of earlier versions call a partition's settings and their values."""
-
-COUNTS = ("local_steps", "outer_steps", "inner_steps", "embedding_dim", "hidden_dim")
-"""Settings of methods of which there must be one; of all other numbers, none may be negative."""
 
 
 def check(experiment: Experiment) -> None:
@@ -86,13 +83,7 @@ def _check_sizes(cell: Cell) -> None:
 
 
 def cell_algorithm(cell: Cell) -> AnyAlgorithm:
-    kind = type(build_algorithm(cell.method))
-    settings = checked(kind, cell.settings, cell.method)
-    for name, value in settings.items():
-        least = 1 if name in COUNTS else 0
-        if isinstance(value, int | float) and value < least:
-            raise UserError(f"{cell.method}: {name} = {value} does not fit; it must be at least {least}.")
-    return build_algorithm(cell.method, settings)
+    return build_algorithm(cell.method, cell.settings)
 
 
 def build_partition(cell: Cell) -> partition.Partition:
@@ -102,7 +93,7 @@ def build_partition(cell: Cell) -> partition.Partition:
     }
     settings = {name: None if value == "none" else value for name, value in settings.items()}
     rule = settings.pop("rule", None)
-    if rule not in PARTITIONS:
+    if not isinstance(rule, str) or rule not in PARTITIONS:
         raise UserError(f"partition: there is no rule {rule!r}; {closest(str(rule), PARTITIONS)}")
     known = inspect.signature(PARTITIONS[rule]).parameters
     if "num_clients" in known:

@@ -14,6 +14,7 @@ from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.files import is_empty, make_folder, read_text, reading, write_atomically
 from pfedhn.settings import build, to_toml
 
+MAX_THREADS = 1_024
 OLD_EXECUTORS = {"vectorised": "vectorized"}  # as earlier versions wrote them into a directory
 
 
@@ -41,6 +42,8 @@ class Options:
         for name in ("checkpoint_every", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+        if self.threads is not None and self.threads > MAX_THREADS:  # PyTorch would end the process
+            raise UserError(f"--threads is {self.threads}; it must be at most {MAX_THREADS}.")
 
     def with_threads(self, num_runs: int, jobs: int | None) -> "Options":
         """Share the cores among the runs side by side, unless it was said how many threads each has."""

@@ -1,6 +1,5 @@
 """Experiments from files and command lines: grids, `--set` and `--only`."""
 
-import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -11,9 +10,9 @@ from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.rates import apply_rates, rates_file, rates_for
 from pfedhn.experiments.spec import CELL_TABLES, Cell, Experiment, RunSpec, distinct, flat_fields, is_made, is_own_data
-from pfedhn.files import read_text
+from pfedhn.files import given_path, read_text
 from pfedhn.run import build_algorithm
-from pfedhn.settings import build, fits, parse_assignments, parse_value
+from pfedhn.settings import build, fits, parse_assignments, parse_toml, parse_value
 
 
 def from_toml(path: Path) -> Experiment:
@@ -22,10 +21,12 @@ def from_toml(path: Path) -> Experiment:
     The rates that `pfedhn tune` chose for it are read from the file beside it: `mine.rates.toml` for `mine.toml`.
     """
     try:
-        table = tomllib.loads(read_text(path))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        table = parse_toml(read_text(path), path)
+    except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from None
     experiment = from_table(table, path.stem)
+    if not table.keys() - {"name", "title", "seeds", "published"}:
+        raise UserError(f"{path} does not say what to run; name at least a method or a dataset (`pfedhn run --help`).")
     cells = [replace(cell, dataset=_absolute(cell.dataset, path.parent)) for cell in experiment.cells]
     experiment = replace(experiment, cells=tuple(cells))
     chosen = rates_file(path)
@@ -36,9 +37,11 @@ def _absolute(dataset: str, base: Path) -> str:
     """A path is meant from where its file lies, or from here; made absolute, a run can be resumed from anywhere."""
     if is_made(dataset):
         file, _, function = dataset.rpartition(":")
-        return f"{(base / file).resolve()}:{function}" if file.endswith(".py") else dataset
-    is_path = is_own_data(dataset) or (dataset not in datasets.DATASETS and (base / dataset).is_dir())
-    return str((base / dataset).resolve()) if is_path else dataset
+        place = given_path(base / given_path(file), is_resolved=True)
+        return f"{place}:{function}" if file.endswith(".py") else dataset
+    path = base / given_path(dataset)
+    is_path = is_own_data(dataset) or (dataset not in datasets.DATASETS and path.is_dir())
+    return str(given_path(path, is_resolved=True)) if is_path else dataset
 
 
 def from_table(table: Mapping[str, Any], name: str) -> Experiment:
@@ -122,7 +125,8 @@ def _with_values(cell: Cell, values: Mapping[str, Any]) -> Cell:
     for name, value in values.items():
         head, _, rest = name.partition(".")
         if name in names:
-            table[name] = _joined(name, table[name], value) if isinstance(value, Mapping) else value
+            is_table = isinstance(value, Mapping) and name in CELL_TABLES
+            table[name] = _joined(name, table[name], value) if is_table else value
         elif rest and head in CELL_TABLES:
             table[head] = _joined(head, table[head], {rest: value})
         else:

@@ -1,6 +1,5 @@
 """Learning rates by experiment and method, as `pfedhn tune` writes them and runs read them."""
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from pfedhn.errors import UserError, closest
 from pfedhn.experiments.spec import Experiment, distinct
 from pfedhn.files import make_folder, one_at_a_time, read_text, write_atomically
 from pfedhn.run import build_algorithm
-from pfedhn.settings import checked, to_toml
+from pfedhn.settings import checked, parse_toml, to_toml
 
 Rates: TypeAlias = dict[str, dict[str, Any]]
 """Settings by method, as `pfedhn tune` chooses them."""
@@ -30,8 +29,8 @@ def rates_file(experiment_file: Path) -> Path:
 def read_rates(file: Path) -> dict[str, Rates]:
     """The rates of a file by experiment, every method and setting checked."""
     try:
-        table = tomllib.loads(read_text(file))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        table = parse_toml(read_text(file), file)
+    except UnicodeDecodeError as error:
         raise UserError(f"{file} is damaged ({error}); mend or remove it.") from None
     for experiment, by_method in table.items():
         if not isinstance(by_method, Mapping) or not all(isinstance(part, Mapping) for part in by_method.values()):

@@ -2,7 +2,9 @@
 
 import io
 import math
+import re
 import textwrap
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.errors import missing_extra
+from pfedhn.errors import missing_extra, printable
 from pfedhn.report.entries import Average, Column, Entry, Report, column_text, compare, display_name
 from pfedhn.report.tables import sentence
 
@@ -221,18 +223,27 @@ def draw_demo(report: Report) -> bytes:
 
 def to_png(figure: Any, dpi: int = 150) -> bytes:
     """A figure as PNG."""
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=dpi)
-    return stream.getvalue()
+    return _saved(figure, format="png", dpi=dpi)
 
 
 def to_svg(figure: Any) -> bytes:
     """A figure as SVG, the same bytes from the same numbers."""
     import matplotlib
 
-    stream = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "pfedhn", "svg.fonttype": "none"}):
-        figure.savefig(stream, format="svg", metadata={"Date": None})
+        return _saved(figure, format="svg", metadata={"Date": None})
+
+
+def _saved(figure: Any, **how: Any) -> bytes:
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):  # titles and names are words, also those with a dollar sign
+        text.set_parse_math(False)
+        text.set_text(printable(text.get_text()))
+    stream = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a box stands for a letter that no font has
+        figure.savefig(stream, **how)
     return stream.getvalue()
 
 
@@ -241,7 +252,8 @@ def figures_of(reports: Sequence[Report], average: Average = "clients") -> dict[
     drawn: dict[str, bytes] = {}
     for number, report in enumerate(reports):
         for column in report.columns:
-            ending = "-".join([column[0], str(column[1]), *([str(number + 1)] if len(reports) > 1 else [])])
+            name = re.sub(r"[^\w.=+-]+", "_", column[0])[:80]  # of a file now
+            ending = "-".join([name, str(column[1]), *([str(number + 1)] if len(reports) > 1 else [])])
             curves, clients = draw_curves(report, column, average), draw_clients(report, column)
             if curves is not None:
                 drawn[f"curves-{ending}.png"] = curves

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-from pfedhn.errors import UserError, closest
+from pfedhn.errors import UserError, closest, printable
 from pfedhn.files import make_folder, write_atomically
 from pfedhn.report.entries import Average, Report
 from pfedhn.report.figures import figures_of
@@ -17,9 +18,16 @@ from pfedhn.report.tables import caption, commands, details, grid, sentence, to_
 
 FORMATS = ("md", "csv", "tex", "png", "html")
 
+
+def _shown(value: Any) -> Any:
+    """Every word on the page: control characters as escapes. What the template itself wrote stays."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,  # titles and labels are a person's own words
+    finalize=_shown,
     trim_blocks=True,
     undefined=StrictUndefined,
 )

@@ -1,7 +1,9 @@
 """Tables of a report: for a terminal, Markdown, CSV and LaTeX."""
 
 import csv
+import html
 import io
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from pfedhn.errors import printable
 from pfedhn.report.entries import Average, Column, Entry, Report, Summary, column_text, compare, display_name, summarize
 
 
@@ -182,20 +185,28 @@ def rich_table(lines: Sequence[Sequence[str]], title: str | None) -> Table:
 def to_markdown(reports: Sequence[Report], average: Average = "clients") -> str:
     parts = []
     for report in reports:
-        parts.append(f"## {report.title}")
+        parts.append(f"## {_markdown(report.title)}")
         if len(report.columns) > 1:
-            parts += [markdown_table(grid(report, average)), caption(report, average)]
-        parts += [markdown_table(details(report, average)), caption(report)]
+            parts += [markdown_table(grid(report, average)), _markdown(caption(report, average))]
+        parts += [markdown_table(details(report, average)), _markdown(caption(report))]
         if again := commands(report):
-            parts += ["Each run again:", "```sh\n" + "\n".join(again) + "\n```"]
+            lines = [" ".join(printable(command).split("\n")) for command in again]
+            fence = "`" * max(3, *(len(run) + 1 for line in lines for run in re.findall("`+", line) or [""]))
+            parts += ["Each run again:", "\n".join([f"{fence}sh", *lines, fence])]
     return "\n\n".join(parts) + "\n"
+
+
+def _markdown(text: str) -> str:
+    """Words of a person or of a stranger's file as words: no HTML, no links, no images, on one line."""
+    text = html.escape(" ".join(printable(text).split("\n")), quote=False)
+    return re.sub(r"([\\`\[\]|])", r"\\\1", text)
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """A table for Markdown: its heading, then a line for each row."""
 
     def row(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", r"\|").replace("\n", "<br>") for cell in cells) + " |"
+        return "| " + " | ".join("<br>".join(map(_markdown, cell.split("\n"))) for cell in cells) + " |"
 
     rule = "|" + "|".join("---" if number == 0 else "---:" for number in range(len(lines[0]))) + "|"
     return "\n".join([row(lines[0]), rule, *map(row, lines[1:])])
@@ -293,6 +304,7 @@ def _latex_number(value: Summary) -> str:
 
 def _latex(text: str) -> str:
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+    text = " ".join(printable(text).split("\n"))
     return "".join(special.get(letter, "\\" + letter if letter in "&%$#_{}" else letter) for letter in text)
 
 
@@ -300,16 +312,12 @@ def sentence(report: Report) -> str:
     """What a comparison with a hypernetwork shows in the first column; empty where its numbers cannot say it."""
     column = report.columns[0]
     ours, alone, shared = (report.entry(method, column) for method in ("pfedhn", "local", "fedavg"))
-    if ours is None or alone is None or not (ours.results and alone.results and ours.has_accuracy):
+    named = [(ours, "pFedHN"), (alone, "a model trained alone"), (shared, "FedAvg's one shared model")]
+    # Of runs that are not finished, or have no test examples, there is no number.
+    numbers = [(entry.test() if entry is not None and entry.has_accuracy else None, whose) for entry, whose in named]
+    if ours is None or alone is None or None in (numbers[0][0], numbers[1][0]):
         return ""
-    numbers = [(ours, "pFedHN"), (alone, "a model trained alone")]
-    if shared is not None and shared.results:
-        numbers.append((shared, "FedAvg's one shared model"))
-    parts = []
-    for entry, whose in numbers:
-        value = entry.test()
-        assert value is not None
-        parts.append(f"{value.mean:.1f} % with {whose}")
+    parts = [f"{value.mean:.1f} % with {whose}" for value, whose in numbers if value is not None]
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}"
     where = f"With {column_text(column)}, on average" if len(report.columns) > 1 else "On average"
     text = f"{where}, a client's own test accuracy is {listed}"

@@ -149,13 +149,13 @@ def draw(found: Found) -> Finding:
     return Finding(
         found.study.name,
         found.title,
-        "Theorem 1 bounds the gap between test and training loss; here that of the error rate is measured along each of the "
-        "three numbers. "
+        "Theorem 1 bounds the gap between test and training loss; here that of the error rate is measured along each "
+        "of the three numbers. "
         f"{'; '.join(f'{AXES[axis]}: {text}' for axis, text in said.items()) or 'Too few points for a fit yet'}.",
         [
             (
                 lines,
-                "m examples per client, n clients, embeddings of length k. After the last round, the mean over clients.",
+                "m examples a client, n clients, embeddings of length k; the mean over clients, after the last round.",
             )
         ],
         {"": partial(picture, found, said)},

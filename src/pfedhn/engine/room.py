@@ -1,0 +1,36 @@
+"""What a run needs of memory, worked out before anything is made or written."""
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from pfedhn import keys
+from pfedhn.engine.simulate import Simulation
+from pfedhn.process import check_room
+
+LARGE_SETTING = 2_000  # no method makes much of less
+
+
+def refuse_too_large(simulation: Simulation) -> None:
+    """Refuse minibatches and a server's model that this machine could never hold."""
+    federation, algorithm = simulation.federation, simulation.algorithm
+    width = min(simulation.schedule.batch_size, federation.largest_train_size)
+    numbers = algorithm.num_batches * width * simulation.clients_per_round
+    example = federation.x[:1].nbytes + federation.y[:1].nbytes + 8  # and its number
+    check_room(numbers * example, "the minibatches of a round (clients x local steps x batch size)")
+    settings: list[Any] = (
+        [getattr(algorithm, item.name) for item in fields(algorithm)] if is_dataclass(algorithm) else []
+    )
+    if any(isinstance(value, int) and value > LARGE_SETTING for value in settings):
+        check_room(_bytes_of_shared(simulation), "the server's model, with these settings,")
+
+
+def _bytes_of_shared(simulation: Simulation) -> int:
+    """How much the server remembers for all, worked out on tensors that have a shape and no content."""
+    starts = simulation.initial_models()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        shared = simulation.algorithm.init_shared(simulation.models, starts, keys.fold(simulation.seed, "shared"))
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(shared) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,42 @@
+"""Ctrl-C before a command has begun: one line, exit code 130, no traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEADING = """
+import os, signal, sys
+from pfedhn.cli.interrupt import stop_in_one_line, unwinding
+def interrupt(): os.kill(os.getpid(), signal.SIGINT)
+stop_in_one_line()
+"""
+SWALLOWED = """
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except BaseException:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "interrupt()",
+        "with unwinding():\n    import swallowing",  # a library that hides the signal, as some do
+        "import swallowing",
+        "with unwinding():\n    pass\ninterrupt()",
+    ],
+)
+def test_the_process_ends_at_once(code: str, tmp_path: Path) -> None:
+    (tmp_path / "swallowing.py").write_text("import os, signal\n" + SWALLOWED)
+    command = [sys.executable, "-c", f"{HEADING}sys.path.append({str(tmp_path)!r})\n{code}\nprint('went on')"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped.\n")
+
+
+def test_where_somebody_waits_for_it_it_is_an_exception() -> None:
+    code = "with unwinding():\n    try:\n        interrupt()\n    except KeyboardInterrupt:\n        print('closed')"
+    done = subprocess.run([sys.executable, "-c", HEADING + code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
