@@ -1,6 +1,7 @@
 """What would be silently wrong is refused with a sentence."""
 
 import inspect
+import math
 import os
 
 import numpy
@@ -200,3 +201,11 @@ def test_a_client_that_joins_draws_by_its_name_or_its_examples() -> None:
     assert not head(0).equal(head(1))  # two clients do not begin with the same head
     assert head(0, "lyon").equal(head(1, "lyon"))
     assert not head(0, "lyon").equal(head(0, "paris"))
+
+
+def test_no_round_is_chosen_by_a_number_that_is_none() -> None:
+    def metric(outputs: Tensor, y: Tensor) -> Tensor:
+        return outputs[:, 0] * math.nan
+
+    with pytest.raises(UserError, match="the metric is NaN on validation examples at step 0, so that no round can"):
+        train(lambda: nn.Linear(8, 4), metric=metric)

@@ -1,6 +1,6 @@
 """What was computed from a finished run, beside its result: a small file of plain numbers that figures are drawn from.
 
-It knows the result that it was made from and carries a checksum, so that one that is stale or was edited is noticed.
+It knows the result that it was made from and is sealed, so that one that is stale or was edited is noticed.
 """
 
 import hashlib
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pfedhn.errors import UserError
-from pfedhn.files import read_text, write_atomically
+from pfedhn.files import read_bytes, write_atomically
 from pfedhn.result import Result, SchemaError, from_json, to_json
+from pfedhn.seal import DamagedError, sealed_json, unsealed_json
 
 FILE = "analysis.json"
 DIGITS = 6  # of every number
@@ -27,17 +28,11 @@ class Analysis:
     run: str
     made_from: str  # which result of that run
     values: Mapping[str, Any]
-    sha256: str
-
-    def __post_init__(self) -> None:
-        if self.sha256 != _checksum(self.values):
-            raise SchemaError("its numbers are not those that were written")
 
     @staticmethod
     def of(study: str, result: Result, values: Mapping[str, Any]) -> "Analysis":
         """What a study computed from the run of `result`; arrays become lists, and numbers keep six digits."""
-        kept = plain(values)
-        return Analysis(study, result.name, identity(result), kept, _checksum(kept))
+        return Analysis(study, result.name, identity(result), plain(values))
 
 
 def identity(result: Result) -> str:
@@ -59,12 +54,8 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _checksum(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
 def write_analysis(folder: Path, analysis: Analysis) -> None:
-    write_atomically(folder / FILE, (json.dumps(to_json(analysis)) + "\n").encode())
+    write_atomically(folder / FILE, sealed_json(to_json(analysis)))
 
 
 def read_analysis(folder: Path, result: Result) -> Analysis | None:
@@ -73,10 +64,7 @@ def read_analysis(folder: Path, result: Result) -> Analysis | None:
     if not file.exists():
         return None
     try:
-        analysis = from_json(Analysis, json.loads(read_text(file)))
-    except (SchemaError, ValueError) as error:
-        raise UserError(
-            f"{file} is damaged ({str(error).removesuffix('.')}); remove it, and the command that made the run "
-            "computes it again."
-        ) from None
+        analysis = from_json(Analysis, unsealed_json(read_bytes(file)))
+    except (DamagedError, SchemaError) as error:
+        raise UserError(f"{file} {error}; remove it, and the command that made the run computes it again.") from None
     return analysis if analysis.made_from == identity(result) else None
