@@ -86,7 +86,6 @@ class Study:
         compute: What is computed from each run where it was made; plain numbers by name.
         small: A cell at reduced size, for a processor and seconds.
         seeds: Of every cell.
-        published: The paper's numbers, as an experiment has them.
     """
 
     name: str
@@ -96,7 +95,6 @@ class Study:
     compute: Callable[[Finished], Mapping[str, Any]] | None = None
     small: Callable[[Cell], Cell] = field(default_factory=lambda: on_digits)
     seeds: tuple[int, ...] = (0, 1, 2)
-    published: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def experiment(self, small: bool = False) -> Experiment:
         """What is run; at reduced size, all cells and one seed."""
@@ -104,7 +102,7 @@ class Study:
             cells = distinct(self.small(cell) for cell in self.cells)
             return Experiment(self.name + SMALL, cells, self.seeds[:1], f"{self.title}; at reduced size")
         cells = tuple(cell for cell in self.cells if cell not in self.borrowed)
-        return Experiment(self.name, cells, self.seeds, self.title, self.published)
+        return Experiment(self.name, cells, self.seeds, self.title)
 
     @cached_property
     def borrowed(self) -> list[Cell]:
