@@ -410,7 +410,7 @@ def _identity(data: Federation) -> int:
     """What a client without a name draws by: its own examples."""
     digest = hashlib.sha256()
     for part in (data.x, data.y):
-        digest.update(part.contiguous().numpy().tobytes())
+        digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())  # of any dtype, on any device
     return keys.hash_text(digest.hexdigest())
 
 
