@@ -106,8 +106,8 @@ def draw(found: Found) -> Finding:
     return Finding(
         found.study.name,
         found.title,
-        "New clients get a model from a hypernetwork that does not change: only their embedding learns. The nearer the "
-        "gap to the line at 0, the less it costs to come late; further right, they are less like any client that "
+        "New clients get a model from a hypernetwork that does not change: only their embedding learns. Where "
+        "the gap to those that trained is 0, coming late costs nothing; further right, they are less like any client that "
         f"trained. Gap in points, from alpha 0.1 to 1: {'; '.join(said) or 'not computed yet'}.",
         [(lines, CAPTION)],
         figures,
@@ -130,9 +130,9 @@ def gap_picture(title: str, points: Mapping[str, tuple[str, list[tuple[Summary, 
         color, marker = drawing.color_of(method, number), drawing.MARKERS[number % 8]
         drawing.errorbar(axes, places, [gap for _, gap in listed], color, label, marker=marker)
     axes.axhline(0, color=drawing.PAPER, linewidth=0.9)
-    drawing.heading(axes, "each mark is one alpha of the new clients, from 0.1 to 1; the nearer to 0, the better")
+    drawing.heading(axes, "each mark is one alpha of the new clients, from 0.1 to 1; higher is better")
     distance = "mean total-variation distance to the nearest client that trained"
-    drawing.finished_axes(axes, distance, "accuracy of new clients less trained ones, points")
+    drawing.finished_axes(axes, distance, "new less trained clients, points")
     return figure
 
 
