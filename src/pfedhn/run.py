@@ -1,5 +1,6 @@
 """A run: assembled in one place, trained, stopped and gone on with, loaded again, and what it can be asked for."""
 
+import itertools
 import logging
 import math
 import threading
@@ -426,7 +427,7 @@ def execute(
         started = time.monotonic() - run.seconds
         saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
         try:
-            for progress in _with_missing(rounds(simulation, run.state), run):
+            for progress in itertools.chain(_missing_evaluation(run), rounds(simulation, run.state)):
                 run.seconds = time.monotonic() - started
                 if progress.is_pause:
                     if not stop.is_set():
@@ -462,13 +463,12 @@ def execute(
     return run
 
 
-def _with_missing(following: Iterator[Progress], run: Run) -> Iterator[Progress]:
-    """The progress of a run; first the evaluation of the last round, if that was left in the middle."""
+def _missing_evaluation(run: Run) -> Iterator[Progress]:
+    """The evaluation of the last round, if that was left in the middle."""
     simulation, step = run.simulation, run.state.round * run.simulation.clients_per_round
     is_evaluated = simulation.schedule.is_evaluated(step - simulation.clients_per_round, step)
     if run.history and run.history[-1].step < step and is_evaluated:
         yield Progress(step, simulation.choose(run.state, simulation.evaluate(run.state)))
-    yield from following
 
 
 def _refuse_blind_choice(evaluation: Evaluation) -> None:
