@@ -5,7 +5,7 @@ they are the same bits on every machine.
 """
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from pfedhn.kernels.launch import INTERPRETED
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy, is_correct
 from pfedhn.params import Params, pack, take
+from pfedhn.seal import sealed_json, sealed_text, unsealed_json, unsealed_text
 from pfedhn.sgd import Batches, gradient, scan
 
 torch.set_num_threads(1)  # tests run side by side
@@ -251,6 +252,18 @@ def images(name: str, count: int, seed: int) -> numpy.ndarray:
     channels, height, width = DATASETS[name].shape
     shape = (count, height, width, 3) if channels == 3 else (count, height, width)
     return numpy.random.default_rng(seed).integers(0, 256, shape, dtype=numpy.uint8)
+
+
+def resealed(file: Path, change: Callable[[str], str]) -> None:
+    """Change a sealed TOML file as somebody would who knows how to seal it."""
+    file.write_bytes(sealed_text(change(unsealed_text(file.read_bytes()))))
+
+
+def resealed_json(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """The same for a sealed JSON file, whose table is changed in place."""
+    table = unsealed_json(file.read_bytes())
+    change(table)
+    file.write_bytes(sealed_json(table))
 
 
 def with_steps(method: str, number: int) -> Any:

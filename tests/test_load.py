@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import SMALL, assert_same_bits
+from support import SMALL, assert_same_bits, resealed, resealed_json
 
 import pfedhn
 from pfedhn import models, record
@@ -292,7 +292,7 @@ def test_what_is_done_to_updates_is_kept(tmp_path: Path, upload: Any) -> None:
     assert loaded.simulation.upload == run.simulation.upload == find_transform(upload)
     assert loaded.simulation.download == find_transform("full")
     assert_same_bits(loaded.personal_weights(1), run.personal_weights(1))
-    with pytest.raises(UserError, match="holds another run \\(its upload differ"):
+    with pytest.raises(UserError, match=r"holds another run: upload is '.*' there and 'full' here"):
         train(tmp_path)
 
 
@@ -380,6 +380,9 @@ def test_a_damaged_checkpoint_is_passed_over_or_said(copied: Path, caplog: pytes
     older = only.with_name("checkpoint-000000004")
     older.with_suffix(".safetensors").write_bytes(whole)
     older.with_suffix(".json").write_bytes(only.read_bytes())
+    with pytest.raises(CheckpointError, match="is truncated or was changed"):  # another step than its name says
+        pfedhn.load(copied)
+    resealed_json(older.with_suffix(".json"), lambda record: record.update(step=4))
     pfedhn.load(copied)
     assert "was not used" in caplog.text
 
@@ -411,10 +414,19 @@ def test_directories_of_the_version_before(copied: Path, made_by: Callable[[Path
 def test_a_damaged_spec(copied: Path) -> None:
     file = copied / "spec.toml"
     text = file.read_text()
-    for damaged in (text[:-40] + "= =", text.replace("[schedule]", "[timetable]")):
+    for damaged, reason in (
+        (text[:-40], "was changed after it was written"),
+        (text.replace("steps = ", "steps = 1"), "was changed after it was written"),
+        (text.rpartition("# sha256")[0], "is damaged: its last line, which vouches for the others, is missing"),
+        ("", "made by another version"),
+    ):
         file.write_text(damaged)
-        with pytest.raises(UserError, match=r"spec\.toml is damaged"):
+        with pytest.raises(UserError, match=reason):
             pfedhn.load(copied)
+    file.write_text(text)
+    resealed(file, lambda text: text.replace("[schedule]", "[timetable]"))
+    with pytest.raises(UserError, match=r"spec\.toml is damaged \('schedule' is missing"):
+        pfedhn.load(copied)
 
 
 @pytest.mark.parametrize(
@@ -435,9 +447,8 @@ def test_a_damaged_spec(copied: Path) -> None:
 )
 def test_only_code_that_makes_a_network_is_called(copied: Path, name: str, reason: str) -> None:
     file = copied / "spec.toml"
-    text = file.read_text()
-    assert '"pfedhn.models:MLP"' in text
-    file.write_text(text.replace('"pfedhn.models:MLP"', f'"{name}"'))
+    assert '"pfedhn.models:MLP"' in file.read_text()
+    resealed(file, lambda text: text.replace('"pfedhn.models:MLP"', f'"{name}"'))
     with pytest.raises(UserError, match=reason):
         pfedhn.load(copied)
 
@@ -454,10 +465,11 @@ def test_train_goes_on_and_refuses_another_run(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         really = record.append_moment
 
-        def killed(directory: Path, moment: Any) -> None:
-            really(directory, moment)
+        def killed(directory: Path, moment: Any, before: str) -> str:
+            own = really(directory, moment, before)
             if moment.step >= 8:
                 raise Killed
+            return own
 
         patch.setattr("pfedhn.run.append_moment", killed)
         with pytest.raises(Killed):
@@ -470,16 +482,25 @@ def test_train_goes_on_and_refuses_another_run(tmp_path: Path) -> None:
     again = train(tmp_path / "whole", steps=16)
     assert again.result == whole.result
     assert (tmp_path / "whole" / "result.json").read_bytes() == written, "a finished run is only read"
-    for different, changes in (
-        ("schedule", {"steps": 17}),
-        ("seed", {"steps": 16, "seed": 1}),
-        ("method", {"steps": 16, "method": "fedavg"}),
-        ("digests", {"steps": 16, "model": functools.partial(pfedhn.MLP, 8, 6, 4)}),
+    for difference, changes in (
+        ("steps is 16 there and 17 here", {"steps": 17}),
+        ("seed is 0 there and 1 here", {"seed": 1}),
+        ("method is 'pfedhn' there and 'fedavg' here", {"method": "fedavg"}),
+        ("the network has other weights", {"model": functools.partial(pfedhn.MLP, 8, 6, 4)}),
+        ("the network computes otherwise", {"model": lambda: AbsoluteFirst(8, 5, 4)}),
+        ("the loss is another", {"loss": lambda outputs, y: 2 * models.cross_entropy(outputs, y)}),
+        ("the metric is another", {"metric": lambda outputs, y: models.is_correct(outputs, y) * 0.5}),
+        ("executor is 'auto' there and 'loop' here", {"executor": "loop"}),
     ):
-        with pytest.raises(
-            UserError, match=f"holds another run \\(its .*{different}.* differ\\); give another directory"
-        ):
-            train(tmp_path / "whole", **changes)
+        with pytest.raises(UserError, match=f"holds another run: .*{difference}.*; give another directory, or what"):
+            train(tmp_path / "whole", **{"steps": 16, **changes})
+
+
+class AbsoluteFirst(pfedhn.MLP):
+    """The same weights, another network."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.abs())
 
 
 def test_train_keeps_a_second_process_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

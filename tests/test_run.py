@@ -1,6 +1,7 @@
 """What would be silently wrong is refused with a sentence."""
 
 import inspect
+import math
 import os
 
 import numpy
@@ -164,3 +165,11 @@ def test_both_roads_have_the_same_defaults() -> None:
     cell = Cell()
     for name in ("steps", "cohort_size", "batch_size", "evaluate_every", "upload", "download"):
         assert ours[name] == getattr(cell, name), name
+
+
+def test_no_round_is_chosen_by_a_number_that_is_none() -> None:
+    def metric(outputs: Tensor, y: Tensor) -> Tensor:
+        return outputs[:, 0] * math.nan
+
+    with pytest.raises(UserError, match="the metric is NaN on validation examples at step 0, so that no round can"):
+        train(lambda: nn.Linear(8, 4), metric=metric)

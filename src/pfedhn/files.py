@@ -46,15 +46,32 @@ def write_atomically(path: Path, content: bytes, way_out: str = ANOTHER_PLACE) -
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(scratch, path)
+            _keep_names(path.parent)
         finally:
             with suppress(OSError):  # it became the file itself, or was never made
                 scratch.unlink()
 
 
+def _keep_names(folder: Path) -> None:
+    """Let what was renamed in a folder outlast a power cut, where the system has a way to say so."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 def append(path: Path, text: str) -> None:
-    """Add lines to a file."""
+    """Add lines to a file. What outlasts a power cut is up to `flush`: to wait for the disk each time takes long."""
     with writing(path), path.open("a") as file:
         file.write(text)
+
+
+def flush(path: Path) -> None:
+    """Let the lines that were added to a file outlast a power cut."""
+    with writing(path), path.open("ab") as file:
+        os.fsync(file.fileno())
 
 
 def make_folder(path: Path, way_out: str = ANOTHER_PLACE) -> None:

@@ -2,15 +2,19 @@
 
 spec.toml          what the run is: method, network, schedule, data, where it is made
 metrics.jsonl      a line per evaluation
-checkpoint-*       its state (engine/checkpoint.py)
+checkpoint-*       its state (engine/checkpoint.py), with the evaluations so far
 start.safetensors  the weights it started from, if these are another run's
 result.json        what it found; written last, so that it says: finished
+
+Every file carries a digest of itself; the checkpoints and the result also carry names for all that the run is made of
+(`identity`), the lines of metrics.jsonl one that follows from these and from the lines before. So what was changed, cut
+or mixed up is refused, or mended from the newest checkpoint when the run is started again.
 """
 
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import partial
@@ -22,23 +26,37 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from pfedhn import fingerprint
 from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.absent import AbsentFederation, Description
 from pfedhn.data.federation import Federation
+from pfedhn.data.lazy import LazyFederation
+from pfedhn.engine.checkpoint import CheckpointError, checkpoints, differences, verified
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
 from pfedhn.engine.transform import TRANSFORMS, Transform
 from pfedhn.environment import environment
 from pfedhn.errors import RunError, UserError, first_line
-from pfedhn.files import append, claimed, make_folder, read_text, write_atomically
+from pfedhn.files import append, claimed, make_folder, read_bytes, write_atomically
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params
 from pfedhn.reference import Code, find, name_of
 from pfedhn.result import Cost, Environment, Moment, Result, SchemaError, from_json, to_json
+from pfedhn.seal import (
+    DamagedError,
+    chained,
+    digest,
+    parsed,
+    sealed_json,
+    sealed_text,
+    unsealed_json,
+    unsealed_text,
+)
 from pfedhn.settings import build, to_toml
 
-FORMAT = 2  # 1: directories of `train` and of experiments differed, and said too little to load a run
+FORMAT = 3  # 2: files without digests; 1: too little to load a run
+NUM_CLIENTS_LOOKED_AT = 8  # of a federation whose data are loaded when needed, in its digest
 SECONDS_FOR_A_LOCK = 5.0  # a worker whose parent was killed needs a round to notice
 
 
@@ -54,6 +72,7 @@ class Origin:
     preprocessing: Mapping[str, Any] | None = None  # what was done to the raw data
     pretrain: Cost | None = None
     command: str = ""
+    plan: Mapping[str, Any] | None = None  # what else its experiment is, but for the cells, and how it is run
 
 
 @dataclass(frozen=True)
@@ -90,6 +109,7 @@ class Spec:
     digests: Mapping[str, str]  # by which one sees that a directory holds another run
     environment: Environment
     cell: Mapping[str, Any] | None = None
+    plan: Mapping[str, Any] | None = None
 
 
 def describe(simulation: Simulation, origin: Origin) -> Spec:
@@ -102,9 +122,6 @@ def describe(simulation: Simulation, origin: Origin) -> Spec:
         )
         for name, model in simulation.models.items()
     }
-    digests = {"partition": partition_digest(simulation.federation), "networks": networks_digest(simulation.models)}
-    if simulation.starts is not None:
-        digests["start"] = hashlib.sha256(_start_content(simulation.starts)).hexdigest()
     return Spec(
         FORMAT,
         origin.name,
@@ -116,10 +133,42 @@ def describe(simulation: Simulation, origin: Origin) -> Spec:
         simulation.schedule,
         networks,
         replace(Description.of(simulation.federation), name=origin.dataset, preprocessing=origin.preprocessing),
-        digests,
+        _digests(simulation),
         replace(environment(simulation.federation.x.device), finished=None),
         origin.cell or None,
+        origin.plan,
     )
+
+
+def _digests(simulation: Simulation) -> dict[str, str]:
+    """Names for what a run is made of, where a file cannot hold the thing itself."""
+    models, wire = simulation.models, (simulation.upload, simulation.download)
+    own_code = [type(part) for part in (simulation.algorithm, *wire)]
+    digests = {
+        "data": data_digest(simulation.federation),
+        "partition": partition_digest(simulation.federation),
+        "clients": clients_digest(simulation.federation),
+        "networks": networks_digest(models),
+        "network code": _of_all(fingerprint.of_module(model.training_module) for model in models.values()),
+        "loss": _of_all(fingerprint.of_code(model.per_example_loss) for model in models.values()),
+        "metric": _of_all(fingerprint.of_code(model.per_example_metric) for model in models.values()),
+        "method code": _of_all(map(fingerprint.of_code, own_code)),
+    }
+    if simulation.starts is not None:
+        digests["start"] = hashlib.sha256(_start_content(simulation.starts)).hexdigest()
+    return digests
+
+
+def _of_all(names: Iterable[str]) -> str:
+    """One name for several pieces of code."""
+    found = list(names)
+    return f"{fingerprint.VERSION} {digest(found)}"
+
+
+def identity(spec: Spec) -> dict[str, str]:
+    """Names for everything that decides a run's numbers, but for the machine and the versions it is made with."""
+    parts = ("method", "upload", "download", "schedule", "seed", "executor")
+    return {part: digest(to_json(getattr(spec, part))) for part in parts} | dict(spec.digests)
 
 
 def settings_of(spec: Any) -> dict[str, Any]:
@@ -142,6 +191,33 @@ def transform_name(transform: Transform) -> str:
     """What a transform is called: the name it is registered by, or else "module:qualname"."""
     registered = (name for name, known in TRANSFORMS.items() if known == transform)
     return next(registered, name_of(type(transform)))
+
+
+def data_digest(federation: Federation) -> str:
+    """A name for the examples and labels; of data that are loaded when needed, those of the first and a few others."""
+    parts = [fingerprint.of_tensor(federation.x), fingerprint.of_tensor(federation.y)]
+    if isinstance(federation, LazyFederation):
+        last = federation.num_clients - 1
+        places = {last * number // (NUM_CLIENTS_LOOKED_AT - 1) for number in range(NUM_CLIENTS_LOOKED_AT)}
+        for client in sorted(places):
+            parts += [fingerprint.of_tensor(part) for part in federation.examples_of(client)]
+    return digest(parts)
+
+
+def clients_digest(federation: Federation) -> str:
+    """A name for who the clients are: their names, what they draw by, how they are described, and who joins later."""
+    descriptors, identities, joining = federation.descriptors, federation.identities, federation.joining
+    return digest(
+        [
+            federation.num_clients,
+            federation.names,
+            None if identities is None else fingerprint.of_tensor(identities),
+            None if descriptors is None else fingerprint.of_tensor(descriptors),
+            federation.architectures,
+            federation.class_names,
+            None if joining is None else [partition_digest(joining), clients_digest(joining)],
+        ]
+    )
 
 
 def partition_digest(federation: Federation) -> str:
@@ -167,23 +243,66 @@ def held(directory: Path | None) -> AbstractContextManager[None]:
     return claimed(directory, SECONDS_FOR_A_LOCK)
 
 
-def open_directory(directory: Path, simulation: Simulation, origin: Origin) -> None:
+def open_directory(directory: Path, simulation: Simulation, origin: Origin) -> Spec:
     """Write down what the run is, or refuse a directory that holds another one."""
-    spec = describe(simulation, origin)
-    text = to_toml(_without_none(to_json(spec)))
+    # As it will be read again: TOML has no None and no tuples.
+    given = from_json(Spec, tomllib.loads(_text(describe(simulation, origin))))
     if (stored := read_spec(directory)) is not None:
-        given = from_json(Spec, tomllib.loads(text))
-        parts = ("method", "upload", "download", "seed", "schedule", "digests")
-        differing = [part for part in parts if getattr(given, part) != getattr(stored, part)]
-        if differing:
+        if difference := _difference(stored, given):
             raise UserError(
-                f"{directory} holds another run (its {', '.join(differing)} differ); give another directory, or the "
-                "settings it was made with."
+                f"{directory} holds another run: {difference}; give another directory, or what it was made with."
             )
-        return
+        return stored
     if simulation.starts is not None:
         write_atomically(directory / "start.safetensors", _start_content(simulation.starts))
-    write_atomically(directory / "spec.toml", text.encode())
+    write_spec(directory, given)
+    return given
+
+
+def write_spec(directory: Path, spec: Spec) -> None:
+    write_atomically(directory / "spec.toml", sealed_text(_text(spec)))
+
+
+def _text(spec: Spec) -> str:
+    return to_toml(_without_none(to_json(spec)))
+
+
+WORDS = {
+    "data": "the examples or labels are others",
+    "partition": "the clients have other examples in training, validation or test",
+    "clients": "the clients' names, descriptors or networks are others",
+    "networks": "the network has other weights",
+    "network code": "the network computes otherwise",
+    "loss": "the loss is another",
+    "metric": "the metric is another",
+    "method code": "the code of the method or of a transform is another",
+    "start": "it starts from other weights",
+}
+"""What it means that two runs differ in a digest."""
+
+
+def _difference(there: Spec, here: Spec) -> str:
+    """In what two runs differ, in words; empty if in nothing that decides their numbers."""
+    found = []
+    for part in differences(identity(there), identity(here)):
+        if part in WORDS:
+            found.append(WORDS[part])
+            continue
+        one, other = (_flat(part, to_json(getattr(spec, part))) for spec in (there, here))
+        name = next(name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name))
+        found.append(f"{name} is {one.get(name)!r} there and {other.get(name)!r} here")
+    return ", ".join(found)
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    """A part of a spec by the names of its values: `lr`, `steps`; of a method, first its own."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {
+        name if key == "name" else inner: part
+        for key, item in value.items()
+        for inner, part in _flat(key, item).items()
+    }
 
 
 def _start_content(starts: Mapping[str, Params]) -> bytes:
@@ -202,21 +321,35 @@ def _without_none(value: Any, is_setting: bool = False) -> Any:
     }
 
 
-def append_moment(directory: Path, moment: Moment) -> None:
-    append(directory / "metrics.jsonl", json.dumps(to_json(moment)) + "\n")
+def metrics_line(moment: Moment, before: str) -> tuple[str, str]:
+    """An evaluation as a line of metrics.jsonl after another one, by whose digest it is known; and its own digest."""
+    table = to_json(moment)
+    own = chained(before, table)
+    return json.dumps({**table, "sha256": own}) + "\n", own
 
 
-def cut_history(directory: Path, step: int) -> list[Moment]:
-    """Forget what was written after the checkpoint at `step`: the run will write it again."""
-    kept = [moment for moment in read_history(directory) if moment.step <= step]
-    if (directory / "metrics.jsonl").exists():
-        content = "".join(json.dumps(to_json(moment)) + "\n" for moment in kept)
-        write_atomically(directory / "metrics.jsonl", content.encode())
-    return kept
+def append_moment(directory: Path, moment: Moment, before: str) -> str:
+    """Write an evaluation down; the digest that the next one takes as `before`, the first that of the run."""
+    line, own = metrics_line(moment, before)
+    append(directory / "metrics.jsonl", line)
+    return own
+
+
+def write_history(directory: Path, history: Sequence[Moment], run: str) -> str:
+    """Write the evaluations so far anew: what a run that goes on has not seen, it will write again."""
+    lines, before = [], run
+    for moment in history:
+        line, before = metrics_line(moment, before)
+        lines.append(line)
+    content = "".join(lines).encode()
+    file = directory / "metrics.jsonl"
+    if not file.exists() or read_bytes(file) != content:
+        write_atomically(file, content)
+    return before
 
 
 def write_result(directory: Path, result: Result) -> None:
-    write_atomically(directory / "result.json", json.dumps(to_json(result), indent=1).encode())
+    write_atomically(directory / "result.json", sealed_json(to_json(result), indent=1))
 
 
 def read_spec(directory: Path) -> Spec | None:
@@ -224,45 +357,120 @@ def read_spec(directory: Path) -> Spec | None:
     file = directory / "spec.toml"
     if not file.exists():
         if any(directory.glob("checkpoint-*")):
-            raise UserError(OLDER.format(directory))
+            raise RunError((OLDER if (directory / "run.json").exists() else LOST).format(directory))
         return None
+    content = read_bytes(file)
     try:
-        table = tomllib.loads(read_text(file))
-        if table.get("format") != FORMAT:
-            raise UserError(OLDER.format(directory))
-        return from_json(Spec, table)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, SchemaError) as error:
-        raise UserError(f"{file} is damaged ({error}); use another directory.") from None
+        try:
+            text = unsealed_text(content)
+        except DamagedError:
+            if _is_older(content):
+                raise UserError(OLDER.format(directory)) from None
+            raise
+        return from_json(Spec, tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, DamagedError, SchemaError) as error:
+        reason = str(error) if isinstance(error, DamagedError) else f"is damaged ({error})"
+        raise RunError(f"{file} {reason}; run it again in another directory.") from None
 
 
+def _is_older(content: bytes) -> bool:
+    try:
+        return bool(tomllib.loads(content.decode()).get("format", 1) != FORMAT)
+    except ValueError:
+        return False
+
+
+LOST = "{} has lost its spec.toml, which says what its run is; run it again elsewhere."
 OLDER = (
     "{} was made by another version of pfedhn, which this one can neither load nor go on with; run it again elsewhere."
 )
 
 
+class MendableError(RunError):
+    """A file of a run cannot be trusted, and the run writes it anew when it is started again."""
+
+
+MENDS = "start the run again, which mends it"
+
+
 def read_history(directory: Path) -> list[Moment]:
-    """Every evaluation so far; the last line of a run that was killed may be half written."""
+    """Every evaluation so far, if each is as it was written and none is missing that others vouch for.
+
+    A run that goes on or was killed may have half a last line, which does not count.
+    """
     file = directory / "metrics.jsonl"
+    vouched: Sequence[Any]
+    if (result := read_result(directory)) is not None:
+        before, vouched = digest(result.digests), ()
+    elif not file.exists() and not any(directory.glob("checkpoint-*")):
+        return []
+    elif (spec := read_spec(directory)) is not None:
+        before, vouched = digest(identity(spec)), _history_of_newest(directory, identity(spec))
+    else:
+        raise RunError(LOST.format(directory))
     moments: list[Moment] = []
-    for line in read_text(file).splitlines() if file.exists() else []:
+    lines = read_bytes(file).split(b"\n") if file.exists() else [b""]
+    for number, line in enumerate(lines[:-1], 1):
         try:
-            moments.append(from_json(Moment, json.loads(line)))
-        except ValueError:
-            break
+            moment, before = _moment_of(line, before)
+        except DamagedError:
+            raise MendableError(f"{file} is damaged in line {number}; {MENDS}.") from None
+        moments.append(moment)
+    if len(moments) < len(vouched) or (result is not None and (before != result.history or lines[-1])):
+        raise MendableError(f"{file} has lost lines; {MENDS}.")
     return moments
 
 
-def read_result(directory: Path) -> Result | None:
-    """What a finished run found; None while it is not finished."""
+def _moment_of(line: bytes, before: str) -> tuple[Moment, str]:
+    table = parsed(line)
+    own = table.pop("sha256", None)
+    if own != chained(before, table):
+        raise DamagedError("was changed after it was written")
+    return from_json(Moment, table), str(own)
+
+
+def _history_of_newest(directory: Path, run: Mapping[str, str]) -> Sequence[Any]:
+    """The evaluations that the newest sound checkpoint knows."""
+    for path in checkpoints(directory):
+        try:
+            history: Sequence[Any] = verified(path, run)["history"]
+        except CheckpointError:
+            continue
+        except RunError:  # the run goes on, and has removed it meanwhile
+            return ()
+        return history
+    return ()
+
+
+def read_result(directory: Path, spec: Spec | None = None) -> Result | None:
+    """What a finished run found; None while it is not finished.
+
+    Args:
+        directory: Of the run.
+        spec: What the run is, if the result shall be refused where it is another one's.
+    """
     file = directory / "result.json"
     if not file.exists():
         return None
     try:
-        return from_json(Result, json.loads(read_text(file)))
+        result = from_json(Result, unsealed_json(read_bytes(file)))
+    except DamagedError as error:
+        raise MendableError(f"{file} {error}; {MENDS}.") from None
     except SchemaError as error:
-        raise UserError(f"{file} cannot be read: {error}; remove it and run again.") from None
-    except ValueError:
-        raise UserError(f"{file} is damaged; remove it and run again: the run's checkpoint is still there.") from None
+        raise MendableError(f"{file} cannot be read: {error}; {MENDS}.") from None
+    if result.digests is None or result.history is None:
+        raise MendableError(f"{file} does not say what its run was made of; {MENDS}.")
+    if spec is not None and (differing := differences(result.digests, identity(spec))):
+        raise MendableError(f"{file} is of another run (its {', '.join(differing)} differ); {MENDS}.")
+    return result
+
+
+def read_finished(directory: Path) -> Result | None:
+    """The result of a finished run, all of whose files but the checkpoints are sound; None while it is not finished."""
+    result = read_result(directory, read_spec(directory))
+    if result is not None:
+        read_history(directory)
+    return result
 
 
 def to_simulation(

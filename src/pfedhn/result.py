@@ -204,6 +204,8 @@ class Result:
     environment: Environment
     pretrain: Cost | None = None
     unadapted: Unadapted | None = None  # where clients adapt; `validation` and `test` are then what they score after it
+    digests: Mapping[str, str] | None = None  # names for all that the run was made of
+    history: str | None = None  # the digest of the last line of metrics.jsonl
 
     def __post_init__(self) -> None:
         if self.test.clients is None or self.test.client_examples is None:

@@ -1,6 +1,7 @@
 """A run: assembled in one place, trained, stopped and gone on with, loaded again, and what it can be asked for."""
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -33,28 +34,31 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Schedule, State
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
-from pfedhn.errors import UserError, closest, short
-from pfedhn.files import given_path
+from pfedhn.errors import RunError, UserError, closest, short
+from pfedhn.files import flush, given_path
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params, take
 from pfedhn.process import advise_once
 from pfedhn.progress import Watch, bar
 from pfedhn.record import (
+    MendableError,
     Origin,
+    Spec,
     append_moment,
-    cut_history,
     held,
+    identity,
     method_name,
     open_directory,
     partition_digest,
-    read_history,
     read_result,
     read_spec,
     settings_of,
     to_simulation,
+    write_history,
     write_result,
 )
-from pfedhn.result import Moment, Result, Scores, Unadapted, to_json
+from pfedhn.result import Moment, Result, Scores, Unadapted, from_json, to_json
+from pfedhn.seal import digest
 from pfedhn.settings import check_seed, checked_method, whole_number
 
 logger = logging.getLogger("pfedhn")
@@ -358,7 +362,7 @@ def _moment(evaluation: Evaluation, state: State, seconds: float) -> Moment:
     )
 
 
-def _result(run: Run) -> Result:
+def _result(run: Run, digests: Mapping[str, str] | None = None, history: str | None = None) -> Result:
     simulation, origin, chosen, state = run.simulation, run.origin, run.chosen, run.state
     validation, test = (scores_of(chosen.splits[split]) for split in EVALUATED_SPLITS)
     unadapted = None
@@ -386,6 +390,8 @@ def _result(run: Run) -> Result:
         environment(simulation.federation.x.device),
         origin.pretrain,
         unadapted,
+        digests,
+        history,
     )
 
 
@@ -417,15 +423,7 @@ def execute(
     method = method_name(simulation.algorithm)
     run = Run(simulation, simulation.initial_state(), origin or Origin(directory.name if directory else method, method))
     with held(directory), _computing_with(directory, threads):
-        if directory is not None:
-            open_directory(directory, simulation, run.origin)
-            state, refused = load_state(directory, simulation)
-            for sentence in refused:
-                say(sentence)
-            if state is not None:
-                run.state = state
-            run.history = cut_history(directory, -1 if state is None else state.round * simulation.clients_per_round)
-            run.seconds = run.history[-1].seconds if run.history else 0.0
+        files = None if directory is None else _Files.open(directory, simulation, run, say)
         started = time.monotonic() - run.seconds
         saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
         try:
@@ -436,9 +434,10 @@ def execute(
                         yield
                     continue
                 if progress.evaluation is not None:
+                    _refuse_blind_choice(progress.evaluation)
                     run.history.append(_moment(progress.evaluation, run.state, run.seconds))
-                    if directory is not None:
-                        append_moment(directory, run.history[-1])
+                    if files is not None:
+                        files.append(run.history[-1])
                 if watch is not None:
                     watch(progress, run)
                 is_due = (
@@ -446,24 +445,76 @@ def execute(
                     if checkpoint_every is None
                     else progress.step - saved_step >= checkpoint_every
                 )
-                if directory is not None and (is_due or stop.is_set()):
-                    save_state(directory, run.state, simulation)
+                if files is not None and (is_due or stop.is_set()):
+                    files.save(run)
                     saved_at, saved_step = time.monotonic(), progress.step
                 if stop.is_set():
                     raise KeyboardInterrupt
                 yield
         except Diverged:
-            if directory is not None:
-                save_state(directory, run.state, simulation)  # as it was before that round: its last good one
+            if files is not None:
+                files.save(run)  # as it was before that round: its last good one
             raise
-        run.result = None if directory is None else read_result(directory)
-        if run.result is None:
-            run.result = _result(run)
-            if directory is not None:
-                save_state(directory, run.state, simulation)
-                write_result(directory, run.result)
-                remove_old(directory, 1)  # nothing goes on from the one before any more
+        run.result = _result(run) if files is None else files.finish(run, say)
     return run
+
+
+def _refuse_blind_choice(evaluation: Evaluation) -> None:
+    """No round is better than another by a number that is none."""
+    validation = evaluation.splits["validation"]
+    if int(validation.count.sum()) and validation.metric is not None and math.isnan(validation.score):
+        raise RunError(
+            f"the metric is NaN on validation examples at step {evaluation.step}, so that no round can be chosen by "
+            "it; mend the metric."
+        )
+
+
+@dataclass
+class _Files:
+    """The files of a run that goes on."""
+
+    directory: Path
+    spec: Spec
+    last: str  # the digest of the last line of metrics.jsonl
+
+    @staticmethod
+    def open(directory: Path, simulation: Simulation, run: Run, say: Callable[[str], None]) -> "_Files":
+        """Claim a directory, and let the run stand where the newest sound checkpoint there left it."""
+        spec = open_directory(directory, simulation, run.origin)
+        stored = load_state(directory, simulation, identity(spec))
+        for sentence in stored.refused:
+            say(sentence)
+        if stored.state is not None:
+            run.state = stored.state
+        run.history = [from_json(Moment, table) for table in stored.history]
+        run.seconds = run.history[-1].seconds if run.history else 0.0
+        return _Files(directory, spec, write_history(directory, run.history, digest(identity(spec))))
+
+    def append(self, moment: Moment) -> None:
+        self.last = append_moment(self.directory, moment, self.last)
+
+    def save(self, run: Run) -> None:
+        """Write a checkpoint, once everything that it vouches for is on the disk."""
+        flush(self.directory / "metrics.jsonl")
+        save_state(self.directory, run.state, run.simulation, identity(self.spec), to_json(run.history))
+
+    def finish(self, run: Run, say: Callable[[str], None]) -> Result:
+        """The result that is there, if it is sound and of this run, or else a new one."""
+        try:
+            result = read_result(self.directory, self.spec)
+            if result is not None and result.history == self.last:
+                return result
+        except MendableError as error:
+            say(f"{error} It was written anew from the last checkpoint.")
+            result = None
+        is_made_elsewhere = (self.directory / "result.json").exists()
+        made = _result(run, identity(self.spec), self.last)
+        if is_made_elsewhere:  # by an earlier process, of whose environment the spec tells
+            made = replace(made, environment=replace(self.spec.environment, finished=made.environment.finished))
+        self.save(run)
+        write_result(self.directory, made)
+        remove_old(self.directory, 1)  # nothing goes on from the one before any more
+        return made
 
 
 @contextmanager
@@ -667,15 +718,15 @@ def load(
     simulation = to_simulation(
         path, spec, model=model, method=method, loss=loss, metric=metric, device=choose_device(device)
     )
-    state, refused = load_state(path, simulation)
-    for sentence in refused:
+    stored = load_state(path, simulation, identity(spec))
+    for sentence in stored.refused:
         logger.warning(sentence)
-    if state is None or state.best is None:
+    if stored.state is None or stored.state.best is None:
         raise UserError(f"{path} holds no checkpoint yet; wait until its run has written one.")
-    step = state.round * simulation.clients_per_round
-    history = [moment for moment in read_history(path) if moment.step <= step]
+    history = [from_json(Moment, table) for table in stored.history]
     origin = Origin(spec.name, spec.method.name, cell=spec.cell or {}, dataset=spec.data.name)
-    return Run(simulation, state, origin, history, history[-1].seconds if history else 0.0, read_result(path))
+    seconds = history[-1].seconds if history else 0.0
+    return Run(simulation, stored.state, origin, history, seconds, read_result(path, spec))
 
 
 def _run_directory(path: Path, name: str | None) -> Path:

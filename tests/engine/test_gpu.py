@@ -128,7 +128,7 @@ def test_a_run_that_stopped_goes_on(federation: Federation, tmp_path: Path) -> N
         if progress.step == 4:
             save_state(tmp_path, state, part)
             break
-    again, _ = load_state(tmp_path, part)
+    again = load_state(tmp_path, part).state
     assert again is not None
     assert again.round == 4
     list(CapturedRun(part, again).rounds())

@@ -17,7 +17,7 @@ from pfedhn.data.federation import Federation
 from pfedhn.engine.checkpoint import CheckpointError, checkpoints, load_state, save_state
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged, Progress
-from pfedhn.record import read_history
+from pfedhn.record import identity, read_history, read_spec
 from pfedhn.result import Moment
 from pfedhn.run import Run, drain, execute
 
@@ -176,7 +176,9 @@ def test_a_run_that_diverges_leaves_its_last_good_state(executor: str, federatio
     one = simulate(wild, federation, rounds=6, evaluate_every=100, executor=executor)
     with pytest.raises(Diverged):
         run(one, tmp_path, checkpoint_every=1)
-    state, refused = load_state(tmp_path, one)
+    stored = read_spec(tmp_path)
+    assert stored is not None
+    state, refused, _ = load_state(tmp_path, one, identity(stored))
     assert refused == []
     assert state is not None
     assert state.round == 0

@@ -9,7 +9,9 @@ import pytest
 from pfedhn.data.partition import dirichlet
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_federation, build_partition
-from pfedhn.experiments.grid import from_toml
+from pfedhn.experiments.directory import Options
+from pfedhn.experiments.grid import from_table, from_toml
+from pfedhn.experiments.runner import prepare
 from pfedhn.experiments.spec import Cell
 
 NOVEL = {"rule": "dirichlet", "alpha": 1.0, "novel_clients": 2}
@@ -59,3 +61,20 @@ def test_own_data_keep_their_names(tmp_path: Path) -> None:
     table.write_text("city,size,state\n" + "\n".join(f"lyon,{i},{i % 2}" for i in range(20)))
     with pytest.raises(UserError, match=r"say which column is the label: columns\.label = "):
         build_federation(Cell(dataset=str(table), clients=1, columns={"client": "city"}), seed=0)
+
+
+def test_how_many_clients_there_are_is_said_once() -> None:
+    with pytest.raises(UserError, match="num_clients is not given here; the field `clients` says how many"):
+        build_partition(Cell(clients=5, partition={**NOVEL, "num_clients": 7}))
+
+
+def test_a_start_that_a_method_makes_nothing_of_is_refused(tmp_path: Path) -> None:
+    experiment = from_table(
+        {"method": ["fedavg", "pfedhn"], "clients": 5, "model": "mlp-4", "methods": {"pfedhn": {"pretrain": "fedavg"}}},
+        "",
+    )
+    with pytest.raises(UserError, match="pfedhn makes nothing of the model that pretrain = 'fedavg' would give it"):
+        prepare(tmp_path, experiment.runs([0]), Options())
+    for method in ("lg-fedavg", "fedper", "local", "pfedme"):
+        cells = tuple(replace(cell, method=method) if cell.pretrain else cell for cell in experiment.cells)
+        prepare(tmp_path, replace(experiment, cells=cells).runs([0]), Options())

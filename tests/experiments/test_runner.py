@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import shlex
+import shutil
 import signal
 import threading
 import tomllib
@@ -16,7 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support import SMALL, mlp
+from support import SMALL, mlp, resealed
 
 from pfedhn import record, run
 from pfedhn.algorithms import ALGORITHMS
@@ -36,8 +37,10 @@ from pfedhn.experiments.runner import prepare, run_many
 from pfedhn.experiments.spec import Experiment, RunSpec, pretraining_run, with_pretraining
 from pfedhn.experiments.workers import run_side_by_side
 from pfedhn.progress import Event, Failed, Finished, Said, Update
+from pfedhn.report.entries import collect
 from pfedhn.result import to_json
 from pfedhn.run import train
+from pfedhn.seal import sealed_text
 
 WITH_LG = replace(
     SMALL,
@@ -149,28 +152,35 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["name = ", "name = 'x'\nplanned = []\n[[cells]]\nstepz = 3", "name = 'x'"])
 def test_a_damaged_directory_is_said(tmp_path: Path, content: str) -> None:
-    (tmp_path / "experiment.toml").write_text(content)
+    (tmp_path / "experiment.toml").write_bytes(sealed_text(content))
     with pytest.raises(UserError, match=r"experiment\.toml is damaged"):
         Directory(tmp_path).read()
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [("{", r"result\.json is damaged; remove it and run again"), ("{}", r"cannot be read: 'name' is missing")],
-)
-def test_a_damaged_result_is_said(tmp_path: Path, content: str, sentence: str) -> None:
+@pytest.mark.parametrize("content", ["{", "{}", "null", "\0", "[[[[" * 100_000])
+def test_a_damaged_result_is_said_and_written_anew(tmp_path: Path, in_turn: Path, content: str) -> None:
     one = SMALL.runs()[0]
-    (tmp_path / one.name).mkdir()
-    (tmp_path / one.name / "result.json").write_text(content)
-    with pytest.raises(UserError, match=sentence):
-        run_many(tmp_path, SMALL, [one], jobs=1)
+    shutil.copytree(in_turn / one.name, tmp_path / one.name)
+    Directory(tmp_path).open(SMALL, [one])
+    file = tmp_path / one.name / "result.json"
+    before = record.read_result(tmp_path / one.name)
+    file.write_text(content)
+    with pytest.raises(UserError, match=r"result\.json (is damaged|was changed after it was written); start the run"):
+        collect([tmp_path])
+    said: list[Event] = []
+    outcome = run_many(tmp_path, SMALL, [one], jobs=1, listen=said.append)
+    assert before is not None
+    found = outcome.results[one.name]
+    assert replace(found, seconds=before.seconds, environment=before.environment) == before
+    assert any(isinstance(event, Said) and "result.json" in event.sentence for event in said)
+    collect([tmp_path])
 
 
 def test_an_executor_is_read_as_it_was_spelled_before(tmp_path: Path) -> None:
     directory = Directory(tmp_path)
     directory.open(SMALL, [], Options(executor="vectorized"))
     file = tmp_path / "experiment.toml"
-    file.write_text(file.read_text().replace('"vectorized"', '"vectorised"'))
+    resealed(file, lambda text: text.replace('"vectorized"', '"vectorised"'))
     assert directory.options().executor == "vectorized"
 
 
@@ -219,7 +229,7 @@ def test_a_run_whose_data_changed_is_not_gone_on_with(tmp_path: Path, monkeypatc
         run_many(tmp_path, SMALL, runs, jobs=1, listen=stopping_at(10))
     monkeypatch.setattr(record, "partition_digest", lambda federation: "another")
     (failure,) = run_many(tmp_path, SMALL, runs, jobs=1).failures.values()
-    assert "holds another run (its digests differ); give another directory" in failure.sentence
+    assert "holds another run: the clients have other examples in training, validation or test" in failure.sentence
     assert failure.is_bad_input
 
 

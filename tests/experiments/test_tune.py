@@ -1,6 +1,7 @@
 """Tuning: which points, chosen by what, stopped and gone on with, and where the chosen rates go."""
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -417,3 +418,15 @@ def test_mnist_takes_the_rates_of_cifar10_unless_it_has_its_own(
     assert plain != {0.25}
     save_rates(file, "table1-mnist", {"fedavg": {"local_lr": 0.5}})
     assert rates_of("table1-mnist") == {0.5}
+
+
+def test_nothing_is_chosen_without_validation_examples() -> None:
+    blind = with_assignments(from_toml(Path("mine.toml")), {"split": [0.7, 0.0, 0.3]})
+    with pytest.raises(UserError, match="fedavg would be tuned on validation examples, and there are none; leave some"):
+        plan(blind, ["method=fedavg"])
+    study = plan(TABLE1, ["method=fedavg"])
+    for scores in (Scores(math.nan, 0, math.nan, math.nan), Scores(0.5, 10, math.nan, math.nan)):
+        first = outcome(study, "first", {0.1: 0.2, 0.05: 0.6})
+        next(iter(first.results.values())).validation = scores
+        with pytest.raises(UserError, match="has no score on validation examples, so that nothing can be chosen by it"):
+            Findings(study, first).finalists("fedavg")

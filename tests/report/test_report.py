@@ -2,23 +2,24 @@
 
 import csv
 import io
-import json
 import math
 import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from pfedhn.data.absent import Description
+from pfedhn.engine.state import Schedule
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.spec import Cell, Experiment
-from pfedhn.record import write_result
+from pfedhn.record import FORMAT, Part, Spec, identity, write_history, write_result, write_spec
 from pfedhn.report.entries import Report, collect, compare, summarize
 from pfedhn.report.figures import draw_demo, figures_of, plot_curves
 from pfedhn.report.page import write
@@ -36,7 +37,8 @@ from pfedhn.report.tables import (
     to_markdown,
     to_terminal,
 )
-from pfedhn.result import Cost, Environment, Moment, Result, Scores, to_json
+from pfedhn.result import Cost, Environment, Moment, Result, Scores
+from pfedhn.seal import digest
 
 ROWS = [4, 4, 2, 0]  # test rows of each client; the last has none
 CELLS = tuple(Cell(method=method, clients=4, steps=20) for method in ("local", "fedavg", "pfedhn"))
@@ -56,24 +58,42 @@ def record(correct: Sequence[int]) -> Scores:
     )
 
 
+def spec_of(name: str) -> Spec:
+    full = Part("full", {})
+    return Spec(
+        FORMAT,
+        name,
+        int(name[-1]),
+        "auto",
+        Part(name.partition("-")[0], {}),
+        full,
+        full,
+        Schedule(steps=20),
+        {},
+        Description(4, (64,), "float32", (), "int64", 10),
+        {},
+        Environment("cpu: abacus", 1),
+    )
+
+
 def put_run(directory: Path, name: str, correct: Sequence[int] | None, *, seconds: float = 2.0, **more: Any) -> None:
     """A finished run, or (without `correct`) one that has only begun."""
     folder = directory / name
     folder.mkdir(parents=True)
-    moments = [record([1, 1, 0, 0]), record(correct or [2, 1, 0, 0])]
-    lines = [
-        json.dumps(to_json(Moment(10 * number, number, moment, moment, 0, 0, 1.0)))
-        for number, moment in enumerate(moments, 1)
-    ]
-    ending = "\n" if correct else '\n{"step": 30, "te'  # killed while it was writing
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + ending)
+    scores = [record([1, 1, 0, 0]), record(correct or [2, 1, 0, 0])]
+    moments = [Moment(10 * number, number, part, part, 0, 0, 1.0) for number, part in enumerate(scores, 1)]
+    spec = spec_of(name)
+    write_spec(folder, spec)
+    history = write_history(folder, moments, digest(identity(spec)))
     if correct is None:
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 30, "te')  # killed while it was writing
         return
     sent = 0 if name.startswith("local") else 1
     result = Result(
         name,
         "made",
-        cell={},
+        cell=asdict(Directory(directory).read()[0].find(name).cell),
         settings={},
         seed=int(name[-1]),
         chosen_step=20,
@@ -88,6 +108,8 @@ def put_run(directory: Path, name: str, correct: Sequence[int] | None, *, second
         partition_sha256=name[-1],
         command=f"pfedhn run made --only name={name}",
         environment=Environment("cpu: abacus", 1),
+        digests=identity(spec),
+        history=history,
     )
     write_result(folder, replace(result, **more))
 

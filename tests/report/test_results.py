@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy
 import pytest
+from support import resealed_json
 from typer.testing import CliRunner
 
 from pfedhn.cli.app import app
@@ -67,7 +68,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Directory(path).open(TINY, TINY.runs())
     begun = path / "pfedhn-digits-5-seed1"
     begun.mkdir()
-    first_line = (path / "pfedhn-digits-5-seed0" / "metrics.jsonl").read_text().splitlines()[0]
+    other = path / "pfedhn-digits-5-seed0"
+    shutil.copy(other / "spec.toml", begun)
+    first_line = (other / "metrics.jsonl").read_text().splitlines()[0]
     (begun / "metrics.jsonl").write_text(first_line + '\n{"step": 2, "te')
     return path
 
@@ -97,7 +100,7 @@ def test_every_finished_run_has_one_line_in_the_order_of_the_experiment(file: Pa
 def test_a_line_says_what_a_rerun_needs(made: Path, file: Path) -> None:
     for line in lines_of(file)[1:]:
         result = json.loads((made / line["name"] / "result.json").read_text())
-        assert set(line) == set(result) | {"kind", "curve"}
+        assert set(line) == set(result) - {"history"} | {"kind", "curve"}
         assert line["test"]["clients"] == result["test"]["clients"]
         assert line["test"]["client_examples"] == result["test"]["client_examples"]
         assert line["test"]["loss"] == result["test"]["loss"]  # every bit: it shows whether a rerun is the same
@@ -143,7 +146,7 @@ def test_lines_of_earlier_versions_are_read(file: Path) -> None:
 
     def renamed(value: Any) -> Any:
         if isinstance(value, dict):
-            return {old.get(name, name): renamed(part) for name, part in value.items() if name != "task"}
+            return {old.get(name, name): renamed(p) for name, p in value.items() if name not in ("task", "sha256")}
         return [renamed(part) for part in value] if isinstance(value, list) else value
 
     (expected,) = read_file(file)
@@ -193,10 +196,12 @@ def test_a_run_made_again_replaces_its_line_whichever_comes_first(made: Path, fi
     again = tmp_path / "again"
     shutil.copytree(made, again)
     path = again / "pfedhn-digits-5-seed0" / "result.json"
-    result = json.loads(path.read_text())
-    result["seconds"] = 99.0
-    result["environment"]["finished"] = "2099-01-01T00:00:00Z"
-    path.write_text(json.dumps(result))
+
+    def later(result: dict[str, Any]) -> None:
+        result["seconds"] = 99.0
+        result["environment"]["finished"] = "2099-01-01T00:00:00Z"
+
+    resealed_json(path, later)
     assert export([again], file) == (0, 1, 5)
     assert lines_of(file)[-1]["seconds"] == 99.0
     assert export([made], file) == (0, 0, 5)  # the older one does not come back
@@ -238,9 +243,7 @@ def test_a_result_that_could_not_be_read_again_is_not_written(made: Path, file: 
     older = tmp_path / "older"
     shutil.copytree(made, older)
     path = older / "fedavg-digits-5-seed1" / "result.json"
-    result = json.loads(path.read_text())
-    del result["settings"]
-    path.write_text(json.dumps(result))
+    resealed_json(path, lambda result: result.pop("settings"))
     before = file.read_bytes()
     with pytest.raises(UserError, match=r"fedavg-digits-5-seed1/result.json cannot be read: 'settings' is missing"):
         export([older], file)
@@ -302,6 +305,7 @@ def test_what_was_not_run_is_an_empty_cell(made: Path, tmp_path: Path) -> None:
 def spoil(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
     def apply(text: str) -> str:
         line = json.loads(text)
+        del line["sha256"]  # as strangers write it
         change(line)
         return json.dumps(line)
 
@@ -325,6 +329,18 @@ def spoil(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
         (4, spoil(lambda line: line["curve"]["test"].pop("sample_mean")), "'curve' is not whole"),
         (1, spoil(lambda line: line.pop("cells")), "'cells' is missing"),
         (1, spoil(lambda line: line["cells"][0].update(stepz=3)), "stepz"),
+        (1, spoil(lambda line: line["cells"][0].update(steps={"a": 1})), "steps"),
+        (2, spoil(lambda line: line["test"].update(client_mean=1.5)), "an accuracy is not between 0 and 1"),
+        (2, spoil(lambda line: line["validation"].update(sample_mean=-1)), "an accuracy is not between 0 and 1"),
+        (2, spoil(lambda line: line["test"].update(client_mean=0.123)), "the means are not those of the clients"),
+        (2, spoil(lambda line: line["test"]["clients"].__setitem__(0, 999)), "more correct examples than examples"),
+        (2, spoil(lambda line: line["curve"]["test"]["client_mean"].__setitem__(0, 1.5)), "test curve is not between"),
+        (2, spoil(lambda line: line["curve"]["step"].reverse()), "the steps of its curve do not rise"),
+        (2, spoil(lambda line: line.update(bytes_up=-1)), "'bytes_up' is -1, which cannot be"),
+        (2, spoil(lambda line: line.update(seconds=math.inf)), "'seconds' is inf, which cannot be"),
+        (2, spoil(lambda line: line.update(seed=7)), "has the seed 7"),
+        (2, lambda text: text.replace('"seconds":', '"seconds":1'), "it was changed after it was written"),
+        (2, lambda text: "[" * 100_000, "it is no JSON"),
     ],
 )
 def test_a_damaged_line_is_named(file: Path, number: int, damage: Callable[[str], str], sentence: str) -> None:
@@ -401,7 +417,9 @@ def pretended(accuracies: dict[str, dict[int, float]], **more: Any) -> Runs:
         (cell,) = (cell for cell in CIFAR10.cells if (cell.method, cell.clients) == (method, 50))
         for seed, accuracy in by_seed.items():
             name = f"{method}-cifar10-50-seed{seed}"
-            test = Scores(0.5, 100, accuracy / 100 - 0.01, accuracy / 100, (1,), (2,))
+            mean, sizes = accuracy / 100, (75, 25)
+            correct = sizes[0] * (mean + 0.01), sizes[1] * (mean - 0.03)
+            test = Scores(0.5, 100, mean - 0.01, mean, correct, sizes)
             results[name] = replace(
                 Result(
                     name,

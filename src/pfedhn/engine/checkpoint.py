@@ -1,18 +1,17 @@
 """A run's state on disk: tensors in safetensors, the rest in JSON, written atomically and verified on load.
 
-The JSON file is written last and carries a digest of both files: where it is missing or does not match, the checkpoint
-does not count and the one before it is used.
+The JSON file is written last and carries a digest of both files and the name of its run: where it is missing or does
+not match, the checkpoint does not count and the one before it is used.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -20,10 +19,12 @@ from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Best, Diverged, Evaluation, Memories, PrivateTable, State
 from pfedhn.errors import RunError
-from pfedhn.files import read_bytes, read_text, write_atomically
+from pfedhn.files import read_bytes, write_atomically
+from pfedhn.fingerprint import differ
 from pfedhn.params import take
+from pfedhn.seal import DamagedError, sealed_json, unsealed_json
 
-FORMAT = 2
+FORMAT = 3
 
 
 NUM_KEPT = 2  # the newest, and the one before it in case the newest is damaged
@@ -33,8 +34,30 @@ class CheckpointError(RunError):
     """No checkpoint in a directory can be trusted."""
 
 
-def save_state(directory: Path, state: State, simulation: Simulation) -> None:
-    """Write `state`; older checkpoints than the last two are removed. A state that has diverged is not written."""
+class Loaded(NamedTuple):
+    """What a directory's checkpoints hold."""
+
+    state: State | None  # of the newest sound one; None if there is none at all
+    refused: list[str]  # a sentence for each that cannot be trusted
+    history: list[Any]  # of that state, as it was given to `save_state`
+
+
+def save_state(
+    directory: Path,
+    state: State,
+    simulation: Simulation,
+    run: Mapping[str, str] | None = None,
+    history: Sequence[Any] = (),
+) -> None:
+    """Write `state`; older checkpoints than the last two are removed. A state that has diverged is not written.
+
+    Args:
+        directory: Of the run.
+        state: Where it stands.
+        simulation: What it is.
+        run: Names for what it is made of; a checkpoint of a run with other ones is refused.
+        history: Its evaluations so far, as JSON can hold them.
+    """
     if simulation.federation.x.is_cuda:
         # A captured run writes on a stream of its own, which nothing here would wait for.
         torch.cuda.synchronize(simulation.federation.x.device)
@@ -49,6 +72,8 @@ def save_state(directory: Path, state: State, simulation: Simulation) -> None:
     tensors, slots = _memories_to_tensors("now", state.memories)
     record: dict[str, Any] = {
         "format": FORMAT,
+        "run": dict(run or {}),
+        "history": list(history),
         "round": state.round,
         "step": step,
         "bytes_down": state.bytes_down,
@@ -67,10 +92,9 @@ def save_state(directory: Path, state: State, simulation: Simulation) -> None:
                     tensors[f"evaluation/{split}/{name}"] = value
     content = save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
     record["tensors_sha256"] = hashlib.sha256(content).hexdigest()
-    record["sha256"] = _digest(record)
     name = f"checkpoint-{step:09d}"
     write_atomically(directory / f"{name}.safetensors", content)
-    write_atomically(directory / f"{name}.json", json.dumps(record).encode())
+    write_atomically(directory / f"{name}.json", sealed_json(record))
     remove_old(directory, NUM_KEPT)
 
 
@@ -87,41 +111,49 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
-def load_state(directory: Path, simulation: Simulation) -> tuple[State | None, list[str]]:
-    """The newest sound checkpoint (None if there is none at all), and a sentence for each that was refused."""
+def load_state(directory: Path, simulation: Simulation, run: Mapping[str, str] | None = None) -> Loaded:
+    """The newest checkpoint that is sound and of this run."""
     refused = []
     for path in checkpoints(directory):
         try:
-            record = _verified(path)
+            record = verified(path, run)
+            tensors = _verified_tensors(path.with_suffix(".safetensors"), record["tensors_sha256"])
         except CheckpointError as error:
             refused.append(str(error))
             continue
-        return _to_state(load_file(path.with_suffix(".safetensors")), record, simulation), refused
+        return Loaded(_to_state(tensors, record, simulation), refused, record["history"])
     if refused:
         raise CheckpointError(f"{refused[0]} No sound checkpoint is left in {directory}; start the run anew elsewhere.")
-    return None, []
+    return Loaded(None, [], [])
 
 
-def _verified(path: Path) -> dict[str, Any]:
-    tensors = path.with_suffix(".safetensors")
+def verified(path: Path, run: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What the JSON file of a checkpoint says, if every byte of it is as it was written, for this run."""
     try:
-        record: dict[str, Any] = json.loads(read_text(path))
-        digest = record.pop("sha256")
-    except (ValueError, KeyError, AttributeError):
-        raise CheckpointError(f"{path.name} is damaged and was not used.") from None
-    if digest != _digest(record):
-        raise CheckpointError(f"{path.name} was changed after it was written and was not used.")
-    if record["format"] != FORMAT:
-        raise CheckpointError(f"{path.name} has format {record['format']}; this version of pfedhn reads {FORMAT}.")
-    if not tensors.exists():
-        raise CheckpointError(f"{tensors.name} is missing, so {path.name} was not used.")
-    if hashlib.sha256(read_bytes(tensors)).hexdigest() != record["tensors_sha256"]:
-        raise CheckpointError(f"{tensors.name} is truncated or was changed, and was not used.")
+        record = unsealed_json(read_bytes(path))
+    except DamagedError as error:
+        raise CheckpointError(f"{path.name} {error} and was not used.") from None
+    if record.get("format") != FORMAT:
+        raise CheckpointError(f"{path.name} has format {record.get('format')}; this version of pfedhn reads {FORMAT}.")
+    if f"checkpoint-{record['step']:09d}" != path.stem:
+        raise CheckpointError(f"{path.name} is the checkpoint of step {record['step']} and was not used.")
+    if differing := differences(record["run"], run or {}):
+        raise CheckpointError(f"{path.name} is of another run (its {', '.join(differing)} differ) and was not used.")
     return record
 
 
-def _digest(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """The parts in which two runs differ, by names for what they are made of."""
+    return [part for part in dict.fromkeys([*one, *other]) if differ(one.get(part, ""), other.get(part, ""))]
+
+
+def _verified_tensors(file: Path, sha256: str) -> dict[str, Tensor]:
+    if not file.exists():
+        raise CheckpointError(f"{file.name} is missing, so its checkpoint was not used.")
+    content = read_bytes(file)
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise CheckpointError(f"{file.name} is truncated or was changed, and was not used.")
+    return load(content)
 
 
 def _memories_to_tensors(prefix: str, memories: Memories) -> tuple[dict[str, Tensor], dict[str, list[int]]]:

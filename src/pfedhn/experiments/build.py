@@ -3,13 +3,15 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
+from torch.utils import _pytree as pytree
 
-from pfedhn import models
+from pfedhn import fingerprint, models
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
@@ -74,8 +76,12 @@ def build_partition(cell: Cell) -> partition.Partition:
     if not isinstance(rule, str) or rule not in PARTITIONS:
         raise UserError(f"partition: there is no rule {rule!r}; {closest(str(rule), PARTITIONS)}")
     known = inspect.signature(PARTITIONS[rule]).parameters
+    if "num_clients" in settings:
+        raise UserError(
+            "partition: num_clients is not given here; the field `clients` says how many clients there are."
+        )
     if "num_clients" in known:
-        settings.setdefault("num_clients", cell.clients)
+        settings["num_clients"] = cell.clients
     hints = get_type_hints(PARTITIONS[rule])
     for name, value in settings.items():
         if name not in known:
@@ -99,7 +105,7 @@ def _examples_on(name: str, data_dir: Path | None, device: str) -> torch.Tensor:
     data = _dataset(name, data_dir)
     x = data.x if data.test_x is None else torch.cat([data.x, data.test_x])
     x = x.to(device)
-    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+    return fingerprint.remember(x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x)
 
 
 def forget_datasets() -> None:
@@ -156,6 +162,25 @@ def preprocessing(cell: Cell) -> dict[str, Any] | None:
     if source is None:
         return None
     return {"scale": 16.0 if cell.dataset == "digits" else 255.0, "mean": source.mean, "std": source.std}
+
+
+def refuse_unused_start(simulation: Simulation, cell: Cell) -> None:
+    """A run whose method makes nothing of the weights it starts from would only pay for them."""
+
+    def begun(value: float) -> list[torch.Tensor]:
+        starts = {
+            name: {part: torch.full_like(weights, value) for part, weights in model.fresh(0).items()}
+            for name, model in simulation.models.items()
+        }
+        memories = replace(simulation, starts=starts).initial_state().memories
+        first = memories.private[simulation.model_of(0).name].make(0)
+        return pytree.tree_leaves((memories.shared, memories.rows, first))
+
+    if all(torch.equal(one, other) for one, other in zip(begun(0.0), begun(1.0), strict=True)):
+        raise UserError(
+            f"{cell.method} makes nothing of the model that pretrain = {cell.pretrain!r} would give it; leave pretrain "
+            "out, or use a method whose clients start from it, such as lg-fedavg."
+        )
 
 
 def build_simulation(run: RunSpec, options: Options, starts: Mapping[str, Params] | None = None) -> Simulation:

@@ -1,4 +1,7 @@
-"""The files of one experiment: `experiment.toml`, and a folder per run."""
+"""The files of one experiment: `experiment.toml`, and a folder per run.
+
+`experiment.toml` carries a digest of itself. Where it is lost, it is made again from what every run's `spec.toml` says.
+"""
 
 import os
 import tomllib
@@ -8,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from pfedhn.engine.executors import EXECUTORS
-from pfedhn.errors import UserError, closest
+from pfedhn.errors import RunError, UserError, closest
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
-from pfedhn.files import is_empty, make_folder, read_text, reading, write_atomically
+from pfedhn.files import is_empty, make_folder, one_at_a_time, read_bytes, reading, write_atomically
+from pfedhn.record import Spec, read_spec
+from pfedhn.seal import DamagedError, sealed_text, unsealed_text
 from pfedhn.settings import build, to_toml
 
 MAX_THREADS = 1_024
@@ -44,6 +49,11 @@ class Options:
         if self.threads is not None and self.threads > MAX_THREADS:  # PyTorch would end the process
             raise UserError(f"--threads is {self.threads}; it must be at most {MAX_THREADS}.")
 
+    def table(self) -> dict[str, Any]:
+        """As a directory keeps them."""
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        return values | {name: str(values[name].resolve()) for name in ("data_dir", "rates") if name in values}
+
     def with_threads(self, num_runs: int, jobs: int | None) -> "Options":
         """Share the cores among the runs side by side, unless it was said how many threads each has."""
         if self.threads is not None or self.device != "cpu":
@@ -67,7 +77,10 @@ class Directory:
         named = named or self.path
         if is_empty(self.path):
             return
-        if (self.path / "experiment.toml").exists():
+        if self._is_lost and self._begun():
+            self._runs_of(experiment)
+            return
+        if not self._is_lost:
             stored, _ = self.read()
             if plain(asdict(stored)) == plain(asdict(experiment)):
                 return
@@ -84,27 +97,48 @@ class Directory:
         raise UserError(f"{named} is not empty and holds no experiment; give another --out.")
 
     def open(self, experiment: Experiment, planned: Sequence[RunSpec], options: Options | None = None) -> None:
-        """Claim the directory for an experiment, or refuse one that holds another."""
+        """Claim the directory for an experiment, or refuse one that holds another.
+
+        Commands at the same time wait for each other here, so that none loses what another has planned.
+        """
         self.refuse_other(experiment)
-        before = self.read()[1] if (self.path / "experiment.toml").exists() else []
         make_folder(self.path)
-        names = dict.fromkeys(run.name for run in (*before, *planned))
-        table = {**plain(asdict(experiment)), "planned": list(names)}
-        if options is not None:
-            table["options"] = {name: value for name, value in asdict(options).items() if value is not None}
-            for name in ("data_dir", "rates"):
-                if (place := getattr(options, name)) is not None:
-                    table["options"][name] = str(place.resolve())
-        write_atomically(self.path / "experiment.toml", to_toml(table).encode())
+        with one_at_a_time(self.path):
+            self.refuse_other(experiment)  # another command may have been first
+            before = self._runs_of(experiment) if self._is_lost else self.read()[1]
+            names = dict.fromkeys(run.name for run in (*before, *planned))
+            table = {**plain(asdict(experiment)), "planned": list(names)}
+            if options is not None:
+                table["options"] = options.table()
+            write_atomically(self.path / "experiment.toml", sealed_text(to_toml(table)))
+
+    @property
+    def is_experiment(self) -> bool:
+        """Whether an experiment lies here, be it without its `experiment.toml`."""
+        return not self._is_lost or bool(self._begun())
+
+    @property
+    def _is_lost(self) -> bool:
+        return not (self.path / "experiment.toml").exists()
 
     def read(self) -> tuple[Experiment, list[RunSpec]]:
         """The stored experiment and the runs that were asked for so far."""
         table = self._table()
+        file = self.path / "experiment.toml"
         try:
             experiment = from_table(table, self.path.name)
-            planned = [experiment.find(str(name)) for name in table["planned"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{self.path / 'experiment.toml'} is damaged ({error}); give another --out.") from None
+            names = table.get("planned")
+            if not isinstance(names, list):
+                raise UserError("it does not say which runs were asked for.")
+            planned = [experiment.find(str(name)) for name in names]
+        except UserError as error:
+            if self._is_lost:
+                raise RunError(
+                    f"{file} is lost, and too few runs have begun to make it again; start the experiment again as it "
+                    f"was started, with --out {self.path}, and it goes on."
+                ) from None
+            reason = str(error).removesuffix(".")
+            raise RunError(f"{file} is damaged ({reason}); {REMOVE}.") from None
         return experiment, planned
 
     def options(self) -> Options:
@@ -119,14 +153,53 @@ class Directory:
     def _table(self) -> dict[str, Any]:
         file = self.path / "experiment.toml"
         with reading(self.path):
-            if not file.exists():
+            if not self.is_experiment:
                 raise UserError(
                     f"{self.path} holds no experiment to go on with; `pfedhn run NAME --out {self.path}` starts one."
                 )
+        if self._is_lost:
+            return self._made_again()
         try:
-            return tomllib.loads(read_text(file))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{file} is damaged ({error}); give another --out.") from None
+            return tomllib.loads(unsealed_text(read_bytes(file)))
+        except DamagedError as error:
+            raise RunError(f"{file} {error}; {REMOVE}.") from None
+        except tomllib.TOMLDecodeError as error:
+            raise RunError(f"{file} is damaged ({error}); {REMOVE}.") from None
+
+    def _begun(self) -> list[Spec]:
+        """What the runs of an experiment say that they are, by which a lost `experiment.toml` is made again."""
+        specs = (read_spec(file.parent) for file in sorted(self.path.glob("*-seed*/spec.toml")))
+        return [spec for spec in specs if spec is not None and spec.plan is not None]
+
+    def _runs_of(self, experiment: Experiment) -> list[RunSpec]:
+        """The runs that have begun, where `experiment.toml` is lost; all must be of this experiment."""
+        found = []
+        for spec in self._begun():
+            try:
+                run = experiment.find(spec.name)
+                is_same = build(Cell, spec.cell or {}, spec.name) == run.cell
+            except UserError:
+                is_same = False
+            if not is_same:
+                raise UserError(
+                    f"{self.path} holds {spec.name}, a run of another experiment or of other settings; give another "
+                    "--out, or the settings it was made with."
+                )
+            found.append(run)
+        return found
+
+    def _made_again(self) -> dict[str, Any]:
+        """What `experiment.toml` said, as far as runs have begun: each knows its cell and how it was started."""
+        specs = self._begun()
+        plans = [{**(spec.plan or {}), "options": None} for spec in specs]
+        if any(plan != plans[0] for plan in plans):
+            raise RunError(f"{self.path} has lost its experiment.toml, and its runs are of different experiments.")
+        cells = [spec.cell for spec in specs]
+        distinct = [cell for number, cell in enumerate(cells) if cell not in cells[:number]]
+        return {**(specs[-1].plan or {}), "cells": distinct, "planned": [spec.name for spec in specs]}
+
+
+REMOVE = "remove it, and --resume makes it again from its runs; for other settings give another --out"
 
 
 def _first_difference(there: Any, here: Any, where: str = "") -> str:

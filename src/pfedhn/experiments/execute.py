@@ -3,14 +3,14 @@
 import threading
 import traceback
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from pfedhn.engine.state import Diverged
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.experiments.build import build_simulation, preprocessing
-from pfedhn.experiments.directory import Options
+from pfedhn.experiments.directory import Options, plain
 from pfedhn.experiments.provenance import rerun_command
 from pfedhn.experiments.spec import Experiment, RunSpec, dataset_name, pretraining_run
 from pfedhn.params import Params, take
@@ -40,6 +40,7 @@ def start(
         preprocessing(run.cell),
         cost,
         rerun_command(experiment, run, options),
+        {**plain(asdict(replace(experiment, cells=()))), "options": options.table()},
     )
     return execute(
         simulation,

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import torch
 
-from pfedhn.experiments.build import build_simulation, cell_algorithm, forget_datasets
+from pfedhn.errors import UserError
+from pfedhn.experiments.build import build_simulation, cell_algorithm, forget_datasets, refuse_unused_start
 from pfedhn.experiments.directory import Options, num_jobs
 from pfedhn.experiments.execute import Listener, Outcome, Queue, failure, start
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_run, with_pretraining
 from pfedhn.experiments.workers import run_side_by_side
-from pfedhn.record import read_result
+from pfedhn.progress import Said
+from pfedhn.record import MendableError, read_finished, read_spec
 from pfedhn.run import Run, computing_on, stop_on_signal
 
 MAX_RUNS_ON_DEVICE = 24  # a GPU is busy long before; more only wait longer for their first result
@@ -19,13 +21,26 @@ MAX_RUNS_ON_DEVICE = 24  # a GPU is busy long before; more only wait longer for 
 
 def prepare(directory: Path, runs: Sequence[RunSpec], options: Options) -> None:
     """Build each cell once, so that data or settings that cannot work are refused before anything is written."""
-    seen: list[Cell] = []
+    seen: set[str] = set()
     for run in runs:
-        if run.cell not in seen and not (directory / run.name / "result.json").exists():
-            seen.append(run.cell)
-            build_simulation(run, options)
+        _refuse_other_executor(directory / run.name, options)
+        if run.cell_name not in seen and not (directory / run.name / "result.json").exists():
+            seen.add(run.cell_name)
+            simulation = build_simulation(run, options)
+            if run.cell.pretrain is not None:
+                refuse_unused_start(simulation, run.cell)
     if options.device == "cpu":
         forget_datasets()
+
+
+def _refuse_other_executor(folder: Path, options: Options) -> None:
+    """Now, not when the run starts: the directory would keep the option that it cannot go on with."""
+    spec = read_spec(folder)
+    if spec is not None and spec.executor != options.executor:
+        raise UserError(
+            f"{folder} was begun with the executor {spec.executor}, so it cannot go on with {options.executor}, whose "
+            f"sums round otherwise; give --executor {spec.executor}, or another --out."
+        )
 
 
 def run_many(
@@ -93,13 +108,18 @@ def _line_up(directory: Path, experiment: Experiment, runs: Sequence[RunSpec], l
     outcome = Outcome()
     waiting = []
     for run in runs:
-        if (result := read_result(directory / run.name)) is not None:
+        try:
+            result = read_finished(directory / run.name)
+        except MendableError as error:
+            listen(Said(run.name, str(error)))
+            result = None
+        if result is not None:
             outcome.results[run.name] = result
         else:
             waiting.append(run)
     # Started last, a run that takes long would leave the other cores idle at the end, or the GPU half used.
-    awaited = [pretraining_run(experiment, run) for run in waiting]
-    waiting.sort(key=lambda run: (run not in awaited, -_num_rounds(run.cell)))
+    awaited = {earlier.name for run in waiting if (earlier := pretraining_run(experiment, run)) is not None}
+    waiting.sort(key=lambda run: (run.name not in awaited, -_num_rounds(run.cell)))
     return Queue(experiment, waiting, outcome, listen)
 
 

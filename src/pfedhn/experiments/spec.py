@@ -4,8 +4,10 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,22 +73,46 @@ class Experiment:
     title: str = ""
     published: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # "method/clients" -> mean, deviation
 
+    @cached_property
+    def _named(self) -> list[tuple[str, Cell]]:
+        return list(zip(cell_names(self.cells), self.cells, strict=True))
+
+    @cached_property
+    def _cell_of(self) -> dict[str, Cell]:
+        return dict(self._named)
+
+    @cached_property
+    def _name_of(self) -> dict[str, str]:
+        """The name of a cell by its digest."""
+        return {cell_digest(cell): name for name, cell in self._named}
+
+    @cached_property
+    def alike(self) -> dict[str, list[Cell]]:
+        """The cells of one method on one federation and network, by what says which these are."""
+        found: dict[str, list[Cell]] = {}
+        for cell in self.cells:
+            found.setdefault(_place(cell, cell.method), []).append(cell)
+        return found
+
     def runs(self, seeds: Sequence[int] | None = None) -> list[RunSpec]:
         """Every run, cell by cell; with other seeds than the experiment's own where they are given."""
         return [
             RunSpec(cell, seed, name + _seed_suffix(seed))
-            for name, cell in zip(cell_names(self.cells), self.cells, strict=True)
+            for name, cell in self._named
             for seed in (self.seeds if seeds is None else seeds)
         ]
 
+    def run_of(self, cell: Cell, seed: int) -> RunSpec:
+        """The run of one of its cells."""
+        return RunSpec(cell, seed, self._name_of[cell_digest(cell)] + _seed_suffix(seed))
+
     def find(self, name: str) -> RunSpec:
         """The run of a folder or line with this name, also of a seed that was given on the command line."""
-        _, separator, seed = name.rpartition("-seed")
-        runs = self.runs([int(seed)]) if separator and re.fullmatch(r"-?\d+", seed) else []
-        found = next((run for run in runs if run.name == name), None)
-        if found is None:
+        head, separator, seed = name.rpartition("-seed")
+        cell = self._cell_of.get(head) if separator and re.fullmatch(r"0|-?[1-9]\d{0,18}", seed) else None
+        if cell is None:
             raise UserError(f"{self.name!r} has no run {name!r}.")
-        return found
+        return RunSpec(cell, int(seed), name)
 
 
 def dataset_name(cell: Cell) -> str:
@@ -120,15 +146,14 @@ def distinctions(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         return cell.method, cell.dataset, cell.clients
 
     values = [flat_fields(cell) for cell in cells]
-    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    # Of every group, one cell's values and the names of those in which another one differs.
+    firsts: dict[tuple[str, str, int], dict[str, Any]] = {}
+    differing: dict[tuple[str, str, int], set[str]] = {}
     for cell, mine in zip(cells, values, strict=True):
-        groups.setdefault(group(cell), []).append(mine)
+        first, names = firsts.setdefault(group(cell), mine), differing.setdefault(group(cell), set())
+        names |= {name for name in {*first, *mine} - names if first.get(name) != mine.get(name)}
     return [
-        {
-            name: value
-            for name, value in mine.items()
-            if any(other.get(name) != value for other in groups[group(cell)]) and value is not None
-        }
+        {name: value for name, value in mine.items() if name in differing[group(cell)] and value is not None}
         for cell, mine in zip(cells, values, strict=True)
     ]
 
@@ -140,8 +165,9 @@ def cell_names(cells: Sequence[Cell]) -> list[str]:
         words = [cell.method, dataset_name(cell), str(cell.clients)]
         words += [f"{key.removeprefix('partition.')}={value}" for key, value in different.items()]
         names.append(re.sub(r"[^A-Za-z0-9._=-]+", "_", "-".join(words)))
+    counts = Counter(names)
     return [
-        f"{name[:80]}-{cell_digest(cell)[:8]}" if len(name) > 100 or names.count(name) > 1 else name
+        f"{name[:80]}-{cell_digest(cell)[:8]}" if len(name) > 100 or counts[name] > 1 else name
         for name, cell in zip(names, cells, strict=True)
     ]
 
@@ -162,14 +188,22 @@ def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
 CELL_TABLES = ("partition", "settings", "columns")  # fields that are tables, which "partition.alpha" reaches into
 
 
+def _place(cell: Cell, method: str | None) -> str:
+    """Which federation and network a cell has, and a method: a text that is equal where all of these are."""
+
+    def like(value: Any) -> Any:  # 1 and 1.0 are equal
+        if isinstance(value, Mapping):
+            return {key: like(part) for key, part in sorted(value.items())}
+        if isinstance(value, list | tuple):
+            return [like(part) for part in value]
+        return float(value) if isinstance(value, int | float) else value
+
+    return json.dumps([method, *(like(getattr(cell, name)) for name in (*FEDERATION_FIELDS, "model"))], default=str)
+
+
 def pretraining_cell(experiment: Experiment, cell: Cell) -> Cell:
     """The cell whose last model `cell` starts from: its `pretrain` method on the same federation and network."""
-    fitting = [
-        other
-        for other in experiment.cells
-        if other.method == cell.pretrain
-        and all(getattr(other, name) == getattr(cell, name) for name in (*FEDERATION_FIELDS, "model"))
-    ]
+    fitting = experiment.alike.get(_place(cell, cell.pretrain))
     if not fitting:
         raise UserError(
             f"{cell.method} starts from a {cell.pretrain} run, which {experiment.name!r} does not have on the same "
@@ -183,8 +217,7 @@ def pretraining_run(experiment: Experiment, run: RunSpec) -> RunSpec | None:
     """The run that has to be finished before this one can start."""
     if run.cell.pretrain is None:
         return None
-    earlier = pretraining_cell(experiment, run.cell)
-    return next(other for other in experiment.runs([run.seed]) if other.cell == earlier)
+    return experiment.run_of(pretraining_cell(experiment, run.cell), run.seed)
 
 
 def with_pretraining(experiment: Experiment, runs: Iterable[RunSpec]) -> list[RunSpec]:

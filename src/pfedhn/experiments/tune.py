@@ -6,6 +6,7 @@ library (Optuna was considered): a grid of 16 points is a list of cells, and the
 
 import itertools
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -22,7 +23,7 @@ from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import select
 from pfedhn.experiments.rates import Rates
-from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest, is_own_data
 from pfedhn.files import is_empty, read_text, write_atomically
 from pfedhn.result import Environment, Result, to_json
 
@@ -67,7 +68,7 @@ class Study:
         All points are in both, so that other methods can be tuned in the same directory later.
         """
         name = self.experiment.name
-        short = [replace(p.cell, steps=max(1, round(self.fraction * p.cell.steps))) for p in self.points]
+        short = [self._shortened(point.cell) for point in self.points]
         title = f"Tuning {name}: every point for {self.fraction:g} of the steps"
         return {
             "first": Experiment(f"{name}-first", tuple(short), (0,), title),
@@ -81,14 +82,16 @@ class Study:
 
     def runs(self, stage: Stage, points: Iterable[Point]) -> list[RunSpec]:
         """The runs of some points."""
-        cells = [self._cell(stage, point) for point in points]
-        return [run for run in self.stages[stage].runs(self.seeds) if run.cell in cells]
+        return [self.stages[stage].run_of(self._cell(stage, p), seed) for p in points for seed in self.seeds]
 
     def steps(self, stage: Stage, point: Point) -> int:
         return self._cell(stage, point).steps
 
     def _cell(self, stage: Stage, point: Point) -> Cell:
-        return self.stages[stage].cells[self.points.index(point)]
+        return point.cell if stage == "finals" else self._shortened(point.cell)
+
+    def _shortened(self, cell: Cell) -> Cell:
+        return replace(cell, steps=max(1, round(self.fraction * cell.steps)))
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Findings:
     def score(self, stage: Stage, point: Point) -> float | None:
         """By validation, the mean over seeds; None if a run of the point diverged."""
         runs, results = self.study.runs(stage, [point]), self._results(stage)
-        found = [results[run.name].validation.score for run in runs if run.name in results]
+        found = [_validation_score(results[run.name]) for run in runs if run.name in results]
         return fmean(found) if len(found) == len(runs) else None
 
     def finalists(self, method: str) -> list[Point]:
@@ -191,11 +194,22 @@ class Findings:
         results = self._results(stage)
         names = [run.name for run in self.study.runs(stage, [point])]
         return {
-            "runs": {name: results[name].validation.score if name in results else "diverged" for name in names},
+            "runs": {name: _validation_score(results[name]) if name in results else "diverged" for name in names},
             "score": self.score(stage, point),
             "steps": self.study.steps(stage, point),
             "seconds": round(sum(results[name].seconds for name in names if name in results), 3),
         }
+
+
+def _validation_score(result: Result) -> float:
+    if not result.validation.examples or math.isnan(result.validation.score):
+        raise UserError(
+            f"{result.name} has no score on validation examples, so that nothing can be chosen by it; {LEAVE_SOME}."
+        )
+    return result.validation.score
+
+
+LEAVE_SOME = "leave some examples for validation, e.g. split = [0.7, 0.15, 0.15]"
 
 
 def plan(
@@ -242,6 +256,8 @@ def plan(
                 f"{experiment.name!r} has {len(bases)} cells of {method} with {bases[0].clients} clients, which might "
                 "need different rates; choose one with --only."
             )
+        if method in methods and not is_own_data(bases[0].dataset) and bases[0].split[1] == 0:
+            raise UserError(f"{method} would be tuned on validation examples, and there are none; {LEAVE_SOME}.")
         if method in methods and bases[0].pretrain is not None:
             raise UserError(f"{method} starts from {bases[0].pretrain} here; only methods with no pretrain are tuned.")
         points += [point for base in bases if base.pretrain is None for point in _grid_points(base)]

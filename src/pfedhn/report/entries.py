@@ -11,7 +11,7 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.experiments.spec import Cell, Experiment, dataset_name, distinctions, pretraining_cell
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, dataset_name, distinctions, pretraining_cell
 from pfedhn.report.results import Runs, read
 from pfedhn.result import Curve, Environment, Result
 
@@ -175,12 +175,15 @@ def asked_for(report: Report) -> Report:
 
 def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
     entries = []
-    planned = {run.name: run for part in parts for run in part.planned}
+    planned: dict[str, dict[str, RunSpec]] = {}
+    for run in (run for part in parts for run in part.planned):
+        planned.setdefault(run.cell_name, {})[run.name] = run
     title = experiment.title or experiment.name
-    for cell, different in zip(experiment.cells, distinctions(experiment.cells), strict=True):
+    names = [run.cell_name for run in experiment.runs([0])]
+    for name, cell, different in zip(names, experiment.cells, distinctions(experiment.cells), strict=True):
         results: dict[int, Result] = {}
         curves: dict[int, Curve] = {}
-        runs = [run for run in planned.values() if run.cell == cell]
+        runs = list(planned.get(name, {}).values())
         for run in sorted(runs, key=lambda run: run.seed):
             for part in parts:
                 if run.name in part.results:

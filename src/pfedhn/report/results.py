@@ -5,7 +5,9 @@ says, less each client's validation score, and the learning curve. Curves are ro
 """
 
 import json
+import math
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -17,8 +19,9 @@ from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
 from pfedhn.files import make_folder, one_at_a_time, read_bytes, reading, write_atomically
-from pfedhn.record import Spec, read_history, read_result, read_spec
-from pfedhn.result import Curve, Result, SchemaError, from_json, to_json
+from pfedhn.record import MENDS, MendableError, Spec, read_history, read_result, read_spec
+from pfedhn.result import Curve, Result, SchemaError, Scores, from_json, to_json
+from pfedhn.seal import digest
 from pfedhn.settings import build
 
 WHOLE = ("cell", "settings", "loss")
@@ -45,10 +48,10 @@ def read(path: Path) -> list[Runs]:
         is_file = path.is_file()
     if is_file:
         return read_file(path)
-    if (path / "experiment.toml").exists():
-        return [read_experiment(path)]
     if (path / "spec.toml").exists():
         return [read_run(path)]
+    if Directory(path).is_experiment:
+        return [read_experiment(path)]
     files = sorted(path.glob("*.jsonl"))
     if not files:
         inside = sorted(file.parent for name in ("experiment", "spec") for file in path.glob(f"*/{name}.toml"))
@@ -63,10 +66,22 @@ def read_experiment(path: Path) -> Runs:
     results, curves = {}, {}
     for run in planned:
         if (result := read_result(path / run.name)) is not None:
+            _check_place(path / run.name, run, result)
             results[run.name] = result
         if history := read_history(path / run.name):
             curves[run.name] = Curve.of(history)
     return Runs(experiment, planned, results, curves)
+
+
+def _check_place(folder: Path, run: RunSpec, result: Result) -> None:
+    """A result must be that of the run in whose folder it lies."""
+    try:
+        is_of_run = (result.name, result.seed) == (run.name, run.seed)
+        is_of_run = is_of_run and build(Cell, result.cell, result.name) == run.cell
+    except UserError:
+        is_of_run = False
+    if not is_of_run:
+        raise MendableError(f"{folder / 'result.json'} is of another run; {MENDS}.")
 
 
 def read_run(path: Path) -> Runs:
@@ -76,7 +91,7 @@ def read_run(path: Path) -> Runs:
     name = path.resolve().name
     experiment = Experiment(name, (_cell_of(spec),), (spec.seed,))
     (run,) = experiment.runs()
-    result, history = read_result(path), read_history(path)
+    result, history = read_result(path, spec), read_history(path)
     known = {} if result is None else {run.name: replace(result, name=run.name, experiment=name, cell=asdict(run.cell))}
     return Runs(experiment, [run], known, {run.name: Curve.of(history)} if history else {})
 
@@ -135,10 +150,13 @@ def _naming(path: Path, number: int) -> Iterator[None]:
 def _parse(text: bytes) -> dict[str, Any]:
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise LineError("it is no JSON") from None
     if not isinstance(line, dict) or line.get("kind") not in ("experiment", "run"):
         raise LineError('it is neither of kind "experiment" nor of kind "run"')
+    stored = line.pop("sha256", None)  # earlier versions wrote none
+    if stored is not None and stored != digest(line):
+        raise LineError("it was changed after it was written")
     return line
 
 
@@ -147,7 +165,7 @@ def _experiment(line: Mapping[str, Any]) -> Experiment:
         raise LineError("'cells' is missing")
     try:
         return from_table({key: value for key, value in line.items() if key != "kind"}, "")
-    except (KeyError, TypeError, ValueError) as error:
+    except UserError as error:
         raise LineError(str(error).removesuffix(".")) from None
 
 
@@ -171,7 +189,7 @@ def _line(table: Mapping[str, Any]) -> Line:
 
 
 def _check(line: Line, experiments: Mapping[str, Experiment]) -> None:
-    """A run must be of its experiment, with the settings that this has."""
+    """A run must be of its experiment, with the settings that this has, and its numbers must be possible."""
     result = line.result
     experiment = experiments.get(result.experiment)
     if experiment is None:
@@ -183,6 +201,61 @@ def _check(line: Line, experiments: Mapping[str, Experiment]) -> None:
         raise LineError(str(error).removesuffix(".")) from None
     if stored != run.cell:
         raise LineError(f"{result.name} has other settings ({_differences(stored, run.cell)}) than its experiment")
+    if result.seed != run.seed:
+        raise LineError(f"{result.name} has the seed {result.seed}")
+    _check_numbers(line, is_accuracy=bool(run.cell.partition))
+
+
+def _check_numbers(line: Line, is_accuracy: bool) -> None:
+    """Refuse what no run can have found.
+
+    Args:
+        line: A run.
+        is_accuracy: Whether its metric is one; that of a run by `pfedhn.train` may be anything.
+    """
+    result, curve = line
+    counts = {name: getattr(result, name) for name in ("chosen_step", "steps", "rounds", "bytes_down", "bytes_up")}
+    for cost in [] if result.pretrain is None else [result.pretrain]:
+        counts |= {f"pretrain.{name}": getattr(cost, name) for name in ("steps", "bytes_down", "bytes_up", "seconds")}
+    for name, value in {**counts, "seconds": result.seconds, **result.unused_examples}.items():
+        if not 0 <= value < math.inf:
+            raise LineError(f"{name!r} is {value}, which cannot be")
+    if list(curve.step) != sorted(set(curve.step)) or (curve.step and curve.step[0] < 0):
+        raise LineError("the steps of its curve do not rise")
+    if result.chosen_step > result.steps or (curve.step and result.chosen_step not in curve.step):
+        raise LineError(f"'chosen_step' is {result.chosen_step}, which its curve does not have")
+    for split in ("validation", "test"):
+        scores, measures = getattr(result, split), getattr(curve, split)
+        _check_scores(split, scores, is_accuracy)
+        accuracies = [*(measures.client_mean or ()), *(measures.sample_mean or ())]
+        if is_accuracy and not all(0 <= value <= 1 or math.isnan(value) for value in accuracies):
+            raise LineError(f"an accuracy of its {split} curve is not between 0 and 1")
+
+
+def _check_scores(split: str, scores: Scores, is_accuracy: bool) -> None:
+    means = [mean for mean in (scores.client_mean, scores.sample_mean) if mean is not None]
+    if scores.examples < 0 or any(number < 0 for number in scores.client_examples or ()):
+        raise LineError(f"{split}: a number of examples is below 0")
+    if is_accuracy and not all(0 <= mean <= 1 or (math.isnan(mean) and not scores.examples) for mean in means):
+        raise LineError(f"{split}: an accuracy is not between 0 and 1")
+    if scores.clients is None or scores.client_examples is None or scores.client_mean is None:
+        return
+    pairs = [(value, number) for value, number in zip(scores.clients, scores.client_examples, strict=True) if number]
+    if is_accuracy and not all(0 <= value <= number for value, number in pairs):
+        raise LineError(f"{split}: a client has more correct examples than examples")
+    if scores.examples != sum(scores.client_examples):
+        raise LineError(f"{split}: 'examples' is not the sum of the clients'")
+    if pairs:
+        over_clients = statistics.fmean(value / number for value, number in pairs)
+        over_samples = sum(value for value, _ in pairs) / scores.examples
+        both = (scores.client_mean, over_clients), (scores.sample_mean, over_samples)
+        if not all(_is_near(mean, made) for mean, made in both):
+            raise LineError(f"{split}: the means are not those of the clients")
+
+
+def _is_near(mean: float | None, made: float) -> bool:
+    """Lines hold six digits."""
+    return mean is not None and (abs(mean - made) <= 2e-6 * max(1.0, abs(made)) or (mean != mean and made != made))
 
 
 def _differences(cell: Cell, other: Cell) -> str:
@@ -204,7 +277,7 @@ def _runs_of(experiment: Experiment, lines: Mapping[str, Line]) -> Runs:
 def to_line(result: Result, curve: Curve) -> dict[str, Any]:
     """What is kept of a finished run, as JSON."""
     validation = replace(result.validation, clients=None, client_examples=None)
-    kept = _rounded(to_json(replace(result, validation=validation)), 6)
+    kept = _rounded(to_json(replace(result, validation=validation, history=None)), 6)  # its curve is rounded
     return {"kind": "run", **kept, "curve": _rounded(to_json(curve), 4, whole=())}
 
 
@@ -269,7 +342,7 @@ def _export(paths: Iterable[Path], file: Path) -> Exported:
 
 
 def _text(line: Mapping[str, Any]) -> str:
-    return json.dumps(line, separators=(",", ":"), ensure_ascii=False) + "\n"
+    return json.dumps({**line, "sha256": digest(line)}, separators=(",", ":"), ensure_ascii=False) + "\n"
 
 
 def _lines(runs: Runs) -> dict[str, Line]:
@@ -318,5 +391,5 @@ def _one_for_both(
 def _misfits(experiment: Experiment, owner: Experiment, names: Iterable[str]) -> list[str]:
     """The runs of `owner` that `experiment` does not have, or has with other settings."""
     theirs = list(map(owner.find, names))
-    mine = experiment.runs(list({run.seed for run in theirs}))
-    return [run.name for run in theirs if run not in mine]
+    mine = {run.name: run for run in experiment.runs(list({run.seed for run in theirs}))}
+    return [run.name for run in theirs if mine.get(run.name) != run]

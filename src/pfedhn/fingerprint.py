@@ -1,0 +1,178 @@
+"""Names for what a run is made of, tensors and code: other content has another name."""
+
+import dis
+import hashlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+BYTES_AT_ONCE = 1 << 24
+LIBRARIES = ("torch", "numpy", "pfedhn")  # their code is not looked at: a run's directory names their versions
+
+VERSION = f"python {sys.version_info.major}.{sys.version_info.minor}"
+
+_shared: Any = WeakTensorKeyDictionary()  # digests of tensors that nobody changes, by the tensor
+
+
+def remember(tensor: Tensor) -> Tensor:
+    """Say that nobody will change a tensor, so that runs that share it need its digest only once."""
+    _shared.setdefault(tensor, "")
+    return tensor
+
+
+def of_tensor(tensor: Tensor) -> str:
+    """A name for a tensor's type, shape and every value, wherever and in whatever order of memory it lies."""
+    if known := _shared.get(tensor):
+        return str(known)
+    whole = hashlib.sha256(json.dumps([str(tensor.dtype), list(tensor.shape)]).encode())
+    flat = tensor.detach() if tensor.ndim else tensor.detach()[None]
+    width = max(1, flat[:1].numel() * flat.element_size())
+    with ThreadPoolExecutor(max(1, min(4, _num_cores()))) as threads:
+        for part in threads.map(_of_rows, flat.split(max(1, BYTES_AT_ONCE // width))):
+            whole.update(part)
+    if tensor in _shared:
+        _shared[tensor] = whole.hexdigest()
+    return whole.hexdigest()
+
+
+def _of_rows(rows: Tensor) -> bytes:
+    values = rows.cpu().contiguous().reshape(-1)  # in the order of the shape: images may lie channels last
+    return hashlib.sha256(values.view(torch.uint8).numpy().data).digest() if values.numel() else b""
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def of_module(module: nn.Module) -> str:
+    """A name for what a network computes: its layers, the code of classes of one's own, and all that is not trained."""
+    kinds = {f"{kind.__module__}:{kind.__qualname__}": kind for kind in map(type, module.modules())}
+    trained = {name for name, value in module.named_parameters() if value.requires_grad}
+    constants = {name: of_tensor(value) for name, value in module.state_dict().items() if name not in trained}
+    parts = [repr(module), {name: of_code(kind) for name, kind in sorted(kinds.items())}, constants]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def of_code(thing: Any) -> str:
+    """A name for what a function or class of one's own does, and what it calls in turn; for a library's, its name.
+
+    It is made of the compiled code, which comments and the place in a file do not change, and of plain values that the
+    code refers to. Another version of Python compiles otherwise, so the name begins with the version.
+    """
+    return f"{VERSION} {hashlib.sha256(chr(10).join(_facts(thing, set())).encode()).hexdigest()}"
+
+
+def differ(one: str, other: str) -> bool:
+    """Whether two names say that something differs; names of code by different versions of Python say nothing."""
+    words = one.split(" "), other.split(" ")
+    is_comparable = not all(len(part) == 3 for part in words) or words[0][:2] == words[1][:2]
+    return one != other and is_comparable
+
+
+def _facts(thing: Any, seen: set[int]) -> Iterator[str]:
+    """What tells one piece of code from another, a text each."""
+    if isinstance(thing, partial):
+        yield from _facts(thing.func, seen)
+        for value in (*thing.args, *sorted(thing.keywords.items())):
+            yield from _facts(value, seen)
+        return
+    if isinstance(thing, Tensor):
+        yield of_tensor(thing)
+        return
+    if thing is None or isinstance(thing, bool | int | float | complex | str | bytes):
+        yield repr(thing)
+        return
+    if isinstance(thing, list | tuple):
+        yield f"{type(thing).__name__} {len(thing)}"
+        for value in thing:
+            yield from _facts(value, seen)
+        return
+    if isinstance(thing, MethodType):
+        yield from _facts(thing.__func__, seen)
+        thing = thing.__self__
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    if _is_of_library(named):
+        yield f"{named.__module__}:{getattr(named, '__qualname__', '')}"
+        return
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, FunctionType):
+        yield from _of_function(thing, seen)
+    elif inspect.isclass(thing):
+        yield from _of_class(thing, seen)
+    elif not callable(thing):
+        return
+    elif inspect.isclass(named):  # an object that is called: its class, and what it holds
+        yield from _of_class(named, seen)
+        for value in sorted(getattr(thing, "__dict__", {}).items()):
+            yield from _facts(value, seen)
+
+
+def _is_of_library(thing: Any) -> bool:
+    package = str(getattr(thing, "__module__", None)).partition(".")[0]
+    if package == "__main__":
+        return False
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return package in LIBRARIES or package in sys.stdlib_module_names or "site-packages" in file
+
+
+def _of_class(kind: type, seen: set[int]) -> Iterator[str]:
+    for base in kind.__mro__:
+        if _is_of_library(base):
+            yield f"{base.__module__}:{base.__qualname__}"
+            continue
+        for name, value in sorted(vars(base).items()):
+            if name in ("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__firstlineno__"):
+                continue
+            if isinstance(value, staticmethod | classmethod):
+                value = value.__func__
+            values = (value.fget, value.fset) if isinstance(value, property) else (value,)
+            for part in values:
+                if isinstance(part, FunctionType) or part is None or isinstance(part, bool | int | float | str | tuple):
+                    yield name
+                    yield from _facts(part, seen)
+
+
+def _of_function(function: Callable[..., Any], seen: set[int]) -> Iterator[str]:
+    assert isinstance(function, FunctionType)
+    yield from _of_compiled(function.__code__)
+    for value in (*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())):
+        yield from _facts(value, seen)
+    for cell in function.__closure__ or ():
+        try:
+            yield from _facts(cell.cell_contents, seen)
+        except ValueError:  # not filled yet
+            continue
+    for name in sorted(_globals_of(function.__code__)):
+        value = function.__globals__.get(name)
+        if value is not None and not inspect.ismodule(value):
+            yield name
+            yield from _facts(value, seen)
+
+
+def _of_compiled(code: CodeType) -> Iterator[str]:
+    yield repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars))
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _of_compiled(value)
+        else:
+            yield repr(sorted(value, key=repr) if isinstance(value, frozenset) else value)
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            names |= _globals_of(value)
+    return names
