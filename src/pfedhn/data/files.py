@@ -230,8 +230,8 @@ def _refuse_mixed_kinds(labels: Sequence[tuple[Path, Array]], task: Task) -> Non
 
 def _labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array], tuple[str, ...] | None]:
     """Labels as numbers: text becomes its place in the sorted order of all, numbers to predict become float32."""
-    if task not in get_args(Task):
-        raise UserError(f"there is no task {task!r}; {closest(str(task), get_args(Task))}")
+    if not isinstance(task, str) or task not in get_args(Task):
+        raise UserError(f"there is no task {short(task)}; {closest(task, get_args(Task))}")
     kinds = {array.dtype.kind for array in labels}
     if task == "regression":
         if kinds & set("USO"):

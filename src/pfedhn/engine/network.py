@@ -45,7 +45,7 @@ def build_model(
     Raises:
         UserError: If the network would give wrong numbers or fail later.
     """
-    _check_factory(name, factory)
+    check_factory(name, factory)
     for what, function in (("loss", loss), ("metric", metric)):
         if function is not None and not callable(function):
             raise UserError(f"the {what} is {short(function)}; give a function (outputs, y) -> one value per example.")
@@ -74,7 +74,8 @@ def check_model(model: Model, federation: Federation) -> Any:
     return outputs
 
 
-def _check_factory(name: str, factory: Any) -> None:
+def check_factory(name: str, factory: Any) -> None:
+    """Refuse what does not make a network, or not one that a seed decides."""
     if not callable(factory):
         raise UserError(
             f"the network {name!r} is given as {type(factory).__name__}; give a function that makes it, such as its "
