@@ -68,6 +68,7 @@ def without_gradient(outputs: Tensor, y: Tensor) -> Tensor:
         ({"directory": 3}, "directory is 3; give a path"),
         ({"device": "tpu9"}, "no device 'tpu9'"),
         ({"executor": "fast"}, "no executor 'fast'"),
+        ({"executor": X}, "executor is array"),
         ({"upload": "zip"}, "no transform 'zip'"),
     ],
 )

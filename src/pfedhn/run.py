@@ -161,6 +161,8 @@ def assemble(
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
     cohort_size = whole_number("cohort_size", cohort_size)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
+    if not isinstance(executor, str):
+        raise UserError(f"executor is {short(executor)}; give its name, such as 'auto'.")
     wire = find_transform(upload), find_transform(download)
     simulation = Simulation(algorithm, models, federation, schedule, seed, executor, starts, *wire)
     refuse_too_large(simulation)
