@@ -65,6 +65,8 @@ def without_gradient(outputs: Tensor, y: Tensor) -> Tensor:
         ({"metric": lambda outputs, y: outputs}, r"the metric returned the shape \(4, 3\) for 4 examples"),
         ({"metric": lambda outputs, y: 1 / 0}, "the metric fails .*: ZeroDivisionError"),
         ({"precision": "fp8"}, "precision is 'fp8'"),
+        ({"progress": 1}, "progress is 1; it must be True or False"),
+        ({"deterministic": None}, "deterministic is None"),
         ({"directory": 3}, "directory is 3; give a path"),
         ({"device": "tpu9"}, "no device 'tpu9'"),
         ({"executor": "fast"}, "no executor 'fast'"),

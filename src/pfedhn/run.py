@@ -654,6 +654,9 @@ def train(
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every)
     if not isinstance(precision, str) or precision not in get_args(Precision):
         raise UserError(f"precision is {short(precision)}; it must be tf32 or fp32.")
+    for name, switch in (("deterministic", deterministic), ("progress", progress)):
+        if not isinstance(switch, bool):
+            raise UserError(f"{name} is {short(switch)}; it must be True or False.")
     if directory is not None and not isinstance(directory, str | Path):
         raise UserError(f"directory is {short(directory)}; give a path.")
     advise_once(simulation.federation.x.device)

@@ -221,6 +221,11 @@ def _refuse_mixed_kinds(labels: Sequence[tuple[Path, Array]], task: Task) -> Non
         return "floating-point" if array.dtype.kind == "f" and task == "auto" else "whole"
 
     for folder, array in labels[1:]:
+        if array.shape[1:] != labels[0][1].shape[1:]:
+            raise UserError(
+                f"{folder} has labels of shape {array.shape[1:]} and {labels[0][0]} of shape {labels[0][1].shape[1:]}; "
+                "give all clients one kind."
+            )
         if kind(array) != kind(labels[0][1]):
             raise UserError(
                 f"{folder} has {kind(array)} labels and {labels[0][0]} has {kind(labels[0][1])} ones; give all clients "
