@@ -343,7 +343,7 @@ def write_history(directory: Path, history: Sequence[Moment], run: str) -> str:
         lines.append(line)
     content = "".join(lines).encode()
     file = directory / "metrics.jsonl"
-    if not file.exists() or read_bytes(file) != content:
+    if content != (read_bytes(file) if file.exists() else b""):
         write_atomically(file, content)
     return before
 

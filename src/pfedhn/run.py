@@ -2,14 +2,12 @@
 
 import logging
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy
@@ -31,7 +29,7 @@ from pfedhn.engine.network import build_model, check_factory, check_model, with_
 from pfedhn.engine.room import refuse_too_large
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Schedule, State
+from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Progress, Schedule, State
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
 from pfedhn.errors import RunError, UserError, closest, short
@@ -60,6 +58,7 @@ from pfedhn.record import (
 from pfedhn.result import Moment, Result, Scores, Unadapted, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import check_seed, checked_method, whole_number
+from pfedhn.stopping import Abandoned, stop_on_signal
 
 logger = logging.getLogger("pfedhn")
 
@@ -429,7 +428,7 @@ def execute(
         started = time.monotonic() - run.seconds
         saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
         try:
-            for progress in rounds(simulation, run.state):
+            for progress in _with_missing(rounds(simulation, run.state), run):
                 run.seconds = time.monotonic() - started
                 if progress.is_pause:
                     if not stop.is_set():
@@ -440,7 +439,7 @@ def execute(
                     run.history.append(_moment(progress.evaluation, run.state, run.seconds))
                     if files is not None:
                         files.append(run.history[-1])
-                if watch is not None:
+                if watch is not None and not stop.is_set():  # whoever watched may be gone
                     watch(progress, run)
                 is_due = (
                     time.monotonic() - saved_at >= CHECKPOINT_SECONDS
@@ -453,12 +452,25 @@ def execute(
                 if stop.is_set():
                     raise KeyboardInterrupt
                 yield
+            run.result = _result(run) if files is None else files.finish(run, say)
         except Diverged:
             if files is not None:
                 files.save(run)  # as it was before that round: its last good one
             raise
-        run.result = _result(run) if files is None else files.finish(run, say)
+        except Abandoned:
+            if files is not None and run.state.best is not None:
+                files.save(run)
+            raise KeyboardInterrupt from None
     return run
+
+
+def _with_missing(following: Iterator[Progress], run: Run) -> Iterator[Progress]:
+    """The progress of a run; first the evaluation of the last round, if that was left in the middle."""
+    simulation, step = run.simulation, run.state.round * run.simulation.clients_per_round
+    is_evaluated = simulation.schedule.is_evaluated(step - simulation.clients_per_round, step)
+    if run.history and run.history[-1].step < step and is_evaluated:
+        yield Progress(step, simulation.choose(run.state, simulation.evaluate(run.state)))
+    yield from following
 
 
 def _refuse_blind_choice(evaluation: Evaluation) -> None:
@@ -539,38 +551,6 @@ def drain(work: Generator[None, None, Value]) -> Value:
         except StopIteration as end:
             result: Value = end.value
             return result
-
-
-@contextmanager
-def stop_requests(handle: Callable[[int], None]) -> Iterator[None]:
-    """Inside the block Ctrl-C and SIGTERM call `handle` instead of ending the process."""
-    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread alone
-        yield
-        return
-
-    def call(number: int, frame: FrameType | None) -> None:
-        handle(number)
-
-    before = {number: signal.signal(number, call) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[threading.Event]:
-    """Let Ctrl-C and SIGTERM wait for the end of a round, so that a checkpoint can be written."""
-    stop = threading.Event()
-
-    def handle(number: int) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt  # asked twice: at once
-        stop.set()
-
-    with stop_requests(handle):
-        yield stop
 
 
 def train(

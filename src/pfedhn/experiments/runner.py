@@ -14,7 +14,8 @@ from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_run, 
 from pfedhn.experiments.workers import run_side_by_side
 from pfedhn.progress import Said
 from pfedhn.record import MendableError, read_finished, read_spec
-from pfedhn.run import Run, computing_on, stop_on_signal
+from pfedhn.run import Run, computing_on
+from pfedhn.stopping import stop_on_signal
 
 MAX_RUNS_ON_DEVICE = 24  # a GPU is busy long before; more only wait longer for their first result
 

@@ -9,6 +9,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from pfedhn.experiments.directory import Options
@@ -17,7 +18,8 @@ from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.process import new_process
 from pfedhn.progress import Event, Said, Update
 from pfedhn.result import Result
-from pfedhn.run import drain, stop_requests
+from pfedhn.run import drain
+from pfedhn.stopping import STOPS, hurry, leaving_rounds, stop_requests
 
 
 class _Stopped(NamedTuple):
@@ -87,7 +89,7 @@ def _start_worker(directory: Path, experiment: Experiment, options: Options) -> 
     # hears a signal, only its parent. Blocked before it starts, since libraries start threads while they are imported.
     if hasattr(signal, "pthread_sigmask"):
         resource_tracker.ensure_running()  # starting it later would lift the block
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
         try:
             process.start()
         finally:
@@ -130,17 +132,28 @@ def _failure_from_exit(code: int) -> Failure:
 def _work(pipe: Connection, directory: Path, experiment: Experiment, options: Options) -> None:
     """A worker process: runs what its parent names, one after the other, and reports how they go."""
     stop = threading.Event()
+    asked: SimpleQueue[RunSpec | None] = SimpleQueue()
+
+    def hear() -> None:
+        """Beside the run, which may be in a round that takes long."""
+        while True:
+            try:
+                run = pipe.recv()
+            except (EOFError, OSError):  # the parent is gone
+                run = None
+            asked.put(run)
+            if run is None:
+                stop.set()
+                hurry()
+                return
 
     def listen(event: Event) -> None:
-        try:
+        with suppress(OSError):
             pipe.send(event)
-            if not stop.is_set() and pipe.poll() and pipe.recv() is None:
-                stop.set()
-        except (EOFError, OSError):  # the parent is gone
-            stop.set()
 
-    with suppress(EOFError, OSError):
-        while (run := pipe.recv()) is not None:
+    threading.Thread(target=hear, daemon=True).start()
+    with suppress(OSError), leaving_rounds():
+        while (run := asked.get()) is not None:
             ending: Result | Failure | None
             try:
                 ending = drain(start(directory, experiment, run, options, listen, stop)).result
