@@ -55,6 +55,7 @@ def report(
       pfedhn report runs/demo --export results/demo.jsonl
       pfedhn report results/demo.jsonl
     """
+    from pfedhn.files import writing
     from pfedhn.report import results
     from pfedhn.report.entries import Average, collect
     from pfedhn.report.page import FORMATS, check_formats, write
@@ -68,6 +69,8 @@ def report(
     if export is not None:
         if given := next((name for name, value in (("--out", out), ("--format", formats)) if value), None):
             raise UserError(f"--export makes no report, so {given} cannot be given with it.")
+        with writing(export):
+            export.exists()  # a name that the system does not take is refused before anything is read
         done = results.export(paths, export)
         added = "1 run" if done.new == 1 else f"{done.new} runs"
         say(f"{export}: {added} added, {done.replaced} replaced, {done.total} in all.")
