@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 NEWEST := .venv-newest
 
-.PHONY: help venv demo test test-all test-newest check docs results clean
+.PHONY: help venv demo test test-all test-faults test-newest check docs results clean
 
 help:
 	@echo "make demo        train on the embedded digits and draw what came out (one to two minutes after the install)"
 	@echo "make test        run the tests that are fast"
 	@echo "make test-all    run all tests"
+	@echo "make test-faults damage files, kill commands, start them at once: a table of what came of it (ten minutes)"
 	@echo "make test-newest build the wheel, install it with the newest of everything but torch, test the command line"
 	@echo "make check       ruff, mypy --strict, import-linter"
 	@echo "make docs        build the documentation into site/"
@@ -32,6 +33,9 @@ test: $(SETUP)
 
 test-all: $(SETUP)
 	$(BIN)/pytest -n 2
+
+test-faults: $(SETUP)
+	PYTHONPATH=tests $(BIN)/python -m faults
 
 # What a person gets who installs without the constraints; made anew each time, since what is newest changes.
 test-newest:
