@@ -17,7 +17,7 @@ help:
 	@echo "make check       ruff, mypy --strict, import-linter"
 	@echo "make audit       look up the constraints among known vulnerabilities (needs the network)"
 	@echo "make docs        build the documentation into site/"
-	@echo "make results     write docs/results.md and its figures from the files in results/"
+	@echo "make results     write docs/results.md, docs/paper.md and their figures from the files in results/"
 	@echo "make clean       remove the environments and what was built"
 
 venv: $(SETUP)
@@ -66,6 +66,7 @@ docs: $(SETUP)
 
 results: $(SETUP)
 	$(BIN)/python tools/results_page.py
+	$(BIN)/python tools/paper_page.py
 
 clean:
 	rm -rf $(VENV) $(NEWEST) $(AUDIT) site build dist
