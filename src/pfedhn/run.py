@@ -1,6 +1,7 @@
 """A run: assembled in one place, trained, stopped and gone on with, loaded again, and what it can be asked for."""
 
 import hashlib
+import itertools
 import logging
 import math
 import threading
@@ -26,7 +27,7 @@ from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
-from pfedhn.engine.network import build_model, check_model, with_num_outputs
+from pfedhn.engine.network import build_model, check_factory, check_model, with_num_outputs
 from pfedhn.engine.room import refuse_too_large
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
@@ -163,6 +164,8 @@ def assemble(
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
     cohort_size = whole_number("cohort_size", cohort_size)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
+    if not isinstance(executor, str):
+        raise UserError(f"executor is {short(executor)}; give its name, such as 'auto'.")
     wire = find_transform(upload), find_transform(download)
     simulation = Simulation(
         algorithm, models, federation, schedule, seed, executor, starts, *wire, resize_every=resize_every
@@ -513,7 +516,7 @@ def execute(
         started = time.monotonic() - run.seconds
         saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
         try:
-            for progress in _with_missing(rounds(simulation, run.state), run):
+            for progress in itertools.chain(_missing_evaluation(run), rounds(simulation, run.state)):
                 run.seconds = time.monotonic() - started
                 if progress.is_pause:
                     if not stop.is_set():
@@ -549,13 +552,12 @@ def execute(
     return run
 
 
-def _with_missing(following: Iterator[Progress], run: Run) -> Iterator[Progress]:
-    """The progress of a run; first the evaluation of the last round, if that was left in the middle."""
+def _missing_evaluation(run: Run) -> Iterator[Progress]:
+    """The evaluation of the last round, if that was left in the middle."""
     simulation, step = run.simulation, run.state.round * run.simulation.clients_per_round
     is_evaluated = simulation.schedule.is_evaluated(step - simulation.clients_per_round, step)
     if run.history and run.history[-1].step < step and is_evaluated:
         yield Progress(step, simulation.choose(run.state, simulation.evaluate(run.state)))
-    yield from following
 
 
 def _refuse_blind_choice(evaluation: Evaluation) -> None:
@@ -717,8 +719,11 @@ def train(
     )
     if checkpoint_every is not None:
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every)
-    if precision not in get_args(Precision):
+    if not isinstance(precision, str) or precision not in get_args(Precision):
         raise UserError(f"precision is {short(precision)}; it must be tf32 or fp32.")
+    for name, switch in (("deterministic", deterministic), ("progress", progress)):
+        if not isinstance(switch, bool):
+            raise UserError(f"{name} is {short(switch)}; it must be True or False.")
     if directory is not None and not isinstance(directory, str | Path):
         raise UserError(f"directory is {short(directory)}; give a path.")
     advise_once(simulation.federation.x.device)
@@ -780,6 +785,9 @@ def load(
         torch.Size([1, 6])
     """
     path = _run_directory(given_path(directory), run)
+    given = model if isinstance(model, Mapping) else {} if model is None else {"model": model}
+    for name, factory in given.items():
+        check_factory(name, factory)
     spec = read_spec(path)
     assert spec is not None
     simulation = to_simulation(

@@ -62,6 +62,7 @@ def report(
       pfedhn report runs/mine --study mine.py
     """
     from pfedhn.cli.find import find_study
+    from pfedhn.files import writing
     from pfedhn.report import results
     from pfedhn.report.entries import Average, to_reports
     from pfedhn.report.findings import to_terminal as finding_to_terminal
@@ -77,6 +78,8 @@ def report(
     if export is not None:
         if given := next((name for name, value in (("--out", out), ("--format", formats)) if value), None):
             raise UserError(f"--export makes no report, so {given} cannot be given with it.")
+        with writing(export):
+            export.exists()  # a name that the system does not take is refused before anything is read
         done = results.export(paths, export)
         added = "1 run" if done.new == 1 else f"{done.new} runs"
         say(f"{export}: {added} added, {done.replaced} replaced, {done.total} in all.")

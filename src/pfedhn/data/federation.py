@@ -422,7 +422,7 @@ class Federation:
         if chosen.ndim == 0:
             if not 1 <= chosen <= self.num_clients:
                 raise UserError(f"{int(chosen)} clients cannot be drawn from {self.num_clients}.")
-            chosen = cohort(keys.fold(seed, "evaluated"), 0, self.num_clients, int(chosen))
+            chosen = cohort(keys.fold(check_seed(seed), "evaluated"), 0, self.num_clients, int(chosen))
         elif not len(chosen) or chosen.min() < 0 or chosen.max() >= self.num_clients:
             raise UserError(f"the clients to evaluate must be numbers from 0 to {self.num_clients - 1}.")
         splits = dict(self.splits)

@@ -221,6 +221,11 @@ def _refuse_mixed_kinds(labels: Sequence[tuple[Path, Array]], task: Task) -> Non
         return "floating-point" if array.dtype.kind == "f" and task == "auto" else "whole"
 
     for folder, array in labels[1:]:
+        if array.shape[1:] != labels[0][1].shape[1:]:
+            raise UserError(
+                f"{folder} has labels of shape {array.shape[1:]} and {labels[0][0]} of shape {labels[0][1].shape[1:]}; "
+                "give all clients one kind."
+            )
         if kind(array) != kind(labels[0][1]):
             raise UserError(
                 f"{folder} has {kind(array)} labels and {labels[0][0]} has {kind(labels[0][1])} ones; give all clients "
@@ -230,8 +235,8 @@ def _refuse_mixed_kinds(labels: Sequence[tuple[Path, Array]], task: Task) -> Non
 
 def _labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array], tuple[str, ...] | None]:
     """Labels as numbers: text becomes its place in the sorted order of all, numbers to predict become float32."""
-    if task not in get_args(Task):
-        raise UserError(f"there is no task {task!r}; {closest(str(task), get_args(Task))}")
+    if not isinstance(task, str) or task not in get_args(Task):
+        raise UserError(f"there is no task {short(task)}; {closest(task, get_args(Task))}")
     kinds = {array.dtype.kind for array in labels}
     if task == "regression":
         if kinds & set("USO"):

@@ -9,13 +9,14 @@ import json
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pfedhn.errors import UserError
+from pfedhn.errors import RunError, UserError
 from pfedhn.experiments.analysis import Analysis, identity, read_analysis
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.grid import from_table
@@ -122,6 +123,7 @@ def _cell_of(spec: Spec) -> Cell:
 def read_file(path: Path) -> list[Runs]:
     """The experiments of a JSONL file, each with its runs; a run that has two lines counts as it finished last."""
     experiments: dict[str, Experiment] = {}
+    announced: dict[str, int] = {}  # how many runs the lines of experiments say there are; files may be put together
     lines: list[tuple[int, dict[str, Any]]] = []
     for number, text in enumerate(read_bytes(path).split(b"\n"), 1):
         with _naming(path, number):
@@ -132,6 +134,7 @@ def read_file(path: Path) -> list[Runs]:
                 lines.append((number, line))
                 continue
             experiment = _experiment(line)
+            announced[experiment.name] = announced.get(experiment.name, 0) + _announced(line)
             if experiments.setdefault(experiment.name, experiment) != experiment:
                 raise LineError(f"it says otherwise than an earlier line what {experiment.name!r} is")
     found: dict[str, dict[str, Line]] = {name: {} for name in experiments}
@@ -144,6 +147,13 @@ def read_file(path: Path) -> list[Runs]:
             _check(run, experiments)
             runs = found[run.result.experiment]
             runs[run.result.name] = _later(runs.get(run.result.name), run)
+    present = Counter(table["experiment"] for _, table in lines)
+    for name, count in announced.items():
+        if present[name] < count:
+            raise RunError(
+                f"{path} has lost lines: of {count} runs of {name!r} it has {present[name]}; make it again with "
+                '--export, or, if they were taken out, take "runs" and "sha256" out of the line of the experiment.'
+            )
     return [_runs_of(experiment, found[name]) for name, experiment in experiments.items()]
 
 
@@ -168,11 +178,19 @@ def _parse(text: bytes) -> dict[str, Any]:
     return line
 
 
+def _announced(line: Mapping[str, Any]) -> int:
+    """How many runs follow; earlier versions did not say."""
+    number = line.get("runs", 0)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise LineError(f"'runs' is {number!r}, which is no number of runs")
+    return number
+
+
 def _experiment(line: Mapping[str, Any]) -> Experiment:
     if "cells" not in line:
         raise LineError("'cells' is missing")
     try:
-        return from_table({key: value for key, value in line.items() if key != "kind"}, "")
+        return from_table({key: value for key, value in line.items() if key not in ("kind", "runs")}, "")
     except UserError as error:
         raise LineError(str(error).removesuffix(".")) from None
 
@@ -359,7 +377,10 @@ def _export(paths: Iterable[Path], file: Path) -> Exported:
     content = "".join(
         _text(line)
         for _, (experiment, lines) in sorted(kept.items())
-        for line in [{"kind": "experiment", **asdict(experiment)}, *_in_order(experiment, lines)]
+        for line in [
+            {"kind": "experiment", **asdict(experiment), "runs": len(lines)},
+            *_in_order(experiment, lines),
+        ]
     ).encode()
     if not file.exists() or read_bytes(file) != content:
         write_atomically(file, content)
