@@ -107,8 +107,8 @@ def draw(found: Found) -> Finding:
         found.study.name,
         found.title,
         "New clients get a model from a hypernetwork that does not change: only their embedding learns. Where "
-        "the gap to those that trained is 0, coming late costs nothing; further right, they are less like any client that "
-        f"trained. Gap in points, from alpha 0.1 to 1: {'; '.join(said) or 'not computed yet'}.",
+        "the gap to those that trained is 0, coming late costs nothing; further right, they are less like any client "
+        f"that trained. Gap in points, from alpha 0.1 to 1: {'; '.join(said) or 'not computed yet'}.",
         [(lines, CAPTION)],
         figures,
     )
