@@ -4,6 +4,7 @@ import sys
 import time
 
 from faults.damage import try_damage
+from faults.inputs import FULL, try_inputs
 from faults.kills import try_kills, try_starts
 from faults.table import to_text
 
@@ -12,7 +13,7 @@ SEED = 0
 
 def main() -> int:
     began = time.monotonic()
-    rows = [*try_damage(500, SEED), *try_kills(100, SEED), *try_starts(50, SEED)]
+    rows = [*try_damage(500, SEED), *try_kills(100, SEED), *try_starts(50, SEED), *try_inputs(FULL, SEED)]
     print(to_text(rows))
     bad = [line for row in rows for line in row.bad]
     print(*bad, sep="\n")
