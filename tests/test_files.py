@@ -76,7 +76,7 @@ def test_trouble_is_a_sentence_that_names_the_path_and_the_way_out(
         make_folder(tmp_path / "file" / "folder")
     with pytest.raises(RunError, match=f"^{tmp_path}/file: not a directory; {place} .*[.]$"):
         is_empty(tmp_path / "file")
-    with pytest.raises(UserError, match=r"is no file that can be read to its end; give a file\.$"):
+    with pytest.raises(RunError, match=r"cannot be read \(is a directory\); make it readable, or give another\.$"):
         read_text(tmp_path)
 
     def full(handle: int) -> None:
