@@ -37,6 +37,7 @@ from pfedhn.experiments.paper import DEMO, EXPERIMENTS
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.sgd import python_loop, scanning
+from pfedhn.studies import STUDIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -290,12 +291,12 @@ def test_commands_exist(page: Path) -> None:
         assert given <= options(COMMANDS[path]) | {"--help"}, line
         rest = words[len(path) :]
         if path == ("run",) and rest and not rest[0].startswith("--") and rest[0].islower():
-            assert rest[0] in EXPERIMENTS or rest[0].endswith(".toml"), line
+            assert rest[0] in EXPERIMENTS or rest[0] in STUDIES or rest[0].endswith((".toml", ".py")), line
 
 
 def test_every_command_and_option_is_documented() -> None:
     text = (ROOT / "docs" / "cli.md").read_text()
-    sections = dict(re.findall(r"^## pfedhn ([a-z ]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    sections = dict(re.findall(r"^## pfedhn ([a-z -]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
     assert set(sections) == {" ".join(path) for path in COMMANDS}
     for path, command in COMMANDS.items():
         section = FENCE.sub("", sections[" ".join(path)])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pfedhn
+from pfedhn.data import partition
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import Cell
@@ -165,6 +166,41 @@ def test_both_roads_have_the_same_defaults() -> None:
     cell = Cell()
     for name in ("steps", "cohort_size", "batch_size", "evaluate_every", "upload", "download"):
         assert ours[name] == getattr(cell, name), name
+
+
+def test_clients_join_together_each_with_draws_of_its_own() -> None:
+    x, y = numpy.random.default_rng(0).normal(size=(900, 8)).astype("float32"), numpy.arange(900) % 6
+    rule = partition.dirichlet(1.0, num_clients=6, novel_clients=3)
+    federation = pfedhn.Federation.from_arrays(x, y, partition=rule)
+    run = pfedhn.train("pfedhn-pc", federation, lambda: pfedhn.MLP(8, 6, 6), steps=6, progress=False)
+    assert federation.joining is not None
+    joined = run.add_clients(federation.joining, rounds=2, settings={"embedding_lr": 0.1})
+    assert joined.accuracy.shape == (3,)
+    assert joined.simulation.algorithm.embedding_lr == 0.1  # type: ignore[attr-defined]
+    shared, kept = (memories.shared for memories in (run.memories(), joined.memories))
+    assert all(one.equal(other) for one, other in zip(shared.phi.values(), kept.phi.values(), strict=True))
+    start = run.add_clients(federation.joining, rounds=0)
+    assert start.round == 0
+    embeddings = start.memories.rows.embedding
+    assert embeddings.equal(embeddings[:1].expand_as(embeddings))  # all begin at the mean of those that trained
+    with pytest.raises(UserError, match="has no field 'embeding_lr'"):
+        run.add_clients(federation.joining, settings={"embeding_lr": 0.1})
+
+
+def test_a_client_that_joins_draws_by_its_name_or_its_examples() -> None:
+    federation = made_federation()
+    run = pfedhn.train(
+        pfedhn.PFedHN(personal=("last",)), federation, lambda: pfedhn.MLP(8, 5, 4), steps=2, progress=False
+    )
+
+    def head(first: int, name: str | None = None) -> Tensor:
+        joined = run.add_client(federation.x[first : first + 40], federation.y[first : first + 40], rounds=0, name=name)
+        return next(iter(joined.private.head.values()))
+
+    assert head(0).equal(head(0))
+    assert not head(0).equal(head(1))  # two clients do not begin with the same head
+    assert head(0, "lyon").equal(head(1, "lyon"))
+    assert not head(0, "lyon").equal(head(0, "paris"))
 
 
 def test_no_round_is_chosen_by_a_number_that_is_none() -> None:

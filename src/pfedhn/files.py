@@ -94,7 +94,7 @@ def read_text(path: Path) -> str:
 def read_bytes(path: Path) -> bytes:
     """Read a whole file."""
     with reading(path):
-        if path.exists() and not path.is_file():
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for, a device read forever
             raise UserError(f"{path} is no file that can be read to its end; give a file.")
         return path.read_bytes()
 

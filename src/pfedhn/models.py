@@ -85,10 +85,28 @@ class MLP(nn.Module):
         return x
 
 
+class LinearModel(nn.Module):
+    """One linear map without a bias: linear regression, or softmax regression for several classes.
+
+    Args:
+        num_inputs: Numbers that go in.
+        num_outputs: Numbers that come out.
+    """
+
+    def __init__(self, num_inputs: int, num_outputs: int = 1) -> None:
+        super().__init__()
+        self.map = nn.Linear(num_inputs, num_outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.map(x.flatten(1))
+        return output
+
+
 def check_name(name: str) -> None:
-    """Refuse a name that is none of lenet-s, lenet (m), lenet-l, omniglot, or mlp-32-16 for two hidden layers."""
-    if name not in LENET_SIZES and name != "omniglot" and not re.fullmatch(r"mlp(-[1-9][0-9]{0,8})*", name):
-        raise UserError(f"there is no target network {name!r}; {closest(name, [*LENET_SIZES, 'omniglot', 'mlp-32'])}")
+    """Refuse what is none of lenet-s, lenet (m), lenet-l, omniglot, linear, or mlp-32-16 for two hidden layers."""
+    names = [*LENET_SIZES, "omniglot", "linear"]
+    if name not in names and not re.fullmatch(r"mlp(-[1-9][0-9]{0,8})*", name):
+        raise UserError(f"there is no target network {name!r}; {closest(name, [*names, 'mlp-32'])}")
 
 
 def build(name: str, num_classes: int, shape: Sequence[int]) -> nn.Module:
@@ -98,6 +116,8 @@ def build(name: str, num_classes: int, shape: Sequence[int]) -> nn.Module:
         return LeNet(num_classes, LENET_SIZES[name], shape[0] if shape else 1)
     if name == "omniglot":
         return OmniglotNet(num_classes)
+    if name == "linear":
+        return LinearModel(math.prod(shape), num_classes)
     sizes = [math.prod(shape), *map(int, name.split("-")[1:]), num_classes]
     check_room(4 * sum((a + 1) * b for a, b in pairwise(sizes)), f"the network {name!r}")
     return MLP(*sizes)

@@ -1,12 +1,16 @@
 """Code by name: where a function or class is defined, what it was called with, and how it is found again."""
 
 import functools
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pfedhn.errors import UserError, first_line
@@ -74,6 +78,37 @@ def find(name: str) -> Callable[..., Any]:
     if not is_code or name_of(found) != name:
         raise UserError(f"{name} is not code that a run can be made with.")
     return found  # type: ignore[no-any-return]
+
+
+def find_code(name: str) -> Callable[..., Any]:
+    """As `find`; a name may also begin with a Python file, as in "mine.py:clinics", which is then run."""
+    file, _, function = name.rpartition(":")
+    if not file.endswith(".py"):
+        return find(name)
+    found = getattr(load_file(Path(file)), function, None)
+    if not inspect.isfunction(found):
+        raise UserError(f"{file} has no function {function!r}.")
+    return found
+
+
+def load_file(path: Path) -> ModuleType:
+    """A Python file as a module, run once."""
+    path = path.expanduser().resolve()
+    name = f"pfedhn_file_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    if name not in sys.modules:
+        if not path.is_file():
+            raise UserError(f"there is no file {path}.")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # first: a dataclass in it asks for its module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise UserError(f"{path} cannot be run ({first_line(error)}).") from error
+    return sys.modules[name]
 
 
 def _why_not(thing: Any) -> str | None:

@@ -1,5 +1,7 @@
 """A run: assembled in one place, trained, stopped and gone on with, loaded again, and what it can be asked for."""
 
+import hashlib
+import itertools
 import logging
 import math
 import threading
@@ -25,7 +27,7 @@ from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
-from pfedhn.engine.network import build_model, check_model, refuse_single_rows, with_num_outputs
+from pfedhn.engine.network import build_model, check_factory, check_model, refuse_single_rows, with_num_outputs
 from pfedhn.engine.room import refuse_too_large
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
@@ -125,11 +127,13 @@ def assemble(
     upload: str | Transform = "full",
     download: str | Transform = "full",
     starts: Mapping[str, Params] | None = None,
+    resize_every: int | None = None,
 ) -> Simulation:
     """Data, network, method, schedule and seed become a run here and nowhere else. Arguments as `train`.
 
     Args:
         starts: Weights of each network that every client starts from, of a run before this one.
+        resize_every: Communication steps after which every client goes on to the next of several target networks.
     """
     if not isinstance(federation, Federation):
         raise UserError(f"federation is {short(federation)}; make one with pfedhn.Federation.from_arrays, say.")
@@ -162,8 +166,12 @@ def assemble(
     for network in models.values():
         refuse_single_rows(network, federation, batch_size)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
+    if not isinstance(executor, str):
+        raise UserError(f"executor is {short(executor)}; give its name, such as 'auto'.")
     wire = find_transform(upload), find_transform(download)
-    simulation = Simulation(algorithm, models, federation, schedule, seed, executor, starts, *wire)
+    simulation = Simulation(
+        algorithm, models, federation, schedule, seed, executor, starts, *wire, resize_every=resize_every
+    )
     refuse_too_large(simulation)
     return simulation
 
@@ -257,6 +265,7 @@ class Run:
         split: tuple[float, float, float] = (0.7, 0.15, 0.15),
         architecture: str | None = None,
         descriptor: ArrayLike | Tensor | None = None,
+        name: str | None = None,
         seed: int = 0,
         last: bool = False,
     ) -> "NewClient":
@@ -272,36 +281,67 @@ class Run:
             split: Fractions for training, validation and test.
             architecture: Which of several target networks it runs; that of the first client by default.
             descriptor: Of the new client, for a run with fixed descriptors; its class shares by default.
+            name: What the client draws by; where it has none, its examples stand for it.
             seed: Of its split and its draws.
             last: Join the run as it was after its last round instead of the chosen one.
         """
         simulation = self.simulation
-        rounds, seed = whole_number("rounds", rounds, least=0), check_seed(seed)
+        seed = check_seed(seed)
         model = simulation.model_of(0) if architecture is None else self._network(architecture)
-        data = Federation.from_clients([(x, y)], split=split, seed=seed)
-        data = data.to(simulation.federation.x.device, model.dtype if data.x.is_floating_point() else None)
-        check_model(model, data)
-        refuse_single_rows(model, data, simulation.schedule.batch_size)
-        _refuse_without_evaluation(data)
+        data = Federation.from_clients([(x, y)] if name is None else {name: (x, y)}, split=split, seed=seed)
+        if name is None:
+            data = replace(data, identities=torch.tensor([_identity(data)]))
         if simulation.federation.architectures is not None:
             data = data.with_architectures([model.name])
         if (described := self._descriptor(data, descriptor)) is not None:
             data = data.with_descriptors(described[None])
-        key = int(keys.fold(simulation.seed, "new client", seed))
-        joining = simulation.joining(data, self.memories(last), max(rounds, 1), key)
-        state = joining.initial_state()
-        for progress in joining.rounds(state):
-            if progress.step >= rounds:
-                break
-        assert state.best is not None
-        memories, chosen = state.best.memories, state.best.evaluation
-        adapts = simulation.algorithm.adaptation_steps > 0
-        splits = scores_of_adapted(joining, state.best) if adapts else chosen.splits
-        weights = joining.personal_weights(memories, model, 0, chosen.round)
+        joined = self.add_clients(data, rounds=rounds, seed=seed, last=last)
+        weights, memories = joined.personal_weights(0), joined.memories
         kept = take(memories.private[model.name].take([0]), 0)
         return NewClient(
-            model.with_weights(weights), weights, take(memories.rows, 0), kept.private, splits, chosen.round
+            model.with_weights(weights), weights, take(memories.rows, 0), kept.private, joined.splits, joined.round
         )
+
+    def add_clients(
+        self,
+        federation: Federation,
+        *,
+        rounds: int = 100,
+        settings: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        last: bool = False,
+    ) -> "NewClients":
+        """Let clients join that took no part in training, as `add_client` does for one; all train in every round.
+
+        Args:
+            federation: The new clients, such as those that a partition holds back (`federation.joining`).
+            rounds: How many rounds they take part in; the best one for all of them is chosen on validation.
+            settings: Settings of the method that are others while they join, e.g. `{"embedding_lr": 0.05}`.
+            seed: Of their draws.
+            last: Join the run as it was after its last round instead of the chosen one.
+        """
+        simulation = self.simulation
+        rounds, seed = whole_number("rounds", rounds, least=0), check_seed(seed)
+        if settings:
+            values = checked_method(type(simulation.algorithm), settings, method_name(simulation.algorithm))
+            simulation = replace(simulation, algorithm=replace(simulation.algorithm, **values))  # type: ignore[type-var]
+        first = simulation.model_of(0)
+        if simulation.federation.architectures is not None and federation.architectures is None:
+            federation = federation.with_architectures([first.name] * (federation.num_clients + federation.num_joining))
+        data = federation.to(simulation.federation.x.device, first.dtype if federation.x.is_floating_point() else None)
+        for name in dict.fromkeys(data.architectures or [first.name]):
+            if name not in simulation.models:
+                raise UserError(f"there is no architecture {name!r}; {closest(name, simulation.models)}")
+            check_model(simulation.models[name], data)
+            refuse_single_rows(simulation.models[name], data, simulation.schedule.batch_size)
+        _refuse_without_evaluation(data)
+        key = int(keys.fold(simulation.seed, "new client", seed))
+        joining = simulation.joining(data, self.memories(last), max(rounds, 1), key)
+        state = _joined_state(joining, rounds)
+        assert state.best is not None
+        chosen, adapts = state.best.evaluation, simulation.algorithm.adaptation_steps > 0
+        splits = scores_of_adapted(joining, state.best) if adapts else chosen.splits
+        return NewClients(joining, state.best.memories, splits, chosen.round)
 
     def _descriptor(self, data: Federation, given: ArrayLike | Tensor | None) -> Tensor | None:
         wanted = self.simulation.descriptors()
@@ -333,6 +373,56 @@ class NewClient:
     def accuracy(self) -> float:
         """On the new client's test examples; minus the loss for a task without accuracy."""
         return self.splits["test"].score
+
+
+@dataclass
+class NewClients:
+    """Clients that joined a trained federation together."""
+
+    simulation: Simulation
+    memories: Memories
+    splits: dict[str, SplitResult]
+    round: int  # of joining, chosen on the validation examples of all of them
+
+    @property
+    def accuracy(self) -> NDArray[numpy.float64]:
+        """[clients]: on each one's test examples; minus the loss for a task without accuracy, NaN without examples."""
+        return _accuracy(self.splits["test"])
+
+    def personal_weights(self, client: int | str) -> Params:
+        """The weights of a client's own model."""
+        place = self.simulation.federation.number_of(client)
+        return self.simulation.personal_weights(self.memories, self.simulation.model_of(place), place, self.round)
+
+    def personal_model(self, client: int | str) -> nn.Module:
+        """A plain module with this client's weights, in evaluation mode."""
+        place = self.simulation.federation.number_of(client)
+        return self.simulation.model_of(place).with_weights(self.personal_weights(client))
+
+
+def _joined_state(joining: Simulation, num_rounds: int) -> State:
+    state = joining.initial_state()
+    if num_rounds == 0:
+        next(joining.rounds(state))  # the evaluation before the first round
+        return state
+    # One client is done before a round of its own would be compiled.
+    progress = joining.rounds(state) if joining.federation.num_clients == 1 else rounds(joining, state)
+    for _ in progress:
+        pass
+    return state
+
+
+def _identity(data: Federation) -> int:
+    """What a client without a name draws by: its own examples."""
+    digest = hashlib.sha256()
+    for part in (data.x, data.y):
+        digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())  # of any dtype, on any device
+    return keys.hash_text(digest.hexdigest())
+
+
+def _accuracy(test: SplitResult) -> NDArray[numpy.float64]:
+    values: NDArray[numpy.float64] = (-test.loss / test.count if test.metric is None else test.client_metric).numpy()
+    return values
 
 
 def scores_of(result: SplitResult, per_client: bool = True) -> Scores:
@@ -429,7 +519,7 @@ def execute(
         started = time.monotonic() - run.seconds
         saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
         try:
-            for progress in _with_missing(rounds(simulation, run.state), run):
+            for progress in itertools.chain(_missing_evaluation(run), rounds(simulation, run.state)):
                 run.seconds = time.monotonic() - started
                 if progress.is_pause:
                     if not stop.is_set():
@@ -465,13 +555,12 @@ def execute(
     return run
 
 
-def _with_missing(following: Iterator[Progress], run: Run) -> Iterator[Progress]:
-    """The progress of a run; first the evaluation of the last round, if that was left in the middle."""
+def _missing_evaluation(run: Run) -> Iterator[Progress]:
+    """The evaluation of the last round, if that was left in the middle."""
     simulation, step = run.simulation, run.state.round * run.simulation.clients_per_round
     is_evaluated = simulation.schedule.is_evaluated(step - simulation.clients_per_round, step)
     if run.history and run.history[-1].step < step and is_evaluated:
         yield Progress(step, simulation.choose(run.state, simulation.evaluate(run.state)))
-    yield from following
 
 
 def _refuse_blind_choice(evaluation: Evaluation) -> None:
@@ -633,8 +722,11 @@ def train(
     )
     if checkpoint_every is not None:
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every)
-    if precision not in get_args(Precision):
+    if not isinstance(precision, str) or precision not in get_args(Precision):
         raise UserError(f"precision is {short(precision)}; it must be tf32 or fp32.")
+    for name, switch in (("deterministic", deterministic), ("progress", progress)):
+        if not isinstance(switch, bool):
+            raise UserError(f"{name} is {short(switch)}; it must be True or False.")
     if directory is not None and not isinstance(directory, str | Path):
         raise UserError(f"directory is {short(directory)}; give a path.")
     advise_once(simulation.federation.x.device)
@@ -696,6 +788,9 @@ def load(
         torch.Size([1, 6])
     """
     path = _run_directory(given_path(directory), run)
+    given = model if isinstance(model, Mapping) else {} if model is None else {"model": model}
+    for name, factory in given.items():
+        check_factory(name, factory)
     spec = read_spec(path)
     assert spec is not None
     simulation = to_simulation(

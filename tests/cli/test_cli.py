@@ -600,3 +600,29 @@ def test_ctrl_c_says_how_to_go_on_and_ends_with_130(finished: Path) -> None:
     for run in runs:  # written at the moment of stopping: by itself there would be one a minute
         records = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert json.loads(checkpoint.checkpoints(run)[0].read_text())["step"] >= max(records)
+
+
+@pytest.mark.slow
+def test_a_person_with_data_joins_a_run(tmp_path: Path) -> None:
+    """Whole numbers are pixels and go through what the run's went through; text labels name the run's classes."""
+    from sklearn.datasets import load_digits
+
+    run = ["run", "demo", "--only", "method=pfedhn", "--seeds", "0", "--set", "steps=4", "--set", "local_steps=2"]
+    assert invoke(*run, "--out", "runs").exit_code == 0
+    digits = load_digits()
+    (tmp_path / "mine").mkdir()
+    numpy.save("mine/x.npy", digits.data[:60].astype("uint8"))
+    numpy.save("mine/y.npy", digits.target[:60])
+    result = invoke("add-client", "runs", "--data", "mine", "--rounds", "2", "--out", "mine.safetensors")
+    assert result.exit_code == 0, result.output
+    assert "Held-out accuracy: " in result.output
+    assert "on 9 of 60 examples" in " ".join(result.output.split())
+    with safe_open("mine.safetensors", "np") as file:
+        assert file.get_tensor("layers.0.weight").shape == (32, 64)
+    numpy.save("mine/x.npy", digits.data[:60] / 16)  # as the run has them
+    again = invoke("add-client", "runs", "--data", "mine", "--rounds", "2")
+    assert again.output.split("%")[0] == result.output.split("%")[0]
+    numpy.save("mine/y.npy", numpy.array(["seven"] * 60))
+    wrong = invoke("add-client", "runs", "--data", "mine")
+    assert wrong.exit_code == 2
+    assert "the label 'seven', which the run does not know" in " ".join(wrong.output.split())

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import pfedhn
+from pfedhn.cli.add_client import add_client
 from pfedhn.cli.bench import bench
 from pfedhn.cli.data import data
 from pfedhn.cli.demo import demo
@@ -54,6 +55,7 @@ app.command("list")(list_all)
 app.command()(run)
 app.command()(tune)
 app.command()(report)
+app.command("add-client")(add_client)
 app.command()(bench)
 app.command()(doctor)
 app.add_typer(data, name="data")

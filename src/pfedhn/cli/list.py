@@ -9,7 +9,7 @@ from pfedhn.screen import Screen
 
 
 def list_all() -> None:
-    """List the methods, the data sets and the experiments.
+    """List the methods, the data sets, the experiments and the studies.
 
     \b
     [bold]Example[/]
@@ -18,6 +18,7 @@ def list_all() -> None:
     from pfedhn.algorithms import ALGORITHMS
     from pfedhn.data.catalogue import DATASETS
     from pfedhn.experiments.paper import EXPERIMENTS
+    from pfedhn.studies import STUDIES
 
     console = Screen()
     console.print(listing("methods", [(name, ALGORITHMS[name].description) for name in ALGORITHMS]))
@@ -27,7 +28,11 @@ def list_all() -> None:
         for name, item in EXPERIMENTS.items()
     ]
     console.print(listing("experiments", lines))
-    console.print("`pfedhn run NAME` runs an experiment; `pfedhn run FILE.toml` one of your own (see its --help).")
+    lines = [(name, f"{study.title} ({len(study.experiment().cells)} cells)") for name, study in STUDIES.items()]
+    console.print(listing("studies: the rest of the paper", lines))
+    console.print(
+        "`pfedhn run NAME` runs an experiment or a study; `pfedhn run FILE.toml` one of your own (see its --help)."
+    )
 
 
 def listing(title: str, lines: Sequence[tuple[str, ...]]) -> Table:

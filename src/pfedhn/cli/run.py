@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from pfedhn.cli.options import DataDirOption, DeviceOption, ExperimentArgument, JobsOption, OutOption, SetOption
 from pfedhn.errors import UserError
-from pfedhn.screen import Screen
+from pfedhn.screen import Screen, say
 
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
@@ -31,6 +31,10 @@ def run(
         list[str] | None,
         typer.Option("--seeds", metavar="N,...", help="Other seeds than the experiment's, e.g. 0,1."),
     ] = None,
+    small: Annotated[
+        bool,
+        typer.Option("--small", help="A study at reduced size, on the digits: seconds on a processor."),
+    ] = False,
     out: OutOption = None,
     jobs: JobsOption = None,
     rates: Annotated[
@@ -78,6 +82,7 @@ def run(
       pfedhn run table1-cifar10 --only method=pfedhn,method=fedavg,clients=50
       pfedhn run table1-mnist --seeds 0,1 --data-dir ~/data
       pfedhn run mine.toml --jobs 1
+      pfedhn run mix-and-match --small
       pfedhn run --resume runs/mine
 
     \b
@@ -99,23 +104,28 @@ def run(
       dataset = "visits.csv"    a table (.csv, .tsv, .parquet), and with it
       columns = {client = "clinic", label = "outcome"}
     """
+    from pfedhn.cli.find import find_study
     from pfedhn.cli.running import displayed, end
     from pfedhn.experiments.runner import run_many
     from pfedhn.files import given_path
     from pfedhn.report.entries import asked_for, collect
+    from pfedhn.report.findings import to_terminal as finding_to_terminal
+    from pfedhn.report.results import read
     from pfedhn.report.tables import to_terminal
     from pfedhn.run import choose_device
+    from pfedhn.studies import findings
+    from pfedhn.studies.computing import compute_missing
 
     if resume is not None:
         given = {"NAME-OR-FILE": experiment, "--set": assignments, "--only": only, "--seeds": seeds, "--out": out}
-        given["--rates"] = rates
+        given |= {"--rates": rates, "--small": "--small" if small else None}
         if clash := [name for name, value in given.items() if value]:
             raise UserError(f"--resume goes on with what {resume} holds, so {clash[0]} cannot be given with it.")
         chosen, runs, options = _stored(resume)
     elif experiment is None:
         raise UserError("give the name or the file of an experiment, or --resume DIR; `pfedhn list` shows the names.")
     else:
-        chosen, runs, options = _asked_for(experiment, assignments or [], only or [], seeds, rates)
+        chosen, runs, options = _asked_for(experiment, assignments or [], only or [], seeds, rates, small)
     if data_dir is not None:
         options = replace(options, data_dir=given_path(data_dir, is_resolved=True))
     options = replace(
@@ -133,6 +143,10 @@ def run(
     if outcome.results:
         for found in collect([path]):
             Screen().print(to_terminal(asked_for(found)))
+        if (study := find_study(ready.options.source)) is not None:
+            compute_missing(study, path, ready.runs, ready.options, lambda text: say(text, is_error=True))
+            for finding in findings(read(path), [study]):
+                Screen().print(finding_to_terminal(finding))
     end(outcome)
 
 
@@ -145,7 +159,7 @@ def _stored(resume: Path) -> "tuple[Experiment, list[RunSpec], Options]":
 
 
 def _asked_for(
-    name: str, assignments: list[str], only: list[str], seeds: list[str] | None, rates: Path | None
+    name: str, assignments: list[str], only: list[str], seeds: list[str] | None, rates: Path | None, small: bool
 ) -> "tuple[Experiment, list[RunSpec], Options]":
     """The experiment with what the person changed in it, the runs chosen of it, and how a later command names it."""
     from pfedhn.cli.find import find_experiment, rates_beside, whole_numbers
@@ -157,7 +171,7 @@ def _asked_for(
     from pfedhn.files import given_path, reading
     from pfedhn.settings import parse_assignments
 
-    chosen, source = find_experiment(name)
+    chosen, source = find_experiment(name, small)
     if rates is not None:
         rates = given_path(rates, is_resolved=True)
         with reading(rates):
@@ -170,4 +184,4 @@ def _asked_for(
     check(chosen)
     runs = select(chosen, only, whole_numbers(seeds))
     refuse_without_effect(assignments, [run.cell for run in with_pretraining(chosen, runs)])
-    return chosen, runs, Options(source=source, assignments=tuple(assignments), rates=rates)
+    return chosen, runs, Options(source=source, small=small, assignments=tuple(assignments), rates=rates)

@@ -221,6 +221,11 @@ def _refuse_mixed_kinds(labels: Sequence[tuple[Path, Array]], task: Task) -> Non
         return "floating-point" if array.dtype.kind == "f" and task == "auto" else "whole"
 
     for folder, array in labels[1:]:
+        if array.shape[1:] != labels[0][1].shape[1:]:
+            raise UserError(
+                f"{folder} has labels of shape {array.shape[1:]} and {labels[0][0]} of shape {labels[0][1].shape[1:]}; "
+                "give all clients one kind."
+            )
         if kind(array) != kind(labels[0][1]):
             raise UserError(
                 f"{folder} has {kind(array)} labels and {labels[0][0]} has {kind(labels[0][1])} ones; give all clients "
@@ -230,8 +235,8 @@ def _refuse_mixed_kinds(labels: Sequence[tuple[Path, Array]], task: Task) -> Non
 
 def _labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array], tuple[str, ...] | None]:
     """Labels as numbers: text becomes its place in the sorted order of all, numbers to predict become float32."""
-    if task not in get_args(Task):
-        raise UserError(f"there is no task {task!r}; {closest(str(task), get_args(Task))}")
+    if not isinstance(task, str) or task not in get_args(Task):
+        raise UserError(f"there is no task {short(task)}; {closest(task, get_args(Task))}")
     kinds = {array.dtype.kind for array in labels}
     if task == "regression":
         if kinds & set("USO"):
@@ -361,3 +366,43 @@ def _as_identifiers(column: Array) -> Array:
     text = column.astype(str)
     plain = all(re.fullmatch(r"0|[1-9]\d{0,17}", cell) for cell in text.tolist())
     return text.astype(numpy.int64) if plain else text
+
+
+def read_client(path: str | Path, label_column: str | None, class_names: Sequence[str] | None) -> tuple[Array, Array]:
+    """The examples (x, y) of one client: a folder with x.npy and y.npy, or a table with a label column.
+
+    Args:
+        path: The folder, or the .csv, .tsv or .parquet file.
+        label_column: The column of a table that holds the label; all others are features.
+        class_names: What the classes are called that text labels name.
+    """
+    place = given_path(path)
+    if place.is_dir():
+        x, y = _load_array(place / "x.npy", "biuf"), _load_array(place / "y.npy", "biufUS")
+    elif place.is_file():
+        x, y = _table_of_one(place, label_column)
+    else:
+        raise UserError(f"{place} is neither a folder nor a file; give a folder with x.npy and y.npy, or a table.")
+    if x.ndim < 1 or y.ndim < 1 or len(x) != len(y) or not len(x):
+        raise UserError(f"{place} has x of shape {x.shape} and y of shape {y.shape}; give one label per example.")
+    if y.dtype.kind in "USO":
+        names = list(class_names or ())
+        unknown = [label for label in dict.fromkeys(map(str, y.tolist())) if label not in names]
+        if unknown:
+            hint = closest(unknown[0], names) if names else "its classes are numbers, from 0."
+            raise UserError(f"{place} has the label {unknown[0]!r}, which the run does not know; {hint}")
+        y = numpy.array([names.index(str(label)) for label in y.tolist()], dtype=numpy.int64)
+    return x, y
+
+
+def _table_of_one(file: Path, label_column: str | None) -> tuple[Array, Array]:
+    readers = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
+    if file.suffix.lower() not in readers:
+        raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
+    columns = readers[file.suffix.lower()](file)
+    if label_column is None or label_column not in columns:
+        raise UserError(f"say which column of {file.name} is the label: --label NAME; {closest('', columns)}")
+    features = [_numbers(file, name, columns[name]) for name in columns if name != label_column]
+    if not features:
+        raise UserError(f"{file.name} has no feature columns; give it at least one besides the label.")
+    return numpy.stack(features, axis=1), _as_numbers(columns[label_column])

@@ -1,6 +1,7 @@
 """A person's network as a target: what would be wrong or fail later is refused before the first round."""
 
 import inspect
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,8 @@ from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.params import stack
 from pfedhn.sgd import Batches
 from pfedhn.statistics import normalizations
+
+logger = logging.getLogger("pfedhn")
 
 NUM_TRIED = 4  # examples that a network is tried on
 
@@ -43,7 +46,7 @@ def build_model(
     Raises:
         UserError: If the network would give wrong numbers or fail later.
     """
-    _check_factory(name, factory)
+    check_factory(name, factory)
     for what, function in (("loss", loss), ("metric", metric)):
         if function is not None and not callable(function):
             raise UserError(f"the {what} is {short(function)}; give a function (outputs, y) -> one value per example.")
@@ -72,7 +75,8 @@ def check_model(model: Model, federation: Federation) -> Any:
     return outputs
 
 
-def _check_factory(name: str, factory: Any) -> None:
+def check_factory(name: str, factory: Any) -> None:
+    """Refuse what does not make a network, or not one that a seed decides."""
     if not callable(factory):
         raise UserError(
             f"the network {name!r} is given as {type(factory).__name__}; give a function that makes it, such as its "
@@ -87,7 +91,7 @@ def _check_factory(name: str, factory: Any) -> None:
         ) from None
     except ValueError:
         pass  # written in C: it does not say what it takes
-    module, again = _made(name, factory), _made(name, factory)
+    module, again, other = (_made(name, factory, seed) for seed in (0, 0, 1))
     if not isinstance(module, nn.Module):
         raise UserError(f"the function that makes {name!r} returned {type(module).__name__}; it must return a network.")
     if again is module:
@@ -100,12 +104,12 @@ def _check_factory(name: str, factory: Any) -> None:
             f"the layers {lazy} of {name!r} learn their sizes from the first batch; write the sizes down, with "
             "nn.Linear for nn.LazyLinear."
         )
-    _refuse_own_draws(name, module, again)
+    _refuse_own_draws(name, module, again, other)
 
 
-def _made(name: str, factory: Factory) -> Any:
+def _made(name: str, factory: Factory, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         try:
             return factory()
         except UserError:
@@ -114,10 +118,19 @@ def _made(name: str, factory: Factory) -> Any:
             raise UserError(f"the function that makes {name!r} fails: {first_line(error)}.") from error
 
 
-def _refuse_own_draws(name: str, module: nn.Module, again: nn.Module) -> None:
-    """What is drawn past PyTorch's generator is another network in every process, and a run could not go on."""
-    weights, others = ([value.detach() for value in made.parameters()] for made in (module, again))
-    if not _is_close(weights, others):
+def _refuse_own_draws(name: str, module: nn.Module, again: nn.Module, other: nn.Module) -> None:
+    """What is drawn past PyTorch's generator is another network in every process, and a run could not go on.
+
+    Weights that are the same for every seed may be meant (trained before, say), so that is only told.
+    """
+    weights, same, different = ([value.detach() for value in made.parameters()] for made in (module, again, other))
+    if weights and _is_close(weights, different):
+        logger.warning(
+            "the function that makes %r gives the same weights for every seed; seeds then differ only in what is drawn "
+            "of clients and examples.",
+            name,
+        )
+    if not _is_close(weights, same):
         raise UserError(
             f"the function that makes {name!r} gives other weights for the same seed; draw them with PyTorch, which "
             "is seeded for it, and not from a generator of its own."

@@ -4,7 +4,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
@@ -30,6 +29,8 @@ def refuse_too_large(simulation: Simulation) -> None:
 
 def _bytes_of_shared(simulation: Simulation) -> int:
     """How much the server remembers for all, worked out on tensors that have a shape and no content."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second, and is rarely asked
+
     starts = simulation.initial_models()
     with FakeTensorMode(allow_non_fake_inputs=True):
         shared = simulation.algorithm.init_shared(simulation.models, starts, keys.fold(simulation.seed, "shared"))

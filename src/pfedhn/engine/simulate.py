@@ -75,6 +75,7 @@ class Simulation:
     upload: Transform = FULL
     download: Transform = FULL
     joins: Joining | None = None  # a trained federation that these clients join; its shared memory is frozen
+    resize_every: int | None = None  # communication steps after which every client goes on to the next network
     _chosen: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # which executor runs which network
     _executors: dict[str, Executor] = field(default_factory=dict, init=False, repr=False)  # they keep their graphs
 

@@ -37,6 +37,7 @@ class Options:
     precision: str = "tf32"  # of products on a GPU, or fp32
     deterministic: bool = False  # the same bits from the same GPU and versions
     rates: Path | None = None  # as given to --rates
+    small: bool = False  # as given to --small: a study at reduced size
 
     def check(self) -> None:
         if self.executor not in (known := ["auto", *EXECUTORS, "captured"]):

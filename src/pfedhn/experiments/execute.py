@@ -29,7 +29,7 @@ def start(
     cost, starts = None, None
     if (earlier := pretraining_run(experiment, run)) is not None:
         cost, weights = _pretrained(directory / earlier.name, options.device)
-        starts = {run.cell.model: weights}
+        starts = {run.cell.part or run.cell.model: weights}
     simulation = build_simulation(run, options, starts)
     origin = Origin(
         run.name,

@@ -9,7 +9,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.rates import apply_rates, rates_file, rates_for
-from pfedhn.experiments.spec import CELL_TABLES, Cell, Experiment, RunSpec, distinct, flat_fields, is_own_data
+from pfedhn.experiments.spec import CELL_TABLES, Cell, Experiment, RunSpec, distinct, flat_fields, is_made, is_own_data
 from pfedhn.files import given_path, read_text
 from pfedhn.run import build_algorithm
 from pfedhn.settings import build, fits, parse_assignments, parse_toml, parse_value
@@ -35,6 +35,10 @@ def from_toml(path: Path) -> Experiment:
 
 def _absolute(dataset: str, base: Path) -> str:
     """A path is meant from where its file lies, or from here; made absolute, a run can be resumed from anywhere."""
+    if is_made(dataset):
+        file, _, function = dataset.rpartition(":")
+        place = given_path(base / given_path(file), is_resolved=True)
+        return f"{place}:{function}" if file.endswith(".py") else dataset
     path = base / given_path(dataset)
     is_path = is_own_data(dataset) or (dataset not in datasets.DATASETS and path.is_dir())
     return str(given_path(path, is_resolved=True)) if is_path else dataset
