@@ -33,13 +33,15 @@ class Model:
     per_example_metric: PerExample | None = None
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
+    frozen: tuple[str, ...] = ()  # parameters that a method leaves at their start, besides those that the factory froze
+    frozen_key: int = 0  # of that start
 
     def __post_init__(self) -> None:
         _ = self.testing_module  # made now: a module cannot be made inside a vmap, a gradient or a trace
 
     @cached_property
     def _module(self) -> nn.Module:
-        return self._build(0).train()
+        return self._build(self.frozen_key).train()
 
     @cached_property
     def training_module(self) -> nn.Module:
@@ -87,7 +89,10 @@ class Model:
     def _build(self, key: Key) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(key) & ((1 << 63) - 1))
-            return self.factory().to(self.device, self.dtype)
+            module = self.factory().to(self.device, self.dtype)
+        for name in self.frozen:
+            module.get_parameter(name).requires_grad_(False)
+        return module
 
     def fresh(self, key: Key) -> Params:
         """Newly initialized weights, a function of the key alone."""

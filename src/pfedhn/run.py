@@ -27,7 +27,14 @@ from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
-from pfedhn.engine.network import build_model, check_factory, check_model, refuse_single_rows, with_num_outputs
+from pfedhn.engine.network import (
+    build_model,
+    check_factory,
+    check_model,
+    refuse_single_rows,
+    with_frozen,
+    with_num_outputs,
+)
 from pfedhn.engine.room import refuse_too_large
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
@@ -163,6 +170,7 @@ def assemble(
     if cohort_size is None:
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
     cohort_size = whole_number("cohort_size", cohort_size)
+    models = {name: with_frozen(network, algorithm, seed) for name, network in models.items()}
     for network in models.values():
         refuse_single_rows(network, federation, batch_size)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)

@@ -12,6 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from pfedhn import keys
+from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
 from pfedhn.errors import UserError, first_line, short
@@ -57,6 +59,12 @@ def build_model(
     outputs = check_model(model, federation)
     is_classifier = is_classes and isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] > 1
     return replace(model, per_example_metric=is_correct) if metric is None and is_classifier else model
+
+
+def with_frozen(model: Model, algorithm: Algorithm[Any, Any, Any], seed: int) -> Model:
+    """The network in which what a method freezes is a constant, at the start that this seed gives it."""
+    names = tuple(algorithm.frozen(model))
+    return replace(model, frozen=names, frozen_key=int(keys.fold(seed, "init"))) if names else model
 
 
 def check_model(model: Model, federation: Federation) -> Any:
