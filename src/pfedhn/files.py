@@ -81,9 +81,12 @@ def make_folder(path: Path, way_out: str = ANOTHER_PLACE) -> None:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing would be mixed with what is written there: the folder is empty, or does not exist."""
+    """Whether nothing would be mixed with what is written there: the folder is empty, or does not exist.
+
+    What another process is about to write does not count yet.
+    """
     with writing(folder):
-        return not folder.exists() or next(folder.iterdir(), None) is None
+        return not folder.exists() or all(file.match(".*.part") or file.name == LOCK for file in folder.iterdir())
 
 
 def read_text(path: Path) -> str:
