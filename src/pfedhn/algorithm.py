@@ -56,6 +56,10 @@ class Algorithm(Protocol[Shared, Row, Private]):
     """Whether anything crosses the wire; a method that sends nothing trains every client in every round."""
     averaging: Rate | None = None
     """How much of its past the average keeps per server step that clients are given to use; None serves the newest."""
+    statistics: Literal["private", "shared"] = "private"
+    """Whether the running statistics of BatchNorm layers stay with their client, or are averaged by the server."""
+    statistics_batches: int = 0
+    """Minibatches from which a client makes its statistics anew before its model is used; 0 uses the running ones."""
     adaptation_steps: int = 0
     """Steps that a client takes by itself from its model of the chosen round, before that is used; nothing is sent."""
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pfedhn.keys import Key
-from pfedhn.params import Params
+from pfedhn.params import Params, take
 from pfedhn.sgd import Batches
+from pfedhn.statistics import collecting, masked, statistics_of, training_pass
 
 Factory: TypeAlias = Callable[[], nn.Module]
 
@@ -37,17 +38,26 @@ class Model:
         _ = self.testing_module  # made now: a module cannot be made inside a vmap, a gradient or a trace
 
     @cached_property
-    def training_module(self) -> nn.Module:
+    def _module(self) -> nn.Module:
         return self._build(0).train()
 
     @cached_property
+    def training_module(self) -> nn.Module:
+        return masked(self._module)
+
+    @cached_property
     def testing_module(self) -> nn.Module:
-        return copy.deepcopy(self.training_module).eval()
+        return copy.deepcopy(self._module).eval()
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
         """The shapes of the trainable parameters; frozen parameters and buffers are constants of the architecture."""
         return {name: value.shape for name, value in _trainable(self.training_module).items()}
+
+    @cached_property
+    def statistics(self) -> Params:
+        """The running statistics of BatchNorm layers before anybody trains, by their names in a state dict."""
+        return statistics_of(self._module)
 
     @cached_property
     def is_plain(self) -> bool:
@@ -85,11 +95,26 @@ class Model:
 
     def loss(self, weights: Params, batch: Batches) -> Tensor:
         """Mean loss over the examples of one batch [B, ...] that the mask keeps."""
-        outputs = functional_call(self.training_module, weights, (batch.x,))
+        if self.statistics:
+            with training_pass(self.statistics, batch.mask):
+                outputs = functional_call(self.training_module, weights, (batch.x,))
+        else:
+            outputs = functional_call(self.training_module, weights, (batch.x,))
         values = self.per_example_loss(outputs, batch.y)
         return torch.where(batch.mask, values, 0.0).sum() / batch.mask.sum()
 
+    def statistics_from(self, weights: Params, batches: Batches) -> Params:
+        """The batch statistics of these weights on some minibatches [K, B, ...]: the mean over batches."""
+        now = self.statistics
+        for number in range(batches.mask.shape[0]):
+            batch = take(batches, number)
+            with collecting() as after, training_pass(now, batch.mask, share=1 / (number + 1)):
+                functional_call(self.training_module, weights, (batch.x,))
+            now = after
+        return {name: value.detach() for name, value in now.items()}
+
     def outputs(self, weights: Params, x: Tensor) -> Any:
+        """What a client's own model computes; its weights have its batch statistics among them."""
         return functional_call(self.testing_module, weights, (x,))
 
     def with_weights(self, weights: Params) -> nn.Module:

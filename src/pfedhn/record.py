@@ -576,4 +576,8 @@ def _read_start(file: Path, models: Mapping[str, Model], device: str) -> dict[st
         tensors = load_file(file, device)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{file} is missing or damaged ({first_line(error)}); run it again.") from None
-    return {name: {part: tensors[f"{name}/{part}"] for part in model.shapes} for name, model in models.items()}
+    return {
+        name: {part: tensors[f"{name}/{part}"] for part in model.shapes}
+        | {part: tensors[f"{name}/{part}"] for part in model.statistics if f"{name}/{part}" in tensors}
+        for name, model in models.items()
+    }

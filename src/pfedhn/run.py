@@ -27,7 +27,7 @@ from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
-from pfedhn.engine.network import build_model, check_factory, check_model, with_num_outputs
+from pfedhn.engine.network import build_model, check_factory, check_model, refuse_single_rows, with_num_outputs
 from pfedhn.engine.room import refuse_too_large
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
@@ -163,6 +163,8 @@ def assemble(
     if cohort_size is None:
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
     cohort_size = whole_number("cohort_size", cohort_size)
+    for network in models.values():
+        refuse_single_rows(network, federation, batch_size)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
     if not isinstance(executor, str):
         raise UserError(f"executor is {short(executor)}; give its name, such as 'auto'.")
@@ -331,6 +333,7 @@ class Run:
             if name not in simulation.models:
                 raise UserError(f"there is no architecture {name!r}; {closest(name, simulation.models)}")
             check_model(simulation.models[name], data)
+            refuse_single_rows(simulation.models[name], data, simulation.schedule.batch_size)
         _refuse_without_evaluation(data)
         key = int(keys.fold(simulation.seed, "new client", seed))
         joining = simulation.joining(data, self.memories(last), max(rounds, 1), key)

@@ -222,9 +222,10 @@ def road(simulation: Simulation) -> Any:
 @pytest.mark.parametrize(
     ("method", "target", "cohort"),
     mostly_slow(
-        [(method, *case) for method in METHODS for case in (("mlp", 3), ("conv", 1))],
+        [(method, *case) for method in METHODS for case in (("mlp", 3), ("conv", 1), ("batchnorm", 3))],
         *((method, "mlp", 3) for method in METHODS),
         ("pfedhn-pc", "conv", 1),
+        ("fedper", "batchnorm", 3),
     ),
 )
 def test_executors_agree(federation: Federation, method: str, target: str, cohort: int) -> None:

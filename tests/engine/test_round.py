@@ -227,7 +227,7 @@ def test_a_transform_may_remember(executor: str, federation: Federation) -> None
         (client,) = simulation.cohort(number)
         offer = exchange.offer(model(), shared, (), torch.tensor(number), torch.tensor(client))
         batches = federation.batches(torch.tensor([client]), keys.fold(5, "batches", number), 2, BATCH_SIZE)
-        update, _ = exchange.train(model(), offer, Kept({}, ()), take(batches, 0))
+        update, _ = exchange.train(model(), offer, Kept({}, (), {}), take(batches, 0))
         sent.setdefault(client, []).append(update)
         encoded, rest[client] = ErrorFeedback().encode(update, 0, rest[client])
         taken = ErrorFeedback().decode(encoded, torch.float64)

@@ -69,6 +69,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     clip: float | None = 50.0  # largest norm of the server's gradient, over phi and embeddings together
     local_clip: float | None = 50.0  # largest norm of a client's gradient, personal layers left out
     rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
+    statistics_batches: int = 0  # from which BatchNorm's statistics are made anew before use; 0 uses the running ones
     adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
     usual_cohort_size = 1
 

@@ -63,9 +63,10 @@ def _pretrained(folder: Path, device: str) -> tuple[Cost, Params]:
     earlier = load(folder, device=device)
     simulation, memories = earlier.simulation, earlier.memories(last=True)
     algorithm = simulation.algorithm
-    if simulation.exchange.num_personal_batches(is_adapted=True):  # it would adapt on examples what it publishes
+    model = simulation.model_of(0)
+    if simulation.exchange.num_personal_batches(model, is_adapted=True):  # it would adapt on examples what it publishes
         shared = simulation.exchange.served(memories.shared)
-        return cost, algorithm.publish(simulation.model_of(0), shared, take(memories.rows, 0))
+        return cost, algorithm.publish(model, shared, take(memories.rows, 0))
     return cost, earlier.personal_weights(0, last=True)
 
 
