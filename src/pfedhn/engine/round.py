@@ -108,7 +108,7 @@ class Exchange:
     def offer(self, model: Model, shared: Any, row: Any, number: Tensor, identity: Tensor) -> Offer:
         """The server's half, first part. A server that waits for every reply has taken one step per round."""
         if self.is_frozen:
-            weights = self.algorithm.publish(model, self.served(shared), row)
+            weights = self.publish(model, shared, row)
         else:
             weights = self.algorithm.send(model, self.newest(shared), row)
         key = self._key(self.download, "download", number, identity)
@@ -159,8 +159,17 @@ class Exchange:
         self, model: Model, shared: Any, row: Any, kept: Kept, batches: Batches, is_adapted: bool = False
     ) -> Params:
         """The weights ONE client would use now, after its own adaptation steps if they are asked for."""
+        return self.personalize(model, self.publish(model, shared, row), kept, batches, is_adapted)
+
+    def publish(self, model: Model, shared: Any, row: Any) -> Params:
+        """The server's half of it: what ONE client is given to use. No transform touches it."""
+        return self.algorithm.publish(model, self.served(shared), row)
+
+    def personalize(
+        self, model: Model, received: Params, kept: Kept, batches: Batches, is_adapted: bool = False
+    ) -> Params:
+        """The client's half of it: what it makes of what it was given."""
         algorithm, count = self.algorithm, self.algorithm.num_personalize_batches
-        received = algorithm.publish(model, self.served(shared), row)
         weights = algorithm.personalize(model, received, kept.private, take(batches, slice(count)))
         return algorithm.adapt(model, weights, take(batches, slice(count, None))) if is_adapted else weights
 
