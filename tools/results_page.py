@@ -20,6 +20,7 @@ from pfedhn.experiments.spec import Cell
 from pfedhn.files import write_atomically
 from pfedhn.report.entries import Column, Entry, Report, Summary, display_name, to_reports
 from pfedhn.report.figures import draw_curves
+from pfedhn.report.pairs import caption, pairs
 from pfedhn.report.results import Runs, read_file
 from pfedhn.report.tables import bytes_text, number_text, seconds_text, steps_text
 from pfedhn.result import Curve, Result
@@ -134,6 +135,9 @@ def page(every: Sequence[Report], notes: str, tuning: Sequence[Mapping[str, Any]
             parts.append(f"![{dataset}, {clients} clients: accuracy against communication](figures/{name})")
         if _finished(report):
             parts += [markdown(costs(report)), markdown(origins(report))]
+            tables = [(column, pairs(report, column)) for column in report.columns]
+            for column, lines in tables:
+                parts += [caption(column), markdown(lines)] if lines else []
         else:
             parts.append("No run of this table is stored yet.")
     parts += ["## pFedHN: does it reach what it should?", BAR_TEXT, markdown(bars(every))]

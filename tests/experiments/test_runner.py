@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support import SMALL, mlp, resealed
+from support import SMALL, mlp, mostly_slow, resealed
 
 from pfedhn import record, run
 from pfedhn.algorithms import ALGORITHMS
@@ -82,17 +82,17 @@ def scores(directory: Path, name: str) -> Any:
 # The command in a result
 
 
-def test_the_command_in_a_result_selects_that_run_alone() -> None:
-    grid = from_table(
-        tomllib.loads("method=['pfedhn', 'local']\nclients=[6, 8]\nsteps=[10, 20]\n[methods.pfedhn]\nlr=[0.1, 1e-05]"),
-        "grid",
-    )
-    for experiment in (grid, *EXPERIMENTS.values()):
-        for one in experiment.runs():
-            words = shlex.split(rerun_command(experiment, one, Options()))
-            assert words[:3] == ["pfedhn", "run", experiment.name]
-            given = dict(zip(words[3::2], words[4::2], strict=True))
-            assert select(experiment, [given["--only"]], [int(given["--seeds"])]) == [one]
+GRID = "method=['pfedhn', 'local']\nclients=[6, 8]\nsteps=[10, 20]\n[methods.pfedhn]\nlr=[0.1, 1e-05]"
+
+
+@pytest.mark.parametrize("name", mostly_slow(["grid", *EXPERIMENTS], "grid", "demo", "ablation-cifar10"))
+def test_the_command_in_a_result_selects_that_run_alone(name: str) -> None:
+    experiment = EXPERIMENTS[name] if name in EXPERIMENTS else from_table(tomllib.loads(GRID), "grid")
+    for one in experiment.runs():
+        words = shlex.split(rerun_command(experiment, one, Options()))
+        assert words[:3] == ["pfedhn", "run", experiment.name]
+        given = dict(zip(words[3::2], words[4::2], strict=True))
+        assert select(experiment, [given["--only"]], [int(given["--seeds"])]) == [one]
 
 
 def test_the_command_in_a_result_carries_everything_that_matters() -> None:

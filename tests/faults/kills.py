@@ -116,7 +116,7 @@ def _killed(make: Callable[[Path, random.Random], Case], tries: int, dice: rando
             words, seen = make(folder, dice)
             count = 0
             for _ in range(min(left, KILLS)):  # before it may finish
-                count += kill_within(words, folder, dice.uniform(0.3 * seconds, seconds))
+                count += kill_within(words, folder, dice.uniform(0.2 * seconds, 0.9 * seconds))
             try:
                 finished(words, folder)
                 is_same, rest = seen() == expected, [str(file) for file in folder.rglob("*.part")]
@@ -124,7 +124,6 @@ def _killed(make: Callable[[Path, random.Random], Case], tries: int, dice: rando
                 said = f"{shlex.join(words[2:])} {rest}"
             except Exception as error:
                 outcome, said = "internal error", f"{type(error).__name__}: {error}"
-            count = max(count, 1)
             left -= min(left, count)
             for _ in range(count):
                 yield outcome, said

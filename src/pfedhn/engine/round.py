@@ -134,9 +134,8 @@ class Exchange:
     def sent(self, model: Model, shared: Any, row: Any) -> Params:
         """What ONE client receives, before it is encoded: weights, and batch statistics where they are shared."""
         if self.is_frozen:
-            weights = self.algorithm.publish(model, self.served(shared), row)
-        else:
-            weights = self.algorithm.send(model, self.newest(shared), row)
+            return self.publish(model, shared, row)
+        weights = self.algorithm.send(model, self.newest(shared), row)
         return weights | shared.statistics[model.name] if self._shares(model) else weights
 
     def first_contact(self, model: Model, start: Params, received: Params, identity: int) -> Kept:
@@ -212,12 +211,22 @@ class Exchange:
 
         Its batch statistics are among them.
         """
+        return self.personalize(model, self.publish(model, shared, row), kept, batches, is_adapted)
+
+    def publish(self, model: Model, shared: Any, row: Any) -> Params:
+        """The server's half of it: what ONE client is given to use. No transform touches it."""
+        weights = self.algorithm.publish(model, self.served(shared), row)
+        return weights | shared.statistics[model.name] if self._shares(model) else weights
+
+    def personalize(
+        self, model: Model, received: Params, kept: Kept, batches: Batches, is_adapted: bool = False
+    ) -> Params:
+        """The client's half of it: what it makes of what it was given."""
         algorithm, first = self.algorithm, self.algorithm.num_personalize_batches
-        received = algorithm.publish(model, self.served(shared), row)
-        given = shared.statistics[model.name] if self._shares(model) else {}
         second = first + (algorithm.adaptation_steps if is_adapted else 0)
-        with tracking(kept.statistics | given) as tracker:
-            weights = algorithm.personalize(model, received, kept.private, take(batches, slice(first)))
+        given = pick(received, model.shapes)
+        with tracking(kept.statistics | pick(received, model.statistics)) as tracker:
+            weights = algorithm.personalize(model, given, kept.private, take(batches, slice(first)))
             if is_adapted:
                 weights = algorithm.adapt(model, weights, take(batches, slice(first, second)))
         if not model.statistics:

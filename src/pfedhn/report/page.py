@@ -14,6 +14,8 @@ from pfedhn.report.entries import Average, Report
 from pfedhn.report.figures import figures_of
 from pfedhn.report.findings import Finding, pngs, svgs
 from pfedhn.report.findings import to_markdown as finding_to_markdown
+from pfedhn.report.pairs import caption as pairs_caption
+from pfedhn.report.pairs import pairs
 from pfedhn.report.tables import caption, commands, details, grid, sentence, to_csv, to_latex, to_markdown
 
 FORMATS = ("md", "csv", "tex", "png", "html")
@@ -59,6 +61,7 @@ def to_html(
             "tables": [
                 *([(grid(report, average), caption(report, average))] if len(report.columns) > 1 else []),
                 (details(report, average), caption(report)),
+                *((lines, pairs_caption(c)) for c in report.columns if (lines := pairs(report, c, average))),
             ],
         }
         for report in reports

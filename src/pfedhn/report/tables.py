@@ -15,6 +15,8 @@ from rich.text import Text
 
 from pfedhn.errors import printable
 from pfedhn.report.entries import Average, Column, Entry, Report, Summary, column_text, compare, display_name, summarize
+from pfedhn.report.pairs import caption as pairs_caption
+from pfedhn.report.pairs import pairs
 
 
 def number_text(value: Summary | None, digits: int = 2) -> str:
@@ -189,6 +191,9 @@ def to_markdown(reports: Sequence[Report], average: Average = "clients") -> str:
         if len(report.columns) > 1:
             parts += [markdown_table(grid(report, average)), _markdown(caption(report, average))]
         parts += [markdown_table(details(report, average)), _markdown(caption(report))]
+        for column in report.columns:
+            if table := pairs(report, column, average):
+                parts += [markdown_table(table), _markdown(pairs_caption(column))]
         if again := commands(report):
             lines = [" ".join(printable(command).split("\n")) for command in again]
             fence = "`" * max(3, *(len(run) + 1 for line in lines for run in re.findall("`+", line) or [""]))
