@@ -9,6 +9,8 @@ from parties import Group, simulation_of
 from support import assert_close, mostly_slow
 
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.fedper import FedPer
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.params import take
@@ -64,6 +66,19 @@ def test_every_method_over_the_wire_is_the_simulator(method: str, tmp_path: Path
         mine = group.parties[f"party-{client}"].personal_model().state_dict()
         assert_close({name: mine[name] for name in weights}, weights)
     assert not group.said("refused")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [FedAvg(local_steps=3, statistics="shared"), FedPer(local_steps=3)])
+def test_batch_statistics_travel_or_stay(algorithm: FedAvg, tmp_path: Path) -> None:
+    simulation = simulation_of(algorithm, models="batchnorm", rounds=4, cohort=2)
+    expected = simulated(simulation)
+    group = Group(simulation, tmp_path)
+    group.server.run()
+    assert_simulated(group, expected)
+    for client, weights in enumerate(personal_at_best(simulation, expected)):
+        mine = group.parties[f"party-{client}"].personal_model().state_dict()
+        assert_close({name: mine[name] for name in weights}, weights)
 
 
 def personal_at_best(simulation: Simulation, state: State) -> list[Any]:

@@ -67,8 +67,9 @@ def check(experiment: Experiment) -> None:
 
 
 def _check_sizes(cell: Cell) -> None:
-    for name in (cell.model, *(cell.sizes or ())):
-        models.check_name(name)
+    models.check_name(cell.model, cell.network)
+    for name in cell.sizes or ():
+        models.check_name(name, cell.network if ":" in name else None)
     if cell.sizes is None:
         if cell.part is not None or cell.resize_every is not None:
             raise UserError("part and resize_every are of clients of several sizes; give sizes too.")
@@ -152,10 +153,13 @@ def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device
     if cell.sizes is None:
         return federation
     everybody = federation.num_clients + federation.num_joining
-    runs = [cell.sizes[min(i, federation.num_clients - 1) * len(cell.sizes) // cell.clients] for i in range(everybody)]
+    names = [models.network_name(name) for name in cell.sizes]
+    runs = [names[min(i, federation.num_clients - 1) * len(cell.sizes) // cell.clients] for i in range(everybody)]
     if cell.part is None:
         return federation.with_architectures(runs)
-    return federation.only([client for client in range(federation.num_clients) if runs[client] == cell.part])
+    return federation.only(
+        [client for client in range(federation.num_clients) if runs[client] == models.network_name(cell.part)]
+    )
 
 
 def shares_of_classes(federation: Federation) -> torch.Tensor:
@@ -250,7 +254,12 @@ def build_simulation(run: RunSpec, options: Options, starts: Mapping[str, Params
     return assemble(
         cell_algorithm(cell),
         federation,
-        {name: models.factory(name, federation.num_classes or 1, shape) for name in names},
+        {
+            models.network_name(name): models.factory(
+                name, federation.num_classes or 1, shape, cell.network if ":" in name else None
+            )
+            for name in names
+        },
         steps=cell.steps,
         cohort_size=cell.cohort_size,
         batch_size=cell.batch_size,

@@ -13,6 +13,7 @@ from pfedhn.experiments.build import build_simulation, preprocessing
 from pfedhn.experiments.directory import Options, plain
 from pfedhn.experiments.provenance import rerun_command
 from pfedhn.experiments.spec import Experiment, RunSpec, dataset_name, pretraining_run
+from pfedhn.models import network_name
 from pfedhn.params import Params, take
 from pfedhn.progress import Event, Failed, Finished, Said, watch_run
 from pfedhn.record import Origin, read_result
@@ -29,7 +30,7 @@ def start(
     cost, starts = None, None
     if (earlier := pretraining_run(experiment, run)) is not None:
         cost, weights = _pretrained(directory / earlier.name, options.device)
-        starts = {run.cell.part or run.cell.model: weights}
+        starts = {network_name(run.cell.part or run.cell.model): weights}
     simulation = build_simulation(run, options, starts)
     origin = Origin(
         run.name,
