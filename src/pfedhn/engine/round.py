@@ -199,7 +199,7 @@ class Exchange:
         return steps + self._num_statistics_batches(model)
 
     def _num_statistics_batches(self, model: Model) -> int:
-        """Of which batch statistics are made anew; those of a client that joins always are, if they are its own."""
+        """Minibatches for new batch statistics; a client that joins always makes its own anew."""
         if not model.statistics or self._shares(model):
             return 0
         return self.algorithm.statistics_batches or (BATCHES_TO_JOIN if self.is_frozen else 0)
