@@ -1,5 +1,6 @@
 """A run: assembled in one place, trained, stopped and gone on with, loaded again, and what it can be asked for."""
 
+import copy
 import hashlib
 import itertools
 import logging
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.data.absent import with_examples
+from pfedhn.data.absent import AbsentFederation, Description, with_examples
 from pfedhn.data.arrays import Arrays
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
@@ -42,11 +44,12 @@ from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
 from pfedhn.errors import RunError, UserError, closest, short
-from pfedhn.files import flush, given_path
+from pfedhn.files import flush, given_path, make_folder, write_atomically
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params, take
+from pfedhn.portable import Card, Portable, check_ending, file_names, index, write_model
 from pfedhn.process import advise_once
-from pfedhn.progress import Watch, bar
+from pfedhn.progress import Watch, bar, score_text
 from pfedhn.record import (
     MendableError,
     Origin,
@@ -64,6 +67,7 @@ from pfedhn.record import (
     write_history,
     write_result,
 )
+from pfedhn.reference import Code
 from pfedhn.result import Moment, Result, Scores, Unadapted, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import check_seed, checked_method, whole_number
@@ -184,7 +188,7 @@ def assemble(
     return simulation
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """A finished or interrupted run: its chosen round, every client's model, and room for new clients.
 
@@ -198,6 +202,13 @@ class Run:
     history: list[Moment] = field(default_factory=list)  # every evaluation
     seconds: float = 0.0
     result: Result | None = None  # what result.json says: scores, bytes, seconds; None while it is not finished
+    joined: dict[str, "NewClient"] = field(default_factory=dict)  # those that `add_client` gave a name
+
+    def __repr__(self) -> str:
+        method, state = self.simulation.algorithm, self.state
+        step = f"step {state.round * self.simulation.clients_per_round:,}"
+        score = f", {score_text(self)}" if self.history else ""
+        return f"Run({self.origin.name!r}: {type(method).__name__}, {self.simulation.federation}, {step}{score})"
 
     @property
     def chosen(self) -> Evaluation:
@@ -244,15 +255,133 @@ class Run:
         """A plain module with this client's weights, in evaluation mode.
 
         Args:
-            client: Its number, or its name where the federation has names.
+            client: Its number, or its name where the federation has names; or the name that it joined by.
             last: The weights after the last round instead of those of the chosen one.
             architecture: Another of the run's target networks; the client keeps its embedding.
             data: The client's training examples (x, y), for a method that adapts on them (Per-FedAvg) in a run that was
                 loaded: a directory holds no examples.
         """
+        if isinstance(client, str) and client in self.joined and architecture is None and data is None:
+            return copy.deepcopy(self.joined[client].model)
         weights = self.personal_weights(client, last, architecture, data)
         model = self.simulation.model_of(self._place(client)) if architecture is None else self._network(architecture)
         return model.with_weights(weights)
+
+    def export(self, client: int | str, path: str | Path, *, last: bool = False, data: Arrays | None = None) -> Path:
+        """Write a client's model to a file that runs without this package, and beside it a card that describes it.
+
+        Args:
+            client: As `personal_model`.
+            path: What it ends with says what is written: `.onnx` (batches of any size), `.pt2` (`torch.export`), or
+                `.safetensors` (the weights, for a network that you have the code of). The card ends with `.md`.
+            last: As `personal_model`.
+            data: As `personal_model`.
+        """
+        file = given_path(path)
+        ending = check_ending(file)
+        if isinstance(client, str) and client in self.joined:
+            return self.joined[client].export(file)
+        model = self.personal_model(client, last, data=data)
+        card = self.card(client)
+        write_model(
+            file, self._portable(self.simulation.model_of(self._place(client)).name).content(model, ending, card), card
+        )
+        return file
+
+    def export_all(self, folder: str | Path, ending: str = ".onnx", *, last: bool = False) -> dict[str, Path]:
+        """Write the model of every client into a folder, with a README.md that lists them; the files by client.
+
+        Args:
+            folder: It is made if it is not there.
+            ending: Which format, as in `export`.
+            last: As `personal_model`.
+        """
+        place = given_path(folder)
+        check_ending(Path(f"model{ending}"))
+        make_folder(place)
+        federation = self.simulation.federation
+        clients = [federation.name_of(number) for number in range(federation.num_clients)]
+        files = {client: place / f"{name}{ending}" for client, name in zip(clients, file_names(clients), strict=True)}
+        for client, file in files.items():
+            self.export(client, file, last=last)
+        cards = {files[client].name: self.card(client) for client in clients}
+        write_atomically(place / "README.md", index(cards).encode())
+        return files
+
+    def _portable(self, architecture: str) -> Portable:
+        """A target network ready to be written; it is traced once, however many clients run it."""
+        if architecture not in self._portables:
+            model, x = self.simulation.models[architecture], self.simulation.federation.x
+            dtype = x.dtype if not x.is_floating_point() else model.dtype
+            self._portables[architecture] = Portable(
+                copy.deepcopy(model.testing_module).cpu(), tuple(x.shape[1:]), dtype
+            )
+        return self._portables[architecture]
+
+    @cached_property
+    def _portables(self) -> dict[str, Portable]:
+        return {}
+
+    @property
+    def description(self) -> Description:
+        """What is known of the clients and their examples without seeing one."""
+        federation = self.simulation.federation
+        if isinstance(federation, AbsentFederation):
+            return federation.description
+        described = Description.of(federation)
+        return replace(described, name=self.origin.dataset, preprocessing=self.origin.preprocessing)
+
+    def card(self, client: int | str) -> Card:
+        """What a client's model was trained on and how good it is, as plain values."""
+        place = self._place(client)
+        test = scores_of(self.chosen.splits["test"]) if self.result is None else self.result.test
+        assert test.clients is not None
+        assert test.client_examples is not None
+        total, count = test.clients[place], test.client_examples[place]
+        mean = total / count if count else None
+        return self._card(
+            self.simulation.federation.name_of(place),
+            self.simulation.model_of(place),
+            {
+                "examples": count,
+                "accuracy": mean if test.has_accuracy else None,
+                "loss": None if test.has_accuracy else mean,
+            },
+        )
+
+    def _card(self, client: str, model: Model, test: Mapping[str, Any]) -> Card:
+        described, made, code = self.description, environment("cpu"), Code.of(model.factory)
+        state = self.state
+        return {
+            "client": client,
+            "run": self.origin.name,
+            "method": self.origin.method,
+            "settings": to_json(settings_of(self.simulation.algorithm)),
+            "data": described.name,
+            "clients": described.clients,
+            "input": {
+                "shape": list(described.shape),
+                "dtype": str(model.dtype).removeprefix("torch.")
+                if getattr(torch, described.dtype).is_floating_point
+                else described.dtype,
+                "preprocessing": None if described.preprocessing is None else to_json(dict(described.preprocessing)),
+            },
+            "classes": described.classes,
+            "class_names": None if described.class_names is None else list(described.class_names),
+            "network": {
+                "name": model.name,
+                "factory": code.name,
+                "arguments": to_json(code.arguments),
+                "keywords": to_json(code.keywords),
+                "parameters": sum(shape.numel() for shape in model.shapes.values()),
+                "layers": str(model.testing_module),
+            },
+            "test": dict(test),
+            "chosen_step": self.chosen.step,
+            "steps": state.round * self.simulation.clients_per_round,
+            "seed": self.simulation.seed,
+            "versions": {"pfedhn": made.pfedhn, "torch": made.torch},
+        }
 
     def _network(self, architecture: str) -> Model:
         models = self.simulation.models
@@ -306,9 +435,27 @@ class Run:
         joined = self.add_clients(data, rounds=rounds, seed=seed, last=last)
         weights, memories = joined.personal_weights(0), joined.memories
         kept = take(memories.private[model.name].take([0]), 0)
-        return NewClient(
-            model.with_weights(weights), weights, take(memories.rows, 0), kept.private, joined.splits, joined.round
+        test = joined.splits["test"]
+        count = int(test.count.sum())
+        score = test.score if count else None
+        scores = {
+            "examples": count,
+            "accuracy": None if test.metric is None else score,
+            "loss": -score if test.metric is None and score is not None else None,
+        }
+        client = NewClient(
+            model.with_weights(weights),
+            weights,
+            take(memories.rows, 0),
+            kept.private,
+            joined.splits,
+            joined.round,
+            self._card(name or "that joined", model, scores),
+            self._portable(model.name),
         )
+        if name is not None:
+            self.joined[name] = client
+        return client
 
     def add_clients(
         self,
@@ -376,6 +523,14 @@ class NewClient:
     private: Any
     splits: dict[str, SplitResult]
     round: int  # of joining, chosen on its validation examples
+    card: Card  # what its model was trained on and how good it is, as plain values
+    portable: Portable = field(repr=False)
+
+    def export(self, path: str | Path) -> Path:
+        """Write its model to a file that runs without this package, as `Run.export` does."""
+        file = given_path(path)
+        write_model(file, self.portable.content(self.model, check_ending(file), self.card), self.card)
+        return file
 
     @property
     def accuracy(self) -> float:

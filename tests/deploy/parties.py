@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from support import make_federation, simulate
 
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
 from pfedhn.deploy.party import Party
 from pfedhn.deploy.plan import Plan
@@ -17,7 +18,14 @@ from pfedhn.deploy.virtual import Virtual
 from pfedhn.engine.simulate import Simulation
 
 RUN = "run"
+SMALL = {"local_steps": 3, "outer_steps": 3, "inner_steps": 2, "hidden_dim": 7, "embedding_dim": 3, "local_lr": 0.1}
 KEYS = [new_key() for _ in range(8)]  # to make one takes time
+
+
+def small(method: str) -> Any:
+    """A method with little to compute."""
+    algorithm = ALGORITHMS[method]()
+    return replace(algorithm, **{name: value for name, value in SMALL.items() if hasattr(algorithm, name)})  # type: ignore[type-var]
 
 
 def named_federation() -> Federation:

@@ -14,7 +14,9 @@ from pfedhn.cli.data import data
 from pfedhn.cli.demo import demo
 from pfedhn.cli.doctor import doctor
 from pfedhn.cli.endings import Commands
+from pfedhn.cli.export import export
 from pfedhn.cli.list import list_all
+from pfedhn.cli.predict import predict
 from pfedhn.cli.report import report
 from pfedhn.cli.run import run
 from pfedhn.cli.tune import tune
@@ -56,6 +58,8 @@ app.command()(run)
 app.command()(tune)
 app.command()(report)
 app.command("add-client")(add_client)
+app.command()(export)
+app.command()(predict)
 app.command()(bench)
 app.command()(doctor)
 app.add_typer(data, name="data")

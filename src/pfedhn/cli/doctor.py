@@ -16,6 +16,7 @@ from pfedhn.screen import Screen, say
 
 EXTRAS = {
     "data": (("datasets", "PIL", "pyarrow"), "reads MNIST, CIFAR and Omniglot"),
+    "export": (("onnx", "onnxruntime", "onnxscript"), "writes models as ONNX"),
     "report": (("matplotlib",), "draws figures"),
 }
 """Optional parts: the modules they need and what they are for."""

@@ -395,14 +395,50 @@ def read_client(path: str | Path, label_column: str | None, class_names: Sequenc
     return x, y
 
 
+def read_inputs(
+    path: str | Path, label_column: str | None = None, leave_out: Sequence[str] = ()
+) -> tuple[Array, Array | None]:
+    """Examples to predict, and the right answers if a column has them.
+
+    Args:
+        path: A table, x.npy, or a folder that has it.
+        label_column: The column of a table that holds the right answers.
+        leave_out: Columns that are no features, where the table has them.
+    """
+    place = given_path(path)
+    with reading(place):
+        is_folder, is_array = place.is_dir(), place.suffix.lower() == ".npy"
+        if not place.exists():
+            raise UserError(f"there is no file {place}; give a table, x.npy, or a folder that has it.")
+    if is_folder or is_array:
+        if label_column is not None:
+            raise UserError(f"{place} is no table, so that it has no column {label_column!r}; leave --label out.")
+        x = _load_array(place / "x.npy" if is_folder else place, "biuf")
+        if x.ndim < 1 or not len(x):
+            raise UserError(f"{place} has x of shape {x.shape}; give at least one example.")
+        return x, None
+    columns = _columns_of(place)
+    if label_column is not None and label_column not in columns:
+        raise UserError(f"{place.name} has no column {label_column!r}; {closest(label_column, columns)}")
+    labels = None if label_column is None else _as_numbers(columns[label_column])
+    features = [name for name in columns if name != label_column and name not in leave_out]
+    if not features or not len(columns[features[0]]):
+        raise UserError(f"{place.name} has no examples with features; give at least one.")
+    return numpy.stack([_numbers(place, name, columns[name]) for name in features], axis=1), labels
+
+
 def _table_of_one(file: Path, label_column: str | None) -> tuple[Array, Array]:
-    readers = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
-    if file.suffix.lower() not in readers:
-        raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
-    columns = readers[file.suffix.lower()](file)
+    columns = _columns_of(file)
     if label_column is None or label_column not in columns:
         raise UserError(f"say which column of {file.name} is the label: --label NAME; {closest('', columns)}")
     features = [_numbers(file, name, columns[name]) for name in columns if name != label_column]
     if not features:
         raise UserError(f"{file.name} has no feature columns; give it at least one besides the label.")
     return numpy.stack(features, axis=1), _as_numbers(columns[label_column])
+
+
+def _columns_of(file: Path) -> dict[str, Array]:
+    readers = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
+    if file.suffix.lower() not in readers:
+        raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
+    return readers[file.suffix.lower()](file)

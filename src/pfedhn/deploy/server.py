@@ -59,12 +59,12 @@ class Policy:
     Args:
         start_with: How many parties must be there before the first round; all that are expected by default.
         reply_seconds: How long a party may take to answer.
-        patience: How often in a row a party may fail before it is set aside.
+        patience: How often a party may fail between updates that are accepted before it is set aside.
         aside_seconds: How long it is set aside; twice as long each time it fails again.
         max_update: The largest norm of an update, in multiples of (1 + the norm of the weights that were sent).
         in_flight: How many parties work at the same time in a run that does not wait for its cohort; None waits.
         max_staleness: How many steps the server may have taken since it sent the weights that an update is for.
-        return_seconds: How long a server that was restarted in the middle of a round waits for its parties.
+        return_seconds: How long a server that was restarted in the middle of a round waits for those that it knows.
         checkpoint_seconds: How often the whole state is written; the journal keeps what comes between.
     """
 
@@ -91,6 +91,8 @@ class Asked:
     layout: str = ""  # of the tensors of an answer
     max_norm: float = math.inf
     bytes_down: int = 0
+    content: bytes = b""  # the message itself
+    has_been_repeated: bool = False
 
 
 @dataclass
@@ -98,7 +100,7 @@ class Standing:
     """How a party has behaved in this session; forgotten when the server starts anew."""
 
     is_greeted: bool = False
-    failures: int = 0  # in a row
+    failures: int = 0  # since its last update that was accepted
     times_aside: int = 0
     aside_until: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)  # by reason
@@ -143,6 +145,7 @@ class Server:
         self._layouts: dict[tuple[str, Phase], tuple[str, int]] = {}
         self.failed: set[str] = set()  # who will not answer in the round that is open
         self._saved = self._began = clock()
+        self._has_gathered = False
         if self.state.num_accepted:
             self._say("recovered", round=self.state.round, accepted=self.state.num_accepted)
 
@@ -161,6 +164,8 @@ class Server:
                     break
             elif not self.state.has_started:
                 self._gather()
+            elif self._is_gathering_again():
+                self._collect()
             elif self._is_evaluation_due():
                 self._evaluate(stop)
             elif self.state.round >= self.plan.num_rounds:
@@ -212,6 +217,14 @@ class Server:
         else:
             self._collect()
 
+    def _is_gathering_again(self) -> bool:
+        """Whether this server was restarted, and parties that know it get time to come back."""
+        if self.clock() >= self._began + self.policy.return_seconds or self._has_gathered:
+            return False
+        known = [name for name, member in self.state.members.items() if member.phase == "training"]
+        self._has_gathered = all(self._is_ready(name) for name in known if name in self.roster())
+        return not self._has_gathered
+
     # A round that waits for its cohort.
 
     def _round(self, stop: threading.Event) -> None:
@@ -234,9 +247,8 @@ class Server:
         return [name for name in self.state.cohort if name not in self.state.replies and name not in self.failed]
 
     def _is_waiting(self) -> bool:
-        """Whether somebody of the cohort may still answer. After a restart, parties get time to come back."""
-        is_beginning = self.clock() < self._began + self.policy.return_seconds
-        return any((name, "train") in self.asked or self._is_ready(name) or is_beginning for name in self._missing())
+        """Whether somebody of the cohort may still answer."""
+        return any((name, "train") in self.asked or self._is_ready(name) for name in self._missing())
 
     def _open(self) -> bool:
         """Draw the cohort of a round among those who are there; drawn anew if nobody of it is left."""
@@ -339,9 +351,10 @@ class Server:
         bytes_down: int = 0,
     ) -> None:
         deadline = self.clock() + self.policy.reply_seconds
-        asked = Asked(message.party, message.kind, repeated, deadline, limit, layout, max_norm, bytes_down)
+        content = sealed(message, self.key)
+        asked = Asked(message.party, message.kind, repeated, deadline, limit, layout, max_norm, bytes_down, content)
         self.asked[message.party, message.kind] = asked
-        self.transport.post(message.party, message.kind, sealed(message, self.key))
+        self.transport.post(message.party, message.kind, content)
 
     # What comes.
 
@@ -357,7 +370,11 @@ class Server:
         name = arrival.party
         asked = self.asked.get((name, arrival.kind))
         if arrival.content is None:
-            if asked is not None:
+            if asked is not None and not asked.has_been_repeated and name in self.transport.members():
+                asked.has_been_repeated = True  # a party that has answered already gives the same answer again
+                self._refuse(name, "lost", arrival.fault or "cannot be reached")
+                self.transport.post(name, asked.kind, asked.content)
+            elif asked is not None:
                 self._failed(asked, "lost", arrival.fault or "cannot be reached")
             return
         try:
@@ -376,11 +393,10 @@ class Server:
                 self._rebase(self.state.members[name], message.values.get("held"))
             return
         del self.asked[name, asked.kind]
-        standing = self.standings[name]
-        standing.failures = 0
         if message.kind == "hello":
             self._greeted(name, message, arrival.content)
         elif message.kind == "train":
+            self.standings[name].failures = 0
             self._commit(
                 {"kind": "accept", "party": name, "round": asked.values["round"], "bytes_down": asked.bytes_down},
                 arrival.content,
@@ -500,6 +516,7 @@ class Server:
         self.scores = {}
         for member in self._ready():
             self._ask_to_evaluate(member)
+        self._collect()
         while not stop.is_set() and any(kind == "evaluate" for _, kind in self.asked):
             self._collect()
         if stop.is_set() or not self.scores:
