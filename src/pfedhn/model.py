@@ -14,7 +14,7 @@ from torch.func import functional_call
 from pfedhn.keys import Key
 from pfedhn.params import Params, take
 from pfedhn.sgd import Batches
-from pfedhn.statistics import collecting, masked, statistics_of, training_pass
+from pfedhn.statistics import collecting, copied, masked, statistics_of, training_pass
 
 Factory: TypeAlias = Callable[[], nn.Module]
 
@@ -49,7 +49,7 @@ class Model:
 
     @cached_property
     def testing_module(self) -> nn.Module:
-        return copy.deepcopy(self._module).eval()
+        return copied(self._module).eval()
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:

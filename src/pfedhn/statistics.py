@@ -158,11 +158,16 @@ def statistics_of(module: nn.Module) -> Params:
     }
 
 
+def copied(module: nn.Module) -> nn.Module:
+    """A copy for our own use, which has its frozen parameters in common: a pretrained base is in memory once."""
+    return copy.deepcopy(module, {id(value): value for value in module.parameters() if not value.requires_grad})
+
+
 def masked(module: nn.Module) -> nn.Module:
     """A network like `module` whose BatchNorm layers are `MaskedBatchNorm`; the same one where it has none."""
     if not normalizations(module):
         return module
-    module = copy.deepcopy(module)
+    module = copied(module)
     for name, part in normalizations(module).items():
         if type(part).forward is not _BatchNorm.forward:
             raise UserError(

@@ -309,3 +309,21 @@ def test_batching_is_tried_once(federation: Federation, monkeypatch: pytest.Monk
     alone = simulate(FedAvg(local_steps=1), federation, rounds=3, cohort=1)
     assert alone.executor_for(alone.model_of(0)).name == "traced"
     assert len(tried) == 1
+
+
+def test_what_is_frozen_is_in_memory_once_and_a_personal_model_has_its_own() -> None:
+    module = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+
+    def made() -> nn.Module:
+        network = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+        network[0].requires_grad_(False)
+        return network
+
+    model = build_model("net", made, numbers(5, 6))
+    training, testing = model.training_module, model.testing_module
+    assert training[0].weight is testing[0].weight
+    assert training[2].weight is not testing[2].weight
+    own = model.with_weights(model.fresh(0))
+    assert torch.equal(own[0].weight, testing[0].weight)
+    assert own[0].weight.data_ptr() != testing[0].weight.data_ptr()
+    assert set(model.shapes) == {name for name, _ in module.named_parameters() if not name.startswith("0.")}

@@ -18,6 +18,7 @@ EXTRAS = {
     "data": (("datasets", "PIL", "pyarrow"), "reads MNIST, CIFAR and Omniglot"),
     "export": (("onnx", "onnxruntime", "onnxscript"), "writes models as ONNX"),
     "report": (("matplotlib",), "draws figures"),
+    "adapters": (("peft", "transformers"), "adapts pretrained models"),
 }
 """Optional parts: the modules they need and what they are for."""
 
