@@ -14,6 +14,7 @@ from pfedhn.screen import Screen, say
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.spec import Experiment, RunSpec
+    from pfedhn.progress import Detail
 
 
 def run(
@@ -64,6 +65,15 @@ def run(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="On a GPU: the same bits from the same GPU and versions.")
     ] = False,
+    track: Annotated[
+        str | None,
+        typer.Option("--track", metavar="NAME", help="Send every evaluation to tensorboard, mlflow or wandb as well."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be run, its size and time, and run nothing.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every evaluation.")] = False,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="DIR", help="Go on with the runs of a directory.")
     ] = None,
@@ -136,11 +146,20 @@ def run(
         threads=options.threads if threads is None else threads,
         precision=options.precision if precision is None else precision,
         deterministic=options.deterministic or deterministic,
+        track=track or options.track,
     )
+    if quiet and verbose:
+        raise UserError("--quiet and --verbose cannot be given together; choose one.")
     path = resume or out or Path("runs") / chosen.name
-    with displayed(chosen, runs, path, options, jobs) as ready:
+    if dry_run:
+        from pfedhn.cli.plan import print_plan
+
+        print_plan(path, chosen, runs, options, jobs)
+        return
+    detail: Detail = "quiet" if quiet else "verbose" if verbose else "normal"
+    with displayed(chosen, runs, path, options, jobs, detail=detail) as ready:
         outcome = run_many(path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
-    if outcome.results:
+    if outcome.results and not quiet:
         for found in collect([path]):
             Screen().print(to_terminal(asked_for(found)))
         if (study := find_study(ready.options.source)) is not None:

@@ -24,10 +24,10 @@ def refuse_too_large(simulation: Simulation) -> None:
         [getattr(algorithm, item.name) for item in fields(algorithm)] if is_dataclass(algorithm) else []
     )
     if any(isinstance(value, int) and value > LARGE_SETTING for value in settings):
-        check_room(_bytes_of_shared(simulation), "the server's model, with these settings,")
+        check_room(bytes_of_shared(simulation), "the server's model, with these settings,")
 
 
-def _bytes_of_shared(simulation: Simulation) -> int:
+def bytes_of_shared(simulation: Simulation) -> int:
     """How much the server remembers for all, worked out on tensors that have a shape and no content."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second, and is rarely asked
 
