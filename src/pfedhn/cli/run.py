@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from pfedhn.cli import completion
 from pfedhn.cli.options import DataDirOption, DeviceOption, ExperimentArgument, JobsOption, OutOption, SetOption
 from pfedhn.errors import UserError
 from pfedhn.screen import Screen, say
@@ -25,6 +26,7 @@ def run(
         typer.Option(
             "--only",
             metavar="FIELD=VALUE,...",
+            autocompletion=completion.assignments,
             help="Only the runs that match: method=pfedhn,clients=50. A field given twice takes either value.",
         ),
     ] = None,
@@ -75,7 +77,13 @@ def run(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every evaluation.")] = False,
     resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with the runs of a directory.")
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="DIR",
+            help="Go on with the runs of a directory.",
+            autocompletion=completion.run_directories,
+        ),
     ] = None,
 ) -> None:
     """Run an experiment, side by side on the cores there are, and print its table.
