@@ -17,7 +17,7 @@ from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.runner import prepare
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
-from pfedhn.progress import Display
+from pfedhn.progress import Detail, Display
 from pfedhn.screen import Screen
 
 
@@ -31,7 +31,13 @@ class Ready(NamedTuple):
 
 @contextmanager
 def displayed(
-    chosen: Experiment, runs: Sequence[RunSpec], path: Path, options: Options, jobs: int | None, split: str = "test"
+    chosen: Experiment,
+    runs: Sequence[RunSpec],
+    path: Path,
+    options: Options,
+    jobs: int | None,
+    split: str = "test",
+    detail: Detail = "normal",
 ) -> Iterator[Ready]:
     """Inside the block, the runs named and those they start from can go on, and are shown as they do.
 
@@ -42,6 +48,7 @@ def displayed(
         options: how to run.
         jobs: runs side by side; None for as many as there are cores or room.
         split: whose scores are shown as runs finish.
+        detail: how much is shown.
     """
     options.check()
     if jobs is not None and jobs < 1:
@@ -60,10 +67,10 @@ def displayed(
         options = replace(options, threads=directory.options().threads)  # however few runs are left by now
     options = options.with_threads(len(runs), jobs)
     directory.open(chosen, runs, options)
-    if len(left) < len(runs):
+    if len(left) < len(runs) and detail != "quiet":
         screen.print(f"{len(runs) - len(left)} of {len(runs)} runs are finished already.", highlight=False)
     try:
-        with Display(len(left), screen, split) as display:
+        with Display(len(left), screen, split, detail) as display:
             yield Ready(runs, options, display)
     except KeyboardInterrupt:
         raise Stopped(f"stopped; `pfedhn run --resume {path}` goes on.") from None
