@@ -17,6 +17,7 @@ from pfedhn.screen import Screen, say
 EXTRAS = {
     "data": (("datasets", "PIL", "pyarrow"), "reads MNIST, CIFAR and Omniglot"),
     "report": (("matplotlib",), "draws figures"),
+    "ray": (("ray",), "runs on several machines"),
 }
 """Optional parts: the modules they need and what they are for."""
 
