@@ -24,6 +24,7 @@ EXTRAS = {
     "tensorboard": (("tensorboard",), "`--track tensorboard`"),
     "mlflow": (("mlflow",), "`--track mlflow`"),
     "wandb": (("wandb",), "`--track wandb`"),
+    "ray": (("ray",), "runs on several machines"),
 }
 """Optional parts: the modules they need and what they are for."""
 

@@ -18,6 +18,15 @@ JobsOption = Annotated[
     int | None,
     typer.Option("--jobs", metavar="N", help="Runs side by side.", show_default="one per core, or what a GPU holds"),
 ]
+OnOption = Annotated[
+    str | None,
+    typer.Option(
+        "--on",
+        metavar="ray|ray:ADDRESS",
+        help="Run on a Ray cluster: one of this machine, or the one at ADDRESS.",
+        show_default="this machine",
+    ),
+]
 DataDirOption = Annotated[
     Path | None,
     typer.Option("--data-dir", help="Folder with the files of data sets; without it, the Hugging Face Hub."),

@@ -8,7 +8,15 @@ import typer
 from rich.markup import escape
 
 from pfedhn.cli import completion
-from pfedhn.cli.options import DataDirOption, DeviceOption, ExperimentArgument, JobsOption, OutOption, SetOption
+from pfedhn.cli.options import (
+    DataDirOption,
+    DeviceOption,
+    ExperimentArgument,
+    JobsOption,
+    OnOption,
+    OutOption,
+    SetOption,
+)
 from pfedhn.errors import UserError
 from pfedhn.screen import Screen, say
 
@@ -40,6 +48,7 @@ def run(
     ] = False,
     out: OutOption = None,
     jobs: JobsOption = None,
+    on: OnOption = None,
     rates: Annotated[
         Path | None,
         typer.Option("--rates", metavar="FILE", help="Learning rates that `pfedhn tune` chose.", show_default=False),
@@ -100,6 +109,7 @@ def run(
       pfedhn run table1-cifar10 --only method=pfedhn,method=fedavg,clients=50
       pfedhn run table1-mnist --seeds 0,1 --data-dir ~/data
       pfedhn run mine.toml --jobs 1
+      pfedhn run table1-cifar10 --on ray:10.0.0.1:6379 --out /shared/table1
       pfedhn run mix-and-match --small
       pfedhn run --resume runs/mine
 
@@ -123,14 +133,14 @@ def run(
       columns = {client = "clinic", label = "outcome"}
     """
     from pfedhn.cli.find import find_study
-    from pfedhn.cli.running import displayed, end
+    from pfedhn.cli.running import choose_device_on, displayed, end
+    from pfedhn.experiments.cluster import connected
     from pfedhn.experiments.runner import run_many
     from pfedhn.files import given_path
     from pfedhn.report.entries import asked_for, collect
     from pfedhn.report.findings import to_terminal as finding_to_terminal
     from pfedhn.report.results import read
     from pfedhn.report.tables import to_terminal
-    from pfedhn.run import choose_device
     from pfedhn.studies import findings
     from pfedhn.studies.computing import compute_missing
 
@@ -148,7 +158,6 @@ def run(
         options = replace(options, data_dir=given_path(data_dir, is_resolved=True))
     options = replace(
         options,
-        device=options.device if device is None and resume is not None else choose_device(device or "auto"),
         executor=executor or options.executor,
         checkpoint_every=options.checkpoint_every if checkpoint_every is None else checkpoint_every,
         threads=options.threads if threads is None else threads,
@@ -162,11 +171,16 @@ def run(
     if dry_run:
         from pfedhn.cli.plan import print_plan
 
-        print_plan(path, chosen, runs, options, jobs)
+        print_plan(path, chosen, runs, replace(options, device=choose_device_on(None, device)), jobs)
         return
     detail: Detail = "quiet" if quiet else "verbose" if verbose else "normal"
-    with displayed(chosen, runs, path, options, jobs, detail=detail) as ready:
-        outcome = run_many(path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
+    with connected(on) as cluster:
+        if device is not None or resume is None:
+            options = replace(options, device=choose_device_on(cluster, device))
+        with displayed(chosen, runs, path, options, jobs, cluster, detail=detail) as ready:
+            outcome = run_many(
+                path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster
+            )
     if outcome.results and not quiet:
         for found in collect([path]):
             Screen().print(to_terminal(asked_for(found)))

@@ -59,11 +59,14 @@ class Options:
         values = {name: value for name, value in asdict(self).items() if value is not None}
         return values | {name: str(values[name].resolve()) for name in ("data_dir", "rates") if name in values}
 
-    def with_threads(self, num_runs: int, jobs: int | None) -> "Options":
-        """Share the cores among the runs side by side, unless it was said how many threads each has."""
+    def with_threads(self, num_runs: int, jobs: int | None, is_on_cluster: bool = False) -> "Options":
+        """Share the cores among the runs side by side, unless it was said how many threads each has.
+
+        Of a cluster's machines, each run has a core: which one it will be given is not known yet.
+        """
         if self.threads is not None or self.device != "cpu":
             return self
-        return replace(self, threads=max(1, num_cores() // num_jobs(num_runs, jobs)))
+        return replace(self, threads=1 if is_on_cluster else max(1, num_cores() // num_jobs(num_runs, jobs)))
 
 
 @dataclass(frozen=True)
