@@ -5,6 +5,7 @@ they are the same bits on every machine.
 """
 
 import io
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -228,6 +229,19 @@ SMALL = Experiment(
     ),
     seeds=(0, 1),
 )
+
+
+def scores(directory: Path, name: str) -> Any:
+    """Everything a run found, less what depends on the clock and the place."""
+    metrics = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((directory / name / "result.json").read_text())
+    tensors = (directory / name / f"checkpoint-{result['steps']:09d}.safetensors").read_bytes()
+    for line in metrics:
+        del line["seconds"], line["sha256"]  # which depends on the seconds
+    for key in ("seconds", "environment", "command", "history", "sha256"):
+        del result[key]
+    result.get("pretrain", {}).pop("seconds", None)
+    return metrics, result, tensors
 
 
 def encoded(pixels: numpy.ndarray, **options: Any) -> bytes:

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -131,3 +131,10 @@ def _start(pipe: Connection, content: bytes) -> None:
     set_up_process()
     function, arguments = pickle.loads(content)  # noqa: S301 - of the parent process, over no wire and from no file
     function(pipe, *arguments)
+
+
+def run_set_up(content: bytes) -> Iterator[Any]:
+    """What a generator yields in a process that was started by somebody else; it travels as `new_process` has it."""
+    set_up_process()
+    function, arguments = pickle.loads(content)  # noqa: S301 - of a cluster that already runs whatever it is told
+    yield from function(*arguments)

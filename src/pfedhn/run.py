@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
@@ -72,6 +72,7 @@ from pfedhn.result import Moment, Result, Scores, Unadapted, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import check_seed, checked_method, whole_number
 from pfedhn.stopping import Abandoned, stop_on_signal
+from pfedhn.tracking import Callback, numbers
 
 logger = logging.getLogger("pfedhn")
 
@@ -227,6 +228,15 @@ class Run:
         with numpy.errstate(invalid="ignore"):
             values: NDArray[numpy.float64] = sums / numpy.array(test.client_examples)
         return values
+
+    def to_frame(self) -> Any:
+        """The history as a pandas table: a line per evaluation, its number of steps as the index."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise UserError("to_frame needs pandas; install it with: pip install pandas.") from error
+        table = [{"step": moment.step, **numbers(moment)} for moment in self.history]
+        return pandas.DataFrame(table).set_index("step")
 
     def memories(self, last: bool = False) -> Memories:
         """The three memories at the chosen round, or after the last one."""
@@ -660,6 +670,7 @@ def execute(
     say: Callable[[str], None] = print,
     checkpoint_every: int | None = None,
     threads: int | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Generator[None, None, Run]:
     """Run to the end, from the newest sound checkpoint in `directory` if there is one.
 
@@ -673,11 +684,12 @@ def execute(
         say: Told of what a person should know, such as a damaged checkpoint.
         checkpoint_every: Communication steps between checkpoints; one a minute where None.
         threads: Of PyTorch; a run that has begun keeps those that it began with, or its bits would change.
+        callbacks: Called with the run and the evaluation after every one.
     """
     stop = stop or threading.Event()
     method = method_name(simulation.algorithm)
     run = Run(simulation, simulation.initial_state(), origin or Origin(directory.name if directory else method, method))
-    with held(directory), _computing_with(directory, threads):
+    with held(directory), _computing_with(directory, threads), _closing(callbacks):
         files = None if directory is None else _Files.open(directory, simulation, run, say)
         started = time.monotonic() - run.seconds
         saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
@@ -693,6 +705,8 @@ def execute(
                     run.history.append(_moment(progress.evaluation, run.state, run.seconds))
                     if files is not None:
                         files.append(run.history[-1])
+                    for callback in callbacks:
+                        callback(run, run.history[-1])
                 if watch is not None and not stop.is_set():  # whoever watched may be gone
                     watch(progress, run)
                 is_due = (
@@ -785,6 +799,15 @@ class _Files:
 
 
 @contextmanager
+def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for callback in callbacks:
+            getattr(callback, "close", lambda: None)()
+
+
+@contextmanager
 def _computing_with(directory: Path | None, threads: int | None) -> Iterator[None]:
     stored = None if directory is None else read_spec(directory)
     before = torch.get_num_threads()
@@ -827,6 +850,7 @@ def train(
     deterministic: bool = False,
     progress: bool = True,
     checkpoint_every: int | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train a personal model for every client of a federation.
 
@@ -855,6 +879,8 @@ def train(
         deterministic: On a GPU, the same bits from the same GPU and versions.
         progress: Whether to show a bar.
         checkpoint_every: Communication steps between checkpoints; one a minute by default.
+        callbacks: Functions (run, moment) that are called after every evaluation; `moment` is also the last of
+            `run.history`. `pfedhn.tracking` has some: `TensorBoard("logs")`.
 
     Returns:
         The run. After Ctrl-C, which writes a checkpoint, there is a KeyboardInterrupt instead.
@@ -890,6 +916,8 @@ def train(
     for name, switch in (("deterministic", deterministic), ("progress", progress)):
         if not isinstance(switch, bool):
             raise UserError(f"{name} is {short(switch)}; it must be True or False.")
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise UserError(f"callbacks are {short(callbacks)}; give a list of functions (run, moment).")
     if directory is not None and not isinstance(directory, str | Path):
         raise UserError(f"directory is {short(directory)}; give a path.")
     advise_once(simulation.federation.x.device)
@@ -899,7 +927,16 @@ def train(
     shown: AbstractContextManager[Any] = bar() if progress else nullcontext()
     with computing_on(simulation.federation.x.device, precision, deterministic), stop_on_signal() as stop, shown as add:
         watch = add(name, simulation) if add else None
-        return drain(execute(simulation, path, origin, stop=stop, watch=watch, checkpoint_every=checkpoint_every))
+        work = execute(
+            simulation,
+            path,
+            origin,
+            stop=stop,
+            watch=watch,
+            checkpoint_every=checkpoint_every,
+            callbacks=callbacks,
+        )
+        return drain(work)
 
 
 def computing_on(

@@ -111,3 +111,16 @@ def test_what_cannot_be_is_one_sentence(sentence: str, arguments: str) -> None:
     result = invoke(*arguments.split())
     assert result.exit_code == 2, result.output
     assert sentence in " ".join(result.stderr.split())
+
+
+def test_a_dry_run_says_what_it_would_do_and_writes_nothing() -> None:
+    before = sorted(Path().rglob("*"))
+    result = invoke(
+        "run", "mine.toml", "--seeds", "0,1", "--out", "other", "--dry-run", "--device", "cpu", "--jobs", "2"
+    )
+    assert result.exit_code == 0, result.output
+    assert sorted(Path().rglob("*")) == before
+    words = " ".join(result.output.split())
+    weights = 2 * 4 + 4 + 4 * 2 + 2
+    assert f"pfedhn-visits-3 2 6 {weights} " in words
+    assert "2 runs in other, 2 side by side (0 are finished already)." in words

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support import SMALL, mlp, mostly_slow, resealed
+from support import SMALL, mlp, mostly_slow, resealed, scores
 
 from pfedhn import record, run
 from pfedhn.algorithms import ALGORITHMS
@@ -64,19 +64,6 @@ def named(*names: str, experiment: Experiment = SMALL) -> Any:
     """Runs by their names; one alone where one is named."""
     found = [experiment.find(name) for name in names]
     return found if len(found) > 1 else found[0]
-
-
-def scores(directory: Path, name: str) -> Any:
-    """Everything a run found, less what depends on the clock and the place."""
-    metrics = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
-    result = json.loads((directory / name / "result.json").read_text())
-    tensors = (directory / name / f"checkpoint-{result['steps']:09d}.safetensors").read_bytes()
-    for line in metrics:
-        del line["seconds"], line["sha256"]  # which depends on the seconds
-    for key in ("seconds", "environment", "command", "history", "sha256"):
-        del result[key]
-    result.get("pretrain", {}).pop("seconds", None)
-    return metrics, result, tensors
 
 
 # The command in a result

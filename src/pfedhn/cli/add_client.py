@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pfedhn.cli.options import DeviceOption
+from pfedhn.cli.options import DeviceOption, RunArgument
 from pfedhn.errors import UserError
 from pfedhn.screen import say
 
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_client(
-    directory: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The directory of a run, or of an experiment.", show_default=False)
-    ],
+    directory: RunArgument,
     data: Annotated[
         Path,
         typer.Option(

@@ -5,14 +5,13 @@ from typing import Annotated
 
 import typer
 
+from pfedhn.cli.options import RunArgument
 from pfedhn.errors import UserError
 from pfedhn.screen import say
 
 
 def export(
-    directory: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The directory of a run, or of an experiment.", show_default=False)
-    ],
+    directory: RunArgument,
     to: Annotated[
         Path, typer.Option("--to", metavar="FILE", help="Where: .onnx, .pt2 or .safetensors; with --all, a folder.")
     ],

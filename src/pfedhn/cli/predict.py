@@ -6,14 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
+from pfedhn.cli.options import RunArgument
 from pfedhn.errors import UserError
 from pfedhn.screen import say
 
 
 def predict(
-    directory: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The directory of a run, or of an experiment.", show_default=False)
-    ],
+    directory: RunArgument,
     client: Annotated[str, typer.Option("--client", metavar="NAME", help="Whose model, by name or number.")],
     data: Annotated[
         Path,

@@ -7,13 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from pfedhn.cli.options import DataDirOption, DeviceOption, ExperimentArgument, JobsOption, OutOption, SetOption
+from pfedhn.cli import completion
+from pfedhn.cli.options import (
+    DataDirOption,
+    DeviceOption,
+    ExperimentArgument,
+    JobsOption,
+    OnOption,
+    OutOption,
+    SetOption,
+)
 from pfedhn.errors import UserError
 from pfedhn.screen import Screen, say
 
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.spec import Experiment, RunSpec
+    from pfedhn.progress import Detail
 
 
 def run(
@@ -24,6 +34,7 @@ def run(
         typer.Option(
             "--only",
             metavar="FIELD=VALUE,...",
+            autocompletion=completion.assignments,
             help="Only the runs that match: method=pfedhn,clients=50. A field given twice takes either value.",
         ),
     ] = None,
@@ -37,6 +48,7 @@ def run(
     ] = False,
     out: OutOption = None,
     jobs: JobsOption = None,
+    on: OnOption = None,
     rates: Annotated[
         Path | None,
         typer.Option("--rates", metavar="FILE", help="Learning rates that `pfedhn tune` chose.", show_default=False),
@@ -64,8 +76,23 @@ def run(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="On a GPU: the same bits from the same GPU and versions.")
     ] = False,
+    track: Annotated[
+        str | None,
+        typer.Option("--track", metavar="NAME", help="Send every evaluation to tensorboard, mlflow or wandb as well."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be run, its size and time, and run nothing.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every evaluation.")] = False,
     resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with the runs of a directory.")
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="DIR",
+            help="Go on with the runs of a directory.",
+            autocompletion=completion.run_directories,
+        ),
     ] = None,
 ) -> None:
     """Run an experiment, side by side on the cores there are, and print its table.
@@ -82,6 +109,7 @@ def run(
       pfedhn run table1-cifar10 --only method=pfedhn,method=fedavg,clients=50
       pfedhn run table1-mnist --seeds 0,1 --data-dir ~/data
       pfedhn run mine.toml --jobs 1
+      pfedhn run table1-cifar10 --on ray:10.0.0.1:6379 --out /shared/table1
       pfedhn run mix-and-match --small
       pfedhn run --resume runs/mine
 
@@ -105,14 +133,14 @@ def run(
       columns = {client = "clinic", label = "outcome"}
     """
     from pfedhn.cli.find import find_study
-    from pfedhn.cli.running import displayed, end
+    from pfedhn.cli.running import choose_device_on, displayed, end
+    from pfedhn.experiments.cluster import connected
     from pfedhn.experiments.runner import run_many
     from pfedhn.files import given_path
     from pfedhn.report.entries import asked_for, collect
     from pfedhn.report.findings import to_terminal as finding_to_terminal
     from pfedhn.report.results import read
     from pfedhn.report.tables import to_terminal
-    from pfedhn.run import choose_device
     from pfedhn.studies import findings
     from pfedhn.studies.computing import compute_missing
 
@@ -130,17 +158,30 @@ def run(
         options = replace(options, data_dir=given_path(data_dir, is_resolved=True))
     options = replace(
         options,
-        device=options.device if device is None and resume is not None else choose_device(device or "auto"),
         executor=executor or options.executor,
         checkpoint_every=options.checkpoint_every if checkpoint_every is None else checkpoint_every,
         threads=options.threads if threads is None else threads,
         precision=options.precision if precision is None else precision,
         deterministic=options.deterministic or deterministic,
+        track=track or options.track,
     )
+    if quiet and verbose:
+        raise UserError("--quiet and --verbose cannot be given together; choose one.")
     path = resume or out or Path("runs") / chosen.name
-    with displayed(chosen, runs, path, options, jobs) as ready:
-        outcome = run_many(path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
-    if outcome.results:
+    if dry_run:
+        from pfedhn.cli.plan import print_plan
+
+        print_plan(path, chosen, runs, replace(options, device=choose_device_on(None, device)), jobs)
+        return
+    detail: Detail = "quiet" if quiet else "verbose" if verbose else "normal"
+    with connected(on) as cluster:
+        if device is not None or resume is None:
+            options = replace(options, device=choose_device_on(cluster, device))
+        with displayed(chosen, runs, path, options, jobs, cluster, detail=detail) as ready:
+            outcome = run_many(
+                path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster
+            )
+    if outcome.results and not quiet:
         for found in collect([path]):
             Screen().print(to_terminal(asked_for(found)))
         if (study := find_study(ready.options.source)) is not None:

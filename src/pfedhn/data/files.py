@@ -326,6 +326,10 @@ def _numbers(file: Path, name: str, column: Array) -> NDArray[numpy.float32]:
             numbers: NDArray[numpy.float32] = column.astype(numpy.float32)
     except (ValueError, TypeError, OverflowError):
         bad = next((place for place, cell in enumerate(column) if not _is_number(cell)), 0)
+        if not str(column[bad]).strip():
+            raise UserError(
+                f"{name!r} of example {bad + 1} of {file.name} is empty; fill the cell or drop the example."
+            ) from None
         raise UserError(
             f"{name!r} of example {bad + 1} of {file.name} is {str(column[bad])!r} and not a number; "
             "features must be numbers: encode or drop that column."

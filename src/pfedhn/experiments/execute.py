@@ -19,6 +19,7 @@ from pfedhn.progress import Event, Failed, Finished, Said, watch_run
 from pfedhn.record import Origin, read_result
 from pfedhn.result import Cost, Result
 from pfedhn.run import Run, execute, load
+from pfedhn.tracking import tracker
 
 Listener: TypeAlias = Callable[[Event], None]
 
@@ -52,6 +53,7 @@ def start(
         say=lambda sentence: listen(Said(run.name, sentence)),
         checkpoint_every=options.checkpoint_every,
         threads=options.threads,
+        callbacks=[] if options.track is None else [tracker(options.track, experiment.name, directory)],
     )
 
 
