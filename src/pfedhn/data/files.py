@@ -122,7 +122,7 @@ def from_folders(path: str | Path, task: Task = "auto") -> Folders:
         raise UserError(f"{root} holds no folders; make one per client, with x.npy and y.npy in it.")
     clients = []
     for folder in folders:
-        x, y = _load_array(folder / "x.npy", "biuf"), _load_array(folder / "y.npy", "biufUS")
+        x, y = load_array(folder / "x.npy", "biuf"), load_array(folder / "y.npy", "biufUS")
         if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
             raise UserError(f"{folder} has x of shape {x.shape} and y of shape {y.shape}; give one label per example.")
         clients.append((x, y))
@@ -160,10 +160,7 @@ def from_table(path: str | Path, client_column: str, label_column: str, task: Ta
     with reading(file):
         if not file.is_file():
             raise UserError(f"{file} is not a file; give a .csv, .tsv or .parquet file.")
-    readers = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
-    if file.suffix.lower() not in readers:
-        raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
-    columns = readers[file.suffix.lower()](file)
+    columns = read_columns(file)
     for wanted in (client_column, label_column):
         if not isinstance(wanted, str) or wanted not in columns:
             raise UserError(f"{file.name} has no column {short(wanted)}; {closest(wanted, columns)}")
@@ -182,14 +179,14 @@ def from_table(path: str | Path, client_column: str, label_column: str, task: Ta
         empty = [number for number, cell in enumerate(cells, start=1) if cell == ""]
         if empty:
             raise UserError(f"example {empty[0]} of {file.name} has no {name!r}; fill the cell or drop the example.")
-    x = numpy.stack([_numbers(file, name, columns[name]) for name in features], axis=1)
+    x = numpy.stack([to_numbers(file, name, columns[name]) for name in features], axis=1)
     (y,), class_names = _labels([_as_numbers(columns[label_column])], task, f"column {label_column!r} of {file.name}")
     clients, groups = numpy.unique(_as_identifiers(columns[client_column]), return_inverse=True)
     client_names = tuple(map(str, clients.tolist()))
     return Table(x, y, groups.astype(numpy.int64), client_names, tuple(features), class_names)
 
 
-def _load_array(path: Path, kinds: str) -> Array:
+def load_array(path: Path, kinds: str) -> Array:
     """An array of one of these kinds of numbers or text (as `numpy.dtype.kind` calls them)."""
     with reading(path):
         if not path.exists():
@@ -255,6 +252,14 @@ def _labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array
     return [array.astype(numpy.float32 if kinds & set("f") else numpy.int64) for array in labels], None
 
 
+def read_columns(file: Path) -> dict[str, Array]:
+    """The columns of a table by their names, as texts or numbers."""
+    readers = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
+    if file.suffix.lower() not in readers:
+        raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
+    return readers[file.suffix.lower()](file)
+
+
 def _read_csv(file: Path) -> dict[str, Array]:
     try:
         with reading(file), file.open(newline="", encoding="utf-8-sig") as stream:
@@ -315,7 +320,8 @@ def _read_parquet(file: Path) -> dict[str, Array]:
     return columns
 
 
-def _numbers(file: Path, name: str, column: Array) -> NDArray[numpy.float32]:
+def to_numbers(file: Path, name: str, column: Array) -> NDArray[numpy.float32]:
+    """A column of a table as features; what is no finite number is refused."""
     try:
         with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
             numbers: NDArray[numpy.float32] = column.astype(numpy.float32)

@@ -6,6 +6,7 @@ reply.
 """
 
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,11 +26,13 @@ from pfedhn.deploy.wire import Message, WireError, from_envelope
 from pfedhn.engine.evaluate import EXAMPLES_PER_CHUNK
 from pfedhn.engine.round import Kept, Offer
 from pfedhn.engine.state import EVALUATED_SPLITS
-from pfedhn.errors import RunError, UserError
+from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.files import make_folder, read_bytes, write_atomically
 from pfedhn.model import Model
 from pfedhn.params import Params, take
 from pfedhn.seal import DamagedError, sealed_json, unsealed_json
+
+logger = logging.getLogger("pfedhn")
 
 Scores = dict[str, list[float | int | None]]
 """By split: summed loss, summed metric (None where the task has none), examples."""
@@ -99,25 +102,25 @@ class Party:
         try:
             answer = answers[message.kind](message)
         except UserError as error:
-            is_version = isinstance(error, MissingVersion)
-            phase = message.values.get("phase", "training")
-            answer = Message(
-                "refusal",
-                self.run,
-                self.name,
-                {
-                    "of": message.kind,
-                    "round": message.values.get("round"),
-                    "reason": "version" if is_version else "party",
-                    "sentence": str(error),
-                    "held": self.versions(phase),
-                },
-            )
-            return sealed(answer, self.key)
+            return self._refusal(message, "version" if isinstance(error, MissingVersion) else "party", str(error))
+        except Exception as error:  # a defect of ours must not end the party's process, nor pass unheard
+            logger.exception("an error inside pfedhn")
+            return self._refusal(message, "party", f"has an error inside pfedhn ({first_line(error)})")
         result = sealed(answer, self.key)
         if message.kind == "train":
             write_atomically(self.folder / "reply", asked + result, mode=0o600)
         return result
+
+    def _refusal(self, message: Message, reason: str, sentence: str) -> bytes:
+        self._note({"kind": "refusal", "of": message.kind, "sentence": sentence})
+        values = {
+            "of": message.kind,
+            "round": message.values.get("round"),
+            "reason": reason,
+            "sentence": sentence,
+            "held": self.versions("joining" if message.values.get("phase") == "joining" else "training"),
+        }
+        return sealed(Message("refusal", self.run, self.name, values), self.key)
 
     def _reply_to(self, asked: bytes) -> bytes | None:
         """The reply to the last message, if this is the same."""
