@@ -51,6 +51,7 @@ class Service:
         self.registered: set[str] = set()
         self._place = self.site.events.stat().st_size if self.site.events.exists() else 0
         self._asked = 0.0
+        self._has_left = False  # the run has said that it is over
 
     def run(self, stop: threading.Event) -> None:
         """Serve until it is asked to stop, or until the run has ended if it leaves then."""
@@ -69,7 +70,7 @@ class Service:
                 self._register()
                 self._keep_run()
                 self._show()
-                if self.is_leaving and self._has_left():
+                if self.is_leaving and self._has_left:
                     break
                 stop.wait(SECONDS_BETWEEN_LOOKS)
         finally:
@@ -150,7 +151,8 @@ class Service:
             answer = self._ask("list", CONNECTION, "--run-id", self.run_number, "--format", "json")
             runs = (answer or {}).get("runs") or [{}]
             status = str(runs[0].get("status", ""))
-            if not status.startswith("finished") or self._has_left():
+            self._show()
+            if not status.startswith("finished") or self._has_left:
                 return
             self._log({"event": "run died", "status": status})
         source = Path(__file__).parent / "app"
@@ -166,13 +168,6 @@ class Service:
         if self.run_number is not None and self.superlink is not None and self.superlink.poll() is None:
             self._ask("stop", self.run_number, CONNECTION, "--format", "json")
 
-    def _has_left(self) -> bool:
-        """Whether the run has said that it is over."""
-        status = self._status()
-        return bool(status.get("has_ended")) and self._last_event == "left"
-
-    _last_event = ""
-
     def _show(self) -> None:
         """Pass on what has happened."""
         if not self.site.events.exists():
@@ -184,7 +179,7 @@ class Service:
         self._place += len(whole)
         for line in whole.splitlines():
             event = json.loads(line)
-            self._last_event = event["event"]
+            self._has_left = self._has_left or event["event"] == "left"
             self.say(event)
 
     def _log(self, event: Mapping[str, Any]) -> None:
