@@ -58,12 +58,12 @@ def make_app(
     """
     context = ssl.create_default_context(cafile=str(authority))
     client = httpx.AsyncClient(base_url=f"https://{engine}", verify=context, timeout=SECONDS_TO_ENGINE)
-    strangers: dict[str, float] = {}  # when each was last mentioned
+    strangers: dict[tuple[str, str], float] = {}  # when each was last mentioned
 
     def turn_away(request: Request, why: str) -> Response:
         host = request.client.host if request.client else "somebody"
-        if time.monotonic() - strangers.get(host, -1e9) > 60:
-            strangers[host] = time.monotonic()
+        if time.monotonic() - strangers.get((host, request.url.path), -1e9) > 60:
+            strangers[host, request.url.path] = time.monotonic()
             log({"event": "stranger", "host": host, "path": printable(request.url.path[:80]), "why": why})
         return JSONResponse({"error": why}, 401)
 
