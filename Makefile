@@ -6,17 +6,18 @@ SETUP := $(VENV)/.installed
 NEWEST := .venv-newest
 AUDIT := .venv-audit
 
-.PHONY: help venv demo test test-all test-newest check audit docs results clean
+.PHONY: help venv demo test test-all test-faults test-newest check audit docs results clean
 
 help:
 	@echo "make demo        train on the embedded digits and draw what came out (one to two minutes after the install)"
 	@echo "make test        run the tests that are fast"
 	@echo "make test-all    run all tests"
+	@echo "make test-faults damage files, kill commands, generate inputs: a table of what came of it (ten minutes)"
 	@echo "make test-newest build the wheel, install it with the newest of everything but torch, test the command line"
 	@echo "make check       ruff, mypy --strict, import-linter"
 	@echo "make audit       look up the constraints among known vulnerabilities (needs the network)"
 	@echo "make docs        build the documentation into site/"
-	@echo "make results     write docs/results.md and its figures from the files in results/"
+	@echo "make results     write docs/results.md, docs/paper.md and their figures from the files in results/"
 	@echo "make clean       remove the environments and what was built"
 
 venv: $(SETUP)
@@ -34,6 +35,9 @@ test: $(SETUP)
 
 test-all: $(SETUP)
 	$(BIN)/pytest -n 2
+
+test-faults: $(SETUP)
+	PYTHONPATH=tests $(BIN)/python -m faults
 
 # What a person gets who installs without the constraints; made anew each time, since what is newest changes.
 test-newest:
@@ -62,6 +66,7 @@ docs: $(SETUP)
 
 results: $(SETUP)
 	$(BIN)/python tools/results_page.py
+	$(BIN)/python tools/paper_page.py
 
 clean:
 	rm -rf $(VENV) $(NEWEST) $(AUDIT) site build dist

@@ -5,6 +5,7 @@ they are the same bits on every machine.
 """
 
 import io
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -56,7 +57,21 @@ def mlp(hidden: int = 5) -> nn.Module:
     )
 
 
-FACTORIES = {"mlp": mlp, "conv": Conv, "wide": lambda: mlp(7)}
+class BatchNormed(nn.Module):
+    """With statistics over images and over single values; one of its layers has neither weight nor bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm1 = nn.Conv2d(CHANNELS, 3, 3), nn.BatchNorm2d(3)
+        self.hidden, self.norm2 = nn.Linear(12, 5), nn.BatchNorm1d(5, affine=False, momentum=None)
+        self.out = nn.Linear(5, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = nn.functional.max_pool2d(self.norm1(self.conv(x)), 2).relu().flatten(1)
+        return self.out(self.norm2(self.hidden(features)).relu())
+
+
+FACTORIES = {"mlp": mlp, "conv": Conv, "wide": lambda: mlp(7), "batchnorm": BatchNormed}
 
 
 def model(name: str = "mlp", dtype: torch.dtype = torch.float64) -> Model:
@@ -214,6 +229,19 @@ SMALL = Experiment(
     ),
     seeds=(0, 1),
 )
+
+
+def scores(directory: Path, name: str) -> Any:
+    """Everything a run found, less what depends on the clock and the place."""
+    metrics = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((directory / name / "result.json").read_text())
+    tensors = (directory / name / f"checkpoint-{result['steps']:09d}.safetensors").read_bytes()
+    for line in metrics:
+        del line["seconds"], line["sha256"]  # which depends on the seconds
+    for key in ("seconds", "environment", "command", "history", "sha256"):
+        del result[key]
+    result.get("pretrain", {}).pop("seconds", None)
+    return metrics, result, tensors
 
 
 def encoded(pixels: numpy.ndarray, **options: Any) -> bytes:

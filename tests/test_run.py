@@ -3,6 +3,7 @@
 import inspect
 import math
 import os
+from pathlib import Path
 
 import numpy
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pfedhn
+from pfedhn.data import partition
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import Cell
@@ -31,8 +33,8 @@ def train(model: object, federation: pfedhn.Federation | None = None, **settings
 
 def test_a_network_that_would_be_wrong() -> None:
     """All of them are in tests/engine/test_network.py."""
-    with pytest.raises(UserError, match="changes buffers of the layers 1;"):
-        train(lambda: nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)))
+    with pytest.raises(UserError, match="depends on the other examples of its batch"):
+        train(lambda: nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 4)))
 
 
 def test_constant_buffers_pass_and_go_along_with_the_personal_model() -> None:
@@ -167,9 +169,83 @@ def test_both_roads_have_the_same_defaults() -> None:
         assert ours[name] == getattr(cell, name), name
 
 
+def test_clients_join_together_each_with_draws_of_its_own() -> None:
+    x, y = numpy.random.default_rng(0).normal(size=(900, 8)).astype("float32"), numpy.arange(900) % 6
+    rule = partition.dirichlet(1.0, num_clients=6, novel_clients=3)
+    federation = pfedhn.Federation.from_arrays(x, y, partition=rule)
+    run = pfedhn.train("pfedhn-pc", federation, lambda: pfedhn.MLP(8, 6, 6), steps=6, progress=False)
+    assert federation.joining is not None
+    joined = run.add_clients(federation.joining, rounds=2, settings={"embedding_lr": 0.1})
+    assert joined.accuracy.shape == (3,)
+    assert joined.simulation.algorithm.embedding_lr == 0.1  # type: ignore[attr-defined]
+    shared, kept = (memories.shared for memories in (run.memories(), joined.memories))
+    assert all(one.equal(other) for one, other in zip(shared.phi.values(), kept.phi.values(), strict=True))
+    start = run.add_clients(federation.joining, rounds=0)
+    assert start.round == 0
+    embeddings = start.memories.rows.embedding
+    assert embeddings.equal(embeddings[:1].expand_as(embeddings))  # all begin at the mean of those that trained
+    with pytest.raises(UserError, match="has no field 'embeding_lr'"):
+        run.add_clients(federation.joining, settings={"embeding_lr": 0.1})
+
+
+def test_a_client_that_joins_draws_by_its_name_or_its_examples() -> None:
+    federation = made_federation()
+    run = pfedhn.train(
+        pfedhn.PFedHN(personal=("last",)), federation, lambda: pfedhn.MLP(8, 5, 4), steps=2, progress=False
+    )
+
+    def head(first: int, name: str | None = None) -> Tensor:
+        joined = run.add_client(federation.x[first : first + 40], federation.y[first : first + 40], rounds=0, name=name)
+        return next(iter(joined.private.head.values()))
+
+    assert head(0).equal(head(0))
+    assert not head(0).equal(head(1))  # two clients do not begin with the same head
+    assert head(0, "lyon").equal(head(1, "lyon"))
+    assert not head(0, "lyon").equal(head(0, "paris"))
+
+
 def test_no_round_is_chosen_by_a_number_that_is_none() -> None:
     def metric(outputs: Tensor, y: Tensor) -> Tensor:
         return outputs[:, 0] * math.nan
 
     with pytest.raises(UserError, match="the metric is NaN on validation examples at step 0, so that no round can"):
         train(lambda: nn.Linear(8, 4), metric=metric)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).relu())
+
+
+def test_layers_that_are_frozen_stay_at_their_start_and_are_never_sent(tmp_path: Path) -> None:
+    federation = made_federation()
+    settings = {"generated": ("head",), "rest": "frozen", "local_steps": 3, "hidden_dim": 8}
+    runs = [
+        pfedhn.train(
+            pfedhn.PFedHN(**settings), federation, Tower, steps=6, seed=seed, progress=False, directory=tmp_path / name
+        )
+        for seed, name in ((0, "a"), (1, "b"))
+    ]
+    body = [run.personal_model(0).body.weight for run in runs]
+    assert not torch.equal(*body)  # of each seed's own start
+    assert torch.equal(runs[0].personal_model(1).body.weight, body[0])
+    assert set(runs[0].personal_weights(0)) == {"head.weight", "head.bias"}
+    assert runs[0].state.bytes_down == 6 * 4 * (5 * 4 + 4)
+    again = pfedhn.load(tmp_path / "a").personal_model(2)
+    assert torch.equal(again.body.weight, body[0])
+    assert torch.equal(again.head.weight, runs[0].personal_model(2).head.weight)
+
+
+def test_a_server_that_is_too_large_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 100_000, "SC_PAGE_SIZE": 10_000}.__getitem__)
+    sentence = r"the server's model, .* would need \d\.\d GB .* has 1\.0 GB; .* head = 'low-rank' \(0\.\d GB\)"
+    with pytest.raises(UserError, match=sentence):
+        train(lambda: pfedhn.MLP(8, 30_000, 60, 4))
+    for head in ("low-rank", "chunked"):  # they fit
+        pfedhn.PFedHN(head=head).for_clients(6)
+        with pytest.raises(UserError, match="goes with neither linear nor spectral_norm"):
+            pfedhn.PFedHN(head=head, linear=True).for_clients(6)

@@ -1,5 +1,6 @@
 """Python calls with wrong values: each is refused with a sentence before anything is trained."""
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -64,9 +65,12 @@ def without_gradient(outputs: Tensor, y: Tensor) -> Tensor:
         ({"metric": lambda outputs, y: outputs}, r"the metric returned the shape \(4, 3\) for 4 examples"),
         ({"metric": lambda outputs, y: 1 / 0}, "the metric fails .*: ZeroDivisionError"),
         ({"precision": "fp8"}, "precision is 'fp8'"),
+        ({"progress": 1}, "progress is 1; it must be True or False"),
+        ({"deterministic": None}, "deterministic is None"),
         ({"directory": 3}, "directory is 3; give a path"),
         ({"device": "tpu9"}, "no device 'tpu9'"),
         ({"executor": "fast"}, "no executor 'fast'"),
+        ({"executor": X}, "executor is array"),
         ({"upload": "zip"}, "no transform 'zip'"),
     ],
 )
@@ -104,13 +108,22 @@ def test_no_method_takes_a_negative_number(method: str, name: str, value: float)
         ({"lr": "fast"}, "lr = 'fast' does not fit; it must be a number"),
         ({"local_steps": 1.5}, "local_steps = 1.5 does not fit; it must be a whole number"),
         ({"num_hidden": 10**6}, r"num_hidden = 1e\+06 does not fit; it must be at most 1000"),
-        ({"hidden_dim": 10**8}, "the server's model, with these settings, would need .* GB of memory"),
+        pytest.param(
+            {"hidden_dim": 10**8},
+            "the server's model, with these settings, would need .* GB of memory",
+            marks=pytest.mark.slow,
+        ),
         ({"local_steps": 10**9}, "the minibatches of a round .* would need .* GB of memory"),
     ],
 )
 def test_a_method_built_in_python_has_the_bounds_of_the_command_line(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         train(method=PFedHN(**settings))
+
+
+def test_weights_that_no_seed_changes_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    train(model=lambda: copy.deepcopy(NETWORK))
+    assert "gives the same weights for every seed" in caplog.text
 
 
 def test_what_may_be_none_at_all_may_be_zero() -> None:

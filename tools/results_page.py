@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_type_hints
+from typing import Any
 
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.paper import EXPERIMENTS, RATES_TAKEN_FROM
@@ -19,10 +20,10 @@ from pfedhn.experiments.spec import Cell
 from pfedhn.files import write_atomically
 from pfedhn.report.entries import Column, Entry, Report, Summary, display_name, to_reports
 from pfedhn.report.figures import draw_curves
+from pfedhn.report.pairs import caption, pairs
 from pfedhn.report.results import Runs, read_file
 from pfedhn.report.tables import bytes_text, number_text, seconds_text, steps_text
 from pfedhn.result import Curve, Result
-from pfedhn.sgd import Rate
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ("table1-cifar10", "table1-cifar100", "table1-omniglot", "table1-mnist")
@@ -76,10 +77,13 @@ def _of_today(name: str, stored: Sequence[Runs]) -> Runs:
 
 
 def _are_other_defaults(cell: Cell, settings: Mapping[str, Any]) -> bool:
-    """Whether the method would now run with other settings; what is none follows from the federation."""
+    """Whether the method would now run with other settings.
+
+    What is none follows from the federation; what a run was not asked for did not exist when it was made.
+    """
     method: Any = cell_algorithm(cell)
     today = {name: value for name, value in json.loads(json.dumps(asdict(method))).items() if value is not None}
-    return any(settings.get(name) != value for name, value in today.items())
+    return any(settings[name] != value for name, value in today.items() if name in settings)
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,9 @@ def page(every: Sequence[Report], notes: str, tuning: Sequence[Mapping[str, Any]
             parts.append(f"![{dataset}, {clients} clients: accuracy against communication](figures/{name})")
         if _finished(report):
             parts += [markdown(costs(report)), markdown(origins(report))]
+            tables = [(column, pairs(report, column)) for column in report.columns]
+            for column, lines in tables:
+                parts += [caption(column), markdown(lines)] if lines else []
         else:
             parts.append("No run of this table is stored yet.")
     parts += ["## pFedHN: does it reach what it should?", BAR_TEXT, markdown(bars(every))]
@@ -214,8 +221,8 @@ def _finished(report: Report) -> list[Entry]:
 
 
 def rates_text(entry: Entry) -> str:
-    hints = get_type_hints(type(cell_algorithm(entry.cell)))
-    names = [name for name, hint in hints.items() if hint in (Rate, Rate | None)]
+    known = ALGORITHMS[entry.cell.method]
+    names = list(ALGORITHMS[known.rates_from].grid if known.rates_from else known.grid)
     settings = next(iter(entry.results.values())).settings
     values = {name: settings[name] for name in names if settings.get(name) is not None}
     listed = ", ".join(f"{name} {value:g}" for name, value in values.items())

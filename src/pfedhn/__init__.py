@@ -22,6 +22,7 @@ _HOMES = {
     "Local": "pfedhn.algorithms.local",
     "MLP": "pfedhn.models",
     "NewClient": "pfedhn.run",
+    "NewClients": "pfedhn.run",
     "OmniglotNet": "pfedhn.models",
     "PFedHN": "pfedhn.algorithms.pfedhn",
     "PFedMe": "pfedhn.algorithms.pfedme",
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from pfedhn.kernels.linear import Linear
     from pfedhn.models import MLP, LeNet, OmniglotNet
     from pfedhn.process import set_up_process
-    from pfedhn.run import NewClient, Run, load, train
+    from pfedhn.run import NewClient, NewClients, Run, load, train
 
 __all__ = [
     "ALGORITHMS",
@@ -80,6 +81,7 @@ __all__ = [
     "Local",
     "MLP",
     "NewClient",
+    "NewClients",
     "OmniglotNet",
     "PFedHN",
     "PFedMe",

@@ -87,9 +87,12 @@ def make_folder(path: Path, way_out: str = ANOTHER_PLACE) -> None:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing would be mixed with what is written there: the folder is empty, or does not exist."""
+    """Whether nothing would be mixed with what is written there: the folder is empty, or does not exist.
+
+    What another process is about to write does not count yet.
+    """
     with writing(folder):
-        return not folder.exists() or next(folder.iterdir(), None) is None
+        return not folder.exists() or all(file.match(".*.part") or file.name == LOCK for file in folder.iterdir())
 
 
 def read_text(path: Path) -> str:
@@ -100,7 +103,7 @@ def read_text(path: Path) -> str:
 def read_bytes(path: Path) -> bytes:
     """Read a whole file."""
     with reading(path):
-        if path.exists() and not path.is_file():
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for, a device read forever
             raise UserError(f"{path} is no file that can be read to its end; give a file.")
         return path.read_bytes()
 

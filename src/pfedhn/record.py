@@ -33,6 +33,7 @@ from pfedhn.data.absent import AbsentFederation, Description
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.checkpoint import CheckpointError, checkpoints, differences, verified
+from pfedhn.engine.network import with_frozen
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
 from pfedhn.engine.transform import TRANSFORMS, Transform
@@ -497,10 +498,12 @@ def to_simulation(
         if metric is None and network.metric is not None:
             wanted = _function(directory, "metric", network.metric)
         models[name] = Model(name, factory, loss or _function(directory, "loss", network.loss), wanted, device, dtype)
+    algorithm = _algorithm(directory, spec.method, method)
+    models = {name: with_frozen(network, algorithm, spec.seed) for name, network in models.items()}
     if networks_digest(models) != spec.digests["networks"]:
         raise UserError(f"the network has other weights than the one that {directory} was made with; give that one.")
     return Simulation(
-        _algorithm(directory, spec.method, method),
+        algorithm,
         models,
         AbsentFederation.of(spec.data, device),
         spec.schedule,
@@ -576,4 +579,8 @@ def _read_start(file: Path, models: Mapping[str, Model], device: str) -> dict[st
         tensors = load_file(file, device)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{file} is missing or damaged ({first_line(error)}); run it again.") from None
-    return {name: {part: tensors[f"{name}/{part}"] for part in model.shapes} for name, model in models.items()}
+    return {
+        name: {part: tensors[f"{name}/{part}"] for part in model.shapes}
+        | {part: tensors[f"{name}/{part}"] for part in model.statistics if f"{name}/{part}" in tensors}
+        for name, model in models.items()
+    }

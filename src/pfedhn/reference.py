@@ -1,15 +1,21 @@
 """Code by name: where a function or class is defined, what it was called with, and how it is found again."""
 
 import functools
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pfedhn.errors import UserError, first_line
+
+FILE_PREFIX = "pfedhn_file_"  # of modules that are files, run by their path
 
 
 @dataclass(frozen=True)
@@ -39,16 +45,22 @@ class Code:
         """The callable itself. This imports the module that the name begins with, and so runs it."""
         if self.missing is not None:
             raise UserError(f"{self.name} {self.missing}.")
-        found = find(self.name)
+        found = find_code(self.name)
         if self.arguments is None and self.keywords is None:
             return found
         return functools.partial(found, *(self.arguments or ()), **(self.keywords or {}))
 
 
 def name_of(thing: Any) -> str:
-    """`module:qualname` of a function or class; of any other object, that of its class."""
+    """`module:qualname` of a function or class; of any other object, that of its class.
+
+    What is defined in a file that was run by its path has the path for a module.
+    """
     named = thing if hasattr(thing, "__qualname__") else type(thing)
-    return f"{named.__module__}:{named.__qualname__}"
+    module = named.__module__
+    if module.startswith(FILE_PREFIX):
+        module = sys.modules[module].__file__
+    return f"{module}:{named.__qualname__}"
 
 
 def find(name: str) -> Callable[..., Any]:
@@ -76,6 +88,37 @@ def find(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def find_code(name: str) -> Callable[..., Any]:
+    """As `find`; a name may also begin with a Python file, as in "mine.py:clinics", which is then run."""
+    file, _, function = name.rpartition(":")
+    if not file.endswith(".py"):
+        return find(name)
+    found = getattr(load_file(Path(file)), function, None)
+    if not inspect.isfunction(found) and not inspect.isclass(found):
+        raise UserError(f"{file} has no function {function!r}.")
+    return found
+
+
+def load_file(path: Path) -> ModuleType:
+    """A Python file as a module, run once."""
+    path = path.expanduser().resolve()
+    name = f"{FILE_PREFIX}{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    if name not in sys.modules:
+        if not path.is_file():
+            raise UserError(f"there is no file {path}.")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # first: a dataclass in it asks for its module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise UserError(f"{path} cannot be run ({first_line(error)}).") from error
+    return sys.modules[name]
+
+
 def _why_not(thing: Any) -> str | None:
     """Why another process could not import this; None if it can."""
     qualname = getattr(thing, "__qualname__", None)
@@ -86,7 +129,7 @@ def _why_not(thing: Any) -> str | None:
     if "<locals>" in qualname:
         return "is defined inside a function, from where it cannot be imported"
     try:
-        return None if find(name_of(thing)) == thing else "is not what its name says"
+        return None if find_code(name_of(thing)) == thing else "is not what its name says"
     except UserError as error:
         return f"cannot be imported: {str(error).removesuffix('.')}"
 

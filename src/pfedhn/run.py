@@ -1,12 +1,16 @@
 """A run: assembled in one place, trained, stopped and gone on with, loaded again, and what it can be asked for."""
 
+import copy
+import hashlib
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -18,14 +22,21 @@ from torch import Tensor, nn
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.data.absent import with_examples
+from pfedhn.data.absent import AbsentFederation, Description, with_examples
 from pfedhn.data.arrays import Arrays
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
-from pfedhn.engine.network import build_model, check_model, with_num_outputs
+from pfedhn.engine.network import (
+    build_model,
+    check_factory,
+    check_model,
+    refuse_single_rows,
+    with_frozen,
+    with_num_outputs,
+)
 from pfedhn.engine.room import refuse_too_large
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
@@ -33,11 +44,12 @@ from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
 from pfedhn.errors import RunError, UserError, closest, short
-from pfedhn.files import flush, given_path
+from pfedhn.files import flush, given_path, make_folder, write_atomically
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params, take
+from pfedhn.portable import Card, Portable, check_ending, file_names, index, write_model
 from pfedhn.process import advise_once
-from pfedhn.progress import Watch, bar
+from pfedhn.progress import Watch, bar, score_text
 from pfedhn.record import (
     MendableError,
     Origin,
@@ -55,10 +67,12 @@ from pfedhn.record import (
     write_history,
     write_result,
 )
+from pfedhn.reference import Code
 from pfedhn.result import Moment, Result, Scores, Unadapted, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import check_seed, checked_method, whole_number
 from pfedhn.stopping import Abandoned, stop_on_signal
+from pfedhn.tracking import Callback, numbers
 
 logger = logging.getLogger("pfedhn")
 
@@ -125,11 +139,13 @@ def assemble(
     upload: str | Transform = "full",
     download: str | Transform = "full",
     starts: Mapping[str, Params] | None = None,
+    resize_every: int | None = None,
 ) -> Simulation:
     """Data, network, method, schedule and seed become a run here and nowhere else. Arguments as `train`.
 
     Args:
         starts: Weights of each network that every client starts from, of a run before this one.
+        resize_every: Communication steps after which every client goes on to the next of several target networks.
     """
     if not isinstance(federation, Federation):
         raise UserError(f"federation is {short(federation)}; make one with pfedhn.Federation.from_arrays, say.")
@@ -159,14 +175,21 @@ def assemble(
     if cohort_size is None:
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
     cohort_size = whole_number("cohort_size", cohort_size)
+    models = {name: with_frozen(network, algorithm, seed) for name, network in models.items()}
+    for network in models.values():
+        refuse_single_rows(network, federation, batch_size)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
+    if not isinstance(executor, str):
+        raise UserError(f"executor is {short(executor)}; give its name, such as 'auto'.")
     wire = find_transform(upload), find_transform(download)
-    simulation = Simulation(algorithm, models, federation, schedule, seed, executor, starts, *wire)
+    simulation = Simulation(
+        algorithm, models, federation, schedule, seed, executor, starts, *wire, resize_every=resize_every
+    )
     refuse_too_large(simulation)
     return simulation
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """A finished or interrupted run: its chosen round, every client's model, and room for new clients.
 
@@ -180,6 +203,13 @@ class Run:
     history: list[Moment] = field(default_factory=list)  # every evaluation
     seconds: float = 0.0
     result: Result | None = None  # what result.json says: scores, bytes, seconds; None while it is not finished
+    joined: dict[str, "NewClient"] = field(default_factory=dict)  # those that `add_client` gave a name
+
+    def __repr__(self) -> str:
+        method, state = self.simulation.algorithm, self.state
+        step = f"step {state.round * self.simulation.clients_per_round:,}"
+        score = f", {score_text(self)}" if self.history else ""
+        return f"Run({self.origin.name!r}: {type(method).__name__}, {self.simulation.federation}, {step}{score})"
 
     @property
     def chosen(self) -> Evaluation:
@@ -198,6 +228,15 @@ class Run:
         with numpy.errstate(invalid="ignore"):
             values: NDArray[numpy.float64] = sums / numpy.array(test.client_examples)
         return values
+
+    def to_frame(self) -> Any:
+        """The history as a pandas table: a line per evaluation, its number of steps as the index."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise UserError("to_frame needs pandas; install it with: pip install pandas.") from error
+        table = [{"step": moment.step, **numbers(moment)} for moment in self.history]
+        return pandas.DataFrame(table).set_index("step")
 
     def memories(self, last: bool = False) -> Memories:
         """The three memories at the chosen round, or after the last one."""
@@ -226,15 +265,133 @@ class Run:
         """A plain module with this client's weights, in evaluation mode.
 
         Args:
-            client: Its number, or its name where the federation has names.
+            client: Its number, or its name where the federation has names; or the name that it joined by.
             last: The weights after the last round instead of those of the chosen one.
             architecture: Another of the run's target networks; the client keeps its embedding.
             data: The client's training examples (x, y), for a method that adapts on them (Per-FedAvg) in a run that was
                 loaded: a directory holds no examples.
         """
+        if isinstance(client, str) and client in self.joined and architecture is None and data is None:
+            return copy.deepcopy(self.joined[client].model)
         weights = self.personal_weights(client, last, architecture, data)
         model = self.simulation.model_of(self._place(client)) if architecture is None else self._network(architecture)
         return model.with_weights(weights)
+
+    def export(self, client: int | str, path: str | Path, *, last: bool = False, data: Arrays | None = None) -> Path:
+        """Write a client's model to a file that runs without this package, and beside it a card that describes it.
+
+        Args:
+            client: As `personal_model`.
+            path: What it ends with says what is written: `.onnx` (batches of any size), `.pt2` (`torch.export`), or
+                `.safetensors` (the weights, for a network that you have the code of). The card ends with `.md`.
+            last: As `personal_model`.
+            data: As `personal_model`.
+        """
+        file = given_path(path)
+        ending = check_ending(file)
+        if isinstance(client, str) and client in self.joined:
+            return self.joined[client].export(file)
+        model = self.personal_model(client, last, data=data)
+        card = self.card(client)
+        write_model(
+            file, self._portable(self.simulation.model_of(self._place(client)).name).content(model, ending, card), card
+        )
+        return file
+
+    def export_all(self, folder: str | Path, ending: str = ".onnx", *, last: bool = False) -> dict[str, Path]:
+        """Write the model of every client into a folder, with a README.md that lists them; the files by client.
+
+        Args:
+            folder: It is made if it is not there.
+            ending: Which format, as in `export`.
+            last: As `personal_model`.
+        """
+        place = given_path(folder)
+        check_ending(Path(f"model{ending}"))
+        make_folder(place)
+        federation = self.simulation.federation
+        clients = [federation.name_of(number) for number in range(federation.num_clients)]
+        files = {client: place / f"{name}{ending}" for client, name in zip(clients, file_names(clients), strict=True)}
+        for client, file in files.items():
+            self.export(client, file, last=last)
+        cards = {files[client].name: self.card(client) for client in clients}
+        write_atomically(place / "README.md", index(cards).encode())
+        return files
+
+    def _portable(self, architecture: str) -> Portable:
+        """A target network ready to be written; it is traced once, however many clients run it."""
+        if architecture not in self._portables:
+            model, x = self.simulation.models[architecture], self.simulation.federation.x
+            dtype = x.dtype if not x.is_floating_point() else model.dtype
+            self._portables[architecture] = Portable(
+                copy.deepcopy(model.testing_module).cpu(), tuple(x.shape[1:]), dtype
+            )
+        return self._portables[architecture]
+
+    @cached_property
+    def _portables(self) -> dict[str, Portable]:
+        return {}
+
+    @property
+    def description(self) -> Description:
+        """What is known of the clients and their examples without seeing one."""
+        federation = self.simulation.federation
+        if isinstance(federation, AbsentFederation):
+            return federation.description
+        described = Description.of(federation)
+        return replace(described, name=self.origin.dataset, preprocessing=self.origin.preprocessing)
+
+    def card(self, client: int | str) -> Card:
+        """What a client's model was trained on and how good it is, as plain values."""
+        place = self._place(client)
+        test = scores_of(self.chosen.splits["test"]) if self.result is None else self.result.test
+        assert test.clients is not None
+        assert test.client_examples is not None
+        total, count = test.clients[place], test.client_examples[place]
+        mean = total / count if count else None
+        return self._card(
+            self.simulation.federation.name_of(place),
+            self.simulation.model_of(place),
+            {
+                "examples": count,
+                "accuracy": mean if test.has_accuracy else None,
+                "loss": None if test.has_accuracy else mean,
+            },
+        )
+
+    def _card(self, client: str, model: Model, test: Mapping[str, Any]) -> Card:
+        described, made, code = self.description, environment("cpu"), Code.of(model.factory)
+        state = self.state
+        return {
+            "client": client,
+            "run": self.origin.name,
+            "method": self.origin.method,
+            "settings": to_json(settings_of(self.simulation.algorithm)),
+            "data": described.name,
+            "clients": described.clients,
+            "input": {
+                "shape": list(described.shape),
+                "dtype": str(model.dtype).removeprefix("torch.")
+                if getattr(torch, described.dtype).is_floating_point
+                else described.dtype,
+                "preprocessing": None if described.preprocessing is None else to_json(dict(described.preprocessing)),
+            },
+            "classes": described.classes,
+            "class_names": None if described.class_names is None else list(described.class_names),
+            "network": {
+                "name": model.name,
+                "factory": code.name,
+                "arguments": to_json(code.arguments),
+                "keywords": to_json(code.keywords),
+                "parameters": sum(shape.numel() for shape in model.shapes.values()),
+                "layers": str(model.testing_module),
+            },
+            "test": dict(test),
+            "chosen_step": self.chosen.step,
+            "steps": state.round * self.simulation.clients_per_round,
+            "seed": self.simulation.seed,
+            "versions": {"pfedhn": made.pfedhn, "torch": made.torch},
+        }
 
     def _network(self, architecture: str) -> Model:
         models = self.simulation.models
@@ -255,6 +412,7 @@ class Run:
         split: tuple[float, float, float] = (0.7, 0.15, 0.15),
         architecture: str | None = None,
         descriptor: ArrayLike | Tensor | None = None,
+        name: str | None = None,
         seed: int = 0,
         last: bool = False,
     ) -> "NewClient":
@@ -270,35 +428,85 @@ class Run:
             split: Fractions for training, validation and test.
             architecture: Which of several target networks it runs; that of the first client by default.
             descriptor: Of the new client, for a run with fixed descriptors; its class shares by default.
+            name: What the client draws by; where it has none, its examples stand for it.
             seed: Of its split and its draws.
             last: Join the run as it was after its last round instead of the chosen one.
         """
         simulation = self.simulation
-        rounds, seed = whole_number("rounds", rounds, least=0), check_seed(seed)
+        seed = check_seed(seed)
         model = simulation.model_of(0) if architecture is None else self._network(architecture)
-        data = Federation.from_clients([(x, y)], split=split, seed=seed)
-        data = data.to(simulation.federation.x.device, model.dtype if data.x.is_floating_point() else None)
-        check_model(model, data)
-        _refuse_without_evaluation(data)
+        data = Federation.from_clients([(x, y)] if name is None else {name: (x, y)}, split=split, seed=seed)
+        if name is None:
+            data = replace(data, identities=torch.tensor([_identity(data)]))
         if simulation.federation.architectures is not None:
             data = data.with_architectures([model.name])
         if (described := self._descriptor(data, descriptor)) is not None:
             data = data.with_descriptors(described[None])
+        joined = self.add_clients(data, rounds=rounds, seed=seed, last=last)
+        weights, memories = joined.personal_weights(0), joined.memories
+        kept = take(memories.private[model.name].take([0]), 0)
+        test = joined.splits["test"]
+        count = int(test.count.sum())
+        score = test.score if count else None
+        scores = {
+            "examples": count,
+            "accuracy": None if test.metric is None else score,
+            "loss": -score if test.metric is None and score is not None else None,
+        }
+        client = NewClient(
+            model.with_weights(weights),
+            weights,
+            take(memories.rows, 0),
+            kept.private,
+            joined.splits,
+            joined.round,
+            self._card(name or "that joined", model, scores),
+            self._portable(model.name),
+        )
+        if name is not None:
+            self.joined[name] = client
+        return client
+
+    def add_clients(
+        self,
+        federation: Federation,
+        *,
+        rounds: int = 100,
+        settings: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        last: bool = False,
+    ) -> "NewClients":
+        """Let clients join that took no part in training, as `add_client` does for one; all train in every round.
+
+        Args:
+            federation: The new clients, such as those that a partition holds back (`federation.joining`).
+            rounds: How many rounds they take part in; the best one for all of them is chosen on validation.
+            settings: Settings of the method that are others while they join, e.g. `{"embedding_lr": 0.05}`.
+            seed: Of their draws.
+            last: Join the run as it was after its last round instead of the chosen one.
+        """
+        simulation = self.simulation
+        rounds, seed = whole_number("rounds", rounds, least=0), check_seed(seed)
+        if settings:
+            values = checked_method(type(simulation.algorithm), settings, method_name(simulation.algorithm))
+            simulation = replace(simulation, algorithm=replace(simulation.algorithm, **values))  # type: ignore[type-var]
+        first = simulation.model_of(0)
+        if simulation.federation.architectures is not None and federation.architectures is None:
+            federation = federation.with_architectures([first.name] * (federation.num_clients + federation.num_joining))
+        data = federation.to(simulation.federation.x.device, first.dtype if federation.x.is_floating_point() else None)
+        for name in dict.fromkeys(data.architectures or [first.name]):
+            if name not in simulation.models:
+                raise UserError(f"there is no architecture {name!r}; {closest(name, simulation.models)}")
+            check_model(simulation.models[name], data)
+            refuse_single_rows(simulation.models[name], data, simulation.schedule.batch_size)
+        _refuse_without_evaluation(data)
         key = int(keys.fold(simulation.seed, "new client", seed))
         joining = simulation.joining(data, self.memories(last), max(rounds, 1), key)
-        state = joining.initial_state()
-        for progress in joining.rounds(state):
-            if progress.step >= rounds:
-                break
+        state = _joined_state(joining, rounds)
         assert state.best is not None
-        memories, chosen = state.best.memories, state.best.evaluation
-        adapts = simulation.algorithm.adaptation_steps > 0
+        chosen, adapts = state.best.evaluation, simulation.algorithm.adaptation_steps > 0
         splits = scores_of_adapted(joining, state.best) if adapts else chosen.splits
-        weights = joining.personal_weights(memories, model, 0, chosen.round)
-        kept = take(memories.private[model.name].take([0]), 0)
-        return NewClient(
-            model.with_weights(weights), weights, take(memories.rows, 0), kept.private, splits, chosen.round
-        )
+        return NewClients(joining, state.best.memories, splits, chosen.round)
 
     def _descriptor(self, data: Federation, given: ArrayLike | Tensor | None) -> Tensor | None:
         wanted = self.simulation.descriptors()
@@ -325,11 +533,69 @@ class NewClient:
     private: Any
     splits: dict[str, SplitResult]
     round: int  # of joining, chosen on its validation examples
+    card: Card  # what its model was trained on and how good it is, as plain values
+    portable: Portable = field(repr=False)
+
+    def export(self, path: str | Path) -> Path:
+        """Write its model to a file that runs without this package, as `Run.export` does."""
+        file = given_path(path)
+        write_model(file, self.portable.content(self.model, check_ending(file), self.card), self.card)
+        return file
 
     @property
     def accuracy(self) -> float:
         """On the new client's test examples; minus the loss for a task without accuracy."""
         return self.splits["test"].score
+
+
+@dataclass
+class NewClients:
+    """Clients that joined a trained federation together."""
+
+    simulation: Simulation
+    memories: Memories
+    splits: dict[str, SplitResult]
+    round: int  # of joining, chosen on the validation examples of all of them
+
+    @property
+    def accuracy(self) -> NDArray[numpy.float64]:
+        """[clients]: on each one's test examples; minus the loss for a task without accuracy, NaN without examples."""
+        return _accuracy(self.splits["test"])
+
+    def personal_weights(self, client: int | str) -> Params:
+        """The weights of a client's own model."""
+        place = self.simulation.federation.number_of(client)
+        return self.simulation.personal_weights(self.memories, self.simulation.model_of(place), place, self.round)
+
+    def personal_model(self, client: int | str) -> nn.Module:
+        """A plain module with this client's weights, in evaluation mode."""
+        place = self.simulation.federation.number_of(client)
+        return self.simulation.model_of(place).with_weights(self.personal_weights(client))
+
+
+def _joined_state(joining: Simulation, num_rounds: int) -> State:
+    state = joining.initial_state()
+    if num_rounds == 0:
+        next(joining.rounds(state))  # the evaluation before the first round
+        return state
+    # One client is done before a round of its own would be compiled.
+    progress = joining.rounds(state) if joining.federation.num_clients == 1 else rounds(joining, state)
+    for _ in progress:
+        pass
+    return state
+
+
+def _identity(data: Federation) -> int:
+    """What a client without a name draws by: its own examples."""
+    digest = hashlib.sha256()
+    for part in (data.x, data.y):
+        digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())  # of any dtype, on any device
+    return keys.hash_text(digest.hexdigest())
+
+
+def _accuracy(test: SplitResult) -> NDArray[numpy.float64]:
+    values: NDArray[numpy.float64] = (-test.loss / test.count if test.metric is None else test.client_metric).numpy()
+    return values
 
 
 def scores_of(result: SplitResult, per_client: bool = True) -> Scores:
@@ -404,6 +670,7 @@ def execute(
     say: Callable[[str], None] = print,
     checkpoint_every: int | None = None,
     threads: int | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Generator[None, None, Run]:
     """Run to the end, from the newest sound checkpoint in `directory` if there is one.
 
@@ -417,16 +684,17 @@ def execute(
         say: Told of what a person should know, such as a damaged checkpoint.
         checkpoint_every: Communication steps between checkpoints; one a minute where None.
         threads: Of PyTorch; a run that has begun keeps those that it began with, or its bits would change.
+        callbacks: Called with the run and the evaluation after every one.
     """
     stop = stop or threading.Event()
     method = method_name(simulation.algorithm)
     run = Run(simulation, simulation.initial_state(), origin or Origin(directory.name if directory else method, method))
-    with held(directory), _computing_with(directory, threads):
+    with held(directory), _computing_with(directory, threads), _closing(callbacks):
         files = None if directory is None else _Files.open(directory, simulation, run, say)
         started = time.monotonic() - run.seconds
         saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
         try:
-            for progress in _with_missing(rounds(simulation, run.state), run):
+            for progress in itertools.chain(_missing_evaluation(run), rounds(simulation, run.state)):
                 run.seconds = time.monotonic() - started
                 if progress.is_pause:
                     if not stop.is_set():
@@ -437,6 +705,8 @@ def execute(
                     run.history.append(_moment(progress.evaluation, run.state, run.seconds))
                     if files is not None:
                         files.append(run.history[-1])
+                    for callback in callbacks:
+                        callback(run, run.history[-1])
                 if watch is not None and not stop.is_set():  # whoever watched may be gone
                     watch(progress, run)
                 is_due = (
@@ -462,13 +732,12 @@ def execute(
     return run
 
 
-def _with_missing(following: Iterator[Progress], run: Run) -> Iterator[Progress]:
-    """The progress of a run; first the evaluation of the last round, if that was left in the middle."""
+def _missing_evaluation(run: Run) -> Iterator[Progress]:
+    """The evaluation of the last round, if that was left in the middle."""
     simulation, step = run.simulation, run.state.round * run.simulation.clients_per_round
     is_evaluated = simulation.schedule.is_evaluated(step - simulation.clients_per_round, step)
     if run.history and run.history[-1].step < step and is_evaluated:
         yield Progress(step, simulation.choose(run.state, simulation.evaluate(run.state)))
-    yield from following
 
 
 def _refuse_blind_choice(evaluation: Evaluation) -> None:
@@ -530,6 +799,15 @@ class _Files:
 
 
 @contextmanager
+def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for callback in callbacks:
+            getattr(callback, "close", lambda: None)()
+
+
+@contextmanager
 def _computing_with(directory: Path | None, threads: int | None) -> Iterator[None]:
     stored = None if directory is None else read_spec(directory)
     before = torch.get_num_threads()
@@ -572,6 +850,7 @@ def train(
     deterministic: bool = False,
     progress: bool = True,
     checkpoint_every: int | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train a personal model for every client of a federation.
 
@@ -600,6 +879,8 @@ def train(
         deterministic: On a GPU, the same bits from the same GPU and versions.
         progress: Whether to show a bar.
         checkpoint_every: Communication steps between checkpoints; one a minute by default.
+        callbacks: Functions (run, moment) that are called after every evaluation; `moment` is also the last of
+            `run.history`. `pfedhn.tracking` has some: `TensorBoard("logs")`.
 
     Returns:
         The run. After Ctrl-C, which writes a checkpoint, there is a KeyboardInterrupt instead.
@@ -630,8 +911,13 @@ def train(
     )
     if checkpoint_every is not None:
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every)
-    if precision not in get_args(Precision):
+    if not isinstance(precision, str) or precision not in get_args(Precision):
         raise UserError(f"precision is {short(precision)}; it must be tf32 or fp32.")
+    for name, switch in (("deterministic", deterministic), ("progress", progress)):
+        if not isinstance(switch, bool):
+            raise UserError(f"{name} is {short(switch)}; it must be True or False.")
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise UserError(f"callbacks are {short(callbacks)}; give a list of functions (run, moment).")
     if directory is not None and not isinstance(directory, str | Path):
         raise UserError(f"directory is {short(directory)}; give a path.")
     advise_once(simulation.federation.x.device)
@@ -641,7 +927,16 @@ def train(
     shown: AbstractContextManager[Any] = bar() if progress else nullcontext()
     with computing_on(simulation.federation.x.device, precision, deterministic), stop_on_signal() as stop, shown as add:
         watch = add(name, simulation) if add else None
-        return drain(execute(simulation, path, origin, stop=stop, watch=watch, checkpoint_every=checkpoint_every))
+        work = execute(
+            simulation,
+            path,
+            origin,
+            stop=stop,
+            watch=watch,
+            checkpoint_every=checkpoint_every,
+            callbacks=callbacks,
+        )
+        return drain(work)
 
 
 def computing_on(
@@ -693,6 +988,9 @@ def load(
         torch.Size([1, 6])
     """
     path = _run_directory(given_path(directory), run)
+    given = model if isinstance(model, Mapping) else {} if model is None else {"model": model}
+    for name, factory in given.items():
+        check_factory(name, factory)
     spec = read_spec(path)
     assert spec is not None
     simulation = to_simulation(

@@ -8,7 +8,6 @@ either library all three would be code of ours around it.
 import datetime
 import math
 import operator
-import sys
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
@@ -135,7 +134,8 @@ def fits(value: Any, hint: Any) -> bool:
         return True
     if hint is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and abs(value) <= sys.float_info.max and math.isfinite(value)
+        # PyTorch takes whole numbers of 64 bits, also where it computes with fractions.
+        return is_number and (abs(value) <= LARGEST_WHOLE if isinstance(value, int) else math.isfinite(value))
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_WHOLE
     return isinstance(value, origin or hint)

@@ -776,5 +776,6 @@ def test_pfedhn_architectures(federation: Federation, spec: PFedHN, cohort: int)
 
 
 def test_every_method_has_a_twin() -> None:
-    twins = {PFedHN, Local, FedAvg, PerFedAvg, PFedMe, LGFedAvg, FedPer}
+    paper = {PFedHN, Local, FedAvg, PerFedAvg, PFedMe, LGFedAvg, FedPer}
+    twins = paper | {Ditto, FedRep, FedBABU, FedALA, APFL}
     assert {type(make()) for make in ALGORITHMS.values()} == twins

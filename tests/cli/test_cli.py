@@ -140,6 +140,28 @@ finally:
         subprocess.run([sys.executable, "-c", code, *words.split()], check=True, stdout=subprocess.DEVNULL)
 
 
+def test_list_and_doctor_speak_to_programs() -> None:
+    assert list(json.loads(invoke("list", "--json").stdout)["methods"]) == list(ALGORITHMS)
+    assert json.loads(invoke("doctor", "--json").stdout)["data digits"] == "always there"
+
+
+def test_a_data_set_with_a_slip_of_the_pen_is_suggested() -> None:
+    refused(2, "there is no data set and no experiment 'digitz'; did you mean 'digits'?", "data", "show", "digitz")
+
+
+def test_a_data_set_of_ones_own_is_shown_as_the_digits_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(datasets.DATASETS, "mine", datasets.DATASETS["digits"])
+    assert paper.usual_cell("mine") == replace(DEMO.cells[0], dataset="mine")
+
+
+def test_an_empty_cell_is_to_be_filled() -> None:
+    Path("visits.csv").write_text("clinic,age,outcome\na,1,x\na,,y\nb,2,x\n")
+    Path("own.toml").write_text(
+        'dataset = "visits.csv"\nclients = 2\nmodel = "linear"\ncolumns = {client = "clinic", label = "outcome"}\n'
+    )
+    refused(2, "'age' of example 2 of visits.csv is empty; fill the cell or drop the example.", "run", "own.toml")
+
+
 def test_data_alone_shows_its_help() -> None:
     shown = invoke("data")
     assert "Commands" in shown.output
@@ -600,3 +622,29 @@ def test_ctrl_c_says_how_to_go_on_and_ends_with_130(finished: Path) -> None:
     for run in runs:  # written at the moment of stopping: by itself there would be one a minute
         records = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert json.loads(checkpoint.checkpoints(run)[0].read_text())["step"] >= max(records)
+
+
+@pytest.mark.slow
+def test_a_person_with_data_joins_a_run(tmp_path: Path) -> None:
+    """Whole numbers are pixels and go through what the run's went through; text labels name the run's classes."""
+    from sklearn.datasets import load_digits
+
+    run = ["run", "demo", "--only", "method=pfedhn", "--seeds", "0", "--set", "steps=4", "--set", "local_steps=2"]
+    assert invoke(*run, "--out", "runs").exit_code == 0
+    digits = load_digits()
+    (tmp_path / "mine").mkdir()
+    numpy.save("mine/x.npy", digits.data[:60].astype("uint8"))
+    numpy.save("mine/y.npy", digits.target[:60])
+    result = invoke("add-client", "runs", "--data", "mine", "--rounds", "2", "--out", "mine.safetensors")
+    assert result.exit_code == 0, result.output
+    assert "Held-out accuracy: " in result.output
+    assert "on 9 of 60 examples" in " ".join(result.output.split())
+    with safe_open("mine.safetensors", "np") as file:
+        assert file.get_tensor("layers.0.weight").shape == (32, 64)
+    numpy.save("mine/x.npy", digits.data[:60] / 16)  # as the run has them
+    again = invoke("add-client", "runs", "--data", "mine", "--rounds", "2")
+    assert again.output.split("%")[0] == result.output.split("%")[0]
+    numpy.save("mine/y.npy", numpy.array(["seven"] * 60))
+    wrong = invoke("add-client", "runs", "--data", "mine")
+    assert wrong.exit_code == 2
+    assert "the label 'seven', which the run does not know" in " ".join(wrong.output.split())

@@ -588,6 +588,7 @@ def test_a_file_that_is_no_array_is_refused_by_name(damage: str, tmp_path: Path)
     [
         (numpy.array([0.0, 1.0]), r"second has floating-point labels and .*first has whole ones; give all clients one"),
         (numpy.array(["a", "b"]), r"second has text labels and .*first has whole ones"),
+        (numpy.zeros((2, 2), int), r"second has labels of shape \(2,\) and .*first of shape \(\)"),
     ],
 )
 def test_one_folder_does_not_change_the_kind_of_all_labels(

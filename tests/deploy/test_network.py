@@ -180,7 +180,7 @@ def test_three_parties_and_a_server_over_tls_are_the_simulator(world: World) -> 
     assert status["accepted"] == 6
     assert {event["path"] for event in world.events() if event["event"] == "stranger"} >= {"/v1/fleet/pull-messages"}
     for number, name in enumerate(PARTIES):
-        world.run("export", f"{name}.invite", "--data", f"data/{name}", "--out", f"{name}.safetensors")
+        world.run("export", f"pfedhn-{name}", "--to", f"{name}.safetensors")
         weights = load_file(world.folder / f"{name}.safetensors")
         for part, value in expected.personal_model(number).state_dict().items():
             # In float32, and summed in another order; half-precision updates are rounded by the same draws.
@@ -194,7 +194,8 @@ def simulated(data: Path) -> Any:
     cell = spec.cell
     federation = read_federation(data, split=cell.split, seed=spec.seed)
     return pfedhn.train(
-        build_algorithm(cell.method, cell.settings), federation, {cell.model: models.factory(cell.model, 4, (5,))}, steps=cell.steps,
+        build_algorithm(cell.method, cell.settings), federation,
+        {cell.model: models.factory(cell.model, 4, (5,))}, steps=cell.steps,
         cohort_size=cell.cohort_size, batch_size=cell.batch_size, evaluate_every=cell.evaluate_every, seed=spec.seed,
         upload=cell.upload, device="cpu", progress=False,
     )  # fmt: skip

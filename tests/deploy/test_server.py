@@ -12,6 +12,8 @@ from support import assert_close, assert_same_bits, model, mostly_slow
 
 from pfedhn import keys
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.fedper import FedPer
 from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.server import Arrival, Policy
 from pfedhn.deploy.signing import new_key, opened, sealed
@@ -75,6 +77,19 @@ def test_every_method_over_the_wire_is_the_simulator(method: str, tmp_path: Path
         mine = group.parties[f"party-{client}"].personal_model().state_dict()
         assert_close({name: mine[name] for name in weights}, weights)
     assert not group.said("refused")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [FedAvg(local_steps=3, statistics="shared"), FedPer(local_steps=3)])
+def test_batch_statistics_travel_or_stay(algorithm: FedAvg, tmp_path: Path) -> None:
+    simulation = simulation_of(algorithm, models="batchnorm", rounds=4, cohort=2)
+    expected = simulated(simulation)
+    group = Group(simulation, tmp_path)
+    group.server.run()
+    assert_simulated(group, expected)
+    for client, weights in enumerate(personal_at_best(simulation, expected)):
+        mine = group.parties[f"party-{client}"].personal_model().state_dict()
+        assert_close({name: mine[name] for name in weights}, weights)
 
 
 def personal_at_best(simulation: Simulation, state: State) -> list[Any]:

@@ -1,18 +1,27 @@
 """A cell becomes the federation that it names."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
+import torch
+from torch.utils import _pytree as pytree
 
+import pfedhn
 from pfedhn.data.partition import dirichlet
+from pfedhn.engine.rounds import rounds
 from pfedhn.errors import UserError
-from pfedhn.experiments.build import build_federation, build_partition
+from pfedhn.experiments.build import build_federation, build_partition, build_simulation, check
 from pfedhn.experiments.directory import Options
-from pfedhn.experiments.grid import from_table, from_toml
+from pfedhn.experiments.execute import start
+from pfedhn.experiments.grid import from_table, from_toml, with_assignments
 from pfedhn.experiments.runner import prepare
-from pfedhn.experiments.spec import Cell
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec
+from pfedhn.models import build, factory
+from pfedhn.run import drain
 
 NOVEL = {"rule": "dirichlet", "alpha": 1.0, "novel_clients": 2}
 
@@ -61,6 +70,154 @@ def test_own_data_keep_their_names(tmp_path: Path) -> None:
     table.write_text("city,size,state\n" + "\n".join(f"lyon,{i},{i % 2}" for i in range(20)))
     with pytest.raises(UserError, match=r"say which column is the label: columns\.label = "):
         build_federation(Cell(dataset=str(table), clients=1, columns={"client": "city"}), seed=0)
+
+
+SIZES = Cell(clients=6, sizes=("mlp-8", "mlp-16", "mlp-32"), steps=12, evaluate_every=4, settings={"local_steps": 1})
+
+
+def one_run(cell: Cell) -> RunSpec:
+    return Experiment("several", (cell,)).runs([0])[0]
+
+
+def test_clients_of_several_sizes_are_served_by_one_hypernetwork() -> None:
+    simulation = build_simulation(one_run(SIZES), Options())
+    assert [simulation.model_of(client).name for client in range(6)] == [
+        name for name in SIZES.sizes or () for _ in range(2)
+    ]
+    whole = build_federation(SIZES, seed=0)
+    part = build_federation(replace(SIZES, method="fedavg", part="mlp-16"), seed=0)
+    assert part.num_clients == 2
+    for client in (0, 1):
+        assert part.splits["test"].of(client).tolist() == whole.splits["test"].of(2 + client).tolist()
+    assert part.number_of("3") == 1
+    both = [federation.batches(torch.tensor([client]), 5, 2, 4).y for federation, client in ((whole, 3), (part, 1))]
+    assert both[0].equal(both[1])  # the same draws, alone or among all
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"part": "mlp-64"}, "part = 'mlp-64' is none of the sizes"),
+        ({"part": "mlp-8", "resize_every": 4}, "clients of one size cannot go on to the next"),
+        ({"sizes": None, "part": "mlp-8"}, "give sizes too"),
+        ({"sizes": ("mlp-8", "mlp-8")}, "name different networks"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(wrong: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        check(Experiment("several", (replace(SIZES, **wrong),)))
+
+
+def test_clients_go_on_to_the_next_size() -> None:
+    """In every stage each client trains and is tested with another network, and the state is one."""
+    simulation = build_simulation(one_run(replace(SIZES, resize_every=4, cohort_size=6, steps=36)), Options())
+    stages = replace(simulation, resize_every=12)
+    state, twin = stages.initial_state(), simulation.initial_state()
+    steps = [progress.step for progress in rounds(stages, state)]
+    assert steps == [0, 6, 12, 18, 24, 30, 36]
+    names = list(simulation.models)
+    for stage in range(3):
+        moved = [names[(names.index(name) + stage) % 3] for name in simulation.federation.architectures or ()]
+        alone = replace(
+            simulation,
+            resize_every=None,
+            federation=simulation.federation.with_architectures(moved),
+            schedule=replace(simulation.schedule, steps=12 * (stage + 1)),
+        )
+        for _ in alone.rounds(twin):
+            pass
+    for one, other in zip(*(pytree.tree_leaves(s.memories.shared) for s in (state, twin)), strict=True):
+        assert one.equal(other)
+
+
+def test_a_fixed_embedding_by_class() -> None:
+    cell = replace(SIZES, sizes=None, descriptors="class", settings={"embedding": "fixed"})
+    federation = build_federation(cell, seed=0)
+    assert federation.descriptors is not None
+    counts = torch.stack(
+        [torch.bincount(federation.y[federation.splits["train"].of(i)], minlength=10) for i in range(6)]
+    )
+    assert torch.allclose(federation.descriptors, counts / counts.sum(0))
+
+
+def test_a_function_makes_the_data(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import numpy, pfedhn\n\n"
+        "def clinics(clients, seed, rows=20):\n"
+        "    draw = numpy.random.default_rng(seed)\n"
+        "    return pfedhn.Federation.from_clients(\n"
+        "        [(draw.normal(size=(rows, 4)).astype('f'), numpy.arange(rows) % 2) for _ in range(clients)]\n"
+        "    )\n"
+    )
+    toml = tmp_path / "mine.toml"
+    toml.write_text('dataset = "mine.py:clinics"\nclients = 3\npartition = {rows = 12}\n')
+    (cell,) = from_toml(toml).cells
+    check(Experiment("made", (cell,)))
+    federation = build_federation(cell, seed=0)
+    assert (federation.num_clients, len(federation.x)) == (3, 36)
+    with pytest.raises(UserError, match="has no setting 'row'; did you mean 'rows'"):
+        check(Experiment("made", (replace(cell, partition={"row": 12}),)))
+    with pytest.raises(UserError, match="has no function 'hospitals'"):
+        check(Experiment("made", (replace(cell, dataset=f"{file}:hospitals"),)))
+
+
+NETWORKS = """
+import math
+from torch import nn
+
+def tower(num_classes, shape, width=8):
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), width), nn.ReLU(),
+                         nn.Linear(width, num_classes))
+
+class Wide(nn.Linear):
+    def __init__(self, columns):
+        super().__init__(columns, 10)
+
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+"""
+
+
+def test_a_function_makes_the_network(tmp_path: Path) -> None:
+    (tmp_path / "networks.py").write_text(NETWORKS)
+    toml = tmp_path / "mine.toml"
+    toml.write_text('model = "networks.py:tower"\nclients = 5\nsteps = 2\nmethod = "fedavg"\nnetwork = {width = 4}\n')
+    experiment = with_assignments(from_toml(toml), {"network.width": 6})
+    check(experiment)
+    (cell,) = experiment.cells
+    (run,) = experiment.runs([0])
+    drain(start(tmp_path / "runs", experiment, run, Options(device="cpu"), lambda event: None, threading.Event()))
+    (folder,) = (tmp_path / "runs").glob("*-seed0")
+    found = pfedhn.load(folder, device="cpu").personal_model(0)
+    assert found[1].out_features == 6
+    assert found[3].out_features == 10
+    for change, sentence in (
+        ({"network": {"widht": 4}}, "has no setting 'widht'; did you mean 'width'"),
+        ({"model": f"{tmp_path / 'networks.py'}:spire"}, "has no function 'spire'"),
+        ({"model": f"{tmp_path / 'networks.py'}:Wide", "network": {}}, r"needs columns; give network\.columns = "),
+        ({"model": "mlp-4"}, r"network\.width is for a function that makes the network, and model = 'mlp-4' is none"),
+        ({"model": "os:system", "network": {}}, "not code that a run can be made with"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            check(Experiment("own", (replace(cell, **change),)))
+    check(Experiment("own", (replace(cell, model=f"{tmp_path / 'networks.py'}:Wide", network={"columns": 64}),)))
+
+
+def test_a_resnet_by_name_or_with_settings() -> None:
+    experiment = from_table({"model": "pfedhn.models:resnet", "network": {"width": 4, "blocks": [1, 1]}}, "own")
+    check(experiment)
+    (cell,) = experiment.cells
+    module = factory(cell.model, 10, (3, 8, 8), cell.network)()
+    assert module(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
+    names = {name.rpartition(".")[0] for name, _ in module.named_parameters()}
+    assert names == {
+        *("conv1", "bn1", "fc", "layer2.0.downsample.0", "layer2.0.downsample.1"),
+        *(f"layer{i}.0.{part}" for i in (1, 2) for part in ("conv1", "bn1", "conv2", "bn2")),
+    }
+    with torch.device("meta"):
+        whole = build("resnet18", 100, (3, 32, 32))
+    assert sum(value.numel() for value in whole.parameters()) == 11_220_132
 
 
 def test_how_many_clients_there_are_is_said_once() -> None:

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support import SMALL, mlp, resealed
+from support import SMALL, mlp, mostly_slow, resealed, scores
 
 from pfedhn import record, run
 from pfedhn.algorithms import ALGORITHMS
@@ -66,33 +66,20 @@ def named(*names: str, experiment: Experiment = SMALL) -> Any:
     return found if len(found) > 1 else found[0]
 
 
-def scores(directory: Path, name: str) -> Any:
-    """Everything a run found, less what depends on the clock and the place."""
-    metrics = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
-    result = json.loads((directory / name / "result.json").read_text())
-    tensors = (directory / name / f"checkpoint-{result['steps']:09d}.safetensors").read_bytes()
-    for line in metrics:
-        del line["seconds"], line["sha256"]  # which depends on the seconds
-    for key in ("seconds", "environment", "command", "history", "sha256"):
-        del result[key]
-    result.get("pretrain", {}).pop("seconds", None)
-    return metrics, result, tensors
-
-
 # The command in a result
 
 
-def test_the_command_in_a_result_selects_that_run_alone() -> None:
-    grid = from_table(
-        tomllib.loads("method=['pfedhn', 'local']\nclients=[6, 8]\nsteps=[10, 20]\n[methods.pfedhn]\nlr=[0.1, 1e-05]"),
-        "grid",
-    )
-    for experiment in (grid, *EXPERIMENTS.values()):
-        for one in experiment.runs():
-            words = shlex.split(rerun_command(experiment, one, Options()))
-            assert words[:3] == ["pfedhn", "run", experiment.name]
-            given = dict(zip(words[3::2], words[4::2], strict=True))
-            assert select(experiment, [given["--only"]], [int(given["--seeds"])]) == [one]
+GRID = "method=['pfedhn', 'local']\nclients=[6, 8]\nsteps=[10, 20]\n[methods.pfedhn]\nlr=[0.1, 1e-05]"
+
+
+@pytest.mark.parametrize("name", mostly_slow(["grid", *EXPERIMENTS], "grid", "demo", "ablation-cifar10"))
+def test_the_command_in_a_result_selects_that_run_alone(name: str) -> None:
+    experiment = EXPERIMENTS[name] if name in EXPERIMENTS else from_table(tomllib.loads(GRID), "grid")
+    for one in experiment.runs():
+        words = shlex.split(rerun_command(experiment, one, Options()))
+        assert words[:3] == ["pfedhn", "run", experiment.name]
+        given = dict(zip(words[3::2], words[4::2], strict=True))
+        assert select(experiment, [given["--only"]], [int(given["--seeds"])]) == [one]
 
 
 def test_the_command_in_a_result_carries_everything_that_matters() -> None:

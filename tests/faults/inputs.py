@@ -20,11 +20,12 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import tomli_w
 import torch
+from faults.table import Row
 from typer.testing import CliRunner
 
 import pfedhn
@@ -36,19 +37,9 @@ from pfedhn.experiments.paper import EXPERIMENTS
 
 SECONDS = 60  # no input is worth more; on a busy machine a run of two rounds takes a tenth of it
 RAN, SENTENCE, INTERNAL, HANG = "ran", "sentence", "internal error", "hang"
-OUTCOMES = (RAN, SENTENCE, INTERNAL, HANG)
 
 Outcome = tuple[str, str]
 """How an input ended, and what was said."""
-
-
-class Row(NamedTuple):
-    """What came of all inputs of one kind."""
-
-    kind: str
-    tries: int
-    outcomes: Counter[str]
-    bad: list[str]  # the inputs that ended as none may, with what was said
 
 
 class Hang(BaseException):
@@ -717,22 +708,3 @@ def try_inputs(tries: dict[str, int], seed: int = 0) -> list[Row]:
                 if value is not None:
                     os.environ[name] = value
     return rows
-
-
-def main() -> None:
-    """Try inputs and print a table; arguments: a part of the full number, and a seed."""
-    part = float(sys.argv[1]) if len(sys.argv) > 1 else 1.0
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    only = sys.argv[3:]
-    tries = {kind: max(1, round(part * count)) for kind, count in FULL.items() if not only or kind in only}
-    rows = try_inputs(tries, seed)
-    for row in rows:
-        print("\n".join(row.bad))
-    print(f"{'kind':32}{'tries':>8}" + "".join(f"{name:>16}" for name in OUTCOMES))
-    for row in rows:
-        print(f"{row.kind:32}{row.tries:8}" + "".join(f"{row.outcomes[name]:16}" for name in OUTCOMES))
-    sys.exit(any(row.bad for row in rows))
-
-
-if __name__ == "__main__":
-    main()

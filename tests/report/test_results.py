@@ -166,11 +166,11 @@ def test_packing_again_changes_nothing(made: Path, file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_a_crash_while_writing_leaves_the_old_file(
-    made: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(text[:-1]))
+def test_a_crash_while_writing_leaves_the_old_file(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, going = tmp_path / "tiny.jsonl", tmp_path / "going"
+    shutil.copytree(made, going)
+    (going / "fedavg-digits-5-seed1" / "result.json").unlink()
+    export([going], file)
     before = file.read_bytes()
 
     def fail(*_: Any) -> None:
@@ -180,6 +180,19 @@ def test_a_crash_while_writing_leaves_the_old_file(
     with pytest.raises(RunError, match="the power is gone"):
         export([made], file)
     assert file.read_bytes() == before
+
+
+def test_a_lost_line_is_noticed_unless_it_was_taken_out(file: Path) -> None:
+    texts = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(texts[:2] + texts[3:]))
+    with pytest.raises(RunError, match="has lost lines: of 5 runs of 'tiny' it has 4; make it again with --export"):
+        read_file(file)
+    first = json.loads(texts[0])
+    del first["runs"], first["sha256"]
+    file.write_text("".join([json.dumps(first) + "\n", texts[1], *texts[3:]]))
+    assert len(read_file(file)[0].results) == 4
+    file.write_text("".join(texts + texts))  # files put together
+    assert len(read_file(file)[0].results) == 5
 
 
 def test_runs_that_finish_later_are_added_in_their_place(made: Path, tmp_path: Path) -> None:
@@ -484,7 +497,7 @@ def test_the_page_is_what_the_command_makes() -> None:
     ), "`make results` writes docs/results.md anew"
     pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "figures").glob("results-*.png")}
     assert set(pictures) == {name for report in reports for name in generator.pictured(report).values()}
-    assert all(size < 150_000 for size in pictures.values())
+    assert all(size < 200_000 for size in pictures.values())
     assert generator.unexplained(reports, notes) == []
 
 

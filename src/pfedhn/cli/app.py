@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import pfedhn
+from pfedhn.cli.add_client import add_client
 from pfedhn.cli.bench import bench
 from pfedhn.cli.data import data
 from pfedhn.cli.demo import demo
@@ -17,6 +18,7 @@ from pfedhn.cli.export import export
 from pfedhn.cli.invite import invite
 from pfedhn.cli.join import join
 from pfedhn.cli.list import list_all
+from pfedhn.cli.predict import predict
 from pfedhn.cli.report import report
 from pfedhn.cli.run import run
 from pfedhn.cli.serve import serve
@@ -59,11 +61,13 @@ app.command("list")(list_all)
 app.command()(run)
 app.command()(tune)
 app.command()(report)
+app.command("add-client")(add_client)
+app.command()(export)
+app.command()(predict)
 app.command()(bench)
 app.command()(doctor)
 app.command()(serve)
 app.command()(invite)
 app.command()(join)
 app.command()(status)
-app.command()(export)
 app.add_typer(data, name="data")

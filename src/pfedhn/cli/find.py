@@ -1,7 +1,7 @@
 """What the words of a command name: an experiment, its rates, seeds, a device."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pfedhn.errors import UserError, closest
@@ -10,24 +10,50 @@ from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.rates import rates_file
 from pfedhn.experiments.spec import Experiment
 from pfedhn.files import given_path, reading
+from pfedhn.reference import load_file
+from pfedhn.studies import STUDIES, Study
 
 
-def find_experiment(name: str) -> tuple[Experiment, str]:
-    """An experiment by name or file, and how a later command should name it."""
+def find_experiment(name: str, small: bool = False, also: Iterable[str] = ()) -> tuple[Experiment, str]:
+    """An experiment by name or file, and how a later command should name it.
+
+    Args:
+        name: Its name or file.
+        small: A study at reduced size.
+        also: What else could have been meant.
+    """
+    if small and (study := find_study(name)) is None:
+        raise UserError(f"--small is for studies, and {name!r} is none; there, --set steps=100 makes runs short.")
     if name in EXPERIMENTS:
         return EXPERIMENTS[name], name
     file = given_path(name)
+    if (study := find_study(name)) is not None:
+        return study.experiment(small), name if name in STUDIES else str(given_path(file, is_resolved=True))
     with reading(file):
         if file.is_file():
             return from_toml(file), str(given_path(file, is_resolved=True))
-    if file.suffix == ".toml" or os.sep in name:
+    if file.suffix in (".toml", ".py") or os.sep in name:
         raise UserError(f"there is no file {name}.")
-    raise UserError(f"there is no experiment {name!r}; {closest(name, EXPERIMENTS)}")
+    others = list(also)
+    what = "no data set and no experiment" if others else "no experiment"
+    raise UserError(f"there is {what} {name!r}; {closest(name, [*others, *EXPERIMENTS, *STUDIES])}")
+
+
+def find_study(source: str) -> Study | None:
+    """A study by its name, or from a Python file that has one as STUDY; None for an experiment that is none."""
+    if source in STUDIES:
+        return STUDIES[source]
+    if not source.endswith(".py"):
+        return None
+    study = getattr(load_file(Path(source)), "STUDY", None)
+    if not isinstance(study, Study):
+        raise UserError(f"{source} has no study; it must say STUDY = pfedhn.studies.Study(...).")
+    return study
 
 
 def rates_beside(source: str) -> Path | None:
     """The file of rates that was read with a user's experiment file."""
-    file = None if source in EXPERIMENTS else rates_file(Path(source))
+    file = None if source in EXPERIMENTS or source in STUDIES else rates_file(Path(source))
     return file if file is not None and file.exists() else None
 
 

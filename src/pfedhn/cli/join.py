@@ -36,7 +36,7 @@ def join(
     import threading
 
     from pfedhn.deploy.invitations import read_bundle
-    from pfedhn.deploy.join import Joined, enroll, load_party
+    from pfedhn.deploy.join import Joined, enroll, load_party, remember
     from pfedhn.files import claimed, given_path, make_folder
     from pfedhn.stopping import stop_requests
 
@@ -47,8 +47,9 @@ def join(
         enroll(given, own, stop, show)
         if stop.is_set():
             return
-        party = load_party(own, given.name, data, size)
+        remember(own, given.name, given_path(data, is_resolved=True), size)
+        party = load_party(own)
         show({"event": "taking part", "party": given.name, "examples": int(party.size)})
         Joined(party, given, own, show).run(stop, stay)
     if (party.folder / "chosen.json").exists():
-        say(f"Your model: pfedhn export {bundle} --data {data} --out model.safetensors")
+        say(f"Your model: pfedhn export {own} --to model.safetensors")

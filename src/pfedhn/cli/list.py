@@ -1,15 +1,17 @@
 """`pfedhn list`: what there is to run."""
 
+import json
 from collections.abc import Sequence
 
 from rich.markup import escape
 from rich.table import Table
 
-from pfedhn.screen import Screen
+from pfedhn.cli.options import JsonOption
+from pfedhn.screen import Screen, say
 
 
-def list_all() -> None:
-    """List the methods, the data sets and the experiments.
+def list_all(as_json: JsonOption = False) -> None:
+    """List the methods, the data sets, the experiments and the studies.
 
     \b
     [bold]Example[/]
@@ -18,7 +20,17 @@ def list_all() -> None:
     from pfedhn.algorithms import ALGORITHMS
     from pfedhn.data.catalogue import DATASETS
     from pfedhn.experiments.paper import EXPERIMENTS
+    from pfedhn.studies import STUDIES
 
+    if as_json:
+        table = {
+            "methods": {name: known.description for name, known in ALGORITHMS.items()},
+            "datasets": {name: source.description for name, source in DATASETS.items()},
+            "experiments": {name: item.title for name, item in EXPERIMENTS.items()},
+            "studies": {name: study.title for name, study in STUDIES.items()},
+        }
+        say(json.dumps(table))
+        return
     console = Screen()
     console.print(listing("methods", [(name, ALGORITHMS[name].description) for name in ALGORITHMS]))
     console.print(listing("data sets", [(name, source.description) for name, source in DATASETS.items()]))
@@ -27,7 +39,11 @@ def list_all() -> None:
         for name, item in EXPERIMENTS.items()
     ]
     console.print(listing("experiments", lines))
-    console.print("`pfedhn run NAME` runs an experiment; `pfedhn run FILE.toml` one of your own (see its --help).")
+    lines = [(name, f"{study.title} ({len(study.experiment().cells)} cells)") for name, study in STUDIES.items()]
+    console.print(listing("studies: the rest of the paper", lines))
+    console.print(
+        "`pfedhn run NAME` runs an experiment or a study; `pfedhn run FILE.toml` one of your own (see its --help)."
+    )
 
 
 def listing(title: str, lines: Sequence[tuple[str, ...]]) -> Table:

@@ -27,6 +27,10 @@ def report(
         list[str] | None,
         typer.Option("--format", metavar="md,csv,...", help="Some of md, csv, tex, png, html.", show_default="all"),
     ] = None,
+    study: Annotated[
+        Path | None,
+        typer.Option("--study", metavar="FILE.py", help="A study of your own that draws what these runs show."),
+    ] = None,
     average: Annotated[
         str, typer.Option("--average", help="Which accuracy is compared and drawn: over clients or over samples.")
     ] = "clients",
@@ -54,11 +58,17 @@ def report(
       pfedhn report runs/demo --format md,png
       pfedhn report runs/demo --export results/demo.jsonl
       pfedhn report results/demo.jsonl
+      pfedhn report runs/local-steps results/table1-cifar10.jsonl
+      pfedhn report runs/mine --study mine.py
     """
+    from pfedhn.cli.find import find_study
+    from pfedhn.files import writing
     from pfedhn.report import results
-    from pfedhn.report.entries import Average, collect
+    from pfedhn.report.entries import Average, to_reports
+    from pfedhn.report.findings import to_terminal as finding_to_terminal
     from pfedhn.report.page import FORMATS, check_formats, write
     from pfedhn.report.tables import to_terminal
+    from pfedhn.studies import findings
 
     if average not in ("clients", "samples"):
         raise UserError(f"--average {average} does not fit; it takes clients or samples.")
@@ -68,14 +78,21 @@ def report(
     if export is not None:
         if given := next((name for name, value in (("--out", out), ("--format", formats)) if value), None):
             raise UserError(f"--export makes no report, so {given} cannot be given with it.")
+        with writing(export):
+            export.exists()  # a name that the system does not take is refused before anything is read
         done = results.export(paths, export)
         added = "1 run" if done.new == 1 else f"{done.new} runs"
         say(f"{export}: {added} added, {done.replaced} replaced, {done.total} in all.")
         return
-    found = collect(paths)
+    runs = [part for path in paths for part in results.read(path)]
+    found = to_reports(runs)
+    own = [] if study is None else [find_study(str(study))]
+    shown = findings(runs, [item for item in own if item is not None])
     console = Screen()
     for item in found:
         console.print(to_terminal(item, over))
+    for finding in shown:
+        console.print(finding_to_terminal(finding))
     if not wanted:
         wanted = list(FORMATS)
         if importlib.util.find_spec("matplotlib") is None:
@@ -83,5 +100,5 @@ def report(
             Screen(stderr=True).print("no figures: they need matplotlib (pip install 'pfedhn[report]').")
     is_one_directory = len(paths) == 1 and any((paths[0] / f"{name}.toml").exists() for name in ("experiment", "spec"))
     place = out or (paths[0] / "report" if is_one_directory else Path("report"))
-    files = write(found, place, wanted, over)
+    files = write(found, place, wanted, over, shown)
     say(f"Written to {place}: {', '.join(file.name for file in files)}")

@@ -7,13 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from pfedhn.cli.options import DataDirOption, DeviceOption, ExperimentArgument, JobsOption, OutOption, SetOption
+from pfedhn.cli import completion
+from pfedhn.cli.options import (
+    DataDirOption,
+    DeviceOption,
+    ExperimentArgument,
+    JobsOption,
+    OnOption,
+    OutOption,
+    SetOption,
+)
 from pfedhn.errors import UserError
-from pfedhn.screen import Screen
+from pfedhn.screen import Screen, say
 
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.spec import Experiment, RunSpec
+    from pfedhn.progress import Detail
 
 
 def run(
@@ -24,6 +34,7 @@ def run(
         typer.Option(
             "--only",
             metavar="FIELD=VALUE,...",
+            autocompletion=completion.assignments,
             help="Only the runs that match: method=pfedhn,clients=50. A field given twice takes either value.",
         ),
     ] = None,
@@ -31,8 +42,13 @@ def run(
         list[str] | None,
         typer.Option("--seeds", metavar="N,...", help="Other seeds than the experiment's, e.g. 0,1."),
     ] = None,
+    small: Annotated[
+        bool,
+        typer.Option("--small", help="A study at reduced size, on the digits: seconds on a processor."),
+    ] = False,
     out: OutOption = None,
     jobs: JobsOption = None,
+    on: OnOption = None,
     rates: Annotated[
         Path | None,
         typer.Option("--rates", metavar="FILE", help="Learning rates that `pfedhn tune` chose.", show_default=False),
@@ -60,8 +76,23 @@ def run(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="On a GPU: the same bits from the same GPU and versions.")
     ] = False,
+    track: Annotated[
+        str | None,
+        typer.Option("--track", metavar="NAME", help="Send every evaluation to tensorboard, mlflow or wandb as well."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be run, its size and time, and run nothing.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every evaluation.")] = False,
     resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with the runs of a directory.")
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="DIR",
+            help="Go on with the runs of a directory.",
+            autocompletion=completion.run_directories,
+        ),
     ] = None,
 ) -> None:
     """Run an experiment, side by side on the cores there are, and print its table.
@@ -78,6 +109,8 @@ def run(
       pfedhn run table1-cifar10 --only method=pfedhn,method=fedavg,clients=50
       pfedhn run table1-mnist --seeds 0,1 --data-dir ~/data
       pfedhn run mine.toml --jobs 1
+      pfedhn run table1-cifar10 --on ray:10.0.0.1:6379 --out /shared/table1
+      pfedhn run mix-and-match --small
       pfedhn run --resume runs/mine
 
     \b
@@ -99,40 +132,62 @@ def run(
       dataset = "visits.csv"    a table (.csv, .tsv, .parquet), and with it
       columns = {client = "clinic", label = "outcome"}
     """
-    from pfedhn.cli.running import displayed, end
+    from pfedhn.cli.find import find_study
+    from pfedhn.cli.running import choose_device_on, displayed, end
+    from pfedhn.experiments.cluster import connected
     from pfedhn.experiments.runner import run_many
     from pfedhn.files import given_path
     from pfedhn.report.entries import asked_for, collect
+    from pfedhn.report.findings import to_terminal as finding_to_terminal
+    from pfedhn.report.results import read
     from pfedhn.report.tables import to_terminal
-    from pfedhn.run import choose_device
+    from pfedhn.studies import findings
+    from pfedhn.studies.computing import compute_missing
 
     if resume is not None:
         given = {"NAME-OR-FILE": experiment, "--set": assignments, "--only": only, "--seeds": seeds, "--out": out}
-        given["--rates"] = rates
+        given |= {"--rates": rates, "--small": "--small" if small else None}
         if clash := [name for name, value in given.items() if value]:
             raise UserError(f"--resume goes on with what {resume} holds, so {clash[0]} cannot be given with it.")
         chosen, runs, options = _stored(resume)
     elif experiment is None:
         raise UserError("give the name or the file of an experiment, or --resume DIR; `pfedhn list` shows the names.")
     else:
-        chosen, runs, options = _asked_for(experiment, assignments or [], only or [], seeds, rates)
+        chosen, runs, options = _asked_for(experiment, assignments or [], only or [], seeds, rates, small)
     if data_dir is not None:
         options = replace(options, data_dir=given_path(data_dir, is_resolved=True))
     options = replace(
         options,
-        device=options.device if device is None and resume is not None else choose_device(device or "auto"),
         executor=executor or options.executor,
         checkpoint_every=options.checkpoint_every if checkpoint_every is None else checkpoint_every,
         threads=options.threads if threads is None else threads,
         precision=options.precision if precision is None else precision,
         deterministic=options.deterministic or deterministic,
+        track=track or options.track,
     )
+    if quiet and verbose:
+        raise UserError("--quiet and --verbose cannot be given together; choose one.")
     path = resume or out or Path("runs") / chosen.name
-    with displayed(chosen, runs, path, options, jobs) as ready:
-        outcome = run_many(path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
-    if outcome.results:
+    if dry_run:
+        from pfedhn.cli.plan import print_plan
+
+        print_plan(path, chosen, runs, replace(options, device=choose_device_on(None, device)), jobs)
+        return
+    detail: Detail = "quiet" if quiet else "verbose" if verbose else "normal"
+    with connected(on) as cluster:
+        if device is not None or resume is None:
+            options = replace(options, device=choose_device_on(cluster, device))
+        with displayed(chosen, runs, path, options, jobs, cluster, detail=detail) as ready:
+            outcome = run_many(
+                path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster
+            )
+    if outcome.results and not quiet:
         for found in collect([path]):
             Screen().print(to_terminal(asked_for(found)))
+        if (study := find_study(ready.options.source)) is not None:
+            compute_missing(study, path, ready.runs, ready.options, lambda text: say(text, is_error=True))
+            for finding in findings(read(path), [study]):
+                Screen().print(finding_to_terminal(finding))
     end(outcome)
 
 
@@ -145,7 +200,7 @@ def _stored(resume: Path) -> "tuple[Experiment, list[RunSpec], Options]":
 
 
 def _asked_for(
-    name: str, assignments: list[str], only: list[str], seeds: list[str] | None, rates: Path | None
+    name: str, assignments: list[str], only: list[str], seeds: list[str] | None, rates: Path | None, small: bool
 ) -> "tuple[Experiment, list[RunSpec], Options]":
     """The experiment with what the person changed in it, the runs chosen of it, and how a later command names it."""
     from pfedhn.cli.find import find_experiment, rates_beside, whole_numbers
@@ -157,7 +212,7 @@ def _asked_for(
     from pfedhn.files import given_path, reading
     from pfedhn.settings import parse_assignments
 
-    chosen, source = find_experiment(name)
+    chosen, source = find_experiment(name, small)
     if rates is not None:
         rates = given_path(rates, is_resolved=True)
         with reading(rates):
@@ -170,4 +225,4 @@ def _asked_for(
     check(chosen)
     runs = select(chosen, only, whole_numbers(seeds))
     refuse_without_effect(assignments, [run.cell for run in with_pretraining(chosen, runs)])
-    return chosen, runs, Options(source=source, assignments=tuple(assignments), rates=rates)
+    return chosen, runs, Options(source=source, small=small, assignments=tuple(assignments), rates=rates)

@@ -13,11 +13,13 @@ from pfedhn.cli.endings import BAD_INPUT, FAILED, Stopped, complain
 from pfedhn.data import catalogue
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import check
+from pfedhn.experiments.cluster import Cluster
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.runner import prepare
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
-from pfedhn.progress import Display
+from pfedhn.progress import Detail, Display
+from pfedhn.run import choose_device
 from pfedhn.screen import Screen
 
 
@@ -31,7 +33,14 @@ class Ready(NamedTuple):
 
 @contextmanager
 def displayed(
-    chosen: Experiment, runs: Sequence[RunSpec], path: Path, options: Options, jobs: int | None, split: str = "test"
+    chosen: Experiment,
+    runs: Sequence[RunSpec],
+    path: Path,
+    options: Options,
+    jobs: int | None,
+    cluster: Cluster | None = None,
+    split: str = "test",
+    detail: Detail = "normal",
 ) -> Iterator[Ready]:
     """Inside the block, the runs named and those they start from can go on, and are shown as they do.
 
@@ -41,7 +50,9 @@ def displayed(
         path: the directory that holds it.
         options: how to run.
         jobs: runs side by side; None for as many as there are cores or room.
+        cluster: where they will run; this machine where None.
         split: whose scores are shown as runs finish.
+        detail: how much is shown.
     """
     options.check()
     if jobs is not None and jobs < 1:
@@ -55,18 +66,29 @@ def displayed(
     for name in dict.fromkeys(run.cell.dataset for run in left):
         if name in catalogue.DATASETS:
             get_dataset(name, options.data_dir, again=False)
-    prepare(path, left, options)
+    # This machine may have no GPU where the cluster has some.
+    prepare(path, left, options if cluster is None else replace(options, device="cpu"))
     if options.threads is None and (path / "experiment.toml").exists():
         options = replace(options, threads=directory.options().threads)  # however few runs are left by now
-    options = options.with_threads(len(runs), jobs)
+    options = options.with_threads(len(runs), jobs, cluster is not None)
     directory.open(chosen, runs, options)
-    if len(left) < len(runs):
+    if len(left) < len(runs) and detail != "quiet":
         screen.print(f"{len(runs) - len(left)} of {len(runs)} runs are finished already.", highlight=False)
     try:
-        with Display(len(left), screen, split) as display:
+        with Display(len(left), screen, split, detail) as display:
             yield Ready(runs, options, display)
     except KeyboardInterrupt:
-        raise Stopped(f"stopped; `pfedhn run --resume {path}` goes on.") from None
+        where = "" if cluster is None else f" --on {cluster.on}"
+        raise Stopped(f"stopped; `pfedhn run --resume {path}{where}` goes on.") from None
+
+
+def choose_device_on(cluster: Cluster | None, device: str | None) -> str:
+    """The device that `--device` names; without it a GPU, if this machine or the cluster has one."""
+    if cluster is None:
+        return choose_device(device or "auto")
+    if device is None or device == "auto":
+        return "cuda" if cluster.has_gpu else "cpu"
+    return device if device == "cuda" else choose_device(device)
 
 
 def end(outcome: Outcome) -> None:

@@ -10,11 +10,12 @@ import typer
 from rich.markup import escape
 
 from pfedhn.cli.endings import FAILED, Stopped, complain
-from pfedhn.cli.options import DataDirOption, DeviceOption, ExperimentArgument, JobsOption, SetOption
+from pfedhn.cli.options import DataDirOption, DeviceOption, ExperimentArgument, JobsOption, OnOption, SetOption
 from pfedhn.errors import UserError
 from pfedhn.screen import Screen, say
 
 if TYPE_CHECKING:
+    from pfedhn.experiments.cluster import Cluster
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.execute import Outcome
     from pfedhn.experiments.tune import Point, Stage, Study
@@ -51,6 +52,7 @@ def tune(
         Path | None, typer.Option("--out", help="Where the runs are kept.", show_default="runs/NAME-tuning")
     ] = None,
     jobs: JobsOption = None,
+    on: OnOption = None,
     data_dir: DataDirOption = None,
     device: DeviceOption = None,
 ) -> None:
@@ -72,14 +74,15 @@ def tune(
       pfedhn tune mine.toml --only method=pfedhn,clients=20
     """
     from pfedhn.cli.find import find_experiment, whole_numbers
+    from pfedhn.cli.running import choose_device_on
     from pfedhn.experiments.build import check
+    from pfedhn.experiments.cluster import connected
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.grid import refuse_without_effect, with_assignments
     from pfedhn.experiments.paper import EXPERIMENTS
     from pfedhn.experiments.rates import rates_file, save_rates
     from pfedhn.experiments.tune import Findings, plan, read_record, refuse_other, tunable, write_record
     from pfedhn.files import given_path
-    from pfedhn.run import choose_device
     from pfedhn.settings import parse_assignments
 
     chosen, source = find_experiment(experiment)
@@ -98,10 +101,11 @@ def tune(
     _check_files(files, save)
     read_record(path / "tuning.json")
     options = Options(data_dir=None if data_dir is None else given_path(data_dir, is_resolved=True))
-    options = replace(options, device=choose_device(device or "auto"))
-    found = Findings(study, _run_stage(study, "first", points, path, options, jobs))
-    points = [point for method in study.methods for point in found.finalists(method)]
-    found = replace(found, finals=_run_stage(study, "finals", points, path, options, jobs))
+    with connected(on) as cluster:
+        options = replace(options, device=choose_device_on(cluster, device))
+        found = Findings(study, _run_stage(study, "first", points, path, options, jobs, cluster))
+        points = [point for method in study.methods for point in found.finalists(method)]
+        found = replace(found, finals=_run_stage(study, "finals", points, path, options, jobs, cluster))
     for table in found.tables():
         Screen().print(table)
     words = ["pfedhn", "tune", source, *(word for text in assignments or [] for word in ("--set", text))]
@@ -141,7 +145,13 @@ def _check_files(files: Sequence[Path], save: Path | None) -> None:
 
 
 def _run_stage(
-    study: "Study", stage: "Stage", points: "Sequence[Point]", out: Path, options: "Options", jobs: int | None
+    study: "Study",
+    stage: "Stage",
+    points: "Sequence[Point]",
+    out: Path,
+    options: "Options",
+    jobs: int | None,
+    cluster: "Cluster | None",
 ) -> "Outcome":
     """Run some points; one that diverges is a finding, any other failure ends the command."""
     from pfedhn.cli.running import displayed, end
@@ -153,8 +163,10 @@ def _run_stage(
     Screen(stderr=True).print(f"[bold]{escape(chosen.title)}[/]", highlight=False)
     try:
         # No test score is shown: who sees it while choosing has chosen by it.
-        with displayed(chosen, study.runs(stage, points), path, options, jobs, split="validation") as ready:
-            outcome = run_many(path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
+        with displayed(chosen, study.runs(stage, points), path, options, jobs, cluster, split="validation") as ready:
+            outcome = run_many(
+                path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster
+            )
     except Stopped:
         raise Stopped("stopped; the same command goes on.") from None
     end(Outcome(failures={name: why for name, why in outcome.failures.items() if not why.has_diverged}))

@@ -384,6 +384,26 @@ class Federation:
         joining = self.joining and replace(self.joining, architectures=names[self.num_clients :])
         return replace(self, architectures=names[: self.num_clients], joining=joining)
 
+    def only(self, clients: Sequence[int]) -> "Federation":
+        """The federation of some of its clients, each of which draws what it draws among all of them.
+
+        Args:
+            clients: Their numbers.
+        """
+        chosen = torch.as_tensor(clients, device=self.splits["train"].size.device)
+        splits = {
+            name: replace(table, offset=table.offset[chosen], size=table.size[chosen])
+            for name, table in self.splits.items()
+        }
+        return replace(
+            self,
+            splits=splits,
+            descriptors=None if self.descriptors is None else self.descriptors[chosen],
+            architectures=None if self.architectures is None else tuple(self.architectures[i] for i in clients),
+            names=None if self.names is None else tuple(self.names[i] for i in clients),
+            identities=self.identity(chosen),
+        )
+
     def evaluating(self, clients: int | Sequence[int], seed: int = 0) -> "Federation":
         """The same federation in which only these clients are tested: the others lose validation and test examples.
 
@@ -402,7 +422,7 @@ class Federation:
         if chosen.ndim == 0:
             if not 1 <= chosen <= self.num_clients:
                 raise UserError(f"{int(chosen)} clients cannot be drawn from {self.num_clients}.")
-            chosen = cohort(keys.fold(seed, "evaluated"), 0, self.num_clients, int(chosen))
+            chosen = cohort(keys.fold(check_seed(seed), "evaluated"), 0, self.num_clients, int(chosen))
         elif not len(chosen) or chosen.min() < 0 or chosen.max() >= self.num_clients:
             raise UserError(f"the clients to evaluate must be numbers from 0 to {self.num_clients - 1}.")
         splits = dict(self.splits)
@@ -424,14 +444,16 @@ class Federation:
             if client not in self._places:
                 raise UserError(f"there is no client {client!r}; {closest(client, self.names)}")
             return self._places[client]
-        first, number = 0, as_whole_numbers(client)
+        first, last, number = 0, self.num_clients - 1, as_whole_numbers(client)
         if isinstance(client, str):  # without a name it is called by its number
-            first = 0 if self.identities is None else int(self.identities[0])
             number = as_whole_numbers(int(client)) if client.isdecimal() else None
-        if number is None or number.ndim or not first <= number < first + self.num_clients:
-            last = first + self.num_clients - 1
+            if self.identities is not None and number is not None:
+                first, last = int(self.identities.min()), int(self.identities.max())
+                places = (self.identities == int(number)).nonzero().flatten()
+                number = as_whole_numbers(int(places[0])) if len(places) else None
+        if number is None or number.ndim or not 0 <= number < self.num_clients:
             raise UserError(f"there is no client {short(client)}; they are numbered from {first} to {last}.")
-        return int(number) - first
+        return int(number)
 
     @cached_property
     def _places(self) -> dict[str, int]:

@@ -218,6 +218,11 @@ def _refuse_mixed_kinds(labels: Sequence[tuple[Path, Array]], task: Task) -> Non
         return "floating-point" if array.dtype.kind == "f" and task == "auto" else "whole"
 
     for folder, array in labels[1:]:
+        if array.shape[1:] != labels[0][1].shape[1:]:
+            raise UserError(
+                f"{folder} has labels of shape {array.shape[1:]} and {labels[0][0]} of shape {labels[0][1].shape[1:]}; "
+                "give all clients one kind."
+            )
         if kind(array) != kind(labels[0][1]):
             raise UserError(
                 f"{folder} has {kind(array)} labels and {labels[0][0]} has {kind(labels[0][1])} ones; give all clients "
@@ -227,8 +232,8 @@ def _refuse_mixed_kinds(labels: Sequence[tuple[Path, Array]], task: Task) -> Non
 
 def _labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array], tuple[str, ...] | None]:
     """Labels as numbers: text becomes its place in the sorted order of all, numbers to predict become float32."""
-    if task not in get_args(Task):
-        raise UserError(f"there is no task {task!r}; {closest(str(task), get_args(Task))}")
+    if not isinstance(task, str) or task not in get_args(Task):
+        raise UserError(f"there is no task {short(task)}; {closest(task, get_args(Task))}")
     kinds = {array.dtype.kind for array in labels}
     if task == "regression":
         if kinds & set("USO"):
@@ -327,6 +332,10 @@ def to_numbers(file: Path, name: str, column: Array) -> NDArray[numpy.float32]:
             numbers: NDArray[numpy.float32] = column.astype(numpy.float32)
     except (ValueError, TypeError, OverflowError):
         bad = next((place for place, cell in enumerate(column) if not _is_number(cell)), 0)
+        if not str(column[bad]).strip():
+            raise UserError(
+                f"{name!r} of example {bad + 1} of {file.name} is empty; fill the cell or drop the example."
+            ) from None
         raise UserError(
             f"{name!r} of example {bad + 1} of {file.name} is {str(column[bad])!r} and not a number; "
             "features must be numbers: encode or drop that column."
@@ -367,3 +376,79 @@ def _as_identifiers(column: Array) -> Array:
     text = column.astype(str)
     plain = all(re.fullmatch(r"0|[1-9]\d{0,17}", cell) for cell in text.tolist())
     return text.astype(numpy.int64) if plain else text
+
+
+def read_client(path: str | Path, label_column: str | None, class_names: Sequence[str] | None) -> tuple[Array, Array]:
+    """The examples (x, y) of one client: a folder with x.npy and y.npy, or a table with a label column.
+
+    Args:
+        path: The folder, or the .csv, .tsv or .parquet file.
+        label_column: The column of a table that holds the label; all others are features.
+        class_names: What the classes are called that text labels name.
+    """
+    place = given_path(path)
+    if place.is_dir():
+        x, y = load_array(place / "x.npy", "biuf"), load_array(place / "y.npy", "biufUS")
+    elif place.is_file():
+        x, y = _table_of_one(place, label_column)
+    else:
+        raise UserError(f"{place} is neither a folder nor a file; give a folder with x.npy and y.npy, or a table.")
+    if x.ndim < 1 or y.ndim < 1 or len(x) != len(y) or not len(x):
+        raise UserError(f"{place} has x of shape {x.shape} and y of shape {y.shape}; give one label per example.")
+    if y.dtype.kind in "USO":
+        names = list(class_names or ())
+        unknown = [label for label in dict.fromkeys(map(str, y.tolist())) if label not in names]
+        if unknown:
+            hint = closest(unknown[0], names) if names else "its classes are numbers, from 0."
+            raise UserError(f"{place} has the label {unknown[0]!r}, which the run does not know; {hint}")
+        y = numpy.array([names.index(str(label)) for label in y.tolist()], dtype=numpy.int64)
+    return x, y
+
+
+def read_inputs(
+    path: str | Path, label_column: str | None = None, leave_out: Sequence[str] = ()
+) -> tuple[Array, Array | None]:
+    """Examples to predict, and the right answers if a column has them.
+
+    Args:
+        path: A table, x.npy, or a folder that has it.
+        label_column: The column of a table that holds the right answers.
+        leave_out: Columns that are no features, where the table has them.
+    """
+    place = given_path(path)
+    with reading(place):
+        is_folder, is_array = place.is_dir(), place.suffix.lower() == ".npy"
+        if not place.exists():
+            raise UserError(f"there is no file {place}; give a table, x.npy, or a folder that has it.")
+    if is_folder or is_array:
+        if label_column is not None:
+            raise UserError(f"{place} is no table, so that it has no column {label_column!r}; leave --label out.")
+        x = load_array(place / "x.npy" if is_folder else place, "biuf")
+        if x.ndim < 1 or not len(x):
+            raise UserError(f"{place} has x of shape {x.shape}; give at least one example.")
+        return x, None
+    columns = _columns_of(place)
+    if label_column is not None and label_column not in columns:
+        raise UserError(f"{place.name} has no column {label_column!r}; {closest(label_column, columns)}")
+    labels = None if label_column is None else _as_numbers(columns[label_column])
+    features = [name for name in columns if name != label_column and name not in leave_out]
+    if not features or not len(columns[features[0]]):
+        raise UserError(f"{place.name} has no examples with features; give at least one.")
+    return numpy.stack([to_numbers(place, name, columns[name]) for name in features], axis=1), labels
+
+
+def _table_of_one(file: Path, label_column: str | None) -> tuple[Array, Array]:
+    columns = _columns_of(file)
+    if label_column is None or label_column not in columns:
+        raise UserError(f"say which column of {file.name} is the label: --label NAME; {closest('', columns)}")
+    features = [to_numbers(file, name, columns[name]) for name in columns if name != label_column]
+    if not features:
+        raise UserError(f"{file.name} has no feature columns; give it at least one besides the label.")
+    return numpy.stack(features, axis=1), _as_numbers(columns[label_column])
+
+
+def _columns_of(file: Path) -> dict[str, Array]:
+    readers = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
+    if file.suffix.lower() not in readers:
+        raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
+    return readers[file.suffix.lower()](file)

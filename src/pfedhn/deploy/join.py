@@ -1,5 +1,6 @@
 """`pfedhn join`: a party's own process. It has the data, the key and what the party keeps; it comes back for ever."""
 
+import copy
 import json
 import shutil
 import socket
@@ -14,15 +15,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from pfedhn import __version__
 from pfedhn.deploy import engine
 from pfedhn.deploy.invitations import Bundle, check_name
 from pfedhn.deploy.party import Party
 from pfedhn.deploy.relay import read_bytes, write_bytes
 from pfedhn.deploy.signing import load_or_make_key, public_key, public_text
-from pfedhn.deploy.spec import read_party, read_spec, to_plan
+from pfedhn.deploy.spec import listed, read_party, read_spec, to_plan
 from pfedhn.deploy.wire import WireError
 from pfedhn.errors import RunError, UserError, first_line
-from pfedhn.files import make_folder, read_text, write_atomically
+from pfedhn.files import given_path, make_folder, read_text, write_atomically
+from pfedhn.portable import Portable, check_ending, write_model
+from pfedhn.record import settings_of
+from pfedhn.reference import Code
 
 SECONDS_BETWEEN_TRIES = 3.0
 SECONDS_AFTER_THE_END = 10.0  # for the last answer to be carried away
@@ -71,16 +78,75 @@ def enroll(bundle: Bundle, folder: Path, stop: threading.Event, say: Callable[[M
         stop.wait(SECONDS_BETWEEN_TRIES)
 
 
-def load_party(folder: Path, name: str, data: str | Path, size: str = "") -> Party:
-    """A party that has enrolled, with its data."""
-    enrolled = json.loads(read_text(folder / "enrolled.json"))
+def remember(folder: Path, name: str, data: Path, size: str) -> None:
+    """What a party was started with, for the commands that look at its folder later."""
+    table = {"name": name, "data": str(data), "size": size}
+    write_atomically(folder / "party.json", json.dumps(table).encode())
+
+
+def load_party(folder: Path, data: Path | None = None) -> Party:
+    """A party that has enrolled, with its data.
+
+    Args:
+        folder: The party's own.
+        data: Where its data are now, if they have moved.
+    """
+    enrolled, own = (json.loads(read_text(folder / name)) for name in ("enrolled.json", "party.json"))
     spec = read_spec(enrolled["spec"], folder / "spec.toml")
-    plan = to_plan(spec)
+    plan, name, size = to_plan(spec), own["name"], own["size"]
     if size and size not in plan.models:
         raise UserError(f"there is no size {size!r}; there are {', '.join(plan.models)}.")
-    federation = read_party(data, name, spec, plan, size)
+    federation = read_party(data or own["data"], name, spec, plan, size)
     key, server = load_or_make_key(folder / "key"), public_key(enrolled["server"])
     return Party(plan, enrolled["run"], name, federation, folder / "kept", key, server, size)
+
+
+def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
+    """Write a party's own model of the chosen round, and beside it a card; the party's name.
+
+    Args:
+        folder: The party's own.
+        path: What it ends with says what is written, as in `Run.export`.
+        data: Where its data are now, if they have moved; a method may adapt on them.
+    """
+    file, ending = given_path(path), check_ending(given_path(path))
+    party = load_party(folder, data)
+    module, chosen = party.personal_model(), party.chosen()
+    loss, correct, count = chosen["scores"]["test"]
+    spec = read_spec(json.loads(read_text(folder / "enrolled.json"))["spec"], folder / "spec.toml")
+    shape, model = party.data.x.shape[1:], party.model
+    scaling = None
+    if spec.data.mean is not None or spec.data.std is not None:
+        scaling = {"scale": 1.0, "mean": listed(spec.data.mean), "std": listed(spec.data.std)}
+    card = {
+        "client": party.name,
+        "run": party.run,
+        "method": spec.cell.method,
+        "settings": settings_of(party.plan.algorithm),
+        "data": None,
+        "clients": party.plan.num_clients,
+        "input": {"shape": list(shape), "dtype": str(model.dtype).removeprefix("torch."), "preprocessing": scaling},
+        "classes": None if spec.data.classes is None else spec.data.num_outputs,
+        "class_names": list(spec.data.classes) if isinstance(spec.data.classes, tuple) else None,
+        "network": {
+            "name": model.name,
+            "factory": Code.of(model.factory).name,
+            "parameters": sum(shape.numel() for shape in model.shapes.values()),
+            "layers": str(model.testing_module),
+        },
+        "test": {
+            "examples": count,
+            "accuracy": correct / count if count and correct is not None else None,
+            "loss": loss / count if count and correct is None else None,
+        },
+        "chosen_step": chosen["round"] * party.plan.schedule.cohort_size,
+        "steps": party.plan.schedule.steps,
+        "seed": party.plan.seed,
+        "versions": {"pfedhn": __version__, "torch": torch.__version__},
+    }
+    content = Portable(copy.deepcopy(model.testing_module), tuple(shape), model.dtype).content(module, ending, card)
+    write_model(file, content, card)
+    return party.name
 
 
 class Joined:

@@ -223,20 +223,24 @@ class Party:
     def _personal_weights(self, phase: Phase, number: int, received: Params, kept: Kept, is_adapted: bool) -> Params:
         exchange, key = self.plan.exchange(phase), self.plan.personalize_key(phase, number)
         batches = self.data.batches(
-            torch.tensor([0]), key, exchange.num_personal_batches(is_adapted), self.plan.schedule.batch_size
+            torch.tensor([0]), key, exchange.num_personal_batches(self.model, is_adapted), self.plan.schedule.batch_size
         )
         with self.model.seeded(torch.as_tensor(keys.fold(key, "noise", self.identity))):
             return exchange.personalize(self.model, received, kept, take(batches, 0), is_adapted)
 
-    def personal_model(self) -> nn.Module:
-        """The party's own model, of the round that was chosen when the run ended; a plain module."""
+    def chosen(self) -> dict[str, Any]:
+        """Which round was chosen when the run ended, and how good this party's model of it is."""
         file = self.folder / "chosen.json"
         if not file.exists():
             raise UserError(f"{self.folder} holds no model yet; the run has not ended, or this party has not heard so.")
         try:
-            chosen = unsealed_json(read_bytes(file))
+            return unsealed_json(read_bytes(file))
         except DamagedError as error:
-            raise RunError(f"{file} {error}; ask the server's owner to end the run again.") from None
+            raise RunError(f"{file} {error}; bring it back from a backup.") from None
+
+    def personal_model(self) -> nn.Module:
+        """The party's own model of the chosen round, a plain module."""
+        chosen = self.chosen()
         phase, number = chosen["phase"], chosen["round"]
         tensors = read_tensors(self._evaluated(phase, number))
         if tensors is None:

@@ -133,14 +133,15 @@ def _check(spec: Spec) -> None:
         raise UserError("[data] has features and a shape that differ; leave the shape out.")
     if data.features and data.label is None:
         raise UserError('[data] has features and no label; say which column it is: label = "...".')
-    if any(value <= 0 or not math.isfinite(value) for value in _listed(data.std)):
+    if any(value <= 0 or not math.isfinite(value) for value in listed(data.std)):
         raise UserError("[data] std does not fit; it must be above 0.")
     for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size"):
         if (value := getattr(cell, name)) is not None and value < 1:
             raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
 
 
-def _listed(value: tuple[float, ...] | float | None) -> Sequence[float]:
+def listed(value: tuple[float, ...] | float | None) -> Sequence[float]:
+    """A number or several, as several."""
     return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
@@ -218,12 +219,10 @@ def _scaled(x: NDArray[Any], data: Data) -> NDArray[Any]:
     lengths = {len(x.shape) > 1 and x.shape[1], 1}  # features of a table, channels of an image
 
     def fitting(values: tuple[float, ...] | float | None, default: float) -> NDArray[numpy.float32]:
-        listed = numpy.array(_listed(values) or (default,), dtype=numpy.float32)
-        if len(listed) not in lengths:
-            raise UserError(
-                f"[data] scales by {len(listed)} numbers, and an example has {x.shape[1]}; give one for each."
-            )
-        return listed.reshape(-1, *[1] * (x.ndim - 2))
+        numbers = numpy.array(listed(values) or (default,), dtype=numpy.float32)
+        if len(numbers) not in lengths:
+            raise UserError(f"[data] scales by {len(numbers)} numbers, and an example has {x.shape[1]}; give as many.")
+        return numbers.reshape(-1, *[1] * (x.ndim - 2))
 
     scaled: NDArray[Any] = (x.astype(numpy.float32) - fitting(data.mean, 0.0)) / fitting(data.std, 1.0)
     return scaled

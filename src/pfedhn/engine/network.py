@@ -1,6 +1,7 @@
 """A person's network as a target: what would be wrong or fail later is refused before the first round."""
 
 import inspect
+import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from pfedhn import keys
+from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
 from pfedhn.errors import UserError, first_line, short
@@ -18,6 +21,9 @@ from pfedhn.model import Factory, Model, PerExample
 from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.params import stack
 from pfedhn.sgd import Batches
+from pfedhn.statistics import normalizations
+
+logger = logging.getLogger("pfedhn")
 
 NUM_TRIED = 4  # examples that a network is tried on
 
@@ -42,7 +48,7 @@ def build_model(
     Raises:
         UserError: If the network would give wrong numbers or fail later.
     """
-    _check_factory(name, factory)
+    check_factory(name, factory)
     for what, function in (("loss", loss), ("metric", metric)):
         if function is not None and not callable(function):
             raise UserError(f"the {what} is {short(function)}; give a function (outputs, y) -> one value per example.")
@@ -53,6 +59,12 @@ def build_model(
     outputs = check_model(model, federation)
     is_classifier = is_classes and isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] > 1
     return replace(model, per_example_metric=is_correct) if metric is None and is_classifier else model
+
+
+def with_frozen(model: Model, algorithm: Algorithm[Any, Any, Any], seed: int) -> Model:
+    """The network in which what a method freezes is a constant, at the start that this seed gives it."""
+    names = tuple(algorithm.frozen(model))
+    return replace(model, frozen=names, frozen_key=int(keys.fold(seed, "init"))) if names else model
 
 
 def check_model(model: Model, federation: Federation) -> Any:
@@ -71,7 +83,8 @@ def check_model(model: Model, federation: Federation) -> Any:
     return outputs
 
 
-def _check_factory(name: str, factory: Any) -> None:
+def check_factory(name: str, factory: Any) -> None:
+    """Refuse what does not make a network, or not one that a seed decides."""
     if not callable(factory):
         raise UserError(
             f"the network {name!r} is given as {type(factory).__name__}; give a function that makes it, such as its "
@@ -86,7 +99,7 @@ def _check_factory(name: str, factory: Any) -> None:
         ) from None
     except ValueError:
         pass  # written in C: it does not say what it takes
-    module, again = _made(name, factory), _made(name, factory)
+    module, again, other = (_made(name, factory, seed) for seed in (0, 0, 1))
     if not isinstance(module, nn.Module):
         raise UserError(f"the function that makes {name!r} returned {type(module).__name__}; it must return a network.")
     if again is module:
@@ -99,12 +112,12 @@ def _check_factory(name: str, factory: Any) -> None:
             f"the layers {lazy} of {name!r} learn their sizes from the first batch; write the sizes down, with "
             "nn.Linear for nn.LazyLinear."
         )
-    _refuse_own_draws(name, module, again)
+    _refuse_own_draws(name, module, again, other)
 
 
-def _made(name: str, factory: Factory) -> Any:
+def _made(name: str, factory: Factory, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         try:
             return factory()
         except UserError:
@@ -113,10 +126,19 @@ def _made(name: str, factory: Factory) -> Any:
             raise UserError(f"the function that makes {name!r} fails: {first_line(error)}.") from error
 
 
-def _refuse_own_draws(name: str, module: nn.Module, again: nn.Module) -> None:
-    """What is drawn past PyTorch's generator is another network in every process, and a run could not go on."""
-    weights, others = ([value.detach() for value in made.parameters()] for made in (module, again))
-    if not _is_close(weights, others):
+def _refuse_own_draws(name: str, module: nn.Module, again: nn.Module, other: nn.Module) -> None:
+    """What is drawn past PyTorch's generator is another network in every process, and a run could not go on.
+
+    Weights that are the same for every seed may be meant (trained before, say), so that is only told.
+    """
+    weights, same, different = ([value.detach() for value in made.parameters()] for made in (module, again, other))
+    if weights and _is_close(weights, different):
+        logger.warning(
+            "the function that makes %r gives the same weights for every seed; seeds then differ only in what is drawn "
+            "of clients and examples.",
+            name,
+        )
+    if not _is_close(weights, same):
         raise UserError(
             f"the function that makes {name!r} gives other weights for the same seed; draw them with PyTorch, which "
             "is seeded for it, and not from a generator of its own."
@@ -160,11 +182,12 @@ def _refuse_changes(model: Model, module: nn.Module, x: Tensor) -> Any:
             f"the forward pass of {model.name!r} changes the weights of the layers {layers}, which only training may "
             "change; take max_norm out of nn.Embedding."
         )
-    if layers := _layers(name for name in buffers if not _is_close(buffers[name], before[name])):
+    changed = (name for name in buffers if not _is_close(buffers[name], before[name]))
+    if layers := _layers(name for name in changed if name not in model.statistics):
         raise UserError(
             f"the forward pass of {model.name!r} changes buffers of the layers {layers}; a client's weights would then "
-            "depend on who trained before it. Use GroupNorm or LayerNorm instead of BatchNorm, and no other layer that "
-            "keeps statistics."
+            "depend on who trained before it. Only BatchNorm layers may keep statistics; use one, or GroupNorm or "
+            "LayerNorm."
         )
     return outputs
 
@@ -253,6 +276,9 @@ def _refuse_batch_dependence(model: Model, module: nn.Module, x: Tensor, y: Tens
     """Batches are filled up, and splits are evaluated together: what is computed for an example must not notice."""
     rounding = torch.finfo(model.dtype).eps ** 0.5
     for is_training in (True, False):
+        if is_training and model.statistics:
+            _refuse_use_of_padding(model, x, y)
+            continue
         module.train(is_training)
         outputs = _forward(model, module, x)
         losses = model.per_example_loss(outputs, y)
@@ -271,6 +297,47 @@ def _refuse_batch_dependence(model: Model, module: nn.Module, x: Tensor, y: Tens
                     f"the loss of an example depends on the other examples of its batch, in the network {model.name!r} "
                     "or in the loss itself; compute it for each example alone."
                 )
+
+
+def _refuse_use_of_padding(model: Model, x: Tensor, y: Tensor) -> None:
+    """A network with batch statistics may look at the other rows of its batch, but not at those that fill it up."""
+    mask = torch.arange(len(x), device=x.device) < (len(x) + 1) // 2
+    weights, rounding = model.fresh(0), torch.finfo(model.dtype).eps ** 0.5
+    losses = []
+    for filling in (x, torch.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, x.flip(0))):
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            losses.append(model.loss(weights, Batches(filling, y, mask)))
+    if not _is_close(losses[0], losses[1], rounding):
+        raise UserError(
+            f"the loss of {model.name!r} depends on the rows that fill a batch up; use GroupNorm or LayerNorm instead "
+            "of BatchNorm, and batch_first=True in recurrent and attention layers."
+        )
+
+
+def refuse_single_rows(model: Model, federation: Federation, batch_size: int) -> None:
+    """A variance needs two values: a batch of one row has them only where a layer sees several of each channel."""
+    if not model.statistics:
+        return
+    sizes: list[int] = federation.splits["train"].size.tolist()
+    owners = federation.architectures or [model.name] * len(sizes)
+    smallest = min((i for i, name in enumerate(owners) if name == model.name), key=sizes.__getitem__, default=0)
+    if min(sizes[smallest], batch_size) > 1:
+        return
+    x, single = _first_examples(federation)[0], list[str]()
+    module = model.with_weights(model.fresh(0)).train()
+    for name, part in normalizations(module).items():
+        # Bound now: the loop goes on.
+        part.register_forward_pre_hook(
+            lambda part, given, name=name: single.append(name) if given[0][0, 0].numel() == 1 else None
+        )
+    _forward(model, module, x)
+    if single:
+        one = "batch_size is 1" if batch_size == 1 else f"client {federation.name_of(smallest)} has 1 training example"
+        raise UserError(
+            f"{one}, of which the BatchNorm layers {', '.join(single)} of {model.name!r} cannot make a variance; use "
+            "GroupNorm or LayerNorm, or give every batch two examples."
+        )
 
 
 def _is_close(found: Any, expected: Any, tolerance: float = 0.0) -> bool:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -18,6 +19,32 @@ logger = logging.getLogger("pfedhn")
 
 def rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
     """A run's progress, by the executor that was asked for; on a GPU `auto` means the captured round."""
+    return _rounds(simulation, state) if simulation.resize_every is None else _resized_rounds(simulation, state)
+
+
+def _resized_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
+    """Stages of one run, each as a run of its own on the same state: in each, every client has the next network."""
+    every, size, names = simulation.resize_every, simulation.clients_per_round, list(simulation.models)
+    federation = simulation.federation
+    assert every is not None
+    assert federation.architectures is not None
+    places = [names.index(name) for name in federation.architectures]
+    while state.round < simulation.num_rounds:
+        stage = state.round * size // every
+        runs = [names[(place + stage) % len(names)] for place in places]
+        until = min((stage + 1) * every, simulation.schedule.steps)
+        yield from _rounds(
+            replace(
+                simulation,
+                federation=replace(federation, architectures=tuple(runs)),
+                schedule=replace(simulation.schedule, steps=until),
+                resize_every=None,
+            ),
+            state,
+        )
+
+
+def _rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
     if any(model.is_random for model in simulation.models.values()):
         if simulation.federation.x.is_cuda or simulation.executor == "captured":
             logger.warning("a network with dropout runs step by step, slower: a captured round cannot key its draws.")

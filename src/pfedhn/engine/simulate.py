@@ -75,6 +75,7 @@ class Simulation:
     upload: Transform = FULL
     download: Transform = FULL
     joins: Joining | None = None  # a trained federation that these clients join; its shared memory is frozen
+    resize_every: int | None = None  # communication steps after which every client goes on to the next network
     _chosen: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # which executor runs which network
     _executors: dict[str, Executor] = field(default_factory=dict, init=False, repr=False)  # they keep their graphs
 
@@ -176,7 +177,7 @@ class Simulation:
 
     def _tables(self, starts: Mapping[str, Params], shared: Any, rows: Any) -> dict[str, PrivateTable]:
         def make(model: Model) -> Callable[[int], Any]:
-            received = cache(lambda: self.algorithm.send(model, self.exchange.newest(shared), take(rows, 0)))
+            received = cache(lambda: self.exchange.sent(model, shared, take(rows, 0)))
 
             def first_contact(client: int) -> Kept:
                 identity = int(self.federation.identity(torch.tensor(client)))
@@ -337,7 +338,7 @@ class Simulation:
         """The weights that a client would use after round `number`, whose memories are given."""
         member = torch.tensor([client], device=self.federation.x.device)
         is_adapted = self.algorithm.adaptation_steps > 0
-        count, size = self.exchange.num_personal_batches(is_adapted), self.schedule.batch_size
+        count, size = self.exchange.num_personal_batches(model, is_adapted), self.schedule.batch_size
         batches = self.federation.batches(member, self.personalize_key(number), count, size)
         kept = take(memories.private[model.name].take([client]), 0)
         return self.exchange.personal_weights(

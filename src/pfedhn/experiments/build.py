@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -22,8 +22,9 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.directory import Options
-from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, RunSpec, is_own_data, pretraining_cell
+from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
 from pfedhn.params import Params
+from pfedhn.reference import find_code
 from pfedhn.run import AnyAlgorithm, assemble, build_algorithm
 from pfedhn.settings import describe, fits
 
@@ -47,19 +48,41 @@ def check(experiment: Experiment) -> None:
         raise UserError(f"name = {experiment.name!r} does not fit; it names a folder, so use letters, digits, - and _.")
     for cell in experiment.cells:
         cell_algorithm(cell)
-        if cell.dataset not in datasets.DATASETS and not is_own_data(cell.dataset):
+        if is_made(cell.dataset):
+            _made(cell)
+        elif cell.dataset not in datasets.DATASETS and not is_own_data(cell.dataset):
             raise UserError(f"there is no data set {cell.dataset!r}; {closest(cell.dataset, datasets.DATASETS)}")
-        for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size"):
+        for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size", "resize_every"):
             if (value := getattr(cell, name)) is not None and value < 1:
                 raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
-        build_partition(cell)
-        models.check_name(cell.model)
+        if not is_made(cell.dataset):
+            build_partition(cell)
+        _check_sizes(cell)
         for transform in (cell.upload, cell.download):
             find_transform(transform)
         if cell.pretrain is not None:
             if cell.pretrain not in ALGORITHMS:
                 raise UserError(f"pretrain names no method: {cell.pretrain!r}; {closest(cell.pretrain, ALGORITHMS)}")
             pretraining_cell(experiment, cell)
+
+
+def _check_sizes(cell: Cell) -> None:
+    models.check_name(cell.model, cell.network)
+    for name in cell.sizes or ():
+        models.check_name(name, cell.network if ":" in name else None)
+    if cell.sizes is None:
+        if cell.part is not None or cell.resize_every is not None:
+            raise UserError("part and resize_every are of clients of several sizes; give sizes too.")
+        return
+    if not 1 <= len(set(cell.sizes)) == len(cell.sizes) <= cell.clients:
+        raise UserError(
+            f"sizes = {list(cell.sizes)} does not fit; name different networks, at most one for each client."
+        )
+    if cell.part is not None:
+        if cell.part not in cell.sizes:
+            raise UserError(f"part = {cell.part!r} is none of the sizes; {closest(cell.part, cell.sizes)}")
+        if cell.resize_every is not None:
+            raise UserError("clients of one size cannot go on to the next; give part or resize_every.")
 
 
 def cell_algorithm(cell: Cell) -> AnyAlgorithm:
@@ -116,12 +139,51 @@ def forget_datasets() -> None:
 
 def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device: str = "cpu") -> Federation:
     seed = seed if cell.data_seed is None else cell.data_seed
-    own = is_own_data(cell.dataset)
-    federation = _own_federation(cell, seed) if own else _known_federation(cell, seed, data_dir, device)
+    own = is_own_data(cell.dataset) or is_made(cell.dataset)
+    if is_made(cell.dataset):
+        federation = _made_federation(cell, seed)
+    else:
+        federation = _own_federation(cell, seed) if own else _known_federation(cell, seed, data_dir, device)
     fixed = own or cell.partition["rule"] in ("by_group", "by_coarse_class")
     if fixed and federation.num_clients != cell.clients:
         number = federation.num_clients
         raise UserError(f"clients = {cell.clients}, but {cell.dataset} has {number} clients; set clients = {number}.")
+    if cell.descriptors == "class":
+        federation = federation.with_descriptors(shares_of_classes(federation))
+    if cell.sizes is None:
+        return federation
+    everybody = federation.num_clients + federation.num_joining
+    names = [models.network_name(name) for name in cell.sizes]
+    runs = [names[min(i, federation.num_clients - 1) * len(cell.sizes) // cell.clients] for i in range(everybody)]
+    if cell.part is None:
+        return federation.with_architectures(runs)
+    return federation.only(
+        [client for client in range(federation.num_clients) if runs[client] == models.network_name(cell.part)]
+    )
+
+
+def shares_of_classes(federation: Federation) -> torch.Tensor:
+    """[N, classes]: the fraction of each class's training examples that a client has; those that join later last."""
+    everybody = [federation, *([] if federation.joining is None else [federation.joining])]
+    counts = torch.cat([part.class_shares * part.splits["train"].size[:, None] for part in everybody])
+    return counts / counts.sum(0).clamp(min=1)
+
+
+def _made(cell: Cell) -> Callable[[], Federation]:
+    """What makes the data of a cell; `partition` holds what it is called with."""
+    function = find_code(cell.dataset)
+    known = inspect.signature(function).parameters
+    given = {} if cell.partition == Cell().partition else dict(cell.partition)
+    for name in given:
+        if name not in known:
+            raise UserError(f"{cell.dataset} has no setting {name!r}; {closest(name, known)}")
+    return partial(function, cell.clients, **given)
+
+
+def _made_federation(cell: Cell, seed: int) -> Federation:
+    federation = _made(cell)(seed=seed)  # type: ignore[call-arg]
+    if not isinstance(federation, Federation):
+        raise UserError(f"{cell.dataset} makes a {type(federation).__name__}; it must return a pfedhn.Federation.")
     return federation
 
 
@@ -187,11 +249,17 @@ def build_simulation(run: RunSpec, options: Options, starts: Mapping[str, Params
     """A run as its experiment describes it."""
     cell = run.cell
     federation = build_federation(cell, run.seed, options.data_dir, options.device)
-    factory = models.factory(cell.model, federation.num_classes or 1, tuple(federation.x.shape[1:]))
+    names = [cell.part or cell.model] if cell.sizes is None or cell.part is not None else cell.sizes
+    shape = tuple(federation.x.shape[1:])
     return assemble(
         cell_algorithm(cell),
         federation,
-        {cell.model: factory},
+        {
+            models.network_name(name): models.factory(
+                name, federation.num_classes or 1, shape, cell.network if ":" in name else None
+            )
+            for name in names
+        },
         steps=cell.steps,
         cohort_size=cell.cohort_size,
         batch_size=cell.batch_size,
@@ -202,4 +270,5 @@ def build_simulation(run: RunSpec, options: Options, starts: Mapping[str, Params
         upload=cell.upload,
         download=cell.download,
         starts=starts,
+        resize_every=cell.resize_every,
     )

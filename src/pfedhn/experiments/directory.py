@@ -18,6 +18,7 @@ from pfedhn.files import is_empty, make_folder, one_at_a_time, read_bytes, readi
 from pfedhn.record import Spec, read_spec
 from pfedhn.seal import DamagedError, sealed_text, unsealed_text
 from pfedhn.settings import build, to_toml
+from pfedhn.tracking import TRACKERS
 
 MAX_THREADS = 1_024
 OLD_EXECUTORS = {"vectorised": "vectorized"}  # as earlier versions wrote them into a directory
@@ -37,12 +38,16 @@ class Options:
     precision: str = "tf32"  # of products on a GPU, or fp32
     deterministic: bool = False  # the same bits from the same GPU and versions
     rates: Path | None = None  # as given to --rates
+    small: bool = False  # as given to --small: a study at reduced size
+    track: str | None = None  # as given to --track
 
     def check(self) -> None:
         if self.executor not in (known := ["auto", *EXECUTORS, "captured"]):
             raise UserError(f"there is no executor {self.executor!r}; {closest(self.executor, known)}")
         if self.precision not in ("tf32", "fp32"):
             raise UserError(f"--precision is {self.precision!r}; it must be tf32 or fp32.")
+        if self.track is not None and self.track not in TRACKERS:
+            raise UserError(f"there is no tracker {self.track!r}; {closest(self.track, TRACKERS)}")
         for name in ("checkpoint_every", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
@@ -54,11 +59,14 @@ class Options:
         values = {name: value for name, value in asdict(self).items() if value is not None}
         return values | {name: str(values[name].resolve()) for name in ("data_dir", "rates") if name in values}
 
-    def with_threads(self, num_runs: int, jobs: int | None) -> "Options":
-        """Share the cores among the runs side by side, unless it was said how many threads each has."""
+    def with_threads(self, num_runs: int, jobs: int | None, is_on_cluster: bool = False) -> "Options":
+        """Share the cores among the runs side by side, unless it was said how many threads each has.
+
+        Of a cluster's machines, each run has a core: which one it will be given is not known yet.
+        """
         if self.threads is not None or self.device != "cpu":
             return self
-        return replace(self, threads=max(1, num_cores() // num_jobs(num_runs, jobs)))
+        return replace(self, threads=1 if is_on_cluster else max(1, num_cores() // num_jobs(num_runs, jobs)))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ def rerun_command(experiment: Experiment, run: RunSpec, options: Options) -> str
         "--seeds",
         str(run.seed),
     ]
+    if options.small:
+        words.insert(3, "--small")
     earlier = [] if cell.pretrain is None else [pretraining_cell(experiment, cell)]
     for text in assignments_for(options.assignments, [cell, *earlier]):  # others would be refused
         words += ["--set", text]

@@ -1,4 +1,4 @@
-"""The runs of an experiment side by side: in processes on a CPU, taking turns on a GPU."""
+"""The runs of an experiment side by side: in processes on a CPU, taking turns on a GPU, or on a cluster."""
 
 import gc
 from collections.abc import Generator, Sequence
@@ -8,6 +8,7 @@ import torch
 
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_simulation, cell_algorithm, forget_datasets, refuse_unused_start
+from pfedhn.experiments.cluster import Cluster
 from pfedhn.experiments.directory import Options, num_jobs
 from pfedhn.experiments.execute import Listener, Outcome, Queue, failure, start
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_run, with_pretraining
@@ -52,8 +53,9 @@ def run_many(
     jobs: int | None = None,
     options: Options | None = None,
     listen: Listener = lambda event: None,
+    cluster: Cluster | None = None,
 ) -> Outcome:
-    """Runs side by side: on a CPU each in a process of its own, on a GPU taking turns in this one.
+    """Runs side by side: on a CPU each in a process of its own, on a GPU taking turns in this one, or on a cluster.
 
     A run that fails does not stop the others. Ctrl-C lets every run write a checkpoint, then raises KeyboardInterrupt.
 
@@ -64,10 +66,17 @@ def run_many(
         jobs: By default as many as there are runs or cores, whichever is less; on a GPU as many as its memory holds.
         options: How to run.
         listen: Told of everything that happens.
+        cluster: Whose machines run them; this machine where None.
     """
     runs = with_pretraining(experiment, runs)
-    options = (options or Options()).with_threads(len(runs), jobs)  # as if none were finished: the bits must not change
+    # As if none were finished: the bits must not change.
+    options = (options or Options()).with_threads(len(runs), jobs, cluster is not None)
     queue = _line_up(directory, experiment, runs, listen)
+    if cluster is not None:
+        directory = directory.resolve()
+        cluster.check(directory, queue.waiting, options)
+        cluster.run(queue, directory, jobs, options)
+        return queue.outcome
     if options.device == "cpu":
         jobs = num_jobs(len(queue.waiting), jobs)
         if jobs > 1:

@@ -17,7 +17,19 @@ from pfedhn.errors import UserError
 TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
 
 
-FEDERATION_FIELDS = ("dataset", "clients", "partition", "split", "stratify", "data_seed", "labels", "columns", "task")
+FEDERATION_FIELDS = (
+    "dataset",
+    "clients",
+    "partition",
+    "split",
+    "stratify",
+    "data_seed",
+    "labels",
+    "columns",
+    "task",
+    "sizes",
+    "part",
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,14 @@ class Cell:
     labels: Literal["global", "within-group"] = "global"
     columns: Mapping[str, str] = field(default_factory=dict)  # of a table: which one names the client, which the label
     task: Literal["auto", "classification", "regression"] = "auto"  # "auto": whole numbers and texts are classes
-    model: str = "mlp-32"
+    model: str = "mlp-32"  # or "module:function" or "file.py:function", which makes it
+    network: Mapping[str, Any] = field(default_factory=dict)  # what that function is called with
+    sizes: tuple[str, ...] | None = (
+        None  # target networks instead of `model`: as many clients of each, one after another
+    )
+    part: str | None = None  # of clients of several sizes, only those of this one take part
+    resize_every: int | None = None  # steps after which every client goes on to the next of the sizes
+    descriptors: Literal["client", "class"] = "client"  # of a fixed embedding: shares of its examples, or of each class
     steps: int = 5_000
     cohort_size: int | None = None
     batch_size: int = 64
@@ -116,8 +135,15 @@ class Experiment:
 
 
 def dataset_name(cell: Cell) -> str:
-    """The data set's name; of one given by its path, the last part."""
+    """The data set's name; of one given by its path, the last part; of a function that makes it, the function's."""
+    if is_made(cell.dataset):
+        return cell.dataset.rpartition(":")[2]
     return Path(cell.dataset).stem if is_own_data(cell.dataset) else cell.dataset
+
+
+def is_made(dataset: str) -> bool:
+    """Whether a function makes the data: "module:function", or "file.py:function"."""
+    return re.fullmatch(r"([\w.]+|.*\.py):[A-Za-z_]\w*", dataset) is not None
 
 
 def is_own_data(dataset: str) -> bool:
@@ -172,7 +198,16 @@ def cell_names(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-YOUNGER_FIELDS = (("task", "auto"), ("upload", "full"), ("download", "full"))
+YOUNGER_FIELDS: tuple[tuple[str, Any], ...] = (
+    ("task", "auto"),
+    ("upload", "full"),
+    ("download", "full"),
+    ("sizes", None),
+    ("part", None),
+    ("resize_every", None),
+    ("descriptors", "client"),
+    ("network", {}),
+)
 """Fields that stored runs do not have, with what they then are: names with a digest must stay what they were."""
 
 
@@ -185,7 +220,12 @@ def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
     return tuple({cell_digest(cell): cell for cell in cells}.values())
 
 
-CELL_TABLES = ("partition", "settings", "columns")  # fields that are tables, which "partition.alpha" reaches into
+CELL_TABLES = (
+    "partition",
+    "settings",
+    "columns",
+    "network",
+)  # fields that are tables, which "partition.alpha" reaches into
 
 
 def _place(cell: Cell, method: str | None) -> str:
@@ -198,7 +238,9 @@ def _place(cell: Cell, method: str | None) -> str:
             return [like(part) for part in value]
         return float(value) if isinstance(value, int | float) else value
 
-    return json.dumps([method, *(like(getattr(cell, name)) for name in (*FEDERATION_FIELDS, "model"))], default=str)
+    return json.dumps(
+        [method, *(like(getattr(cell, name)) for name in (*FEDERATION_FIELDS, "model", "network"))], default=str
+    )
 
 
 def pretraining_cell(experiment: Experiment, cell: Cell) -> Cell:

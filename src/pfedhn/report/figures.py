@@ -17,7 +17,8 @@ from pfedhn.report.entries import Average, Column, Entry, Report, column_text, c
 from pfedhn.report.tables import sentence
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches; whoever has no Matplotlib is told how to get it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -57,7 +58,7 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
     accuracy = all(entry.has_accuracy for entry in entries)
     axes.set(xlabel="communication steps (one client taking part once)")
     axes.set_ylabel(f"test accuracy in %, averaged over {average}" if accuracy else "test loss")
-    _tidy(axes)
+    tidy(axes)
     if not drawn:
         return
     axes.set_xlim(left=0)
@@ -137,7 +138,7 @@ def plot_clients(axes: Any, entries: Sequence[Entry], against: Entry | None = No
     axes.set_ylabel("a client's own test accuracy in %")
     axes.set_yticks(range(0, 101, 10))
     axes.set_ylim(10 * math.floor(lowest / 10) - 2, 107)
-    _tidy(axes)
+    tidy(axes)
     axes.grid(axis="x", visible=False)
 
 
@@ -167,7 +168,8 @@ def _piles(values: NDArray[numpy.float64]) -> tuple[NDArray[numpy.float64], NDAr
     return sideways, up
 
 
-def _tidy(axes: Any) -> None:
+def tidy(axes: Any) -> None:
+    """The one style of all figures: a light grid behind, no box."""
     axes.grid(color="#E6E6E6", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -178,12 +180,12 @@ def draw_curves(report: Report, column: Column, average: Average = "clients", dp
     """None where no run has begun."""
     if not any(entry.curve(seed) for entry in report.in_column(column) for seed in entry.curves):
         return None
-    figure = _figure(8.0, 4.8)
+    figure = new_figure(8.0, 4.8)
     axes = figure.subplots()
     plot_curves(axes, report.in_column(column), average)
     titles = dict.fromkeys(entry.title for entry in report.in_column(column))
     axes.set_title("\n".join([*titles, column_text(column)]), loc="left", fontsize=11)
-    return _png(figure, dpi)
+    return to_png(figure, dpi)
 
 
 def draw_clients(report: Report, column: Column) -> bytes | None:
@@ -191,19 +193,19 @@ def draw_clients(report: Report, column: Column) -> bytes | None:
     entries = [entry for entry in report.in_column(column) if entry.test() is not None and entry.has_accuracy]
     if not entries:
         return None
-    figure = _figure(max(5.0, 1.5 * len(entries) + 1), 5.0)
+    figure = new_figure(max(5.0, 1.5 * len(entries) + 1), 5.0)
     axes = figure.subplots()
     alone = report.entry("local", column)
     plot_clients(axes, entries, alone if alone in entries else None)
     axes.set_title(f"{column_text(column)}: every client's own test accuracy", loc="left", fontsize=11)
-    return _png(figure)
+    return to_png(figure)
 
 
 def draw_demo(report: Report) -> bytes:
     """The demo's figure: how the methods learn, and what each client gets in the end."""
     column = report.columns[0]
     entries = report.in_column(column)
-    figure = _figure(13.0, 6.4)
+    figure = new_figure(13.0, 6.4)
     left, right = figure.subplots(1, 2)
     plot_curves(left, entries)
     left.set_title("How the methods learn\nline: mean of the seeds; band: lowest to highest", loc="left", fontsize=10)
@@ -216,10 +218,23 @@ def draw_demo(report: Report) -> bytes:
     )
     figure.suptitle(report.title, x=0.012, ha="left", fontsize=15, fontweight="bold")
     figure.supxlabel("\n".join(textwrap.wrap(sentence(report), 150)), x=0.012, ha="left", fontsize=10.5)
-    return _png(figure)
+    return to_png(figure)
 
 
-def _png(figure: Any, dpi: int = 150) -> bytes:
+def to_png(figure: Any, dpi: int = 150) -> bytes:
+    """A figure as PNG."""
+    return _saved(figure, format="png", dpi=dpi)
+
+
+def to_svg(figure: Any) -> bytes:
+    """A figure as SVG, the same bytes from the same numbers."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "pfedhn", "svg.fonttype": "none"}):
+        return _saved(figure, format="svg", metadata={"Date": None})
+
+
+def _saved(figure: Any, **how: Any) -> bytes:
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):  # titles and names are words, also those with a dollar sign
@@ -228,7 +243,7 @@ def _png(figure: Any, dpi: int = 150) -> bytes:
     stream = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # a box stands for a letter that no font has
-        figure.savefig(stream, format="png", dpi=dpi)
+        figure.savefig(stream, **how)
     return stream.getvalue()
 
 

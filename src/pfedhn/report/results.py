@@ -2,19 +2,22 @@
 
 A file has, for each of its experiments, one line with the experiment and one for each finished run: what `result.json`
 says, less each client's validation score, and the learning curve. Curves are rounded to 4 digits, accuracies to 6.
+What a study computed from a run is a line of its own, "analysis".
 """
 
 import json
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pfedhn.errors import UserError
+from pfedhn.errors import RunError, UserError
+from pfedhn.experiments.analysis import Analysis, identity, read_analysis
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
@@ -36,6 +39,7 @@ class Runs:
     planned: Sequence[RunSpec]
     results: Mapping[str, Result]  # of those that have finished
     curves: Mapping[str, Curve]  # of those that have begun
+    analyses: Mapping[str, Analysis] = field(default_factory=dict)  # of those from which a study computed something
 
 
 class LineError(ValueError):
@@ -63,14 +67,16 @@ def read(path: Path) -> list[Runs]:
 def read_experiment(path: Path) -> Runs:
     """What lies in the directory of an experiment."""
     experiment, planned = Directory(path).read()
-    results, curves = {}, {}
+    results, curves, analyses = {}, {}, {}
     for run in planned:
         if (result := read_result(path / run.name)) is not None:
             _check_place(path / run.name, run, result)
             results[run.name] = result
+            if (analysis := read_analysis(path / run.name, result)) is not None:
+                analyses[run.name] = analysis
         if history := read_history(path / run.name):
             curves[run.name] = Curve.of(history)
-    return Runs(experiment, planned, results, curves)
+    return Runs(experiment, planned, results, curves, analyses)
 
 
 def _check_place(folder: Path, run: RunSpec, result: Result) -> None:
@@ -117,25 +123,37 @@ def _cell_of(spec: Spec) -> Cell:
 def read_file(path: Path) -> list[Runs]:
     """The experiments of a JSONL file, each with its runs; a run that has two lines counts as it finished last."""
     experiments: dict[str, Experiment] = {}
+    announced: dict[str, int] = {}  # how many runs the lines of experiments say there are; files may be put together
     lines: list[tuple[int, dict[str, Any]]] = []
     for number, text in enumerate(read_bytes(path).split(b"\n"), 1):
         with _naming(path, number):
             if not text.strip():
                 continue
             line = _parse(text)
-            if line["kind"] == "run":
+            if line["kind"] != "experiment":
                 lines.append((number, line))
                 continue
             experiment = _experiment(line)
+            announced[experiment.name] = announced.get(experiment.name, 0) + _announced(line)
             if experiments.setdefault(experiment.name, experiment) != experiment:
                 raise LineError(f"it says otherwise than an earlier line what {experiment.name!r} is")
     found: dict[str, dict[str, Line]] = {name: {} for name in experiments}
-    for number, table in lines:
+    for number, table in sorted(lines, key=lambda line: line[1]["kind"] == "analysis"):  # what it is of comes first
         with _naming(path, number):
+            if table["kind"] == "analysis":
+                _attach(table, found)
+                continue
             run = _line(table)
             _check(run, experiments)
             runs = found[run.result.experiment]
             runs[run.result.name] = _later(runs.get(run.result.name), run)
+    present = Counter(table["experiment"] for _, table in lines)
+    for name, count in announced.items():
+        if present[name] < count:
+            raise RunError(
+                f"{path} has lost lines: of {count} runs of {name!r} it has {present[name]}; make it again with "
+                '--export, or, if they were taken out, take "runs" and "sha256" out of the line of the experiment.'
+            )
     return [_runs_of(experiment, found[name]) for name, experiment in experiments.items()]
 
 
@@ -152,19 +170,27 @@ def _parse(text: bytes) -> dict[str, Any]:
         line = json.loads(text)
     except (ValueError, RecursionError):
         raise LineError("it is no JSON") from None
-    if not isinstance(line, dict) or line.get("kind") not in ("experiment", "run"):
-        raise LineError('it is neither of kind "experiment" nor of kind "run"')
+    if not isinstance(line, dict) or line.get("kind") not in ("experiment", "run", "analysis"):
+        raise LineError('it is neither of kind "experiment" nor of kind "run" nor of kind "analysis"')
     stored = line.pop("sha256", None)  # earlier versions wrote none
     if stored is not None and stored != digest(line):
         raise LineError("it was changed after it was written")
     return line
 
 
+def _announced(line: Mapping[str, Any]) -> int:
+    """How many runs follow; earlier versions did not say."""
+    number = line.get("runs", 0)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise LineError(f"'runs' is {number!r}, which is no number of runs")
+    return number
+
+
 def _experiment(line: Mapping[str, Any]) -> Experiment:
     if "cells" not in line:
         raise LineError("'cells' is missing")
     try:
-        return from_table({key: value for key, value in line.items() if key != "kind"}, "")
+        return from_table({key: value for key, value in line.items() if key not in ("kind", "runs")}, "")
     except UserError as error:
         raise LineError(str(error).removesuffix(".")) from None
 
@@ -174,6 +200,7 @@ class Line(NamedTuple):
 
     result: Result
     curve: Curve
+    analysis: Analysis | None = None
 
 
 @dataclass(frozen=True)
@@ -186,6 +213,19 @@ def _line(table: Mapping[str, Any]) -> Line:
         return Line(from_json(Result, table), from_json(_Curve, table).curve)
     except SchemaError as error:
         raise LineError(str(error)) from None
+
+
+def _attach(table: Mapping[str, Any], found: Mapping[str, dict[str, Line]]) -> None:
+    """Put what was computed from a run beside it; of two runs of one name, it belongs to one."""
+    try:
+        analysis = from_json(Analysis, table)
+    except SchemaError as error:
+        raise LineError(str(error)) from None
+    line = found.get(str(table.get("experiment")), {}).get(analysis.run)
+    if line is None:
+        raise LineError(f"no line has the run {analysis.run!r} that it was computed from")
+    if analysis.made_from == identity(line.result):
+        found[line.result.experiment][analysis.run] = line._replace(analysis=analysis)
 
 
 def _check(line: Line, experiments: Mapping[str, Experiment]) -> None:
@@ -213,7 +253,7 @@ def _check_numbers(line: Line, is_accuracy: bool) -> None:
         line: A run.
         is_accuracy: Whether its metric is one; that of a run by `pfedhn.train` may be anything.
     """
-    result, curve = line
+    result, curve = line.result, line.curve
     counts = {name: getattr(result, name) for name in ("chosen_step", "steps", "rounds", "bytes_down", "bytes_up")}
     for cost in [] if result.pretrain is None else [result.pretrain]:
         counts |= {f"pretrain.{name}": getattr(cost, name) for name in ("steps", "bytes_down", "bytes_up", "seconds")}
@@ -271,6 +311,7 @@ def _runs_of(experiment: Experiment, lines: Mapping[str, Line]) -> Runs:
         list(planned.values()),
         {name: line.result for name, line in lines.items()},
         {name: line.curve for name, line in lines.items()},
+        {name: line.analysis for name, line in lines.items() if line.analysis is not None},
     )
 
 
@@ -291,7 +332,11 @@ def _rounded(value: Any, digits: int, whole: Sequence[str] = WHOLE) -> Any:
 
 def _later(one: Line | None, other: Line) -> Line:
     """The line of a run that finished last, so that files can be put together in any order."""
-    return other if one is None or _finished(one) <= _finished(other) else one
+    if one is None:
+        return other
+    first, last = (one, other) if _finished(one) <= _finished(other) else (other, one)
+    is_same_run = identity(first.result) == identity(last.result)
+    return last._replace(analysis=first.analysis) if is_same_run and last.analysis is None else last
 
 
 def _finished(line: Line) -> str:
@@ -332,13 +377,28 @@ def _export(paths: Iterable[Path], file: Path) -> Exported:
     content = "".join(
         _text(line)
         for _, (experiment, lines) in sorted(kept.items())
-        for line in [{"kind": "experiment", **asdict(experiment)}, *_in_order(experiment, lines)]
+        for line in [
+            {"kind": "experiment", **asdict(experiment), "runs": len(lines)},
+            *_in_order(experiment, lines),
+        ]
     ).encode()
     if not file.exists() or read_bytes(file) != content:
         write_atomically(file, content)
     # By their texts: NaN, the score of nobody, is equal to nothing.
-    replaced = sum(_text(to_line(*after[key])) != _text(to_line(*line)) for key, line in before.items())
+    replaced = sum(_texts(after[key]) != _texts(line) for key, line in before.items())
     return Exported(len(after) - len(before), replaced, len(after))
+
+
+def _texts(line: Line) -> list[str]:
+    return list(map(_text, to_lines(line)))
+
+
+def to_lines(line: Line) -> list[dict[str, Any]]:
+    """A finished run as JSON, and what was computed from it."""
+    lines = [to_line(line.result, line.curve)]
+    if line.analysis is not None:
+        lines.append({"kind": "analysis", "experiment": line.result.experiment, **to_json(line.analysis)})
+    return lines
 
 
 def _text(line: Mapping[str, Any]) -> str:
@@ -347,7 +407,10 @@ def _text(line: Mapping[str, Any]) -> str:
 
 def _lines(runs: Runs) -> dict[str, Line]:
     """The finished runs as they will stand in a file: rounded, so that what is read equals what was written."""
-    return {name: _line(to_line(result, runs.curves.get(name, Curve.of([])))) for name, result in runs.results.items()}
+    return {
+        name: _line(to_line(result, runs.curves.get(name, Curve.of([]))))._replace(analysis=runs.analyses.get(name))
+        for name, result in runs.results.items()
+    }
 
 
 def _check_before_writing(experiment: Experiment, lines: Mapping[str, Line]) -> None:
@@ -362,7 +425,8 @@ def _check_before_writing(experiment: Experiment, lines: Mapping[str, Line]) -> 
 def _in_order(experiment: Experiment, lines: Mapping[str, Line]) -> list[dict[str, Any]]:
     """As the experiment names its cells, then by seed."""
     seeds = sorted({line.result.seed for line in lines.values()})
-    return [to_line(*lines[run.name]) for run in experiment.runs(seeds) if run.name in lines]
+    named = [lines[run.name] for run in experiment.runs(seeds) if run.name in lines]
+    return [text for line in named for text in to_lines(line)]
 
 
 def _one_for_both(

@@ -15,6 +15,8 @@ from rich.text import Text
 
 from pfedhn.errors import printable
 from pfedhn.report.entries import Average, Column, Entry, Report, Summary, column_text, compare, display_name, summarize
+from pfedhn.report.pairs import caption as pairs_caption
+from pfedhn.report.pairs import pairs
 
 
 def number_text(value: Summary | None, digits: int = 2) -> str:
@@ -154,20 +156,21 @@ def to_terminal(report: Report, average: Average = "clients") -> Group:
         title: str | None = report.title
         for dataset in dict.fromkeys(dataset for dataset, _ in report.columns):  # more would not fit side by side
             columns = [column for column in report.columns if column[0] == dataset]
-            parts.append(_rich_table(grid(report, average, columns), title))
+            parts.append(rich_table(grid(report, average, columns), title))
             title = None
         parts.append(Text(caption(report, average), style="dim"))
         for column in report.columns:
             if any(entry.curves for entry in report.in_column(column)):
-                parts += ["", _rich_table(details(report, average, column), column_text(column))]
+                parts += ["", rich_table(details(report, average, column), column_text(column))]
     else:
         title = f"{report.title} ({column_text(report.columns[0])})" if report.columns else report.title
-        parts.append(_rich_table(details(report, average), title))
+        parts.append(rich_table(details(report, average), title))
         parts.append(Text(caption(report), style="dim"))
     return Group(*parts)
 
 
-def _rich_table(lines: Sequence[Sequence[str]], title: str | None) -> Table:
+def rich_table(lines: Sequence[Sequence[str]], title: str | None) -> Table:
+    """A table for a terminal: its heading, then a line for each row."""
     heading = None if title is None else escape(title)
     table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, name in enumerate(lines[0]):
@@ -186,8 +189,11 @@ def to_markdown(reports: Sequence[Report], average: Average = "clients") -> str:
     for report in reports:
         parts.append(f"## {_markdown(report.title)}")
         if len(report.columns) > 1:
-            parts += [_markdown_table(grid(report, average)), _markdown(caption(report, average))]
-        parts += [_markdown_table(details(report, average)), _markdown(caption(report))]
+            parts += [markdown_table(grid(report, average)), _markdown(caption(report, average))]
+        parts += [markdown_table(details(report, average)), _markdown(caption(report))]
+        for column in report.columns:
+            if table := pairs(report, column, average):
+                parts += [markdown_table(table), _markdown(pairs_caption(column))]
         if again := commands(report):
             lines = [" ".join(printable(command).split("\n")) for command in again]
             fence = "`" * max(3, *(len(run) + 1 for line in lines for run in re.findall("`+", line) or [""]))
@@ -201,7 +207,9 @@ def _markdown(text: str) -> str:
     return re.sub(r"([\\`\[\]|])", r"\\\1", text)
 
 
-def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """A table for Markdown: its heading, then a line for each row."""
+
     def row(cells: Iterable[str]) -> str:
         return "| " + " | ".join("<br>".join(map(_markdown, cell.split("\n"))) for cell in cells) + " |"
 

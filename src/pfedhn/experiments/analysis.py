@@ -1,0 +1,70 @@
+"""What was computed from a finished run, beside its result: a small file of plain numbers that figures are drawn from.
+
+It knows the result that it was made from and is sealed, so that one that is stale or was edited is noticed.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pfedhn.errors import UserError
+from pfedhn.files import read_bytes, write_atomically
+from pfedhn.result import Result, SchemaError, from_json, to_json
+from pfedhn.seal import DamagedError, sealed_json, unsealed_json
+
+FILE = "analysis.json"
+DIGITS = 6  # of every number
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Numbers that a study computed from one run."""
+
+    study: str
+    run: str
+    made_from: str  # which result of that run
+    values: Mapping[str, Any]
+
+    @staticmethod
+    def of(study: str, result: Result, values: Mapping[str, Any]) -> "Analysis":
+        """What a study computed from the run of `result`; arrays become lists, and numbers keep six digits."""
+        return Analysis(study, result.name, identity(result), plain(values))
+
+
+def identity(result: Result) -> str:
+    """By which one sees that a run was made again: what an exported line keeps of it as it was."""
+    known = [result.experiment, result.name, result.partition_sha256, result.chosen_step, result.environment.finished]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
+
+
+def plain(value: Any) -> Any:
+    """Values as JSON has them. A number that is not one, such as the accuracy of a client without examples, is null."""
+    if hasattr(value, "tolist"):  # of NumPy or PyTorch
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    return value
+
+
+def write_analysis(folder: Path, analysis: Analysis) -> None:
+    write_atomically(folder / FILE, sealed_json(to_json(analysis)))
+
+
+def read_analysis(folder: Path, result: Result) -> Analysis | None:
+    """What was computed from a run; None if nothing was, or if the run was made again since."""
+    file = folder / FILE
+    if not file.exists():
+        return None
+    try:
+        analysis = from_json(Analysis, unsealed_json(read_bytes(file)))
+    except (DamagedError, SchemaError) as error:
+        raise UserError(f"{file} {error}; remove it, and the command that made the run computes it again.") from None
+    return analysis if analysis.made_from == identity(result) else None

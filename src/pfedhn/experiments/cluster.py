@@ -1,0 +1,333 @@
+"""Runs on the machines of a Ray cluster: each is a task there, which is heard and stopped from here.
+
+Ray places a task where there are cores or a share of a GPU, and says when a machine is lost. The rest is as on one
+machine: a run's folder, which all machines see, holds its checkpoints, and a run that was lost goes on from there.
+"""
+
+import logging
+import os
+import pickle
+import platform
+import socket
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from pfedhn.errors import RunError, UserError, first_line
+from pfedhn.experiments.build import build_simulation
+from pfedhn.experiments.directory import Options
+from pfedhn.experiments.execute import Failure, Queue, failure, start
+from pfedhn.experiments.spec import Experiment, RunSpec
+from pfedhn.files import read_bytes
+from pfedhn.process import run_set_up
+from pfedhn.progress import Event, Said, Update
+from pfedhn.run import computing_on
+from pfedhn.stopping import stop_on_signal, stop_requests
+
+GPU_SHARE = 0.25  # of a GPU for each run: processes on one GPU take slices of its time, so that more gain little
+MAX_LOSSES = 3  # of a run that did not move on in between: it may be what ends its workers
+OBJECT_STORE = 100 * 2**20  # bytes on a machine of a local cluster; only events and results pass through it
+SECONDS_BETWEEN_LOOKS = 2.0  # for the head of the cluster
+MAX_MISSES = 5  # in a row; then it is gone
+SECONDS_TO_CHECK = 120  # that a machine may take to load PyTorch and look for the data
+
+
+class Software(NamedTuple):
+    """What must be the same on all machines, lest runs of one experiment differ by where they were made."""
+
+    pfedhn: str
+    torch: str
+
+    @staticmethod
+    def here() -> "Software":
+        import pfedhn
+
+        return Software(pfedhn.__version__, torch.__version__)
+
+
+class _Stopped(NamedTuple):
+    """A task's answer to a request to stop: the run stands in its checkpoint."""
+
+    run: str
+
+
+@contextmanager
+def connected(on: str | None) -> "Iterator[Cluster | None]":
+    """Inside the block this process is connected to the cluster that `--on` names; None stands for this machine alone.
+
+    Args:
+        on: "ray" for a cluster of this machine alone, which ends with the block; "ray:ADDRESS" for one that is there.
+    """
+    if on is None:
+        yield None
+        return
+    kind, _, address = on.partition(":")
+    if kind != "ray" or (address == "") != (on == "ray"):
+        raise UserError(f"--on is {on!r}; it must be ray, or ray:ADDRESS, say ray:10.0.0.1:6379.")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody unless a person wants it
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the default from some version on; else a warning
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError("--on ray needs Ray: pip install 'pfedhn[ray]'.") from error
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "pfedhn"}
+    try:
+        if address:
+            ray.init(address, **quiet)
+        else:
+            ray.init("local", include_dashboard=False, object_store_memory=OBJECT_STORE, **quiet)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RunError(
+            f"no Ray cluster answers at {address or 'this machine'} ({first_line(error)}); give the address that `ray "
+            "start --head` printed, on a machine of that cluster."
+        ) from error
+    try:
+        yield Cluster(on)
+    finally:
+        ray.shutdown()
+
+
+@dataclass
+class _Task:
+    """A run that was given to the cluster."""
+
+    run: RunSpec
+    events: Any  # what it says, as it comes
+    step: int = -1  # how far it came
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray cluster that this process is connected to."""
+
+    on: str  # as `--on` named it
+
+    @property
+    def has_gpu(self) -> bool:
+        import ray
+
+        return bool(ray.cluster_resources().get("GPU"))
+
+    def check(self, directory: Path, runs: Sequence[RunSpec], options: Options) -> None:
+        """Refuse machines that could not run these runs: other versions, another folder, no data; and too small ones.
+
+        Args:
+            directory: Of the experiment; all machines must see it.
+            runs: One of each kind of data is tried.
+            options: How to run.
+        """
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+        needed = _needs(options)
+        asked = {"CPU": needed["num_cpus"], "GPU": needed.get("num_gpus", 0)}
+        if not any(all(node["Resources"].get(name, 0) >= number for name, number in asked.items()) for node in nodes):
+            wanted = f"{asked['CPU']} cores" + (f" and {asked['GPU']:g} of a GPU" if asked["GPU"] else "")
+            raise UserError(f"no machine of the Ray cluster has {wanted}, which a run needs; give fewer --threads.")
+        kinds = list({(run.cell.dataset, str(run.cell.partition)): run for run in runs}.values())
+        given = (directory, read_bytes(directory / "experiment.toml"), kinds, options, Software.here())
+        answers = {}
+        for node in nodes:
+            place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            answers[node["NodeManagerHostname"], node["NodeID"]] = _submit(
+                _look_around, given, num_cpus=0, scheduling_strategy=place
+            )
+        for (host, _), answer in answers.items():
+            try:
+                trouble = ray.get(next(answer), timeout=SECONDS_TO_CHECK)
+            except ray.exceptions.GetTimeoutError:
+                trouble = f"it did not answer within {SECONDS_TO_CHECK} s"
+            except (ray.exceptions.RayError, StopIteration) as error:
+                trouble = _cannot_start(error)
+            if trouble is not None:
+                raise UserError(f"the Ray worker {host} cannot be used: {trouble.rstrip('.')}.")
+
+    def run(self, queue: Queue, directory: Path, jobs: int | None, options: Options) -> None:
+        """Give runs to the cluster, as many at a time as it has room for or `jobs` allows."""
+        import ray
+
+        tasks: dict[str, _Task] = {}
+        losses: Counter[str] = Counter()
+        requests: list[int] = []
+        is_told_to_stop = False
+        watch = _Watch(self.on, ray.get_runtime_context().gcs_address)
+        with stop_requests(requests.append):
+            try:
+                while True:
+                    if requests and not is_told_to_stop:
+                        is_told_to_stop = True
+                        for task in tasks.values():
+                            ray.cancel(task.events)  # comes to it as Ctrl-C does
+                    if len(requests) > 1:
+                        raise KeyboardInterrupt
+                    while not requests and (jobs is None or len(tasks) < jobs) and (run := queue.take()) is not None:
+                        given = (directory, queue.experiment, run, options, Software.here())
+                        tasks[run.name] = _Task(run, _submit(_work, given, **_needs(options)))
+                    if not tasks:
+                        break
+                    watch.look()
+                    waiting = {task.events: task for task in tasks.values()}
+                    ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0.1)
+                    for events in ready:
+                        if not _hear(queue, waiting[events], losses):
+                            del tasks[waiting[events].run.name]
+            finally:
+                for task in tasks.values():
+                    with suppress(Exception):  # whatever became of the cluster, this must not hide it
+                        ray.cancel(task.events, force=True)
+        if requests:
+            raise KeyboardInterrupt
+
+
+@dataclass
+class _Watch:
+    """Notices that the cluster's head is gone. Ray waits a minute for another and then ends the process by itself."""
+
+    on: str
+    address: str
+    looked: float = 0.0
+    misses: int = 0
+
+    def look(self) -> None:
+        if time.monotonic() - self.looked < SECONDS_BETWEEN_LOOKS:
+            return
+        self.looked = time.monotonic()
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_BETWEEN_LOOKS).close()
+            self.misses = 0
+        except OSError as error:
+            self.misses += 1
+            if self.misses == MAX_MISSES:
+                raise RunError(
+                    f"the head of the Ray cluster {self.on} does not answer any more ({first_line(error)}); start a "
+                    "cluster and --resume with it: every run goes on from its last checkpoint."
+                ) from None
+
+
+def _needs(options: Options) -> dict[str, Any]:
+    """What of a machine a run takes."""
+    needs: dict[str, Any] = {"num_cpus": options.threads or 1}
+    return needs if options.device == "cpu" else needs | {"num_gpus": GPU_SHARE}
+
+
+def _submit(function: Any, arguments: tuple[Any, ...], **placement: Any) -> Any:
+    """What a function yields on a machine of the cluster, as it comes."""
+    import ray
+
+    # Ray would start a lost task from its beginning and take its first words for those already heard.
+    remote = ray.remote(num_returns="streaming", max_retries=0, **placement)(run_set_up)
+    return remote.remote(pickle.dumps((function, arguments)))
+
+
+def _hear(queue: Queue, task: _Task, losses: Counter[str]) -> bool:
+    """Take in the next word of a task; False once it has ended."""
+    import ray
+
+    name = task.run.name
+    try:
+        said = ray.get(next(task.events))
+    except (StopIteration, ray.exceptions.TaskCancelledError):
+        return False
+    except ray.exceptions.RayTaskError as error:
+        queue.end(name, Failure(f"its Ray worker cannot be used: {_cannot_start(error)}.", True))
+        return False
+    except ray.exceptions.RayError as error:
+        losses[name] += 1
+        if losses[name] >= MAX_LOSSES:
+            sentence = f"its worker was lost {MAX_LOSSES} times before it moved on, perhaps for want of memory"
+            queue.end(name, Failure(f"{sentence} ({first_line(error)}).", False))
+        else:
+            queue.listen(Said(name, "its worker was lost; it goes on elsewhere from its last checkpoint."))
+            queue.waiting.insert(0, task.run)
+        return False
+    match said:
+        case Update(step=step):
+            if 0 <= task.step < step:
+                losses[name] = 0
+            task.step = step
+            queue.listen(said)
+        case Said():
+            queue.listen(said)
+        case _Stopped():
+            return False
+        case ending:
+            queue.end(name, ending)
+            return False
+    return True
+
+
+def _cannot_start(error: Exception) -> str:
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, ImportError | AttributeError):
+        return f"it has no pfedhn, or another version than this machine ({first_line(cause)})"
+    return first_line(error if cause is None else cause)
+
+
+def _trouble(software: Software) -> str | None:
+    """Why this machine must not make what the one that asks has begun."""
+    here = Software.here()
+    for name, theirs, ours in zip(Software._fields, software, here, strict=True):
+        if theirs != ours:
+            return f"it has {name} {ours}, and the machine that asks {theirs}; install the same version on both"
+    return None
+
+
+def _look_around(
+    directory: Path, content: bytes, runs: Sequence[RunSpec], options: Options, software: Software
+) -> Iterator[str | None]:
+    """On a machine of the cluster: why it cannot run these runs; None if it can."""
+    if (trouble := _trouble(software)) is not None:
+        yield trouble
+        return
+    file = directory / "experiment.toml"
+    if not file.exists() or read_bytes(file) != content:
+        yield f"it does not see {file} as the machine that asks does; give an --out that all machines share"
+        return
+    try:
+        for run in runs:
+            build_simulation(run, replace(options, device="cpu"))
+    except Exception as error:  # also of a person's own code, which makes the data
+        yield str(error) if isinstance(error, UserError) else first_line(error)
+        return
+    yield None
+
+
+def _work(directory: Path, experiment: Experiment, run: RunSpec, options: Options, software: Software) -> Iterator[Any]:
+    """On a machine of the cluster: a run, what it says on the way, and how it ended."""
+    if (trouble := _trouble(software)) is not None:  # it may have joined the cluster after the others were asked
+        yield Failure(f"the Ray worker {platform.node()} cannot be used: {trouble}.", True)
+        return
+    heard: list[Event] = []
+    with (
+        computing_on(options.device, options.precision, options.deterministic, round(1 / GPU_SHARE)),
+        stop_on_signal() as stop,  # Ray's cancel comes as Ctrl-C
+    ):
+        ending: Any = None
+        try:
+            going = start(directory, experiment, run, options, heard.append, stop)
+            while ending is None:
+                try:
+                    next(going)
+                except StopIteration as end:
+                    ending = end.value.result
+                yield from _taken(heard)
+        except KeyboardInterrupt:
+            ending = _Stopped(run.name)
+        except Exception as error:
+            ending = failure(error, directory / run.name)
+        yield from _taken(heard)
+        yield ending
+
+
+def _taken(heard: list[Event]) -> Generator[Event, None, None]:
+    """All that was heard, once; a generator, since Ray talks to what is yielded from."""
+    while heard:
+        yield heard.pop(0)

@@ -1,0 +1,98 @@
+"""Methods against each other, seed by seed: the luck of a split, which all methods share, cancels in a difference."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pfedhn.report.entries import Average, Column, Entry, Report, Summary, column_text, display_name, summarize
+
+CONFIDENCE = 0.95
+
+
+class Difference(NamedTuple):
+    """The mean difference over seeds, in points, and the interval that holds the true one with 95 % confidence."""
+
+    mean: float
+    low: float
+    high: float
+    num_seeds: int
+
+    @property
+    def holds_zero(self) -> bool:
+        return self.low <= 0 <= self.high
+
+
+def scores(entry: Entry, average: Average = "clients") -> dict[int, float]:
+    """Test accuracy in per cent by seed; of a task without accuracy, minus the loss."""
+    name = {"clients": "client_mean", "samples": "sample_mean"}[average]
+    found = {
+        seed: 100 * getattr(result.test, name) if entry.has_accuracy else -result.test.loss
+        for seed, result in entry.results.items()
+    }
+    return {seed: value for seed, value in found.items() if not math.isnan(value)}
+
+
+def difference(entry: Entry, other: Entry, average: Average = "clients") -> Difference | None:
+    """`entry` minus `other` over the seeds in which both had the same splits; None with fewer than two such seeds."""
+    mine, theirs = scores(entry, average), scores(other, average)
+    shared = [seed for seed in mine if seed in theirs and _same_split(entry, other, seed)]
+    if len(shared) < 2:
+        return None
+    from scipy.stats import t
+
+    found = [mine[seed] - theirs[seed] for seed in shared]
+    mean = statistics.fmean(found)
+    half = float(t.ppf((1 + CONFIDENCE) / 2, len(found) - 1)) * statistics.stdev(found) / math.sqrt(len(found))
+    return Difference(mean, mean - half, mean + half, len(found))
+
+
+def _same_split(entry: Entry, other: Entry, seed: int) -> bool:
+    return entry.results[seed].partition_sha256 == other.results[seed].partition_sha256
+
+
+def ranks(entries: Sequence[Entry], average: Average = "clients") -> dict[str, Summary]:
+    """Each method's place among all, 1 for the best, over the seeds that all of them have; equals share a place."""
+    found = {entry.label: scores(entry, average) for entry in entries}
+    common = set.intersection(*(set(values) for values in found.values())) if found else set()
+    places: dict[str, list[float]] = {label: [] for label in found}
+    for seed in common:
+        values = [found[label][seed] for label in found]
+        for label in found:
+            better = sum(value > found[label][seed] for value in values)
+            equal = sum(value == found[label][seed] for value in values)
+            places[label].append(better + (equal + 1) / 2)
+    summaries = {label: summarize(values) for label, values in places.items()}
+    return {label: summary for label, summary in summaries.items() if summary is not None}
+
+
+def pairs(report: Report, column: Column, average: Average = "clients") -> list[list[str]]:
+    """A table of a column: each method's rank and how far it lies under the best, best first; empty for one method."""
+    entries = [entry for entry in report.in_column(column) if scores(entry, average)]
+    if len(entries) < 2:
+        return []
+    ordered = sorted(entries, key=lambda entry: -statistics.fmean(scores(entry, average).values()))
+    best, places = ordered[0], ranks(entries, average)
+    lines = [["method", "mean", "rank", f"against {display_name(best.label)}", "95 % interval", "seeds"]]
+    for entry in ordered:
+        mean = statistics.fmean(scores(entry, average).values())
+        found = None if entry is best else difference(entry, best, average)
+        place = places.get(entry.label)
+        lines.append(
+            [
+                display_name(entry.label),
+                f"{mean:.2f}",
+                "" if place is None else f"{place.mean:.1f}",
+                "" if found is None else f"{found.mean:+.2f}",
+                "" if found is None else f"{found.low:+.2f} to {found.high:+.2f}",
+                str(len(scores(entry, average)) if found is None else found.num_seeds),
+            ]
+        )
+    return lines
+
+
+def caption(column: Column) -> str:
+    return (
+        f"{column_text(column)}: differences are taken seed by seed, on the same splits; where the interval holds "
+        "zero, the two methods are not told apart. Rank: the mean place over the seeds that all methods have."
+    )

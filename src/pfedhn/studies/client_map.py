@@ -1,0 +1,159 @@
+"""Section 5.5: do the learned embeddings know which clients are alike?
+
+CIFAR-100 has 20 coarse classes; five clients share each. t-SNE draws the embeddings in a plane; beside the picture
+stand numbers from the embeddings themselves, against the same numbers with shuffled groups.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from pfedhn.errors import missing_extra
+from pfedhn.experiments.spec import Cell
+from pfedhn.report.entries import summarize
+from pfedhn.report.findings import Finding
+from pfedhn.studies import drawing
+from pfedhn.studies.study import Finished, Found, Study, known, on_digits, table1_cell
+
+NUM_SHUFFLES = 1_000
+COARSE = (
+    "aquatic mammals", "fish", "flowers", "food containers", "fruit and vegetables", "household electrical devices",
+    "household furniture", "insects", "large carnivores", "large man-made outdoor things",
+    "large natural outdoor scenes", "large omnivores and herbivores", "medium-sized mammals",
+    "non-insect invertebrates", "people", "reptiles", "small mammals", "trees", "vehicles 1", "vehicles 2",
+)  # fmt: skip
+
+
+def compute(finished: Finished) -> Mapping[str, Any]:
+    """Places in the plane, each client's group, and how well the groups stay together."""
+    try:
+        from sklearn.manifold import TSNE
+        from sklearn.metrics import silhouette_score
+    except ImportError as error:
+        raise missing_extra("a map of clients", "report") from error
+    embeddings = finished.embeddings().numpy()
+    held = [tuple(c for c, share in enumerate(row) if share > 0) for row in finished.federation.class_shares.tolist()]
+    kinds = list(dict.fromkeys(held))  # clients with the same classes are a group
+    groups = numpy.array([kinds.index(classes) for classes in held])
+    perplexity = min(10.0, (len(groups) - 1) / 3)
+    plane = TSNE(2, perplexity=perplexity, init="pca", random_state=0).fit_transform(embeddings.astype(numpy.float32))
+    generator = numpy.random.default_rng(0)
+    shuffled = [generator.permutation(groups) for _ in range(NUM_SHUFFLES)]
+    nearest = neighbors(embeddings)
+    has_silhouette = 1 < len(kinds) < len(groups)
+    return {
+        "plane": plane,
+        "group": groups,
+        "classes": [list(classes) for classes in kinds],
+        "purity": purity(nearest, groups),
+        "shuffled_purity": [purity(nearest, labels) for labels in shuffled],
+        "silhouette": float(silhouette_score(embeddings, groups)) if has_silhouette else None,
+        "shuffled_silhouette": [float(silhouette_score(embeddings, part)) for part in shuffled[:100]]
+        if has_silhouette
+        else [],
+    }
+
+
+def neighbors(embeddings: NDArray[numpy.float64]) -> NDArray[numpy.int64]:
+    """The nearest other client of each."""
+    distances = numpy.linalg.norm(embeddings[:, None] - embeddings[None], axis=-1)
+    numpy.fill_diagonal(distances, numpy.inf)
+    nearest: NDArray[numpy.int64] = distances.argmin(1)
+    return nearest
+
+
+def purity(nearest: NDArray[numpy.int64], groups: NDArray[numpy.int64]) -> float:
+    """The fraction of clients whose nearest other client is of their own group."""
+    return float((groups[nearest] == groups).mean())
+
+
+def draw(found: Found) -> Finding:
+    lines = [["method", "seed", "purity", "shuffled (95 %)", "silhouette", "shuffled (95 %)", "accuracy"]]
+    figures: dict[str, Callable[[], Any]] = {}
+    said = []
+    for cell in found.cells:
+        entry = found.entry(cell)
+        analyses = found.analyses(cell)
+        for seed, values in analyses.items():
+            chance = numpy.percentile(values["shuffled_purity"], 95)
+            silhouette, other = values["silhouette"], values["shuffled_silhouette"]
+            lines.append(
+                [
+                    entry.label,
+                    str(seed),
+                    f"{100 * values['purity']:.0f} %",
+                    f"{100 * chance:.0f} %",
+                    "" if silhouette is None else f"{silhouette:.2f}",
+                    f"{numpy.percentile(other, 95):.2f}" if other else "",
+                    f"{100 * (entry.results[seed].test.client_mean or 0):.2f}",
+                ]
+            )
+            figures.setdefault(cell.method, partial(picture, found.title, entry.label, values, cell.dataset))
+        if analyses:
+            mean = summarize(100 * values["purity"] for values in analyses.values())
+            chance = summarize(100 * float(numpy.mean(values["shuffled_purity"])) for values in analyses.values())
+            said.append(f"{entry.label}: {drawing.text(mean, 0)} % (shuffled: {drawing.text(chance, 0)} %)")
+    return Finding(
+        found.study.name,
+        found.title,
+        "Clients of one color have the same classes, and nobody told the server so; where it learned it, they lie "
+        f"together. Clients whose nearest neighbor has the same classes: {'; '.join(said) or 'not computed yet'}.",
+        [
+            (
+                lines,
+                "Purity: how often the nearest embedding belongs to a client of the same group. Silhouette: from -1 to "
+                "1, near 1 where groups are tight and apart. Beside each, what 95 of 100 shuffles stay under.",
+            )
+        ],
+        figures,
+    )
+
+
+def picture(title: str, label: str, values: Mapping[str, Any], dataset: str) -> Any:
+    import matplotlib
+
+    figure, axes = drawing.titled(9.4, 6.2, f"{title}: {label}")
+    plane, groups = numpy.array(values["plane"]), numpy.array(values["group"])
+    number = len(values["classes"])
+    colors = matplotlib.colormaps["turbo"](numpy.linspace(0.03, 0.97, number))
+    names = COARSE if dataset == "cifar100" and number == len(COARSE) else None
+    for group in range(number):
+        mine = plane[groups == group]
+        text = names[group] if names else f"classes {', '.join(map(str, values['classes'][group]))}"
+        marker = drawing.MARKERS[group % len(drawing.MARKERS)]  # with the color, so that nobody needs the color alone
+        style = {"color": colors[group], "edgecolors": "white", "linewidths": 0.6, "label": text}
+        axes.scatter(mine[:, 0], mine[:, 1], s=62, marker=marker, **style)
+    axes.set(xticks=[], yticks=[], xlabel="t-SNE of the embeddings", ylabel="")
+    axes.spines[:].set_color("#CCCCCC")
+    chance = float(numpy.mean(values["shuffled_purity"]))
+    drawing.heading(
+        axes,
+        f"each mark is a client; {100 * values['purity']:.0f} % have a nearest neighbor of their own group "
+        f"({100 * chance:.0f} % if groups are shuffled)",
+    )
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    return figure
+
+
+def small(cell: Cell) -> Cell:
+    return replace(on_digits(cell), clients=20, steps=200, partition={"rule": "by_classes", "classes_per_client": 1})
+
+
+STUDY = Study(
+    "client-map",
+    "Section 5.5: a map of clients (CIFAR-100, 100 clients, 20 coarse classes)",
+    tuple(
+        replace(
+            table1_cell("cifar100", method, 100),
+            partition={"rule": "by_coarse_class", "clients_per_class": 5},
+        )
+        for method in known("pfedhn", "pfedhn-pc", "pfedhn-plus", "pfedhn-plus-pc")
+    ),
+    draw,
+    compute,
+    small,
+)

@@ -1,0 +1,236 @@
+"""A study: cells of an experiment, what is computed from each finished run, and what is drawn from that.
+
+compute(finished)   on the machine that has the run: its models and its clients' data -> plain numbers
+draw(found)         anywhere, from results and those numbers alone -> a sentence, tables and figures
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.data.federation import Federation
+from pfedhn.experiments.build import build_federation, cell_algorithm
+from pfedhn.experiments.directory import Options
+from pfedhn.experiments.paper import EXPERIMENTS
+from pfedhn.experiments.spec import Cell, Experiment, cell_digest, distinct
+from pfedhn.model import Model
+from pfedhn.params import Params
+from pfedhn.report.entries import Entry, display_name
+from pfedhn.report.findings import Finding
+from pfedhn.report.results import Runs
+from pfedhn.result import Curve, Result
+from pfedhn.run import Run
+
+SMALL = "-small"
+SMALL_NETWORKS = {"lenet": "mlp-16", "lenet-s": "mlp-8", "lenet-m": "mlp-16", "lenet-l": "mlp-32"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished run, with its clients' data: what `compute` is given."""
+
+    run: Run
+    cell: Cell
+    seed: int
+    options: Options
+
+    @property
+    def federation(self) -> Federation:
+        return self.run.simulation.federation
+
+    def another_federation(self, **changes: Any) -> Federation:
+        """The federation of a cell that differs in some fields, such as its partition."""
+        cell = replace(self.cell, **changes)
+        federation = build_federation(cell, self.seed, self.options.data_dir, self.options.device)
+        return federation.to(self.options.device)
+
+    def shared(self, last: bool = False) -> Any:
+        """The server's memory for all as clients use it, at the chosen round or after the last one."""
+        return self.run.simulation.exchange.served(self.run.memories(last).shared)
+
+    def embeddings(self, last: bool = False) -> Tensor:
+        """[N, D]: what the server knows of each client at the chosen round, or after the last one."""
+        algorithm: Any = self.run.simulation.algorithm
+        rows: Any = algorithm.up_to_date(self.run.memories(last).rows, self.shared(last))  # every step moves them
+        embeddings: Tensor = rows.embedding
+        return embeddings.detach().double().cpu()
+
+    def scores(self, model: Model, weights: Params, client: int, split: str = "test") -> tuple[float, float, int]:
+        """Summed loss and metric of some weights on a client's examples of a split, and the number of those."""
+        federation = self.federation
+        numbers = federation.splits[split].of(client)
+        loss = metric = 0.0
+        for part in numbers.split(4096):
+            x, y = federation.examples(part)
+            outputs = model.outputs(weights, x)
+            loss += float(model.per_example_loss(outputs, y).sum())
+            if model.per_example_metric is not None:
+                metric += float(model.per_example_metric(outputs, y).sum())
+        return loss, metric, len(numbers)
+
+
+@dataclass(frozen=True)
+class Study:
+    """One question, asked of finished runs.
+
+    Args:
+        name: What `pfedhn run` calls it.
+        title: A heading for tables and figures.
+        cells: What is run. Cells that an experiment of the package has too are not run again, but read from its
+            results, unless something is computed from the runs themselves.
+        draw: What the results show.
+        compute: What is computed from each run where it was made; plain numbers by name.
+        small: A cell at reduced size, for a processor and seconds.
+        seeds: Of every cell.
+    """
+
+    name: str
+    title: str
+    cells: tuple[Cell, ...]
+    draw: Callable[["Found"], Finding]
+    compute: Callable[[Finished], Mapping[str, Any]] | None = None
+    small: Callable[[Cell], Cell] = field(default_factory=lambda: on_digits)
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+    def experiment(self, small: bool = False) -> Experiment:
+        """What is run; at reduced size, all cells and one seed."""
+        if small:
+            cells = distinct(self.small(cell) for cell in self.cells)
+            return Experiment(self.name + SMALL, cells, self.seeds[:1], f"{self.title}; at reduced size")
+        cells = tuple(cell for cell in self.cells if cell not in self.borrowed)
+        return Experiment(self.name, cells, self.seeds, self.title)
+
+    @cached_property
+    def borrowed(self) -> list[Cell]:
+        """Cells whose results are those of another experiment."""
+        if self.compute is not None:
+            return []
+        known = {cell_digest(cell) for experiment in EXPERIMENTS.values() for cell in experiment.cells}
+        return [cell for cell in self.cells if cell_digest(cell) in known]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known of one experiment of a study: what `draw` is given."""
+
+    study: Study
+    runs: Sequence[Runs]  # of the experiment
+    others: Sequence[Runs] = ()  # what else was given, from which cells may be borrowed
+
+    @property
+    def title(self) -> str:
+        return self.runs[0].experiment.title
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it was run at reduced size, where the paper's numbers mean nothing."""
+        return self.runs[0].experiment.name.endswith(SMALL)
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """The cells that were run or can be borrowed, as the study orders them."""
+        mine = list(self.runs[0].experiment.cells)
+        known = [cell for cell in self.study.cells if not self.is_small and (cell in mine or self._results(cell))]
+        return known + [cell for cell in mine if cell not in known]
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """Those of the cells that have a result."""
+        return [entry for entry in map(self.entry, self.cells) if entry.results]
+
+    def entry(self, cell: Cell) -> Entry:
+        """A cell and what its runs found, whichever experiment ran it."""
+        curves: dict[int, Curve] = {}
+        for runs, name, result in self._stored(cell):
+            if name in runs.curves:
+                curves.setdefault(result.seed, runs.curves[name])
+        results = self._results(cell)
+        return Entry(display_name(cell.method), cell, results, curves, len(results), title=self.title)
+
+    def analyses(self, cell: Cell) -> dict[int, Mapping[str, Any]]:
+        """What was computed from the runs of a cell, by seed."""
+        found: dict[int, Mapping[str, Any]] = {}
+        for runs, name, result in self._stored(cell):
+            if (analysis := runs.analyses.get(name)) is not None and analysis.study == self.study.name:
+                found.setdefault(result.seed, analysis.values)
+        return dict(sorted(found.items()))
+
+    def _results(self, cell: Cell) -> dict[int, Result]:
+        found: dict[int, Result] = {}
+        for _, _, result in self._stored(cell):
+            found.setdefault(result.seed, result)
+        return dict(sorted(found.items()))
+
+    def _stored(self, cell: Cell) -> Iterable[tuple[Runs, str, Result]]:
+        for runs, is_mine in [*((runs, True) for runs in self.runs), *((runs, False) for runs in self.others)]:
+            if cell in runs.experiment.cells:
+                for run in runs.planned:
+                    result = runs.results.get(run.name)
+                    is_wanted = is_mine or run.seed in self.study.seeds  # as many as its other cells have
+                    if result is not None and is_wanted and run.cell == cell:
+                        yield runs, run.name, result
+
+
+def known(*methods: str) -> list[str]:
+    """Those of the methods that there are; where a stronger recipe has a name, it is run beside the paper's."""
+    return [method for method in methods if method in ALGORITHMS]
+
+
+def table1_cell(dataset: str, method: str, clients: int) -> Cell:
+    """A cell of Table 1; of a method that the table does not have, the one of pFedHN with this method."""
+    cells = {(cell.method, cell.clients): cell for cell in EXPERIMENTS[f"table1-{dataset}"].cells}
+    if (method, clients) in cells:
+        return cells[method, clients]
+    near = cells.get((method, 50)) or cells["pfedhn", 50]
+    steps = 40 * clients if method == "local" else near.steps
+    return replace(near, method=method, clients=clients, steps=steps)
+
+
+def varied(cell: Cell, **settings: Any) -> Cell:
+    """A cell with other settings of its method; one that is the default is left out, so that equal cells are equal."""
+    usual = cell_algorithm(cell)
+    changed = {name: value for name, value in settings.items() if getattr(usual, name) != value}
+    return replace(cell, settings={**cell.settings, **changed})
+
+
+def setting(cell: Cell, name: str) -> Any:
+    """A setting of a cell's method, also one that is left at its default."""
+    return getattr(cell_algorithm(cell), name)
+
+
+def on_digits(cell: Cell) -> Cell:
+    """A cell on the embedded digits, with a dozen clients and a few steps."""
+    sizes = None if cell.sizes is None else tuple(SMALL_NETWORKS.get(name, name) for name in cell.sizes)
+    partition: dict[str, Any] = dict(cell.partition)
+    if partition.get("rule") == "dirichlet":
+        partition["alpha"] = 1.0
+        if "novel_clients" in partition:
+            partition["novel_clients"] = 3
+    else:
+        partition = {"rule": "by_classes", "classes_per_client": 3}
+    return replace(
+        cell,
+        dataset="digits",
+        clients=12,
+        partition=partition,
+        split=(0.5, 0.25, 0.25),
+        model=SMALL_NETWORKS.get(cell.model, cell.model),
+        sizes=sizes,
+        part=None if cell.part is None else SMALL_NETWORKS.get(cell.part, cell.part),
+        resize_every=None if cell.resize_every is None else 20,
+        steps=60,
+        cohort_size=None if cell.cohort_size is None else min(cell.cohort_size, 12),
+        batch_size=16,
+        evaluate_every=12,
+        settings=fewer_steps(cell),
+    )
+
+
+def fewer_steps(cell: Cell) -> dict[str, Any]:
+    """A method's settings with a fifth of its local steps."""
+    names = [name for name in ("local_steps", "outer_steps") if hasattr(cell_algorithm(cell), name)]
+    return {**cell.settings, **{name: max(1, setting(cell, name) // 5) for name in names}}

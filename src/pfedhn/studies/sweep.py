@@ -1,0 +1,86 @@
+"""The form of an ablation: one setting takes several values, and accuracy is drawn against it."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from pfedhn.report.entries import Entry
+from pfedhn.report.findings import Finding
+from pfedhn.studies import drawing
+from pfedhn.studies.study import Found, setting
+
+
+def sweep(
+    found: Found, name: str, called: str, sentence: str, paper: Mapping[Any, tuple[float, float | None]] | None = None
+) -> Finding:
+    """What a setting does to the accuracy.
+
+    Args:
+        found: Runs of the study.
+        name: The setting.
+        called: What it is called on an axis.
+        sentence: What to see, before the numbers.
+        paper: The paper's numbers for pFedHN, by value.
+    """
+    paper = {} if paper is None or found.is_small else paper
+    by_method: dict[str, list[Entry]] = {}
+    for entry in sorted(found.entries, key=lambda entry: setting(entry.cell, name) or 0):
+        by_method.setdefault(entry.cell.method, []).append(entry)
+    lines = [["method", called, "accuracy", "paper", "seeds", "ms a round"]]
+    for method, entries in by_method.items():
+        for entry in entries:
+            value = setting(entry.cell, name)
+            known = paper.get(value) if method == "pfedhn" else None
+            numbers = [drawing.text(drawing.accuracy(entry)), drawing.paper_text(known), drawing.seeds_of(entry)]
+            lines.append([entry.label, str(value), *numbers, drawing.text(drawing.milliseconds(entry), 1)])
+    said = [
+        f"{entries[0].label} here: "
+        + drawing.listed({str(setting(e.cell, name)): f"{drawing.text(drawing.accuracy(e), 1)} %" for e in entries})
+        for entries in by_method.values()
+    ]
+    return Finding(
+        found.study.name,
+        found.title,
+        f"{sentence} {'; '.join(said)}.",
+        [(lines, drawing.caption(found.entries))],
+        {"": partial(picture, found.title, by_method, name, called, paper)},
+    )
+
+
+def picture(
+    title: str,
+    by_method: Mapping[str, Sequence[Entry]],
+    name: str,
+    called: str,
+    paper: Mapping[Any, tuple[float, float | None]],
+) -> Any:
+    """Left how the first method learns with each value, right where all of them end."""
+    figure, (left, right) = drawing.titled(11.0, 4.4, title, 2)
+    first = next(iter(by_method.values()))
+    for number, entry in enumerate(first):
+        curve = mean_curve(entry)
+        style = {"color": drawing.COLORS[number % 8], "linewidth": 1.7, "label": str(setting(entry.cell, name))}
+        left.plot(list(curve), list(curve.values()), **style)
+    drawing.heading(left, f"{first[0].label}: how it learns, by {called}")
+    drawing.finished_axes(left, "communication steps", "test accuracy in %")
+    values = sorted({setting(entry.cell, name) for entries in by_method.values() for entry in entries})
+    for number, (method, entries) in enumerate(by_method.items()):
+        means = [summary for entry in entries if (summary := drawing.accuracy(entry)) is not None]
+        places = [values.index(setting(entry.cell, name)) for entry in entries]
+        label, marker = entries[0].label, drawing.MARKERS[number]
+        drawing.errorbar(right, places, means, drawing.color_of(method, number), label, marker=marker)
+    shown = {values.index(value): mean for value, (mean, _) in paper.items() if value in values}
+    if shown:
+        style = {"color": drawing.PAPER, "linestyle": "none", "marker": "x", "markersize": 8}
+        right.plot(list(shown), list(shown.values()), label="the paper", **style)
+    right.set_xticks(range(len(values)), list(map(str, values)))
+    drawing.heading(right, "at the round chosen on validation; bar: deviation over seeds")
+    drawing.finished_axes(right, called, "test accuracy in %")
+    return figure
+
+
+def mean_curve(entry: Entry) -> dict[int, float]:
+    """Accuracy by communication step: the mean over the seeds that have it."""
+    curves = [entry.curve(seed) for seed in entry.curves]
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    return {step: sum(curve[step] for curve in curves) / len(curves) for step in steps}

@@ -1,0 +1,69 @@
+"""Paired differences and ranks."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scipy.stats import ttest_rel
+
+from pfedhn.report.entries import Entry, Report
+from pfedhn.report.pairs import difference, pairs, ranks
+
+
+def entry(label: str, values: dict[int, float], splits: str = "same") -> Entry:
+    def result(value: float) -> Any:
+        test = SimpleNamespace(has_accuracy=True, client_mean=value / 100, sample_mean=value / 100, loss=1.0)
+        return SimpleNamespace(test=test, partition_sha256=splits)
+
+    cell: Any = SimpleNamespace(dataset="digits", clients=5)
+    return Entry(label, cell, {seed: result(value) for seed, value in values.items()}, {}, len(values))
+
+
+SPLITS = {0: 91.0, 1: 84.0, 2: 88.0, 3: 79.0}  # the luck of the split is ten times the difference
+
+
+def shifted(label: str, *by: float) -> Entry:
+    return entry(label, {seed: value + step for (seed, value), step in zip(SPLITS.items(), by, strict=True)})
+
+
+def test_the_interval_is_that_of_a_paired_t_test() -> None:
+    first, second = shifted("pfedhn", 0, 0, 0, 0), shifted("fedavg", -0.5, -0.9, -0.7, -0.4)
+    found = difference(second, first)
+    assert found is not None
+    expected = ttest_rel([90.5, 83.1, 87.3, 78.6], list(SPLITS.values())).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert found.mean == pytest.approx(-0.625)
+    assert not found.holds_zero
+    reverse = difference(first, second)
+    assert reverse is not None
+    assert reverse.mean == pytest.approx(0.625)
+
+
+def test_only_seeds_with_the_same_splits_count() -> None:
+    first = shifted("pfedhn", 0, 0, 0, 0)
+    assert difference(replace(entry("fedavg", SPLITS, splits="other")), first) is None
+    assert difference(entry("fedavg", {0: 90.0}), first) is None
+    found = difference(entry("fedavg", {1: 84.5, 3: 78.0, 9: 10.0}), first)
+    assert found is not None
+    assert (found.num_seeds, found.mean) == (2, pytest.approx(-0.25))
+    assert found.holds_zero
+
+
+def test_equals_share_a_place() -> None:
+    found = ranks([shifted("a", 0, 0, 1, 0), shifted("b", 0, 1, 0, 0), shifted("c", -1, -1, -1, 0)])
+    assert {label: summary.mean for label, summary in found.items()} == pytest.approx(
+        {"a": (1.5 + 2 + 1 + 2) / 4, "b": (1.5 + 1 + 2 + 2) / 4, "c": (3 + 3 + 3 + 2) / 4}
+    )
+
+
+def test_the_table_of_a_column() -> None:
+    report = Report("t", [shifted("fedavg", -1, -1, -1, -1.2), shifted("pfedhn", 0, 0, 0, 0), entry("local", {})])
+    (column,) = report.columns
+    lines = pairs(report, column)
+    assert lines[0][3] == "against pFedHN"
+    assert [line[0] for line in lines[1:]] == ["pFedHN", "FedAvg"]
+    assert lines[1] == ["pFedHN", "85.50", "1.0", "", "", "4"]
+    assert lines[2][:4] == ["FedAvg", "84.45", "2.0", "-1.05"]
+    assert lines[2][4].startswith("-1.2")
+    assert pairs(Report("t", [shifted("pfedhn", 0, 0, 0, 0)]), column) == []

@@ -1,0 +1,181 @@
+"""Every study of the package runs by its command at reduced size, and its figures come again from the exported file."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from typer.testing import CliRunner, Result
+
+from pfedhn.cli.app import app
+from pfedhn.errors import UserError
+from pfedhn.experiments import directory as directory_module
+from pfedhn.experiments.analysis import Analysis, identity, read_analysis, write_analysis
+from pfedhn.experiments.build import check
+from pfedhn.experiments.paper import EXPERIMENTS
+from pfedhn.experiments.spec import cell_digest
+from pfedhn.record import read_result
+from pfedhn.report.results import Runs, read_file
+from pfedhn.studies import STUDIES, findings
+from pfedhn.studies.study import Found, Study
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(directory_module, "num_cores", lambda: 1)
+    monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path / "cache"))
+
+
+def invoke(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, list(arguments), prog_name="pfedhn")
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def run_small(name: str, *more: str) -> Path:
+    invoke("run", name, "--small", "--set", "steps=6", "--set", "evaluate_every=3", "--out", "runs", *more)
+    return Path("runs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_by_its_command_and_again_from_the_exported_file(name: str) -> None:
+    study = STUDIES[name]
+    changes = [] if name in ("linear", "generalization") else ["--set", "local_steps=1"]
+    if name == "linear":
+        changes = ["--set", "steps=60", "--set", "evaluate_every=60"]
+    elif name == "local-steps":
+        changes = []
+    run_small(name, *changes)
+    invoke("report", "runs", "--export", "kept.jsonl")
+    (stored,) = read_file(Path("kept.jsonl"))
+    assert len(stored.results) == len(stored.experiment.cells)
+    assert set(stored.analyses) == (set(stored.results) if study.compute else set())
+    invoke("report", "kept.jsonl", "--out", "again", "--format", "md,png,html")
+    (finding,) = findings([stored])
+    pictures = [finding.stem(figure) for figure in finding.figures]
+    assert pictures
+    for picture in pictures:
+        assert (Path("again") / f"{picture}.png").read_bytes()[:4] == b"\x89PNG"
+        assert (Path("again") / f"{picture}.svg").read_text().startswith("<?xml")
+    assert finding.sentence in Path("again/report.md").read_text()
+    assert "None" not in finding.sentence
+    assert "nan" not in finding.sentence
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_the_cells_of_a_study_can_be_run(study: Study) -> None:
+    for small in (False, True):
+        check(study.experiment(small))
+    table1 = {cell_digest(cell) for experiment in EXPERIMENTS.values() for cell in experiment.cells}
+    planned = {cell_digest(cell) for cell in study.experiment().cells}
+    if study.compute is None:
+        assert not planned & table1  # nothing that Table 1 has is run again
+    assert len(planned) + len(study.borrowed) == len(study.cells)
+
+
+def test_points_of_table_1_come_from_its_results() -> None:
+    (runs,) = read_file(RESULTS / "table1-cifar10.jsonl")
+    study = STUDIES["depth"]
+    empty = Runs(study.experiment(), [], {}, {})
+    found = Found(study, [empty], [runs])
+    (entry,) = found.entries
+    assert entry.cell in study.borrowed
+    assert sorted(entry.results) == [0, 1, 2]
+    assert "paper" in study.draw(found).tables[0][0][0]
+
+
+def finished() -> tuple[Path, Any]:
+    folder = run_small("mix-and-match", "--set", "local_steps=1", "--only", "method=pfedhn-pc")
+    (run,) = (file.parent for file in folder.glob("*/result.json"))
+    result = read_result(run)
+    assert result is not None
+    return run, result
+
+
+def test_numbers_that_were_edited_are_noticed(tmp_path: Path) -> None:
+    (runs,) = read_file(RESULTS / "compression.jsonl")
+    result, other = list(runs.results.values())[:2]
+    analysis = Analysis.of("mine", result, {"plane": numpy.array([[1.23456789, math.nan]]), "count": 3})
+    assert analysis.values == {"plane": [[1.23457, None]], "count": 3}
+    write_analysis(tmp_path, analysis)
+    assert read_analysis(tmp_path, result) == analysis
+    assert read_analysis(tmp_path, other) is None
+    file = tmp_path / "analysis.json"
+    file.write_text(file.read_text().replace('"count": 3', '"count": 4'))
+    with pytest.raises(UserError, match="was changed after it was written; remove it"):
+        read_analysis(tmp_path, result)
+
+
+@pytest.mark.slow
+def test_what_was_computed_is_checked() -> None:
+    run, result = finished()
+    analysis = read_analysis(run, result)
+    assert analysis is not None
+    assert analysis.made_from == identity(result)
+    accuracy = analysis.values["accuracy"]
+    assert len(accuracy) == 10
+    correct, examples = result.test.clients, result.test.client_examples
+    for client in range(10):  # with its own features a classifier is the client's own model
+        if examples[client]:
+            assert accuracy[client][client] == pytest.approx(correct[client] / examples[client], abs=1e-5)
+
+    (run / "analysis.json").unlink()
+    assert "Computing" in invoke("run", "--resume", "runs").output  # only that: the run itself is finished
+    assert read_analysis(run, result) == analysis
+
+    invoke("report", "runs", "--export", "kept.jsonl")
+    invoke("report", "runs", "--export", "kept.jsonl")
+    lines = Path("kept.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["experiment", "run", "analysis"]
+    Path("kept.jsonl").write_text("\n".join([*lines[:2], lines[2].replace("mix-and-match", "depth", 1)]))
+    with pytest.raises(UserError, match="line 3: it was changed after it was written"):
+        read_file(Path("kept.jsonl"))
+    alone = "\n".join([lines[0], lines[2]])
+    Path("kept.jsonl").write_text(alone)
+    with pytest.raises(UserError, match="line 2: no line has the run"):
+        read_file(Path("kept.jsonl"))
+
+
+OWN = '''
+"""Does it matter how many clients there are?"""
+
+from dataclasses import replace
+
+from pfedhn.experiments.spec import Cell
+from pfedhn.studies import Finding, Finished, Found, Study
+
+
+def compute(finished: Finished):
+    return {"length": finished.embeddings().norm(dim=1).mean()}
+
+
+def draw(found: Found) -> Finding:
+    lines = [["clients", "length"]]
+    for cell in found.cells:
+        for values in found.analyses(cell).values():
+            lines.append([str(cell.clients), f"{values['length']:.3f}"])
+    return Finding("mine", "Clients", "More clients, other lengths.", [(lines, "Mean length.")])
+
+
+CELL = Cell(split=(0.5, 0.25, 0.25), model="mlp-4", steps=4, evaluate_every=2, settings={"local_steps": 1})
+STUDY = Study("mine", "Clients", tuple(replace(CELL, clients=n) for n in (4, 8)), draw, compute, small=lambda c: c)
+'''
+
+
+def test_a_study_of_ones_own_is_one_file() -> None:
+    Path("mine.py").write_text(OWN)
+    said = invoke("run", "mine.py", "--seeds", "0", "--set", "batch_size=8").output
+    assert "More clients, other lengths." in said
+    invoke("report", "runs/mine", "--export", "mine.jsonl")
+    again = invoke("report", "mine.jsonl", "--study", "mine.py", "--format", "md").output
+    assert "More clients, other lengths." in again
+    assert "| 8 | " in Path("report/report.md").read_text()
+    wrong = CliRunner().invoke(app, ["run", "demo", "--small"], prog_name="pfedhn")
+    assert wrong.exit_code == 2
+    assert "--small is for studies" in wrong.output

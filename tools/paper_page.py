@@ -1,0 +1,98 @@
+"""Writes docs/paper.md, docs/paper-numbers.md and their figures from the lines in results/.
+
+`make results` runs it. Nothing of ours on the pages is typed in: a study without a stored run has no section yet.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pfedhn.errors import UserError
+from pfedhn.files import write_atomically
+from pfedhn.report.findings import Finding, pngs
+from pfedhn.report.results import read_file
+from pfedhn.report.tables import markdown_table
+from pfedhn.studies import STUDIES, findings
+
+ROOT = Path(__file__).resolve().parent.parent
+DPI = 90  # legible at the width of a page, and under 150 kB
+LONG = 14  # lines of a table; a longer one stands on the page of numbers
+
+OPENING = """\
+<!-- Made by `make results` from the files in results/. Do not edit. -->
+
+# The rest of the paper
+
+Table 1 is on [the page of results](results.md). Here is what else the paper shows, in its order, each by one command;
+the paper's value stands beside ours. A figure is made again from the stored lines by
+`pfedhn report results --out report`, and [experiments](experiments.md#studies) says how a study is made.
+"""
+NUMBERS = """\
+<!-- Made by `make results` from the files in results/. Do not edit. -->
+
+# The rest of the paper: numbers
+
+The long tables of [the rest of the paper](paper.md).
+"""
+
+
+def found(results: Path) -> list[Finding]:
+    """What the stored runs show, in the order of the paper."""
+    runs = [part for file in sorted(results.glob("*.jsonl")) for part in read_file(file)]
+    shown = {finding.name: finding for finding in findings(runs)}
+    return [shown[name] for name in STUDIES if name in shown]
+
+
+def page(shown: Sequence[Finding]) -> str:
+    parts = [OPENING, commands()]
+    for finding in shown:
+        parts += [f"## {finding.title}", finding.sentence, f"`pfedhn run {finding.name}`"]
+        parts += [f"![{finding.title}](figures/{_file(finding, name)})" for name in finding.figures]
+        for lines, caption in finding.tables:
+            if len(lines) <= LONG:
+                parts += [markdown_table(lines), caption]
+            else:
+                parts.append(f"[Its {len(lines) - 1} lines](paper-numbers.md#{_anchor(finding)}).")
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def numbers(shown: Sequence[Finding]) -> str:
+    parts = [NUMBERS]
+    for finding in shown:
+        long = [(lines, caption) for lines, caption in finding.tables if len(lines) > LONG]
+        if long:
+            parts.append(f"## {finding.name}")
+        for lines, caption in long:
+            parts += [markdown_table(lines), caption]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def commands() -> str:
+    lines = [f"| `pfedhn run {name}` | {study.title} |" for name, study in STUDIES.items()]
+    return "\n".join(["| command | shows |", "|---|---|", *lines])
+
+
+def _file(finding: Finding, figure: str) -> str:
+    return f"paper-{finding.stem(figure)}.png"
+
+
+def _anchor(finding: Finding) -> str:
+    return finding.name
+
+
+def build(results: Path, docs: Path) -> None:
+    shown = found(results)
+    figures = {f"paper-{name}": content for finding in shown for name, content in pngs(finding, DPI).items()}
+    for file in (docs / "figures").glob("paper-*.png"):
+        if file.name not in figures:
+            file.unlink()
+    for name, content in figures.items():
+        write_atomically(docs / "figures" / name, content)
+    write_atomically(docs / "paper.md", page(shown).encode())
+    write_atomically(docs / "paper-numbers.md", numbers(shown).encode())
+
+
+if __name__ == "__main__":
+    try:
+        build(ROOT / "results", ROOT / "docs")
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
