@@ -13,11 +13,12 @@ from pfedhn.cli.endings import BAD_INPUT, FAILED, Stopped, complain
 from pfedhn.data import catalogue
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import check
-from pfedhn.experiments.directory import Directory, Options
+from pfedhn.experiments.directory import Directory, Options, finished
 from pfedhn.experiments.execute import Outcome
-from pfedhn.experiments.runner import prepare
+from pfedhn.experiments.runner import prepare, refuse_other_executor
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
 from pfedhn.progress import Display
+from pfedhn.record import MendableError
 from pfedhn.screen import Screen
 
 
@@ -50,12 +51,13 @@ def displayed(
     check(chosen)
     directory.refuse_other(chosen)
     runs = with_pretraining(chosen, runs)
-    left = [run for run in runs if not (path / run.name / "result.json").exists()]
+    refuse_other_executor(path, runs, options)
+    left = [run for run in runs if not _is_finished(path / run.name, run)]
     screen = Screen(stderr=True)
     for name in dict.fromkeys(run.cell.dataset for run in left):
         if name in catalogue.DATASETS:
             get_dataset(name, options.data_dir, again=False)
-    prepare(path, left, options)
+    prepare(left, options)
     if options.threads is None and (path / "experiment.toml").exists():
         options = replace(options, threads=directory.options().threads)  # however few runs are left by now
     options = options.with_threads(len(runs), jobs)
@@ -67,6 +69,14 @@ def displayed(
             yield Ready(runs, options, display)
     except KeyboardInterrupt:
         raise Stopped(f"stopped; `pfedhn run --resume {path}` goes on.") from None
+
+
+def _is_finished(folder: Path, run: RunSpec) -> bool:
+    """Whether nothing is left to do; `run_many` says why a run whose files are damaged is started again."""
+    try:
+        return finished(folder, run) is not None
+    except MendableError:
+        return False
 
 
 def end(outcome: Outcome) -> None:
