@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 from pfedhn.errors import RunError, UserError
 from pfedhn.experiments.analysis import Analysis, identity, read_analysis
-from pfedhn.experiments.directory import Directory
+from pfedhn.experiments.directory import Directory, check_place
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
 from pfedhn.files import make_folder, one_at_a_time, read_bytes, reading, write_atomically
-from pfedhn.record import MENDS, MendableError, Spec, read_history, read_result, read_spec
+from pfedhn.record import Spec, read_history, read_result, read_spec
 from pfedhn.result import Curve, Result, SchemaError, Scores, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import build
@@ -70,24 +70,13 @@ def read_experiment(path: Path) -> Runs:
     results, curves, analyses = {}, {}, {}
     for run in planned:
         if (result := read_result(path / run.name)) is not None:
-            _check_place(path / run.name, run, result)
+            check_place(path / run.name, run, result)
             results[run.name] = result
             if (analysis := read_analysis(path / run.name, result)) is not None:
                 analyses[run.name] = analysis
         if history := read_history(path / run.name):
             curves[run.name] = Curve.of(history)
     return Runs(experiment, planned, results, curves, analyses)
-
-
-def _check_place(folder: Path, run: RunSpec, result: Result) -> None:
-    """A result must be that of the run in whose folder it lies."""
-    try:
-        is_of_run = (result.name, result.seed) == (run.name, run.seed)
-        is_of_run = is_of_run and build(Cell, result.cell, result.name) == run.cell
-    except UserError:
-        is_of_run = False
-    if not is_of_run:
-        raise MendableError(f"{folder / 'result.json'} is of another run; {MENDS}.")
 
 
 def read_run(path: Path) -> Runs:
