@@ -11,7 +11,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
 from pfedhn.files import make_folder, one_at_a_time, read_bytes, reading, write_atomically
 from pfedhn.record import Spec, read_history, read_result, read_spec
-from pfedhn.result import Curve, Result, SchemaError, Scores, from_json, to_json
+from pfedhn.result import Curve, Moment, Result, SchemaError, Scores, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import build
 
@@ -40,6 +40,8 @@ class Runs:
     results: Mapping[str, Result]  # of those that have finished
     curves: Mapping[str, Curve]  # of those that have begun
     analyses: Mapping[str, Analysis] = field(default_factory=dict)  # of those from which a study computed something
+    histories: Mapping[str, Sequence[Moment]] = field(default_factory=dict)  # every evaluation, of directories alone
+    client_names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of runs whose clients have names
 
 
 class LineError(ValueError):
@@ -67,7 +69,7 @@ def read(path: Path) -> list[Runs]:
 def read_experiment(path: Path) -> Runs:
     """What lies in the directory of an experiment."""
     experiment, planned = Directory(path).read()
-    results, curves, analyses = {}, {}, {}
+    results, curves, analyses, histories, client_names = {}, {}, {}, {}, {}
     for run in planned:
         if (result := read_result(path / run.name)) is not None:
             check_place(path / run.name, run, result)
@@ -75,8 +77,12 @@ def read_experiment(path: Path) -> Runs:
             if (analysis := read_analysis(path / run.name, result)) is not None:
                 analyses[run.name] = analysis
         if history := read_history(path / run.name):
-            curves[run.name] = Curve.of(history)
-    return Runs(experiment, planned, results, curves, analyses)
+            curves[run.name], histories[run.name] = Curve.of(history), history
+            with suppress(UserError):  # a result vouches for itself; without its spec it only has no names
+                spec = read_spec(path / run.name)
+                if spec is not None and spec.data.client_names is not None:
+                    client_names[run.name] = spec.data.client_names
+    return Runs(experiment, planned, results, curves, analyses, histories, client_names)
 
 
 def read_run(path: Path) -> Runs:
@@ -88,7 +94,9 @@ def read_run(path: Path) -> Runs:
     (run,) = experiment.runs()
     result, history = read_result(path, spec), read_history(path)
     known = {} if result is None else {run.name: replace(result, name=run.name, experiment=name, cell=asdict(run.cell))}
-    return Runs(experiment, [run], known, {run.name: Curve.of(history)} if history else {})
+    curves, histories = ({run.name: Curve.of(history)}, {run.name: history}) if history else ({}, {})
+    names = {} if spec.data.client_names is None else {run.name: spec.data.client_names}
+    return Runs(experiment, [run], known, curves, {}, histories, names)
 
 
 def _cell_of(spec: Spec) -> Cell:
