@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from pfedhn.errors import missing_extra
+from pfedhn.files import write_atomically
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -37,11 +37,33 @@ def program(name: str) -> str:
     return str(path)
 
 
-def start(command: Sequence[str], home: Path, log: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """Start a program that lasts; it is a group of its own, so that Ctrl-C reaches it through us alone."""
-    return subprocess.Popen(  # noqa: S603 - our own words, and no shell
-        command, env=environment(home), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-    )
+def start(command: Sequence[str], home: Path) -> "subprocess.Popen[bytes]":
+    """Start a program that lasts; what it says goes into a file beside it.
+
+    It is a group of its own, so that Ctrl-C reaches it through us alone. One that a process before us started in the
+    same place, and could not end because it was killed, is ended first: two of them would be in each other's way.
+    """
+    name = Path(command[0]).name
+    note = home / f"{name}.pid"
+    end_orphan(note, str(home.parent))
+    with (home / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(  # noqa: S603 - our own words, and no shell
+            command, env=environment(home), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    write_atomically(note, str(process.pid).encode())
+    return process
+
+
+def end_orphan(note: Path, place: str) -> None:
+    """End the process that a file names, if it still is what it was: a program that was given this place."""
+    try:
+        pid = int(note.read_text())
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except (OSError, ValueError):  # it has ended; or a system without /proc, where a person has to look
+        return
+    if place in words and note.stem in words:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def run(command: Sequence[str], home: Path, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
@@ -75,3 +97,12 @@ def free_port(host: str = "127.0.0.1") -> int:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def is_listening(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except OSError:
+        return False
+    return True

@@ -1,6 +1,7 @@
 """The engine's side of the server: its grid as a transport, and the program that the engine starts."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -134,7 +135,7 @@ def serve(grid: Grid, site: Site, is_lingering: bool) -> None:
     roster = site.invitations.enrolled
     transport = Flower(grid, roster, site.spec.policy.reply_seconds, log)
     server = Server(site.plan, site.run, site.folder / "server", site.key, roster, transport, site.spec.policy, log)
-    write_status()
+    log({"event": "running", "pid": os.getpid(), "round": server.state.round})
     server.run(is_lingering=is_lingering)
     write_status()
     log({"event": "left"})

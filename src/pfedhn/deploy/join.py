@@ -206,8 +206,7 @@ class Joined:
             "--isolation", "subprocess", "--host", "127.0.0.1", "--port", str(engine.free_port()),
             "--node-config", f'socket="{self.place / "socket"}"',
         ]  # fmt: skip
-        with (home / "node.log").open("ab") as log:
-            self.node = engine.start(command, home, log)
+        self.node = engine.start(command, home)
 
     def _listen(self, listener: socket.socket, stop: threading.Event) -> None:
         while not stop.is_set():

@@ -67,8 +67,8 @@ class Service:
         try:
             while not stop.is_set():
                 self._keep_engine()
-                self._register()
                 self._keep_run()
+                self._register()
                 self._show()
                 if self.is_leaving and self._has_left:
                     break
@@ -105,12 +105,12 @@ class Service:
             }
         }
         write_atomically(self.home / "config.toml", tomli_w.dumps(table).encode())
-        with (self.home / "engine.log").open("ab") as log:
-            self.superlink = engine.start(command, self.home, log)
+        self.superlink = engine.start(command, self.home)
+        self._log({"event": "engine", "pid": self.superlink.pid})
         began = time.monotonic()
-        while self._ask("list", CONNECTION, "--format", "json") is None:
+        while not engine.is_listening(self.engine_address):
             if self.superlink.poll() is not None or time.monotonic() - began > SECONDS_TO_START:
-                raise RunError(f"the engine does not start; {self.home / 'engine.log'} says why.")
+                raise RunError(f"the engine does not start; {self.home / 'flower-superlink.log'} says why.")
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _ask(self, *words: str) -> dict[str, Any] | None:
