@@ -179,7 +179,7 @@ def test_runs_side_by_side_are_the_runs_alone(federation: Federation) -> None:
 
 def test_rates_are_data() -> None:
     """A grid over learning rates runs from one graph: no rate is written into it."""
-    always = {"lr", "local_lr", "weight_decay", "embedding_scale"}
+    always = {"lr", "local_lr", "weight_decay", "embedding_scale", "shared_lr"}
     assert set(rates(PFedHN(), torch.float32, torch.device("cpu"))) == always
     given = PFedHN(embedding_lr=1.0, averaging=0.9)
     assert set(rates(given, torch.float32, torch.device("cpu"))) == always | {"embedding_lr", "averaging"}
