@@ -52,8 +52,8 @@ def test_images_are_brought_to_one_size() -> None:
     )
     assert federation.x.shape == (8, 1, 3, 3)
     assert federation.class_names == ("no", "yes")
-    with pytest.raises(UserError, match="do not make one array .* images of one size or with a resize"):
-        from_hugging_face(data, "what", "who", "photo")
+    with pytest.raises(UserError, match=r"do not make one array .* images of one size or with a resize"):
+        from_hugging_face(data.add_column("all", [0] * 8), "all", "what", "photo")
 
 
 def test_what_does_not_fit_is_refused() -> None:

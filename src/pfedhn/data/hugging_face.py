@@ -40,8 +40,8 @@ def from_hugging_face(
         seed: The seed of the split.
         resize: Height and width that images are brought to.
         channels: Of images: "rgb" or "gray".
-        when_needed: Read a client's examples when it takes part or is tested, for data that do not fit in memory. Clients
-            then have numbers, in the sorted order of their names.
+        when_needed: Read a client's examples when it takes part or is tested, for data that do not fit in memory.
+            Clients then have numbers, in the sorted order of their names.
 
     Examples:
         >>> import datasets, pfedhn.datasets
@@ -52,7 +52,7 @@ def from_hugging_face(
         (('a', 'b'), (20, 2))
     """
     columns = getattr(dataset, "column_names", None)
-    if not isinstance(columns, list) or not hasattr(dataset, "__getitem__"):
+    if not isinstance(columns, list) or not hasattr(dataset, "__len__"):
         raise UserError(
             f"dataset is {short(dataset)}; give one split of a data set that lies on this machine, as "
             'load_dataset(..., split="train") returns it, and not a stream.'
@@ -67,15 +67,13 @@ def from_hugging_face(
     def examples(rows: Array) -> tuple[Array, Array]:
         values = dataset[rows.tolist()][input_column]
         try:
-            inputs = [
-                decode(value, resize, channels) if hasattr(value, "convert") else numpy.asarray(value)
-                for value in values
-            ]
+            is_image = hasattr(values[0], "convert")
+            inputs = [decode(v, resize, channels) if is_image else numpy.asarray(v) for v in values]
             return numpy.stack(inputs), labels[rows]
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
-                f"the examples in column {input_column!r} do not make one array ({first_line(error)}); give lists of one "
-                "length, or images of one size or with a resize."
+                f"the examples in column {input_column!r} do not make one array ({first_line(error)}); give lists of "
+                "one length, or images of one size or with a resize."
             ) from error
 
     if not when_needed:
