@@ -9,6 +9,8 @@ from pfedhn.cli.options import RunArgument
 from pfedhn.errors import UserError
 from pfedhn.screen import say
 
+PARTY = "party.json"  # of the folder of a party that takes part in a federation
+
 
 def export(
     directory: RunArgument,
@@ -49,11 +51,15 @@ def export(
       pfedhn export runs/clinics --client Berlin --to berlin.onnx
       pfedhn export runs/demo --run pfedhn-digits-50-seed0 --client 7 --to seven.pt2
       pfedhn export runs/clinics --all --to models --format safetensors
+      pfedhn export pfedhn-lyon --to lyon.onnx  # by a party of a federation, of its own
     """
     from pfedhn.cli.add_client import prepared
     from pfedhn.data.files import read_client
     from pfedhn.run import load
 
+    if (directory / PARTY).exists():
+        _export_of_party(directory, to, data)
+        return
     if every == (client is not None):
         raise UserError("say whose model is wanted: --client NAME for one, --all for every client.")
     if every and data is not None:
@@ -71,3 +77,13 @@ def export(
         examples = prepared(trained, x), y
     trained.export(client, to, data=examples)
     say(f"The model of client {client} is in {to}, and what it is in {to.with_suffix('.md')}.")
+
+
+def _export_of_party(folder: Path, to: Path, data: Path | None) -> None:
+    from pfedhn.cli.federation import need_the_extra
+
+    need_the_extra()
+    from pfedhn.deploy.join import export_model
+
+    name = export_model(folder.absolute(), to, data)
+    say(f"The model of {name} is in {to}, and what it is in {to.with_suffix('.md')}.")

@@ -181,7 +181,7 @@ def from_folders(path: str | Path, task: Task = "auto") -> Folders:
         raise UserError(f"{root} holds no folders; make one per client, with x.npy and y.npy in it.")
     clients = []
     for folder in folders:
-        x, y = _load_array(folder / "x.npy", "biuf"), _load_array(folder / "y.npy", "biufUS")
+        x, y = load_array(folder / "x.npy", "biuf"), load_array(folder / "y.npy", "biufUS")
         if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
             raise UserError(f"{folder} has x of shape {x.shape} and y of shape {y.shape}; give one label per example.")
         clients.append((x, y))
@@ -223,10 +223,7 @@ def from_table(
     with reading(file):
         if not file.is_file():
             raise UserError(f"{file} is not a file; give a .csv, .tsv or .parquet file.")
-    readers = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
-    if file.suffix.lower() not in readers:
-        raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
-    columns = _read_parquet(file, encoding.is_used) if file.suffix.lower() == ".parquet" else _read_csv(file)
+    columns = read_columns(file, encoding.is_used)
     for wanted in (client_column, label_column):
         if not isinstance(wanted, str) or wanted not in columns:
             raise UserError(f"{file.name} has no column {short(wanted)}; {closest(wanted, columns)}")
@@ -248,14 +245,14 @@ def from_table(
     if encoding.is_used:
         x, features = encoded(file.name, {name: columns[name] for name in features}, encoding)
     else:
-        x = numpy.stack([_numbers(file, name, columns[name]) for name in features], axis=1)
+        x = numpy.stack([to_numbers(file, name, columns[name]) for name in features], axis=1)
     (y,), class_names = _labels([_as_numbers(columns[label_column])], task, f"column {label_column!r} of {file.name}")
     clients, groups = numpy.unique(_as_identifiers(columns[client_column]), return_inverse=True)
     client_names = tuple(map(str, clients.tolist()))
     return Table(x, y, groups.astype(numpy.int64), client_names, tuple(features), class_names)
 
 
-def _load_array(path: Path, kinds: str) -> Array:
+def load_array(path: Path, kinds: str) -> Array:
     """An array of one of these kinds of numbers or text (as `numpy.dtype.kind` calls them)."""
     with reading(path):
         if not path.exists():
@@ -326,6 +323,13 @@ def _labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array
     return [array.astype(numpy.float32 if kinds & set("f") else numpy.int64) for array in labels], None
 
 
+def read_columns(file: Path, takes_empty: bool = False) -> dict[str, Array]:
+    """The columns of a table; whether a parquet file may have empty cells is for the caller to say."""
+    if file.suffix.lower() not in (".csv", ".tsv", ".parquet"):
+        raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
+    return _read_parquet(file, takes_empty) if file.suffix.lower() == ".parquet" else _read_csv(file)
+
+
 def _read_csv(file: Path) -> dict[str, Array]:
     try:
         with reading(file), file.open(newline="", encoding="utf-8-sig") as stream:
@@ -386,7 +390,8 @@ def _read_parquet(file: Path, takes_empty: bool = False) -> dict[str, Array]:
     return columns
 
 
-def _numbers(file: Path, name: str, column: Array) -> NDArray[numpy.float32]:
+def to_numbers(file: Path, name: str, column: Array) -> NDArray[numpy.float32]:
+    """A column of a table as features; what is no finite number is refused."""
     try:
         with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
             numbers: NDArray[numpy.float32] = column.astype(numpy.float32)
@@ -448,7 +453,7 @@ def read_client(path: str | Path, label_column: str | None, class_names: Sequenc
     """
     place = given_path(path)
     if place.is_dir():
-        x, y = _load_array(place / "x.npy", "biuf"), _load_array(place / "y.npy", "biufUS")
+        x, y = load_array(place / "x.npy", "biuf"), load_array(place / "y.npy", "biufUS")
     elif place.is_file():
         x, y = _table_of_one(place, label_column)
     else:
@@ -483,32 +488,25 @@ def read_inputs(
     if is_folder or is_array:
         if label_column is not None:
             raise UserError(f"{place} is no table, so that it has no column {label_column!r}; leave --label out.")
-        x = _load_array(place / "x.npy" if is_folder else place, "biuf")
+        x = load_array(place / "x.npy" if is_folder else place, "biuf")
         if x.ndim < 1 or not len(x):
             raise UserError(f"{place} has x of shape {x.shape}; give at least one example.")
         return x, None
-    columns = _columns_of(place)
+    columns = read_columns(place)
     if label_column is not None and label_column not in columns:
         raise UserError(f"{place.name} has no column {label_column!r}; {closest(label_column, columns)}")
     labels = None if label_column is None else _as_numbers(columns[label_column])
     features = [name for name in columns if name != label_column and name not in leave_out]
     if not features or not len(columns[features[0]]):
         raise UserError(f"{place.name} has no examples with features; give at least one.")
-    return numpy.stack([_numbers(place, name, columns[name]) for name in features], axis=1), labels
+    return numpy.stack([to_numbers(place, name, columns[name]) for name in features], axis=1), labels
 
 
 def _table_of_one(file: Path, label_column: str | None) -> tuple[Array, Array]:
-    columns = _columns_of(file)
+    columns = read_columns(file)
     if label_column is None or label_column not in columns:
         raise UserError(f"say which column of {file.name} is the label: --label NAME; {closest('', columns)}")
-    features = [_numbers(file, name, columns[name]) for name in columns if name != label_column]
+    features = [to_numbers(file, name, columns[name]) for name in columns if name != label_column]
     if not features:
         raise UserError(f"{file.name} has no feature columns; give it at least one besides the label.")
     return numpy.stack(features, axis=1), _as_numbers(columns[label_column])
-
-
-def _columns_of(file: Path) -> dict[str, Array]:
-    readers = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
-    if file.suffix.lower() not in readers:
-        raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
-    return readers[file.suffix.lower()](file)

@@ -6,6 +6,7 @@ reply.
 """
 
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,11 +26,13 @@ from pfedhn.deploy.wire import Message, WireError, from_envelope
 from pfedhn.engine.evaluate import EXAMPLES_PER_CHUNK
 from pfedhn.engine.round import Kept, Offer
 from pfedhn.engine.state import EVALUATED_SPLITS
-from pfedhn.errors import RunError, UserError
+from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.files import make_folder, read_bytes, write_atomically
 from pfedhn.model import Model
 from pfedhn.params import Params, take
 from pfedhn.seal import DamagedError, sealed_json, unsealed_json
+
+logger = logging.getLogger("pfedhn")
 
 Scores = dict[str, list[float | int | None]]
 """By split: summed loss, summed metric (None where the task has none), examples."""
@@ -99,25 +102,25 @@ class Party:
         try:
             answer = answers[message.kind](message)
         except UserError as error:
-            is_version = isinstance(error, MissingVersion)
-            phase = message.values.get("phase", "training")
-            answer = Message(
-                "refusal",
-                self.run,
-                self.name,
-                {
-                    "of": message.kind,
-                    "round": message.values.get("round"),
-                    "reason": "version" if is_version else "party",
-                    "sentence": str(error),
-                    "held": self.versions(phase),
-                },
-            )
-            return sealed(answer, self.key)
+            return self._refusal(message, "version" if isinstance(error, MissingVersion) else "party", str(error))
+        except Exception as error:  # a defect of ours must not end the party's process, nor pass unheard
+            logger.exception("an error inside pfedhn")
+            return self._refusal(message, "party", f"has an error inside pfedhn ({first_line(error)})")
         result = sealed(answer, self.key)
         if message.kind == "train":
             write_atomically(self.folder / "reply", asked + result, mode=0o600)
         return result
+
+    def _refusal(self, message: Message, reason: str, sentence: str) -> bytes:
+        self._note({"kind": "refusal", "of": message.kind, "sentence": sentence})
+        values = {
+            "of": message.kind,
+            "round": message.values.get("round"),
+            "reason": reason,
+            "sentence": sentence,
+            "held": self.versions("joining" if message.values.get("phase") == "joining" else "training"),
+        }
+        return sealed(Message("refusal", self.run, self.name, values), self.key)
 
     def _reply_to(self, asked: bytes) -> bytes | None:
         """The reply to the last message, if this is the same."""
@@ -225,15 +228,19 @@ class Party:
         with self.model.seeded(torch.as_tensor(keys.fold(key, "noise", self.identity))):
             return exchange.personalize(self.model, received, kept, take(batches, 0), is_adapted)
 
-    def personal_model(self) -> nn.Module:
-        """The party's own model, of the round that was chosen when the run ended; a plain module."""
+    def chosen(self) -> dict[str, Any]:
+        """Which round was chosen when the run ended, and how good this party's model of it is."""
         file = self.folder / "chosen.json"
         if not file.exists():
             raise UserError(f"{self.folder} holds no model yet; the run has not ended, or this party has not heard so.")
         try:
-            chosen = unsealed_json(read_bytes(file))
+            return unsealed_json(read_bytes(file))
         except DamagedError as error:
-            raise RunError(f"{file} {error}; ask the server's owner to end the run again.") from None
+            raise RunError(f"{file} {error}; bring it back from a backup.") from None
+
+    def personal_model(self) -> nn.Module:
+        """The party's own model of the chosen round, a plain module."""
+        chosen = self.chosen()
         phase, number = chosen["phase"], chosen["round"]
         tensors = read_tensors(self._evaluated(phase, number))
         if tensors is None:

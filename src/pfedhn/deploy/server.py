@@ -178,6 +178,42 @@ class Server:
             self._checkpoint()
         self._checkpoint(is_wanted=True)
 
+    def status(self) -> dict[str, Any]:
+        """Where it stands, as JSON can hold it."""
+        state = self.state
+        parties = {}
+        for name, member in sorted(state.members.items()):
+            standing = self.standings.get(name, Standing())
+            parties[name] = {
+                "is_present": name in self.present,
+                "is_aside": standing.aside_until > self.clock(),
+                "architecture": member.architecture,
+                "size": member.size,
+                "phase": member.phase,
+                "last_round": member.base,
+                "refused": dict(standing.refused),
+            }
+        last = state.history[-1] if state.history else None
+        means = {}
+        if last is not None:
+            found = split_results(last["results"])
+            means = {split: result.score for split, result in found.items() if result.count.sum() > 0}
+        return {
+            "run": self.run_name,
+            "round": state.round,
+            "num_rounds": self.plan.num_rounds,
+            "has_started": state.has_started,
+            "has_ended": state.has_ended,
+            "accepted": state.num_accepted,
+            "max_staleness": state.max_staleness,
+            "evaluated": None if last is None else last["round"],
+            "scores": means,
+            "chosen": state.best and state.best.round,
+            "bytes_down": state.bytes_down,
+            "bytes_up": state.bytes_up,
+            "parties": parties,
+        }
+
     # Who is there.
 
     def _look(self) -> None:
