@@ -58,7 +58,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     personal: tuple[str, ...] = ()  # layers that stay with the client; "last" is the last layer
     generated: tuple[str, ...] = ()  # layers that the hypernetwork writes; all that are not personal by default
     rest: Literal["shared", "frozen"] = "shared"  # what the other layers are, where some are named as generated
-    shared_lr: Rate = 0.2  # of the server's steps on layers that are one for all clients; 1 is FedAvg
+    shared_lr: Rate = 0.5  # of the server's steps on layers that are one for all clients; 1 is FedAvg
     head: Head = "dense"  # "low-rank" and "chunked" write millions of weights, as what is added to shared layers
     rank: int = 4  # of what a low-rank head adds to a matrix
     chunk_size: int = 2_000  # weights that a chunked head writes at a time

@@ -57,6 +57,8 @@ def check(experiment: Experiment) -> None:
                 raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
         if not is_made(cell.dataset):
             build_partition(cell)
+        if reading_options(cell) and not is_own_data(cell.dataset):
+            raise UserError(f"read says how your own data are read, and {cell.dataset} is none.")
         _check_sizes(cell)
         for transform in (cell.upload, cell.download):
             find_transform(transform)
@@ -192,7 +194,20 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
     if cell.dataset.lower().endswith(TABLE_ENDINGS) and None in columns:
         missing = ("client", "label")[columns.index(None)]
         raise UserError(f'{cell.dataset} is a table; say which column is the {missing}: columns.{missing} = "...".')
-    return read_federation(cell.dataset, *columns, task=cell.task, split=cell.split, stratify=cell.stratify, seed=seed)
+    how: dict[str, Any] = {"client_column": columns[0], "label_column": columns[1], "task": cell.task}
+    how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed, **reading_options(cell)}
+    return read_federation(cell.dataset, **how)
+
+
+READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted")
+
+
+def reading_options(cell: Cell) -> dict[str, Any]:
+    """How a cell's own data are read; `read_federation` checks the values."""
+    for name in cell.read:
+        if name not in READ:
+            raise UserError(f"read has no setting {name!r}; {closest(name, READ)}")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in cell.read.items()}
 
 
 def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:

@@ -26,6 +26,7 @@ FEDERATION_FIELDS = (
     "data_seed",
     "labels",
     "columns",
+    "read",
     "task",
     "sizes",
     "part",
@@ -45,6 +46,7 @@ class Cell:
     data_seed: int | None = None  # of the split; the run's seed by default
     labels: Literal["global", "within-group"] = "global"
     columns: Mapping[str, str] = field(default_factory=dict)  # of a table: which one names the client, which the label
+    read: Mapping[str, Any] = field(default_factory=dict)  # how your own images and tables are read, e.g. resize
     task: Literal["auto", "classification", "regression"] = "auto"  # "auto": whole numbers and texts are classes
     model: str = "mlp-32"  # or "module:function" or "file.py:function", which makes it
     network: Mapping[str, Any] = field(default_factory=dict)  # what that function is called with
@@ -207,6 +209,7 @@ YOUNGER_FIELDS: tuple[tuple[str, Any], ...] = (
     ("resize_every", None),
     ("descriptors", "client"),
     ("network", {}),
+    ("read", {}),
 )
 """Fields that stored runs do not have, with what they then are: names with a digest must stay what they were."""
 
@@ -225,6 +228,7 @@ CELL_TABLES = (
     "settings",
     "columns",
     "network",
+    "read",
 )  # fields that are tables, which "partition.alpha" reaches into
 
 
