@@ -67,6 +67,7 @@ audit:
 
 docs: $(SETUP)
 	$(BIN)/python tools/methods_page.py
+	$(BIN)/python tools/networks_page.py
 	$(BIN)/mkdocs build --strict
 
 results: $(SETUP)

@@ -155,6 +155,8 @@ def _digests(simulation: Simulation) -> dict[str, str]:
         "metric": _of_all(fingerprint.of_code(model.per_example_metric) for model in models.values()),
         "method code": _of_all(map(fingerprint.of_code, own_code)),
     }
+    if simulation.resize_every is not None:
+        digests["resizing"] = digest(simulation.resize_every)
     if simulation.starts is not None:
         digests["start"] = hashlib.sha256(_start_content(simulation.starts)).hexdigest()
     return digests
@@ -277,6 +279,7 @@ WORDS = {
     "loss": "the loss is another",
     "metric": "the metric is another",
     "method code": "the code of the method or of a transform is another",
+    "resizing": "the clients go on to another network after other steps",
     "start": "it starts from other weights",
 }
 """What it means that two runs differ in a digest."""

@@ -362,6 +362,8 @@ def test_the_demo_ends_with_a_table_a_sentence_and_a_figure(monkeypatch: pytest.
     assert "On average, a client's own test accuracy is " in result.stdout
     assert "of 100 clients (2 seeds together), " in result.stdout
     assert "The figure: shown/demo.png" in result.stdout
+    assert "The page: shown/report/report.html" in result.stdout
+    assert "</html>" in Path("shown/report/report.html").read_text()
     assert Path("shown/demo.png").read_bytes()[:4] == b"\x89PNG"
     for command in re.findall(r"`pfedhn ([^`]*)`", result.stdout):  # what to try next can be tried
         assert command.split()[0] in ("run", "report", "list")

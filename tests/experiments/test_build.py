@@ -21,6 +21,7 @@ from pfedhn.experiments.grid import from_table, from_toml, with_assignments
 from pfedhn.experiments.runner import prepare
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.models import build, factory
+from pfedhn.record import Origin, open_directory
 from pfedhn.run import drain
 
 NOVEL = {"rule": "dirichlet", "alpha": 1.0, "novel_clients": 2}
@@ -106,6 +107,18 @@ def test_clients_of_several_sizes_are_served_by_one_hypernetwork() -> None:
 def test_sizes_that_cannot_be_are_refused(wrong: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         check(Experiment("several", (replace(SIZES, **wrong),)))
+
+
+def test_clients_that_go_on_after_other_steps_are_another_run(tmp_path: Path) -> None:
+    often, seldom = (
+        build_simulation(one_run(replace(SIZES, resize_every=steps, cohort_size=6, steps=36)), Options())
+        for steps in (12, 18)
+    )
+    origin = Origin("sizes", "pfedhn")
+    open_directory(tmp_path, often, origin)
+    open_directory(tmp_path, often, origin)
+    with pytest.raises(UserError, match="the clients go on to another network after other steps"):
+        open_directory(tmp_path, seldom, origin)
 
 
 def test_clients_go_on_to_the_next_size() -> None:
@@ -225,13 +238,13 @@ def test_how_many_clients_there_are_is_said_once() -> None:
         build_partition(Cell(clients=5, partition={**NOVEL, "num_clients": 7}))
 
 
-def test_a_start_that_a_method_makes_nothing_of_is_refused(tmp_path: Path) -> None:
+def test_a_start_that_a_method_makes_nothing_of_is_refused() -> None:
     experiment = from_table(
         {"method": ["fedavg", "pfedhn"], "clients": 5, "model": "mlp-4", "methods": {"pfedhn": {"pretrain": "fedavg"}}},
         "",
     )
     with pytest.raises(UserError, match="pfedhn makes nothing of the model that pretrain = 'fedavg' would give it"):
-        prepare(tmp_path, experiment.runs([0]), Options())
+        prepare(experiment.runs([0]), Options())
     for method in ("lg-fedavg", "fedper", "local", "pfedme"):
         cells = tuple(replace(cell, method=method) if cell.pretrain else cell for cell in experiment.cells)
-        prepare(tmp_path, replace(experiment, cells=cells).runs([0]), Options())
+        prepare(replace(experiment, cells=cells).runs([0]), Options())

@@ -137,6 +137,7 @@ def run(
     from pfedhn.experiments.cluster import connected
     from pfedhn.experiments.runner import run_many
     from pfedhn.files import given_path
+    from pfedhn.record import MendableError
     from pfedhn.report.entries import asked_for, collect
     from pfedhn.report.findings import to_terminal as finding_to_terminal
     from pfedhn.report.results import read
@@ -182,8 +183,13 @@ def run(
                 path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster
             )
     if outcome.results and not quiet:
-        for found in collect([path]):
-            Screen().print(to_terminal(asked_for(found)))
+        try:
+            tables = [to_terminal(asked_for(found)) for found in collect([path])]
+        except MendableError:
+            end(outcome)  # a run that could not be mended is in no table, and why is said there
+            raise
+        for table in tables:
+            Screen().print(table)
         if (study := find_study(ready.options.source)) is not None:
             compute_missing(study, path, ready.runs, ready.options, lambda text: say(text, is_error=True))
             for finding in findings(read(path), [study]):
