@@ -235,6 +235,7 @@ def faulty(change: Callable[[Arrival], list[Arrival]], times: int = 1) -> type[F
     return type("OneFault", (Faulty,), {"fault": staticmethod(change), "place": times})
 
 
+@pytest.mark.slow
 def test_a_reply_that_is_lost_on_the_way_is_asked_for_again(expected: tuple[Simulation, State], tmp_path: Path) -> None:
     """The party has advanced what it keeps, the server has not heard of it: the same reply comes again."""
     lost = faulty(lambda arrival: [Arrival(arrival.party, arrival.kind, None, "was lost")])
@@ -508,6 +509,7 @@ def test_a_party_that_lost_its_disk_begins_again(tmp_path: Path) -> None:
     assert group.server.state.members["party-2"].base == 3
 
 
+@pytest.mark.slow
 def test_without_waiting_one_at_a_time_is_the_simulator(tmp_path: Path) -> None:
     simulation = simulation_of(small("pfedhn-pc"), rounds=8, cohort=1)
     group = Group(simulation, tmp_path, Policy(in_flight=1))
@@ -614,6 +616,7 @@ def test_fixed_descriptions_travel(tmp_path: Path) -> None:
     assert_simulated(group, simulated(simulation))
 
 
+@pytest.mark.slow
 def test_a_party_with_noise_stops_when_its_budget_is_spent(tmp_path: Path) -> None:
     """Its updates are bounded and differ from what it trained, it sends no scores, and its last update is within."""
     privacy = Privacy(clip=0.5, noise=4.0, epsilon=6.0)
