@@ -244,6 +244,7 @@ def test_the_engine_is_started_quietly(tmp_path: Path) -> None:
     assert found["PATH"].startswith(str(Path(sys.executable).parent))
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_file_is_that_of_the_simulation(tmp_path: Path) -> None:
     write_data(tmp_path)
     plan = to_plan(read_spec(SPEC, Path("spec.toml")))

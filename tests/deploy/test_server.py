@@ -15,6 +15,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedper import FedPer
 from pfedhn.deploy.plan import Plan
+from pfedhn.deploy.privacy import Privacy
 from pfedhn.deploy.server import Arrival, Policy
 from pfedhn.deploy.signing import new_key, opened, sealed
 from pfedhn.deploy.state import Store
@@ -23,7 +24,7 @@ from pfedhn.deploy.wire import Message, WireError
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.engine.transform import TRANSFORMS
-from pfedhn.errors import RunError
+from pfedhn.errors import RunError, UserError
 from pfedhn.params import stack, take
 
 
@@ -234,6 +235,7 @@ def faulty(change: Callable[[Arrival], list[Arrival]], times: int = 1) -> type[F
     return type("OneFault", (Faulty,), {"fault": staticmethod(change), "place": times})
 
 
+@pytest.mark.slow
 def test_a_reply_that_is_lost_on_the_way_is_asked_for_again(expected: tuple[Simulation, State], tmp_path: Path) -> None:
     """The party has advanced what it keeps, the server has not heard of it: the same reply comes again."""
     lost = faulty(lambda arrival: [Arrival(arrival.party, arrival.kind, None, "was lost")])
@@ -507,6 +509,7 @@ def test_a_party_that_lost_its_disk_begins_again(tmp_path: Path) -> None:
     assert group.server.state.members["party-2"].base == 3
 
 
+@pytest.mark.slow
 def test_without_waiting_one_at_a_time_is_the_simulator(tmp_path: Path) -> None:
     simulation = simulation_of(small("pfedhn-pc"), rounds=8, cohort=1)
     group = Group(simulation, tmp_path, Policy(in_flight=1))
@@ -611,3 +614,43 @@ def test_fixed_descriptions_travel(tmp_path: Path) -> None:
     group = Group(simulation, tmp_path)
     group.server.run()
     assert_simulated(group, simulated(simulation))
+
+
+@pytest.mark.slow
+def test_a_party_with_noise_stops_when_its_budget_is_spent(tmp_path: Path) -> None:
+    """Its updates are bounded and differ from what it trained, it sends no scores, and its last update is within."""
+    privacy = Privacy(clip=0.5, noise=4.0, epsilon=6.0)
+    allowed = next(count for count in range(100) if privacy.spent(count + 1) > privacy.epsilon)
+    assert 0 < allowed < 8
+    simulation = simulation_of(small("pfedhn"), rounds=8, cohort=6, evaluate_every=1_000)
+    group = Group(simulation, tmp_path, Policy(patience=2, aside_seconds=1e9))
+    name = "party-2"
+    party = replace(group.parties[name], privacy=privacy, heard=[])
+    group.answers[name] = party.answer
+    group.server.run()
+    accepted = [event for event in group.said("accepted") if event["party"] == name]
+    assert len(accepted) == allowed
+    assert {tuple(event["scores"]["validation"]) for event in accepted} == {(0.0, 0.0, 0)}
+    (refused, *_) = [event for event in group.said("refused") if event["party"] == name]
+    assert "privacy budget of this party is spent" in refused["sentence"]
+    assert [event["party"] for event in group.said("set aside")] == [name]
+    again = replace(party, heard=[])  # after a restart it remembers
+    assert again.budget is not None
+    assert again.budget.num_updates == allowed
+    with pytest.raises(UserError, match="so that what was spent can be added up"):
+        replace(party, privacy=replace(privacy, noise=9.0))
+
+
+def test_noise_has_the_deviation_it_says() -> None:
+    privacy = Privacy(clip=2.0, noise=3.0, epsilon=1.0)
+    given = {"a": torch.full((300, 100), 5.0), "b": torch.zeros(7, dtype=torch.float64)}
+    one, other = (privacy.noised(given) for _ in range(2))
+    assert not torch.equal(one["a"], other["a"])
+    noise = one["a"] - 2.0 / given["a"].numel() ** 0.5  # the clipped update has a norm of 2
+    # 30,000 numbers: mean and deviation are known to within five of their own deviations.
+    assert abs(float(noise.mean())) < 5 * 6 / 30_000**0.5
+    assert abs(float(noise.std()) - 6) < 5 * 6 / 60_000**0.5
+    assert one["b"].dtype == torch.float64
+    for wrong in ({"clip": 0.0}, {"noise": -1.0}, {"epsilon": float("inf")}, {"delta": 1.0}):
+        with pytest.raises(UserError, match="must be"):
+            replace(privacy, **wrong)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploy.test_network import PARTIES, SPEC, World, write_data
+from deploy.test_flower import PARTIES, SPEC, World, write_data
 from faults.table import Row, row_of
 
 from pfedhn.deploy import engine

@@ -24,6 +24,8 @@ EXTRAS = {
     "tensorboard": (("tensorboard",), "`--track tensorboard`"),
     "mlflow": (("mlflow",), "`--track mlflow`"),
     "wandb": (("wandb",), "`--track wandb`"),
+    "federation": (("flwr",), "serves and joins federations of real parties"),
+    "privacy": (("opacus",), "accounts for the privacy that updates cost"),
     "ray": (("ray",), "runs on several machines"),
 }
 """Optional parts: the modules they need and what they are for."""

@@ -21,6 +21,7 @@ from pfedhn import __version__
 from pfedhn.deploy import engine
 from pfedhn.deploy.invitations import Bundle, check_name
 from pfedhn.deploy.party import Party
+from pfedhn.deploy.privacy import Privacy
 from pfedhn.deploy.relay import read_bytes, write_bytes
 from pfedhn.deploy.signing import load_or_make_key, public_key, public_text
 from pfedhn.deploy.spec import listed, read_party, read_spec, to_plan
@@ -84,12 +85,13 @@ def remember(folder: Path, name: str, data: Path, size: str) -> None:
     write_atomically(folder / "party.json", json.dumps(table).encode())
 
 
-def load_party(folder: Path, data: Path | None = None) -> Party:
+def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None = None) -> Party:
     """A party that has enrolled, with its data.
 
     Args:
         folder: The party's own.
         data: Where its data are now, if they have moved.
+        privacy: What is done to its updates.
     """
     enrolled, own = (json.loads(read_text(folder / name)) for name in ("enrolled.json", "party.json"))
     spec = read_spec(enrolled["spec"], folder / "spec.toml")
@@ -98,7 +100,7 @@ def load_party(folder: Path, data: Path | None = None) -> Party:
         raise UserError(f"there is no size {size!r}; there are {', '.join(plan.models)}.")
     federation = read_party(data or own["data"], name, spec, plan, size)
     key, server = load_or_make_key(folder / "key"), public_key(enrolled["server"])
-    return Party(plan, enrolled["run"], name, federation, folder / "kept", key, server, size)
+    return Party(plan, enrolled["run"], name, federation, folder / "kept", key, server, size, privacy)
 
 
 def export_model(folder: Path, path: Path, data: Path | None = None) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pfedhn import keys
 from pfedhn.data.federation import Federation
 from pfedhn.deploy.plan import Phase, Plan
+from pfedhn.deploy.privacy import Budget, Privacy
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
 from pfedhn.deploy.trees import SHA256, filled, named, read_tensors, write_tensors
 from pfedhn.deploy.wire import Message, WireError, from_envelope
@@ -55,6 +56,8 @@ class Party:
         key: The party's own, which signs its replies.
         server_key: The server's: nobody else is answered.
         architecture: Which of the plan's networks it runs; the first by default.
+        privacy: What is done to its updates before they leave, and how much of that there may be; then the party also
+            keeps its scores to itself.
     """
 
     plan: Plan
@@ -65,6 +68,7 @@ class Party:
     key: PrivateKey
     server_key: PublicKey
     architecture: str = ""
+    privacy: Privacy | None = None
     heard: list[Mapping[str, Any]] = field(default_factory=list)  # what its owner may want to see, newest last
 
     def __post_init__(self) -> None:
@@ -72,6 +76,8 @@ class Party:
         self.architecture = self.architecture or next(iter(self.plan.models))
         if self.architecture not in self.plan.models:
             raise UserError(f"there is no size {self.architecture!r}; there are {', '.join(self.plan.models)}.")
+
+        self.budget = None if self.privacy is None else Budget(self.privacy, self.folder / "privacy.json")
 
     @property
     def model(self) -> Model:
@@ -161,6 +167,8 @@ class Party:
         )
         with self.model.seeded(torch.as_tensor(keys.fold(exchange.seed, "noise", number, self.identity))):
             update, kept = exchange.train(self.model, offer, kept, take(batches, 0))
+        if self.budget is not None:
+            update = self.budget.released(update)
         reply, kept = exchange.reply(offer, update, kept, self.size, self.identity)
         if not bool(reply.metrics["is_finite"]):
             raise RunError(f"training diverged in round {number}; the learning rates are too high for these data.")
@@ -172,9 +180,10 @@ class Party:
             "base": base,
             "phase": phase,
             "size": int(reply.size),
-            "scores": scores,
+            "scores": self._shown(scores),
         }
-        self._note({"kind": "train", "round": number, "phase": phase, "scores": scores})
+        spent = None if self.budget is None else round(self.budget.spent, 4)
+        self._note({"kind": "train", "round": number, "phase": phase, "scores": scores, "epsilon": spent})
         return Message("train", self.run, self.name, values, reply.update)
 
     def _evaluate(self, message: Message) -> Message:
@@ -192,8 +201,15 @@ class Party:
             table = {"phase": phase, "round": number, "architecture": self.architecture, "scores": scores}
             write_atomically(self.folder / "chosen.json", sealed_json(table))
         self._note({"kind": "evaluate", "round": number, "phase": phase, "scores": scores})
-        values = {"round": number, "base": base, "phase": phase, "is_adapted": is_adapted, "scores": scores}
+        values = {"round": number, "base": base, "phase": phase, "is_adapted": is_adapted}
+        values["scores"] = self._shown(scores)
         return Message("evaluate", self.run, self.name, values)
+
+    def _shown(self, scores: Scores) -> Scores:
+        """The scores that the server gets: none of a party whose updates are noised, since they come from its data."""
+        if self.budget is None:
+            return scores
+        return {split: [0.0, None if values[1] is None else 0.0, 0] for split, values in scores.items()}
 
     def _scores(
         self,
