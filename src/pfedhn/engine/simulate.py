@@ -216,7 +216,8 @@ class Simulation:
                 continue
             rows = take(memories.rows, torch.tensor(clients, device=self.device))
             kept = memories.private[model.name].take(clients)
-            trained = self._trainer.train(Share(model.name, number, clients, memories.shared, rows, kept))
+            share = Share(model.name, number, clients, memories.shared, rows, kept)
+            trained = self._work_on(share)() if self._crew is None else self._crew.train(share)
             is_finite = trained.replies.metrics["is_finite"]
             if not bool(is_finite.all()):
                 first = clients[int((~is_finite).nonzero()[0])]
@@ -233,15 +234,22 @@ class Simulation:
             memories.private[part.model.name].put(clients, kept)
 
     @cached_property
-    def _trainer(self) -> Trainer:
-        return self if self.make_crew is None else self.make_crew(replace(self, make_crew=None))
+    def _crew(self) -> Trainer | None:
+        return None if self.make_crew is None else self.make_crew(replace(self, make_crew=None))
 
     def train(self, share: Share) -> Trained:
         """Both halves of a round for some of its clients; the server's step comes after all of them."""
+        return self._work_on(share)()
+
+    def _work_on(self, share: Share) -> Callable[[], Trained]:
         model = self.models[share.architecture]
-        both_halves = self._one_client(model, share.shared)
-        offers, replies, kept = self.executor_for(model).map(both_halves)(*self._inputs(share))
-        return Trained(replies, kept, bytes_down([offers]))
+        both_halves = self.executor_for(model).map(self._one_client(model, share.shared))
+
+        def work() -> Trained:
+            offers, replies, kept = both_halves(*self._inputs(share))
+            return Trained(replies, kept, bytes_down([offers]))
+
+        return work
 
     @property
     def device(self) -> torch.device:
