@@ -6,13 +6,14 @@ SETUP := $(VENV)/.installed
 NEWEST := .venv-newest
 AUDIT := .venv-audit
 
-.PHONY: help venv demo test test-all test-faults test-newest check audit docs results clean
+.PHONY: help venv demo test test-all test-faults soak test-newest check audit docs results clean
 
 help:
 	@echo "make demo        train on the embedded digits and draw what came out (one to two minutes after the install)"
 	@echo "make test        run the tests that are fast"
 	@echo "make test-all    run all tests"
 	@echo "make test-faults damage files, kill commands, generate inputs: a table of what came of it (ten minutes)"
+	@echo "make soak        a federation of real parties whose processes are killed at random for 20 minutes"
 	@echo "make test-newest build the wheel, install it with the newest of everything but torch, test the command line"
 	@echo "make check       ruff, mypy --strict, import-linter"
 	@echo "make audit       look up the constraints among known vulnerabilities (needs the network)"
@@ -35,6 +36,10 @@ test: $(SETUP)
 
 test-all: $(SETUP)
 	$(BIN)/pytest -n 2
+
+# Not part of .ci/run, which has to end within 30 minutes.
+soak: $(SETUP)
+	PYTHONPATH=tests $(BIN)/python -m faults.soak --minutes 20
 
 test-faults: $(SETUP)
 	PYTHONPATH=tests $(BIN)/python -m faults
@@ -62,6 +67,7 @@ audit:
 
 docs: $(SETUP)
 	$(BIN)/python tools/methods_page.py
+	$(BIN)/python tools/networks_page.py
 	$(BIN)/mkdocs build --strict
 
 results: $(SETUP)

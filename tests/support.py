@@ -57,7 +57,21 @@ def mlp(hidden: int = 5) -> nn.Module:
     )
 
 
-FACTORIES = {"mlp": mlp, "conv": Conv, "wide": lambda: mlp(7)}
+class BatchNormed(nn.Module):
+    """With statistics over images and over single values; one of its layers has neither weight nor bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm1 = nn.Conv2d(CHANNELS, 3, 3), nn.BatchNorm2d(3)
+        self.hidden, self.norm2 = nn.Linear(12, 5), nn.BatchNorm1d(5, affine=False, momentum=None)
+        self.out = nn.Linear(5, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = nn.functional.max_pool2d(self.norm1(self.conv(x)), 2).relu().flatten(1)
+        return self.out(self.norm2(self.hidden(features)).relu())
+
+
+FACTORIES = {"mlp": mlp, "conv": Conv, "wide": lambda: mlp(7), "batchnorm": BatchNormed}
 
 
 def model(name: str = "mlp", dtype: torch.dtype = torch.float64) -> Model:

@@ -77,6 +77,8 @@ def code(cell: str) -> str:
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = "\n".join(blocks(page, "python"))
+    for module in re.findall(r"^from (peft|transformers) import", code, re.MULTILINE):
+        pytest.importorskip(module)
     code = re.sub(r"\b(steps|rounds)=[\d_]+", r"\1=4", code)
     exec(compile(code, page.name, "exec"), {"__name__": "__main__"})
 
@@ -227,7 +229,7 @@ def test_toml_examples_are_experiments() -> None:
     check(experiment)
     methods = [cell.method for cell in experiment.cells]
     assert {name: methods.count(name) for name in methods} == {"local": 2, "fedavg": 2, "lg-fedavg": 2, "pfedhn": 4}
-    assert len(own_data) == 2
+    assert len(own_data) == 4  # and a network of one's own
     for table in own_data:
         from_table(table, "mine")
 

@@ -138,3 +138,11 @@ def test_a_claim_ends_with_its_process_however_that_ends(tmp_path: Path) -> None
     worker.join()
     with claimed(tmp_path, 0):
         pass
+
+
+def test_what_another_process_is_about_to_write_does_not_fill_a_folder(tmp_path: Path) -> None:
+    """Of two commands started at once, the second may look while the first has not finished its first file."""
+    (tmp_path / ".experiment.toml.0123456789abcdef.part").write_text("half")
+    assert is_empty(tmp_path)
+    (tmp_path / "thesis.part").write_text("half")
+    assert not is_empty(tmp_path)

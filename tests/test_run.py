@@ -3,6 +3,7 @@
 import inspect
 import math
 import os
+from pathlib import Path
 
 import numpy
 import pytest
@@ -32,8 +33,8 @@ def train(model: object, federation: pfedhn.Federation | None = None, **settings
 
 def test_a_network_that_would_be_wrong() -> None:
     """All of them are in tests/engine/test_network.py."""
-    with pytest.raises(UserError, match="changes buffers of the layers 1;"):
-        train(lambda: nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)))
+    with pytest.raises(UserError, match="depends on the other examples of its batch"):
+        train(lambda: nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 4)))
 
 
 def test_constant_buffers_pass_and_go_along_with_the_personal_model() -> None:
@@ -209,3 +210,42 @@ def test_no_round_is_chosen_by_a_number_that_is_none() -> None:
 
     with pytest.raises(UserError, match="the metric is NaN on validation examples at step 0, so that no round can"):
         train(lambda: nn.Linear(8, 4), metric=metric)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).relu())
+
+
+def test_layers_that_are_frozen_stay_at_their_start_and_are_never_sent(tmp_path: Path) -> None:
+    federation = made_federation()
+    settings = {"generated": ("head",), "rest": "frozen", "local_steps": 3, "hidden_dim": 8}
+    runs = [
+        pfedhn.train(
+            pfedhn.PFedHN(**settings), federation, Tower, steps=6, seed=seed, progress=False, directory=tmp_path / name
+        )
+        for seed, name in ((0, "a"), (1, "b"))
+    ]
+    body = [run.personal_model(0).body.weight for run in runs]
+    assert not torch.equal(*body)  # of each seed's own start
+    assert torch.equal(runs[0].personal_model(1).body.weight, body[0])
+    assert set(runs[0].personal_weights(0)) == {"head.weight", "head.bias"}
+    assert runs[0].state.bytes_down == 6 * 4 * (5 * 4 + 4)
+    again = pfedhn.load(tmp_path / "a").personal_model(2)
+    assert torch.equal(again.body.weight, body[0])
+    assert torch.equal(again.head.weight, runs[0].personal_model(2).head.weight)
+
+
+def test_a_server_that_is_too_large_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 100_000, "SC_PAGE_SIZE": 10_000}.__getitem__)
+    sentence = r"the server's model, .* would need \d\.\d GB .* has 1\.0 GB; .* head = 'low-rank' \(0\.\d GB\)"
+    with pytest.raises(UserError, match=sentence):
+        train(lambda: pfedhn.MLP(8, 30_000, 60, 4))
+    for head in ("low-rank", "chunked"):  # they fit
+        pfedhn.PFedHN(head=head).for_clients(6)
+        with pytest.raises(UserError, match="goes with neither linear nor spectral_norm"):
+            pfedhn.PFedHN(head=head, linear=True).for_clients(6)

@@ -41,7 +41,7 @@ def norm(tensors: Any) -> float:
 
 
 def norms(simulation: Simulation, state: State) -> dict[str, float]:
-    shared, rows, _ = state.memories
+    rows, shared = state.memories.rows, simulation.exchange.newest(state.memories.shared)
     algorithm: Any = simulation.algorithm
     embeddings: Tensor = algorithm.up_to_date(rows, shared).embedding
     (model,) = simulation.models.values()

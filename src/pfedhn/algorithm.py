@@ -13,7 +13,7 @@ Axes: [C]lients of a cohort that share one architecture.
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
@@ -56,6 +56,10 @@ class Algorithm(Protocol[Shared, Row, Private]):
     """Whether anything crosses the wire; a method that sends nothing trains every client in every round."""
     averaging: Rate | None = None
     """How much of its past the average keeps per server step that clients are given to use; None serves the newest."""
+    statistics: Literal["private", "shared"] = "private"
+    """Whether the running statistics of BatchNorm layers stay with their client, or are averaged by the server."""
+    statistics_batches: int = 0
+    """Minibatches from which a client makes its statistics anew before its model is used; 0 uses the running ones."""
     adaptation_steps: int = 0
     """Steps that a client takes by itself from its model of the chosen round, before that is used; nothing is sent."""
 
@@ -77,6 +81,10 @@ class Algorithm(Protocol[Shared, Row, Private]):
     def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> Self:
         """The same method with settings that depend on the size of the federation filled in."""
         return self
+
+    def frozen(self, model: Model) -> Collection[str]:
+        """Parameters that nobody trains: they stay at their start, are stored once and never sent."""
+        return ()
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Shared:
         """The server's memory at round 0, from one initial model per architecture."""

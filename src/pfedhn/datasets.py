@@ -2,6 +2,7 @@
 
 from pfedhn.data.catalogue import DATASETS, Dataset, Source, cache_path, cache_state, get, load
 from pfedhn.data.files import Folders, Table, Task, from_folders, from_table, read_federation
+from pfedhn.data.hugging_face import from_hugging_face
 
 __all__ = [
     "DATASETS",
@@ -13,6 +14,7 @@ __all__ = [
     "cache_path",
     "cache_state",
     "from_folders",
+    "from_hugging_face",
     "from_table",
     "get",
     "load",

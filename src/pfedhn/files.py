@@ -32,16 +32,22 @@ def given_path(path: str | Path, is_resolved: bool = False) -> Path:
         raise UserError(f"{path} leads nowhere ({first_line(error)}); give another path.") from None
 
 
-def write_atomically(path: Path, content: bytes, way_out: str = ANOTHER_PLACE) -> None:
+def write_atomically(path: Path, content: bytes, way_out: str = ANOTHER_PLACE, mode: int = 0o666) -> None:
     """Write the whole new file or leave the old one, whenever the power goes.
 
     The content goes to a new file beside it first, whose name nobody can guess. Neither there nor at the path itself
     is a link followed: it is refused, or replaced.
+
+    Args:
+        path: Of the file.
+        content: All of it.
+        way_out: What a person can do where the system refuses.
+        mode: Who may read and write it, less what the process's mask takes away; 0o600 for a secret.
     """
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     with writing(path, way_out):
         try:
-            with scratch.open("xb") as file:
+            with open(scratch, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -81,9 +87,12 @@ def make_folder(path: Path, way_out: str = ANOTHER_PLACE) -> None:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing would be mixed with what is written there: the folder is empty, or does not exist."""
+    """Whether nothing would be mixed with what is written there: the folder is empty, or does not exist.
+
+    What another process is about to write does not count yet.
+    """
     with writing(folder):
-        return not folder.exists() or next(folder.iterdir(), None) is None
+        return not folder.exists() or all(file.match(".*.part") or file.name == LOCK for file in folder.iterdir())
 
 
 def read_text(path: Path) -> str:

@@ -36,6 +36,8 @@ def of_tensor(tensor: Tensor) -> str:
         return str(known)
     whole = hashlib.sha256(json.dumps([str(tensor.dtype), list(tensor.shape)]).encode())
     flat = tensor.detach() if tensor.ndim else tensor.detach()[None]
+    if flat.ndim == 4:
+        flat = flat.movedim(1, -1)  # as images lie in memory, where nothing has to be moved
     width = max(1, flat[:1].numel() * flat.element_size())
     with ThreadPoolExecutor(max(1, min(4, _num_cores()))) as threads:
         for part in threads.map(_of_rows, flat.split(max(1, BYTES_AT_ONCE // width))):
@@ -46,7 +48,7 @@ def of_tensor(tensor: Tensor) -> str:
 
 
 def _of_rows(rows: Tensor) -> bytes:
-    values = rows.cpu().contiguous().reshape(-1)  # in the order of the shape: images may lie channels last
+    values = rows.cpu().contiguous().reshape(-1)  # in one order, however it lies
     return hashlib.sha256(values.view(torch.uint8).numpy().data).digest() if values.numel() else b""
 
 

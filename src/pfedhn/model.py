@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pfedhn.keys import Key
-from pfedhn.params import Params
+from pfedhn.params import Params, take
 from pfedhn.sgd import Batches
+from pfedhn.statistics import collecting, copied, masked, statistics_of, training_pass
 
 Factory: TypeAlias = Callable[[], nn.Module]
 
@@ -32,22 +33,33 @@ class Model:
     per_example_metric: PerExample | None = None
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
+    frozen: tuple[str, ...] = ()  # parameters that a method leaves at their start, besides those that the factory froze
+    frozen_key: int = 0  # of that start
 
     def __post_init__(self) -> None:
         _ = self.testing_module  # made now: a module cannot be made inside a vmap, a gradient or a trace
 
     @cached_property
+    def _module(self) -> nn.Module:
+        return self._build(self.frozen_key).train()
+
+    @cached_property
     def training_module(self) -> nn.Module:
-        return self._build(0).train()
+        return masked(self._module)
 
     @cached_property
     def testing_module(self) -> nn.Module:
-        return copy.deepcopy(self.training_module).eval()
+        return copied(self._module).eval()
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
         """The shapes of the trainable parameters; frozen parameters and buffers are constants of the architecture."""
         return {name: value.shape for name, value in _trainable(self.training_module).items()}
+
+    @cached_property
+    def statistics(self) -> Params:
+        """The running statistics of BatchNorm layers before anybody trains, by their names in a state dict."""
+        return statistics_of(self._module)
 
     @cached_property
     def is_plain(self) -> bool:
@@ -77,7 +89,10 @@ class Model:
     def _build(self, key: Key) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(key) & ((1 << 63) - 1))
-            return self.factory().to(self.device, self.dtype)
+            module = self.factory().to(self.device, self.dtype)
+        for name in self.frozen:
+            module.get_parameter(name).requires_grad_(False)
+        return module
 
     def fresh(self, key: Key) -> Params:
         """Newly initialized weights, a function of the key alone."""
@@ -85,11 +100,26 @@ class Model:
 
     def loss(self, weights: Params, batch: Batches) -> Tensor:
         """Mean loss over the examples of one batch [B, ...] that the mask keeps."""
-        outputs = functional_call(self.training_module, weights, (batch.x,))
+        if self.statistics:
+            with training_pass(self.statistics, batch.mask):
+                outputs = functional_call(self.training_module, weights, (batch.x,))
+        else:
+            outputs = functional_call(self.training_module, weights, (batch.x,))
         values = self.per_example_loss(outputs, batch.y)
         return torch.where(batch.mask, values, 0.0).sum() / batch.mask.sum()
 
+    def statistics_from(self, weights: Params, batches: Batches) -> Params:
+        """The batch statistics of these weights on some minibatches [K, B, ...]: the mean over batches."""
+        now = self.statistics
+        for number in range(batches.mask.shape[0]):
+            batch = take(batches, number)
+            with collecting() as after, training_pass(now, batch.mask, share=1 / (number + 1)):
+                functional_call(self.training_module, weights, (batch.x,))
+            now = after
+        return {name: value.detach() for name, value in now.items()}
+
     def outputs(self, weights: Params, x: Tensor) -> Any:
+        """What a client's own model computes; its weights have its batch statistics among them."""
         return functional_call(self.testing_module, weights, (x,))
 
     def with_weights(self, weights: Params) -> nn.Module:

@@ -1,10 +1,13 @@
-"""The paper's target networks, by name too; losses and metrics."""
+"""Target networks: the paper's, a ResNet, and those that a person's own code makes; losses and metrics."""
 
+import inspect
+import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,8 +17,10 @@ from pfedhn.kernels.conv import ConvBlock
 from pfedhn.kernels.linear import Linear
 from pfedhn.model import Factory
 from pfedhn.process import check_room
+from pfedhn.reference import find_code
 
 LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
+RESNETS: dict[str, Literal["batch", "group"]] = {"resnet18": "batch", "resnet18-gn": "group"}
 
 
 class LeNet(nn.Module):
@@ -102,16 +107,129 @@ class LinearModel(nn.Module):
         return output
 
 
-def check_name(name: str) -> None:
-    """Refuse what is none of lenet-s, lenet (m), lenet-l, omniglot, linear, or mlp-32-16 for two hidden layers."""
-    names = [*LENET_SIZES, "omniglot", "linear"]
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut, with the names that torchvision gives its parts."""
+
+    def __init__(self, in_channels: int, channels: int, stride: int, normalize: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, 1, bias=False)
+        self.bn1 = normalize(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.bn2 = normalize(channels)
+        self.downsample: nn.Module | None = None
+        if stride != 1 or in_channels != channels:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(in_channels, channels, 1, stride, bias=False), normalize(channels)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        output: Tensor = (self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())) + shortcut).relu()
+        return output
+
+
+class ResNet(nn.Module):
+    """ResNet-18 (He et al., CVPR 2016) in the form for images of 32 pixels: a 3x3 stem and no first max-pooling.
+
+    Its layers have torchvision's names (conv1, bn1, layer1 to layer4, fc), so that weights and lists of layers carry
+    over.
+
+    Args:
+        num_classes: Outputs of the last layer.
+        width: Channels of the first layers, 64 in the paper; later ones have 2, 4 and 8 times as many.
+        norm: "batch" is BatchNorm, "group" GroupNorm in groups of 16 channels.
+        blocks: In each of the four layers; (3, 4, 6, 3) is ResNet-34.
+        in_channels: Channels of the images.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        width: int = 64,
+        norm: Literal["batch", "group"] = "batch",
+        blocks: Sequence[int] = (2, 2, 2, 2),
+        in_channels: int = 3,
+    ) -> None:
+        super().__init__()
+
+        def normalize(channels: int) -> nn.Module:
+            return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(max(1, channels // 16), channels)
+
+        self.conv1 = nn.Conv2d(in_channels, width, 3, 1, 1, bias=False)
+        self.bn1 = normalize(width)
+        channels = width
+        for number, count in enumerate(blocks):
+            parts = []
+            for place in range(count):
+                stride = 2 if number > 0 and place == 0 else 1
+                parts.append(ResidualBlock(channels, width * 2**number, stride, normalize))
+                channels = width * 2**number
+            self.add_module(f"layer{number + 1}", nn.Sequential(*parts))
+        self.fc = nn.Linear(channels, num_classes)
+        for part in self.modules():
+            if isinstance(part, nn.Conv2d):
+                nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn1(self.conv1(x)).relu()
+        for name, part in self.named_children():
+            x = part(x) if name.startswith("layer") else x
+        output: Tensor = self.fc(x.mean((2, 3)))
+        return output
+
+
+def resnet(
+    num_classes: int,
+    shape: Sequence[int],
+    width: int = 64,
+    norm: Literal["batch", "group"] = "batch",
+    blocks: Sequence[int] = (2, 2, 2, 2),
+) -> nn.Module:
+    """A `ResNet` for an experiment file: `model = "pfedhn.models:resnet"`, `network = {width = 32}`."""
+    return ResNet(num_classes, width, norm, blocks, shape[0])
+
+
+FILLED_IN = ("num_classes", "shape")  # what a function that makes a network is told of the data, if it asks
+
+
+def check_name(name: str, settings: Mapping[str, Any] | None = None) -> None:
+    """Refuse a name that is none of ours, or settings that the function which it names does not take.
+
+    Ours are lenet-s, lenet (m), lenet-l, resnet18, resnet18-gn, omniglot, linear, and mlp-32-16 for two hidden layers.
+    """
+    if ":" in name:
+        _check_settings(name, settings or {})
+        return
+    if settings:
+        key = next(iter(settings))
+        raise UserError(f"network.{key} is for a function that makes the network, and model = {name!r} is none.")
+    names = [*LENET_SIZES, *RESNETS, "omniglot", "linear"]
     if name not in names and not re.fullmatch(r"mlp(-[1-9][0-9]{0,8})*", name):
         raise UserError(f"there is no target network {name!r}; {closest(name, [*names, 'mlp-32'])}")
+
+
+def _check_settings(name: str, settings: Mapping[str, Any]) -> None:
+    known = inspect.signature(find_code(name)).parameters
+    is_open = any(item.kind is item.VAR_KEYWORD for item in known.values())
+    for key in settings:
+        if key not in known and not is_open:
+            raise UserError(f"{name} has no setting {key!r}; {closest(key, known)}")
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [key for key, item in known.items() if item.default is item.empty and item.kind in kinds]
+    if missing := [key for key in needed if key not in settings and key not in FILLED_IN]:
+        raise UserError(f"{name} needs {', '.join(missing)}; give network.{missing[0]} = ...")
+
+
+def network_name(name: str) -> str:
+    """What a network is called in a run: its name, or that of the function which makes it."""
+    return name.rpartition(":")[2]
 
 
 def build(name: str, num_classes: int, shape: Sequence[int]) -> nn.Module:
     """A target network by its name, for examples of this shape."""
     check_name(name)
+    if name in RESNETS:
+        return ResNet(num_classes, norm=RESNETS[name], in_channels=shape[0] if shape else 1)
     if name in LENET_SIZES:
         return LeNet(num_classes, LENET_SIZES[name], shape[0] if shape else 1)
     if name == "omniglot":
@@ -123,10 +241,26 @@ def build(name: str, num_classes: int, shape: Sequence[int]) -> nn.Module:
     return MLP(*sizes)
 
 
+def factory(name: str, num_classes: int, shape: tuple[int, ...], settings: Mapping[str, Any] | None = None) -> Factory:
+    """What makes the network; the same object for the same network, so that equal runs share what is compiled.
+
+    Args:
+        name: One of ours, or "module:function" or "file.py:function".
+        num_classes: For one of ours, and for a function that has a parameter of this name.
+        shape: Of an example, likewise.
+        settings: What such a function is called with.
+    """
+    return _factory(name, num_classes, shape, json.dumps(dict(settings or {}), sort_keys=True))
+
+
 @lru_cache
-def factory(name: str, num_classes: int, shape: tuple[int, ...]) -> Factory:
-    """What makes the network; the same object for the same network, so that equal runs share what is compiled."""
-    return partial(build, name, num_classes, shape)
+def _factory(name: str, num_classes: int, shape: tuple[int, ...], settings: str) -> Factory:
+    if ":" not in name:
+        return partial(build, name, num_classes, shape)
+    function = find_code(name)
+    known, told = inspect.signature(function).parameters, {"num_classes": num_classes, "shape": list(shape)}
+    given = {key: value for key, value in told.items() if key in known} | json.loads(settings)
+    return partial(function, **given) if given else function
 
 
 def cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from pfedhn.data.absent import AbsentFederation, Description
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.checkpoint import CheckpointError, checkpoints, differences, verified
+from pfedhn.engine.network import with_frozen
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
 from pfedhn.engine.transform import TRANSFORMS, Transform
@@ -154,6 +155,8 @@ def _digests(simulation: Simulation) -> dict[str, str]:
         "metric": _of_all(fingerprint.of_code(model.per_example_metric) for model in models.values()),
         "method code": _of_all(map(fingerprint.of_code, own_code)),
     }
+    if simulation.resize_every is not None:
+        digests["resizing"] = digest(simulation.resize_every)
     if simulation.starts is not None:
         digests["start"] = hashlib.sha256(_start_content(simulation.starts)).hexdigest()
     return digests
@@ -276,6 +279,7 @@ WORDS = {
     "loss": "the loss is another",
     "metric": "the metric is another",
     "method code": "the code of the method or of a transform is another",
+    "resizing": "the clients go on to another network after other steps",
     "start": "it starts from other weights",
 }
 """What it means that two runs differ in a digest."""
@@ -497,10 +501,12 @@ def to_simulation(
         if metric is None and network.metric is not None:
             wanted = _function(directory, "metric", network.metric)
         models[name] = Model(name, factory, loss or _function(directory, "loss", network.loss), wanted, device, dtype)
+    algorithm = _algorithm(directory, spec.method, method)
+    models = {name: with_frozen(network, algorithm, spec.seed) for name, network in models.items()}
     if networks_digest(models) != spec.digests["networks"]:
         raise UserError(f"the network has other weights than the one that {directory} was made with; give that one.")
     return Simulation(
-        _algorithm(directory, spec.method, method),
+        algorithm,
         models,
         AbsentFederation.of(spec.data, device),
         spec.schedule,
@@ -576,4 +582,8 @@ def _read_start(file: Path, models: Mapping[str, Model], device: str) -> dict[st
         tensors = load_file(file, device)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{file} is missing or damaged ({first_line(error)}); run it again.") from None
-    return {name: {part: tensors[f"{name}/{part}"] for part in model.shapes} for name, model in models.items()}
+    return {
+        name: {part: tensors[f"{name}/{part}"] for part in model.shapes}
+        | {part: tensors[f"{name}/{part}"] for part in model.statistics if f"{name}/{part}" in tensors}
+        for name, model in models.items()
+    }

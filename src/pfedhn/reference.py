@@ -15,6 +15,8 @@ from typing import Any
 
 from pfedhn.errors import UserError, first_line
 
+FILE_PREFIX = "pfedhn_file_"  # of modules that are files, run by their path
+
 
 @dataclass(frozen=True)
 class Code:
@@ -43,16 +45,22 @@ class Code:
         """The callable itself. This imports the module that the name begins with, and so runs it."""
         if self.missing is not None:
             raise UserError(f"{self.name} {self.missing}.")
-        found = find(self.name)
+        found = find_code(self.name)
         if self.arguments is None and self.keywords is None:
             return found
         return functools.partial(found, *(self.arguments or ()), **(self.keywords or {}))
 
 
 def name_of(thing: Any) -> str:
-    """`module:qualname` of a function or class; of any other object, that of its class."""
+    """`module:qualname` of a function or class; of any other object, that of its class.
+
+    What is defined in a file that was run by its path has the path for a module.
+    """
     named = thing if hasattr(thing, "__qualname__") else type(thing)
-    return f"{named.__module__}:{named.__qualname__}"
+    module = named.__module__
+    if module.startswith(FILE_PREFIX):
+        module = sys.modules[module].__file__
+    return f"{module}:{named.__qualname__}"
 
 
 def find(name: str) -> Callable[..., Any]:
@@ -86,7 +94,7 @@ def find_code(name: str) -> Callable[..., Any]:
     if not file.endswith(".py"):
         return find(name)
     found = getattr(load_file(Path(file)), function, None)
-    if not inspect.isfunction(found):
+    if not inspect.isfunction(found) and not inspect.isclass(found):
         raise UserError(f"{file} has no function {function!r}.")
     return found
 
@@ -94,7 +102,7 @@ def find_code(name: str) -> Callable[..., Any]:
 def load_file(path: Path) -> ModuleType:
     """A Python file as a module, run once."""
     path = path.expanduser().resolve()
-    name = f"pfedhn_file_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    name = f"{FILE_PREFIX}{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     if name not in sys.modules:
         if not path.is_file():
             raise UserError(f"there is no file {path}.")
@@ -121,7 +129,7 @@ def _why_not(thing: Any) -> str | None:
     if "<locals>" in qualname:
         return "is defined inside a function, from where it cannot be imported"
     try:
-        return None if find(name_of(thing)) == thing else "is not what its name says"
+        return None if find_code(name_of(thing)) == thing else "is not what its name says"
     except UserError as error:
         return f"cannot be imported: {str(error).removesuffix('.')}"
 

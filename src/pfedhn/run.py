@@ -1,14 +1,16 @@
 """A run: assembled in one place, trained, stopped and gone on with, loaded again, and what it can be asked for."""
 
+import copy
 import hashlib
 import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -21,7 +23,7 @@ from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.cluster import Workers, connection
-from pfedhn.data.absent import with_examples
+from pfedhn.data.absent import AbsentFederation, Description, with_examples
 from pfedhn.data.arrays import Arrays
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
@@ -29,7 +31,14 @@ from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.crew import Devices
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
-from pfedhn.engine.network import build_model, check_factory, check_model, with_num_outputs
+from pfedhn.engine.network import (
+    build_model,
+    check_factory,
+    check_model,
+    refuse_single_rows,
+    with_frozen,
+    with_num_outputs,
+)
 from pfedhn.engine.room import refuse_too_large
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
@@ -37,11 +46,12 @@ from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
 from pfedhn.errors import RunError, UserError, closest, short
-from pfedhn.files import flush, given_path
+from pfedhn.files import flush, given_path, make_folder, write_atomically
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params, take
+from pfedhn.portable import Card, Portable, check_ending, file_names, index, write_model
 from pfedhn.process import advise_once
-from pfedhn.progress import Watch, bar
+from pfedhn.progress import Watch, bar, score_text
 from pfedhn.record import (
     MendableError,
     Origin,
@@ -59,10 +69,12 @@ from pfedhn.record import (
     write_history,
     write_result,
 )
+from pfedhn.reference import Code
 from pfedhn.result import Moment, Result, Scores, Unadapted, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import check_seed, checked_method, whole_number
 from pfedhn.stopping import Abandoned, stop_on_signal
+from pfedhn.tracking import Callback, numbers
 
 logger = logging.getLogger("pfedhn")
 
@@ -165,6 +177,9 @@ def assemble(
     if cohort_size is None:
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
     cohort_size = whole_number("cohort_size", cohort_size)
+    models = {name: with_frozen(network, algorithm, seed) for name, network in models.items()}
+    for network in models.values():
+        refuse_single_rows(network, federation, batch_size)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
     if not isinstance(executor, str):
         raise UserError(f"executor is {short(executor)}; give its name, such as 'auto'.")
@@ -176,7 +191,7 @@ def assemble(
     return simulation
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """A finished or interrupted run: its chosen round, every client's model, and room for new clients.
 
@@ -190,6 +205,13 @@ class Run:
     history: list[Moment] = field(default_factory=list)  # every evaluation
     seconds: float = 0.0
     result: Result | None = None  # what result.json says: scores, bytes, seconds; None while it is not finished
+    joined: dict[str, "NewClient"] = field(default_factory=dict)  # those that `add_client` gave a name
+
+    def __repr__(self) -> str:
+        method, state = self.simulation.algorithm, self.state
+        step = f"step {state.round * self.simulation.clients_per_round:,}"
+        score = f", {score_text(self)}" if self.history else ""
+        return f"Run({self.origin.name!r}: {type(method).__name__}, {self.simulation.federation}, {step}{score})"
 
     @property
     def chosen(self) -> Evaluation:
@@ -208,6 +230,15 @@ class Run:
         with numpy.errstate(invalid="ignore"):
             values: NDArray[numpy.float64] = sums / numpy.array(test.client_examples)
         return values
+
+    def to_frame(self) -> Any:
+        """The history as a pandas table: a line per evaluation, its number of steps as the index."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise UserError("to_frame needs pandas; install it with: pip install pandas.") from error
+        table = [{"step": moment.step, **numbers(moment)} for moment in self.history]
+        return pandas.DataFrame(table).set_index("step")
 
     def memories(self, last: bool = False) -> Memories:
         """The three memories at the chosen round, or after the last one."""
@@ -236,15 +267,133 @@ class Run:
         """A plain module with this client's weights, in evaluation mode.
 
         Args:
-            client: Its number, or its name where the federation has names.
+            client: Its number, or its name where the federation has names; or the name that it joined by.
             last: The weights after the last round instead of those of the chosen one.
             architecture: Another of the run's target networks; the client keeps its embedding.
             data: The client's training examples (x, y), for a method that adapts on them (Per-FedAvg) in a run that was
                 loaded: a directory holds no examples.
         """
+        if isinstance(client, str) and client in self.joined and architecture is None and data is None:
+            return copy.deepcopy(self.joined[client].model)
         weights = self.personal_weights(client, last, architecture, data)
         model = self.simulation.model_of(self._place(client)) if architecture is None else self._network(architecture)
         return model.with_weights(weights)
+
+    def export(self, client: int | str, path: str | Path, *, last: bool = False, data: Arrays | None = None) -> Path:
+        """Write a client's model to a file that runs without this package, and beside it a card that describes it.
+
+        Args:
+            client: As `personal_model`.
+            path: What it ends with says what is written: `.onnx` (batches of any size), `.pt2` (`torch.export`), or
+                `.safetensors` (the weights, for a network that you have the code of). The card ends with `.md`.
+            last: As `personal_model`.
+            data: As `personal_model`.
+        """
+        file = given_path(path)
+        ending = check_ending(file)
+        if isinstance(client, str) and client in self.joined:
+            return self.joined[client].export(file)
+        model = self.personal_model(client, last, data=data)
+        card = self.card(client)
+        write_model(
+            file, self._portable(self.simulation.model_of(self._place(client)).name).content(model, ending, card), card
+        )
+        return file
+
+    def export_all(self, folder: str | Path, ending: str = ".onnx", *, last: bool = False) -> dict[str, Path]:
+        """Write the model of every client into a folder, with a README.md that lists them; the files by client.
+
+        Args:
+            folder: It is made if it is not there.
+            ending: Which format, as in `export`.
+            last: As `personal_model`.
+        """
+        place = given_path(folder)
+        check_ending(Path(f"model{ending}"))
+        make_folder(place)
+        federation = self.simulation.federation
+        clients = [federation.name_of(number) for number in range(federation.num_clients)]
+        files = {client: place / f"{name}{ending}" for client, name in zip(clients, file_names(clients), strict=True)}
+        for client, file in files.items():
+            self.export(client, file, last=last)
+        cards = {files[client].name: self.card(client) for client in clients}
+        write_atomically(place / "README.md", index(cards).encode())
+        return files
+
+    def _portable(self, architecture: str) -> Portable:
+        """A target network ready to be written; it is traced once, however many clients run it."""
+        if architecture not in self._portables:
+            model, x = self.simulation.models[architecture], self.simulation.federation.x
+            dtype = x.dtype if not x.is_floating_point() else model.dtype
+            self._portables[architecture] = Portable(
+                copy.deepcopy(model.testing_module).cpu(), tuple(x.shape[1:]), dtype
+            )
+        return self._portables[architecture]
+
+    @cached_property
+    def _portables(self) -> dict[str, Portable]:
+        return {}
+
+    @property
+    def description(self) -> Description:
+        """What is known of the clients and their examples without seeing one."""
+        federation = self.simulation.federation
+        if isinstance(federation, AbsentFederation):
+            return federation.description
+        described = Description.of(federation)
+        return replace(described, name=self.origin.dataset, preprocessing=self.origin.preprocessing)
+
+    def card(self, client: int | str) -> Card:
+        """What a client's model was trained on and how good it is, as plain values."""
+        place = self._place(client)
+        test = scores_of(self.chosen.splits["test"]) if self.result is None else self.result.test
+        assert test.clients is not None
+        assert test.client_examples is not None
+        total, count = test.clients[place], test.client_examples[place]
+        mean = total / count if count else None
+        return self._card(
+            self.simulation.federation.name_of(place),
+            self.simulation.model_of(place),
+            {
+                "examples": count,
+                "accuracy": mean if test.has_accuracy else None,
+                "loss": None if test.has_accuracy else mean,
+            },
+        )
+
+    def _card(self, client: str, model: Model, test: Mapping[str, Any]) -> Card:
+        described, made, code = self.description, environment("cpu"), Code.of(model.factory)
+        state = self.state
+        return {
+            "client": client,
+            "run": self.origin.name,
+            "method": self.origin.method,
+            "settings": to_json(settings_of(self.simulation.algorithm)),
+            "data": described.name,
+            "clients": described.clients,
+            "input": {
+                "shape": list(described.shape),
+                "dtype": str(model.dtype).removeprefix("torch.")
+                if getattr(torch, described.dtype).is_floating_point
+                else described.dtype,
+                "preprocessing": None if described.preprocessing is None else to_json(dict(described.preprocessing)),
+            },
+            "classes": described.classes,
+            "class_names": None if described.class_names is None else list(described.class_names),
+            "network": {
+                "name": model.name,
+                "factory": code.name,
+                "arguments": to_json(code.arguments),
+                "keywords": to_json(code.keywords),
+                "parameters": sum(shape.numel() for shape in model.shapes.values()),
+                "layers": str(model.testing_module),
+            },
+            "test": dict(test),
+            "chosen_step": self.chosen.step,
+            "steps": state.round * self.simulation.clients_per_round,
+            "seed": self.simulation.seed,
+            "versions": {"pfedhn": made.pfedhn, "torch": made.torch},
+        }
 
     def _network(self, architecture: str) -> Model:
         models = self.simulation.models
@@ -298,9 +447,27 @@ class Run:
         joined = self.add_clients(data, rounds=rounds, seed=seed, last=last)
         weights, memories = joined.personal_weights(0), joined.memories
         kept = take(memories.private[model.name].take([0]), 0)
-        return NewClient(
-            model.with_weights(weights), weights, take(memories.rows, 0), kept.private, joined.splits, joined.round
+        test = joined.splits["test"]
+        count = int(test.count.sum())
+        score = test.score if count else None
+        scores = {
+            "examples": count,
+            "accuracy": None if test.metric is None else score,
+            "loss": -score if test.metric is None and score is not None else None,
+        }
+        client = NewClient(
+            model.with_weights(weights),
+            weights,
+            take(memories.rows, 0),
+            kept.private,
+            joined.splits,
+            joined.round,
+            self._card(name or "that joined", model, scores),
+            self._portable(model.name),
         )
+        if name is not None:
+            self.joined[name] = client
+        return client
 
     def add_clients(
         self,
@@ -333,6 +500,7 @@ class Run:
             if name not in simulation.models:
                 raise UserError(f"there is no architecture {name!r}; {closest(name, simulation.models)}")
             check_model(simulation.models[name], data)
+            refuse_single_rows(simulation.models[name], data, simulation.schedule.batch_size)
         _refuse_without_evaluation(data)
         key = int(keys.fold(simulation.seed, "new client", seed))
         joining = simulation.joining(data, self.memories(last), max(rounds, 1), key)
@@ -367,6 +535,14 @@ class NewClient:
     private: Any
     splits: dict[str, SplitResult]
     round: int  # of joining, chosen on its validation examples
+    card: Card  # what its model was trained on and how good it is, as plain values
+    portable: Portable = field(repr=False)
+
+    def export(self, path: str | Path) -> Path:
+        """Write its model to a file that runs without this package, as `Run.export` does."""
+        file = given_path(path)
+        write_model(file, self.portable.content(self.model, check_ending(file), self.card), self.card)
+        return file
 
     @property
     def accuracy(self) -> float:
@@ -496,6 +672,7 @@ def execute(
     say: Callable[[str], None] = print,
     checkpoint_every: int | None = None,
     threads: int | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Generator[None, None, Run]:
     """Run to the end, from the newest sound checkpoint in `directory` if there is one.
 
@@ -509,11 +686,12 @@ def execute(
         say: Told of what a person should know, such as a damaged checkpoint.
         checkpoint_every: Communication steps between checkpoints; one a minute where None.
         threads: Of PyTorch; a run that has begun keeps those that it began with, or its bits would change.
+        callbacks: Called with the run and the evaluation after every one.
     """
     stop = stop or threading.Event()
     method = method_name(simulation.algorithm)
     run = Run(simulation, simulation.initial_state(), origin or Origin(directory.name if directory else method, method))
-    with held(directory), _computing_with(directory, threads):
+    with held(directory), _computing_with(directory, threads), _closing(callbacks):
         files = None if directory is None else _Files.open(directory, simulation, run, say)
         started = time.monotonic() - run.seconds
         saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
@@ -529,6 +707,8 @@ def execute(
                     run.history.append(_moment(progress.evaluation, run.state, run.seconds))
                     if files is not None:
                         files.append(run.history[-1])
+                    for callback in callbacks:
+                        callback(run, run.history[-1])
                 if watch is not None and not stop.is_set():  # whoever watched may be gone
                     watch(progress, run)
                 is_due = (
@@ -621,6 +801,15 @@ class _Files:
 
 
 @contextmanager
+def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for callback in callbacks:
+            getattr(callback, "close", lambda: None)()
+
+
+@contextmanager
 def _computing_with(directory: Path | None, threads: int | None) -> Iterator[None]:
     stored = None if directory is None else read_spec(directory)
     before = torch.get_num_threads()
@@ -664,6 +853,7 @@ def train(
     progress: bool = True,
     checkpoint_every: int | None = None,
     on: str | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train a personal model for every client of a federation.
 
@@ -695,6 +885,8 @@ def train(
         checkpoint_every: Communication steps between checkpoints; one a minute by default.
         on: A Ray cluster whose workers share the clients of every round: "ray" for one of this machine's cores,
             "ray:ADDRESS" for one that is there. It pays for large cohorts, best of clients that are loaded when needed.
+        callbacks: Functions (run, moment) that are called after every evaluation; `moment` is also the last of
+            `run.history`. `pfedhn.tracking` has some: `TensorBoard("logs")`.
 
     Returns:
         The run. After Ctrl-C, which writes a checkpoint, there is a KeyboardInterrupt instead.
@@ -735,6 +927,8 @@ def train(
     for name, switch in (("deterministic", deterministic), ("progress", progress)):
         if not isinstance(switch, bool):
             raise UserError(f"{name} is {short(switch)}; it must be True or False.")
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise UserError(f"callbacks are {short(callbacks)}; give a list of functions (run, moment).")
     if directory is not None and not isinstance(directory, str | Path):
         raise UserError(f"directory is {short(directory)}; give a path.")
     advise_once(simulation.federation.x.device)
@@ -753,7 +947,16 @@ def train(
         shown as add,
     ):
         watch = add(name, simulation) if add else None
-        return drain(execute(simulation, path, origin, stop=stop, watch=watch, checkpoint_every=checkpoint_every))
+        work = execute(
+            simulation,
+            path,
+            origin,
+            stop=stop,
+            watch=watch,
+            checkpoint_every=checkpoint_every,
+            callbacks=callbacks,
+        )
+        return drain(work)
 
 
 def computing_on(

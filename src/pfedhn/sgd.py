@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pfedhn.params import Params, pack, pick, take
+from pfedhn.statistics import collecting, tracked
 
 Rate: TypeAlias = float | Tensor
 """A number that a grid varies; the engine passes it as a 0-d tensor so that a grid compiles once."""
@@ -47,9 +48,25 @@ def scan(step: Callable[[Carry, Any, Any], Carry], carry: Carry, batches: Any, c
     """Apply `carry = step(carry, batch, constants)` along the leading axis of `batches`.
 
     An executor may trace `step` once and run it for other steps and clients, so the tensors it uses come through its
-    arguments or from local variables of the function around it.
+    arguments or from local variables of the function around it. Where the network has batch statistics, they are
+    carried along.
     """
-    result: Carry = _scan.get()(step, carry, batches, constants)
+    tracker = tracked()
+    if tracker is None:
+        result: Carry = _scan.get()(step, carry, batches, constants)
+        return result
+
+    def tracking_step(both: tuple[Carry, Params], batch: Any, constants: Any) -> tuple[Carry, Params]:
+        inner, tracker.now = both
+        return step(inner, batch, constants), tracker.now
+
+    before = tracker.now
+    try:
+        result, after = _scan.get()(tracking_step, (carry, before), batches, constants)
+    except BaseException:
+        tracker.now = before
+        raise
+    tracker.now = after
     return result
 
 
@@ -128,14 +145,35 @@ class SGD:
         return unpack(vector) | held, unpack(speed) | pick(velocity, held)
 
 
-def gradient(loss: Loss, unpack: Callable[[Tensor], Params]) -> Callable[[Tensor, Batches], Tensor]:
-    """The gradient of a loss by all weights at once, as a vector: local steps are bound by the number of operations."""
+def gradient(
+    loss: Loss, unpack: Callable[[Tensor], Params], is_tested: bool = True
+) -> Callable[[Tensor, Batches], Tensor]:
+    """The gradient of a loss by all weights at once, as a vector: local steps are bound by the number of operations.
+
+    Args:
+        loss: Of all weights on one batch.
+        unpack: From a vector to weights.
+        is_tested: Whether the client will use these weights: its batch statistics are then those of these passes. A
+            method that trains two models on a client says no for the other one.
+    """
 
     def of_vector(vector: Tensor, batch: Batches) -> Tensor:
         return loss(unpack(vector), batch)
 
-    result: Callable[[Tensor, Batches], Tensor] = torch.func.grad(of_vector)
-    return result
+    def with_statistics(vector: Tensor, batch: Batches) -> tuple[Tensor, Params]:
+        with collecting() as after:
+            return of_vector(vector, batch), after
+
+    def gradient_of(vector: Tensor, batch: Batches) -> Tensor:
+        tracker = tracked()
+        if tracker is None or not is_tested:
+            result: Tensor = torch.func.grad(of_vector)(vector, batch)
+            return result
+        result, after = torch.func.grad(with_statistics, has_aux=True)(vector, batch)
+        tracker.now = after or tracker.now  # a loss of one's own may leave the network out
+        return result
+
+    return gradient_of
 
 
 def clip_vector(vector: Tensor, limit: float | None, length: int) -> Tensor:

@@ -4,7 +4,7 @@ import copy as python_copy
 import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm, Group
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.executors import EXECUTORS
@@ -43,7 +44,12 @@ SMALL = {
     "embedding_dim": 3,
     "local_lr": 0.1,
 }
-METHODS = {**ALGORITHMS, "closes-over": ClosesOver}
+METHODS: dict[str, Callable[..., Any]] = {
+    **ALGORITHMS,
+    "closes-over": ClosesOver,
+    "pfedhn-low-rank": partial(PFedHN, generated=("last",), head="low-rank", rank=1),
+    "pfedhn-chunked": partial(PFedHN, head="chunked", chunk_size=7),
+}
 VARIANTS = ("pfedhn-plus-pc", "fedavg-ft")  # of what the others are, with other settings
 every_method = pytest.mark.parametrize("method", mostly_slow(METHODS, *(set(METHODS) - set(VARIANTS))))
 every_target = pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
@@ -222,9 +228,10 @@ def road(simulation: Simulation) -> Any:
 @pytest.mark.parametrize(
     ("method", "target", "cohort"),
     mostly_slow(
-        [(method, *case) for method in METHODS for case in (("mlp", 3), ("conv", 1))],
+        [(method, *case) for method in METHODS for case in (("mlp", 3), ("conv", 1), ("batchnorm", 3))],
         *((method, "mlp", 3) for method in METHODS),
         ("pfedhn-pc", "conv", 1),
+        ("fedper", "batchnorm", 3),
     ),
 )
 def test_executors_agree(federation: Federation, method: str, target: str, cohort: int) -> None:
@@ -236,7 +243,9 @@ def test_executors_agree(federation: Federation, method: str, target: str, cohor
         assert_close(result, results["loop"])
 
 
-@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, *(set(ALGORITHMS) - {"pfedhn", "pfedhn-pc"})))
+@pytest.mark.parametrize(
+    "method", mostly_slow(ALGORITHMS, *(name for name in ALGORITHMS if not name.startswith("pfedhn")))
+)
 def test_several_architectures_are_refused_or_served_alike_by_every_executor(
     federation: Federation, method: str
 ) -> None:

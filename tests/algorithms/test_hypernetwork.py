@@ -219,3 +219,41 @@ def test_without_spectral_norm_there_are_no_vectors() -> None:
     form = Hypernetwork(3)
     assert form.init_spectral({}, {"net": TARGET}, 1) == {}
     assert form.power_step({}, {}, {"net": TARGET}) == {}
+
+
+BIG = {"a": torch.Size([6, 5]), "scale": torch.Size([]), "b": torch.Size([4, 3, 2]), "c": torch.Size([7])}
+
+
+def test_a_low_rank_head_writes_factors_of_matrices() -> None:
+    form = Hypernetwork(3, 4, 1, head="low-rank", rank=2)
+    phi = double(form.init({"net": BIG}, 1))
+    assert len(phi["head.net.weight"]) == 2 * (6 + 5) + 1 + 2 * (4 + 6) + 7  # two matrices in two factors each
+    v = keys.normal(2, 6).reshape(2, 3)
+    assert all(bool((value == 0).all()) for value in form.generate(phi, {}, "net", BIG, v).values())
+    phi["head.net.bias"] = keys.normal(3, len(phi["head.net.bias"]))
+    made = form.generate(phi, {}, "net", BIG, v)
+    assert {name: value.shape[1:] for name, value in made.items()} == BIG
+    dense = form.generate(phi, {}, "net", {"flat": torch.Size([len(phi["head.net.bias"])])}, v)["flat"]
+    left, right, scale = dense[:, :12].reshape(2, 6, 2), dense[:, 12:22].reshape(2, 5, 2), dense[:, 22]
+    assert_close(made["a"], torch.einsum("cir,cjr->cij", left, right))
+    assert_close(made["scale"], scale)
+    assert all(int(torch.linalg.matrix_rank(made[name][0].flatten(1))) == 2 for name in ("a", "b"))
+    assert_close(made["c"], dense[:, -7:])
+
+
+@pytest.mark.parametrize("chunk_size", [9, 31, 62, 100])
+def test_a_chunked_head_writes_a_piece_at_a_time(chunk_size: int) -> None:
+    """Whether or not the length of a piece divides that of the target."""
+    form = Hypernetwork(3, 4, 1, head="chunked", chunk_size=chunk_size)
+    phi = double(form.init({"net": BIG}, 1))
+    v = keys.normal(2, 6).reshape(2, 3)
+    assert all(bool((value == 0).all()) for value in form.generate(phi, {}, "net", BIG, v).values())
+    phi["head.net.weight"] = keys.normal(3, chunk_size * 4).reshape(chunk_size, 4)
+    made = form.generate(phi, {}, "net", BIG, v)
+    pieces = []
+    for chunk in phi["head.net.chunks"]:
+        features = torch.cat([v, chunk.expand(2, -1)], 1) @ phi["trunk.0.weight"].T + phi["trunk.0.bias"]
+        features = features.relu() @ phi["trunk.1.weight"].T + phi["trunk.1.bias"]
+        pieces.append(features @ phi["head.net.weight"].T + phi["head.net.bias"])
+    flat = torch.cat(pieces, 1)[:, :62]
+    assert_close(torch.cat([value.reshape(2, -1) for value in made.values()], 1), flat)

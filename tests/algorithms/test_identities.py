@@ -39,7 +39,7 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.model import Model
 from pfedhn.models import squared_error
-from pfedhn.params import Params
+from pfedhn.params import Params, take
 
 EVERY_ROW = max(TRAIN_SIZES)  # a batch this large holds all of any client's rows
 PLAIN_SERVER = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "clip": None, "linear": True, "embedding": "fixed"}
@@ -266,3 +266,37 @@ def test_proposition_1_linear_hypernetwork_is_uncentered_pca() -> None:
     assert_close((fitted - solutions).square().sum(), tail, rtol=1e-6)
     u, s, v = torch.linalg.svd(solutions, full_matrices=False)
     assert_close(fitted, u[:, :rank] @ torch.diag(s[:rank]) @ v[:rank], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("head", ["low-rank", "chunked"])
+@pytest.mark.parametrize("target", mostly_slow(["mlp", "batchnorm"], "mlp"))
+def test_a_head_that_adds_nothing_is_fedavg(federation: Federation, head: Any, target: str) -> None:
+    """Such heads write zeros at first; where phi and the embeddings stand still, the layers for all are FedAvg's."""
+    local = {"local_steps": 3, "local_lr": 0.1, "local_clip": None, "rule": "size"}
+    still = {"lr": 0.0, "shared_lr": 1.0, "hidden_dim": 4, "head": head, "rank": 1, "chunk_size": 7}
+    spec = PFedHN(**local, **still)
+    simulations = [simulate(one, federation, target, rounds=6, cohort=3) for one in (spec, FedAvg(**local))]
+    states = [finish(simulation) for simulation in simulations]
+    assert_close(*(personal(simulation, state) for simulation, state in zip(simulations, states, strict=True)))
+    assert states[0].bytes_up == states[1].bytes_up
+
+
+def test_layers_that_are_one_for_all_move_as_fedavgs(federation: Federation) -> None:
+    """With nothing generated but a layer whose writer stands still, and stays with what it wrote."""
+    local = {"local_steps": 3, "local_lr": 0.1, "local_clip": None}
+    spec = PFedHN(**local, lr=0.0, shared_lr=0.3, generated=("out",), hidden_dim=4)
+    simulation = simulate(spec, federation, "conv", rounds=1, cohort=3)
+    state = simulation.initial_state()
+    before = personal(simulation, state)
+    assert not torch.equal(before[0]["out.weight"], before[1]["out.weight"])
+    assert torch.equal(before[0]["conv.weight"], before[1]["conv.weight"])
+    trained = []
+    for client in simulation.cohort(0):
+        one = torch.tensor([client])
+        batches = federation.batches(one, keys.fold(simulation.seed, "batches", 0), 3, 5)
+        weights, _ = spec.local_sgd.run(model("conv").loss, before[client], take(batches, 0))
+        trained.append(weights["conv.weight"])
+    after = personal(simulation, finish(simulation, state))
+    mean = torch.stack(trained).mean(0)
+    assert_close(after[0]["conv.weight"], before[0]["conv.weight"] + 0.3 * (mean - before[0]["conv.weight"]))
+    assert_close(after[0]["out.weight"], before[0]["out.weight"])

@@ -140,6 +140,28 @@ finally:
         subprocess.run([sys.executable, "-c", code, *words.split()], check=True, stdout=subprocess.DEVNULL)
 
 
+def test_list_and_doctor_speak_to_programs() -> None:
+    assert list(json.loads(invoke("list", "--json").stdout)["methods"]) == list(ALGORITHMS)
+    assert json.loads(invoke("doctor", "--json").stdout)["data digits"] == "always there"
+
+
+def test_a_data_set_with_a_slip_of_the_pen_is_suggested() -> None:
+    refused(2, "there is no data set and no experiment 'digitz'; did you mean 'digits'?", "data", "show", "digitz")
+
+
+def test_a_data_set_of_ones_own_is_shown_as_the_digits_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(datasets.DATASETS, "mine", datasets.DATASETS["digits"])
+    assert paper.usual_cell("mine") == replace(DEMO.cells[0], dataset="mine")
+
+
+def test_an_empty_cell_is_to_be_filled() -> None:
+    Path("visits.csv").write_text("clinic,age,outcome\na,1,x\na,,y\nb,2,x\n")
+    Path("own.toml").write_text(
+        'dataset = "visits.csv"\nclients = 2\nmodel = "linear"\ncolumns = {client = "clinic", label = "outcome"}\n'
+    )
+    refused(2, "'age' of example 2 of visits.csv is empty; fill the cell or drop the example.", "run", "own.toml")
+
+
 def test_data_alone_shows_its_help() -> None:
     shown = invoke("data")
     assert "Commands" in shown.output
@@ -340,6 +362,8 @@ def test_the_demo_ends_with_a_table_a_sentence_and_a_figure(monkeypatch: pytest.
     assert "On average, a client's own test accuracy is " in result.stdout
     assert "of 100 clients (2 seeds together), " in result.stdout
     assert "The figure: shown/demo.png" in result.stdout
+    assert "The page: shown/report/report.html" in result.stdout
+    assert "</html>" in Path("shown/report/report.html").read_text()
     assert Path("shown/demo.png").read_bytes()[:4] == b"\x89PNG"
     for command in re.findall(r"`pfedhn ([^`]*)`", result.stdout):  # what to try next can be tried
         assert command.split()[0] in ("run", "report", "list")

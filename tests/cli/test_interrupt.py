@@ -36,6 +36,20 @@ def test_the_process_ends_at_once(code: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped.\n")
 
 
+@pytest.mark.parametrize(("code", "said"), [(130, "said\n"), (0, "said\ntaken apart\n"), (2, "said\ntaken apart\n")])
+def test_a_command_that_was_stopped_leaves_at_once_and_says_all_it_had_to(code: int, said: str) -> None:
+    words = f"""
+import atexit, sys
+from pfedhn.cli.interrupt import leaving_at_once
+atexit.register(lambda: print("taken apart"))
+with leaving_at_once():
+    print("said")
+    sys.exit({code})
+"""
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, said, "")
+
+
 def test_where_somebody_waits_for_it_it_is_an_exception() -> None:
     code = "with unwinding():\n    try:\n        interrupt()\n    except KeyboardInterrupt:\n        print('closed')"
     done = subprocess.run([sys.executable, "-c", HEADING + code], capture_output=True, text=True)

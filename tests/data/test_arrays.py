@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pfedhn import Federation, by_classes, by_group
-from pfedhn.data.arrays import MAX_CLASSES, NUM_CLASSES_ON_TRUST, check_classes
+from pfedhn.data.arrays import MAX_CLASSES, NUM_CLASSES_ON_TRUST, as_tensor, check_classes
 from pfedhn.data.dealing import check_split
 from pfedhn.errors import UserError
 
@@ -212,3 +212,11 @@ def test_a_seed_is_a_whole_number(seed: Any) -> None:
 def test_counts_of_a_lazy_federation_fit_into_its_tables(arguments: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         Federation.lazy(**{"load": lambda client: {"train": (X[:3], HIGH[:3] % 3)}, **arguments})
+
+
+def test_texts_and_datasets_are_refused_with_the_way_out() -> None:
+    with pytest.raises(UserError, match=r"names, y = numpy\.unique\(y, return_inverse=True\)"):
+        as_tensor(["ill", "well"], "y")
+    dataset = torch.utils.data.TensorDataset(torch.zeros(3, 2), torch.zeros(3))
+    with pytest.raises(UserError, match=r"of a PyTorch Dataset, give x = torch\.stack"):
+        as_tensor(dataset, "x")

@@ -664,7 +664,7 @@ def test_labels_of_a_table(labels: list[str], expected: list[float], kind: str, 
     [
         ("who,what,a\n1,2,3\n1,2\n", "example 2 of table.csv has 2 cells and the header 3"),
         ("who,what,a\n1,2,3\n1,2,x\n", "'a' of example 2 of table.csv is 'x' and not a number"),
-        ("who,what,a\n1,2,\n", "'a' of example 1 of table.csv is '' and not a number"),
+        ("who,what,a\n1,2,\n", "'a' of example 1 of table.csv is empty; fill the cell"),
         ("who,what,a\n1,2,3\n1,2,nan\n", "'a' of example 2 of table.csv is 'nan' and not a finite number"),
         ("who,what,a\n1,2,3\n1,,3\n", "example 2 of table.csv has no 'what'; fill the cell"),
         ("whom,what,a\n1,2,3\n", "no column 'who'; did you mean 'whom'"),

@@ -171,7 +171,7 @@ def test_labels_of_a_later_client_that_the_network_does_not_have(
         ValueError, match=r"client 4 has the label [456], but the network has 3 outputs \(labels 0 to 2"
     ):
         pfedhn.train("fedavg", federation, mlp, steps=10, cohort_size=5, executor=executor, progress=False)
-    assert not caplog.records
+    assert not [record for record in caplog.records if "set_up_process" not in record.message]  # told once a process
     pfedhn.train("fedavg", federation, lambda: pfedhn.MLP(6, 7), steps=5, executor=executor, progress=False)
 
 

@@ -22,6 +22,7 @@ from pfedhn.engine.capture import CapturedRun, rates, side_by_side
 from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged, State
+from pfedhn.errors import UserError
 from pfedhn.params import copy
 
 
@@ -178,7 +179,7 @@ def test_runs_side_by_side_are_the_runs_alone(federation: Federation) -> None:
 
 def test_rates_are_data() -> None:
     """A grid over learning rates runs from one graph: no rate is written into it."""
-    always = {"lr", "local_lr", "weight_decay", "embedding_scale"}
+    always = {"lr", "local_lr", "weight_decay", "embedding_scale", "shared_lr"}
     assert set(rates(PFedHN(), torch.float32, torch.device("cpu"))) == always
     given = PFedHN(embedding_lr=1.0, averaging=0.9)
     assert set(rates(given, torch.float32, torch.device("cpu"))) == always | {"embedding_lr", "averaging"}
@@ -306,6 +307,15 @@ def test_a_capture_that_fails_leaves_the_stream(federation: Federation, monkeypa
     with pytest.raises(RuntimeError, match="capture failed"):
         run.prepare()
     assert streams == ["default"]
+
+
+def test_what_a_person_can_mend_is_no_reason_to_run_otherwise(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CapturedRun, "prepare", Mock(side_effect=UserError("mend this.")))
+    simulation = simulate(PFedHN(local_steps=2), federation, executor="captured")
+    with pytest.raises(UserError, match="mend this"):
+        list(rounds(simulation, simulation.initial_state()))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

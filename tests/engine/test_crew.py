@@ -60,7 +60,7 @@ def test_every_device_has_its_part_of_a_cohort(federation: Federation, monkeypat
 
 @pytest.mark.parametrize(("clients", "parts"), [(1, 4), (7, 3), (8, 4), (1_000, 7)])
 def test_parts_are_even_and_in_order(clients: int, parts: int) -> None:
-    share = Share("mlp", 0, list(range(clients)), (), torch.arange(clients), Kept((), ()))
+    share = Share("mlp", 0, list(range(clients)), (), torch.arange(clients), Kept(*[()] * len(Kept._fields)))
     found = share.split(parts)
     assert [client for part in found for client in part.clients] == share.clients
     assert torch.equal(torch.cat([part.rows for part in found]), share.rows)

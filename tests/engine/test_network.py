@@ -113,7 +113,12 @@ class Named(Functional):
 
 
 NUMBERS: dict[str, tuple[Any, str]] = {
-    "batch norm": (lambda: Normed(nn.BatchNorm1d(6)), r"changes buffers of the layers norm;.*GroupNorm"),
+    "instance norm that keeps statistics": (
+        lambda: Normed(
+            nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten())
+        ),
+        r"changes buffers of the layers norm\.1; .*GroupNorm",
+    ),
     "batch statistics": (
         lambda: Normed(nn.BatchNorm1d(6, track_running_stats=False)),
         r"other examples of its batch \(BatchNorm in the layers norm\).*use GroupNorm or LayerNorm",
@@ -237,8 +242,7 @@ def test_losses(loss: Any, sentence: str) -> None:
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 9), (3,)])
 def test_a_client_with_few_examples_is_no_reason_to_refuse(sizes: tuple[int, ...]) -> None:
     build_model("net", Functional, numbers(*sizes))
-    with pytest.raises(UserError, match="GroupNorm"):
-        build_model("net", lambda: Normed(nn.BatchNorm1d(6)), numbers(*sizes))
+    build_model("net", lambda: Normed(nn.BatchNorm1d(6)), numbers(*sizes))
     with pytest.raises(UserError, match="GroupNorm"):
         build_model("net", lambda: Normed(nn.BatchNorm1d(6, track_running_stats=False)), numbers(*sizes))
 
@@ -305,3 +309,21 @@ def test_batching_is_tried_once(federation: Federation, monkeypatch: pytest.Monk
     alone = simulate(FedAvg(local_steps=1), federation, rounds=3, cohort=1)
     assert alone.executor_for(alone.model_of(0)).name == "traced"
     assert len(tried) == 1
+
+
+def test_what_is_frozen_is_in_memory_once_and_a_personal_model_has_its_own() -> None:
+    module = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+
+    def made() -> nn.Module:
+        network = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+        network[0].requires_grad_(False)
+        return network
+
+    model = build_model("net", made, numbers(5, 6))
+    training, testing = model.training_module, model.testing_module
+    assert training[0].weight is testing[0].weight
+    assert training[2].weight is not testing[2].weight
+    own = model.with_weights(model.fresh(0))
+    assert torch.equal(own[0].weight, testing[0].weight)
+    assert own[0].weight.data_ptr() != testing[0].weight.data_ptr()
+    assert set(model.shapes) == {name for name, _ in module.named_parameters() if not name.startswith("0.")}

@@ -1,5 +1,6 @@
 """A cell becomes the federation that it names."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,19 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+import pfedhn
 from pfedhn.data.partition import dirichlet
 from pfedhn.engine.rounds import rounds
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_federation, build_partition, build_simulation, check
 from pfedhn.experiments.directory import Options
-from pfedhn.experiments.grid import from_table, from_toml
+from pfedhn.experiments.execute import start
+from pfedhn.experiments.grid import from_table, from_toml, with_assignments
 from pfedhn.experiments.runner import prepare
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
+from pfedhn.models import build, factory
+from pfedhn.record import Origin, open_directory
+from pfedhn.run import drain
 
 NOVEL = {"rule": "dirichlet", "alpha": 1.0, "novel_clients": 2}
 
@@ -103,6 +109,18 @@ def test_sizes_that_cannot_be_are_refused(wrong: dict[str, Any], sentence: str) 
         check(Experiment("several", (replace(SIZES, **wrong),)))
 
 
+def test_clients_that_go_on_after_other_steps_are_another_run(tmp_path: Path) -> None:
+    often, seldom = (
+        build_simulation(one_run(replace(SIZES, resize_every=steps, cohort_size=6, steps=36)), Options())
+        for steps in (12, 18)
+    )
+    origin = Origin("sizes", "pfedhn")
+    open_directory(tmp_path, often, origin)
+    open_directory(tmp_path, often, origin)
+    with pytest.raises(UserError, match="the clients go on to another network after other steps"):
+        open_directory(tmp_path, seldom, origin)
+
+
 def test_clients_go_on_to_the_next_size() -> None:
     """In every stage each client trains and is tested with another network, and the state is one."""
     simulation = build_simulation(one_run(replace(SIZES, resize_every=4, cohort_size=6, steps=36)), Options())
@@ -157,18 +175,76 @@ def test_a_function_makes_the_data(tmp_path: Path) -> None:
         check(Experiment("made", (replace(cell, dataset=f"{file}:hospitals"),)))
 
 
+NETWORKS = """
+import math
+from torch import nn
+
+def tower(num_classes, shape, width=8):
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), width), nn.ReLU(),
+                         nn.Linear(width, num_classes))
+
+class Wide(nn.Linear):
+    def __init__(self, columns):
+        super().__init__(columns, 10)
+
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+"""
+
+
+def test_a_function_makes_the_network(tmp_path: Path) -> None:
+    (tmp_path / "networks.py").write_text(NETWORKS)
+    toml = tmp_path / "mine.toml"
+    toml.write_text('model = "networks.py:tower"\nclients = 5\nsteps = 2\nmethod = "fedavg"\nnetwork = {width = 4}\n')
+    experiment = with_assignments(from_toml(toml), {"network.width": 6})
+    check(experiment)
+    (cell,) = experiment.cells
+    (run,) = experiment.runs([0])
+    drain(start(tmp_path / "runs", experiment, run, Options(device="cpu"), lambda event: None, threading.Event()))
+    (folder,) = (tmp_path / "runs").glob("*-seed0")
+    found = pfedhn.load(folder, device="cpu").personal_model(0)
+    assert found[1].out_features == 6
+    assert found[3].out_features == 10
+    for change, sentence in (
+        ({"network": {"widht": 4}}, "has no setting 'widht'; did you mean 'width'"),
+        ({"model": f"{tmp_path / 'networks.py'}:spire"}, "has no function 'spire'"),
+        ({"model": f"{tmp_path / 'networks.py'}:Wide", "network": {}}, r"needs columns; give network\.columns = "),
+        ({"model": "mlp-4"}, r"network\.width is for a function that makes the network, and model = 'mlp-4' is none"),
+        ({"model": "os:system", "network": {}}, "not code that a run can be made with"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            check(Experiment("own", (replace(cell, **change),)))
+    check(Experiment("own", (replace(cell, model=f"{tmp_path / 'networks.py'}:Wide", network={"columns": 64}),)))
+
+
+def test_a_resnet_by_name_or_with_settings() -> None:
+    experiment = from_table({"model": "pfedhn.models:resnet", "network": {"width": 4, "blocks": [1, 1]}}, "own")
+    check(experiment)
+    (cell,) = experiment.cells
+    module = factory(cell.model, 10, (3, 8, 8), cell.network)()
+    assert module(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
+    names = {name.rpartition(".")[0] for name, _ in module.named_parameters()}
+    assert names == {
+        *("conv1", "bn1", "fc", "layer2.0.downsample.0", "layer2.0.downsample.1"),
+        *(f"layer{i}.0.{part}" for i in (1, 2) for part in ("conv1", "bn1", "conv2", "bn2")),
+    }
+    with torch.device("meta"):
+        whole = build("resnet18", 100, (3, 32, 32))
+    assert sum(value.numel() for value in whole.parameters()) == 11_220_132
+
+
 def test_how_many_clients_there_are_is_said_once() -> None:
     with pytest.raises(UserError, match="num_clients is not given here; the field `clients` says how many"):
         build_partition(Cell(clients=5, partition={**NOVEL, "num_clients": 7}))
 
 
-def test_a_start_that_a_method_makes_nothing_of_is_refused(tmp_path: Path) -> None:
+def test_a_start_that_a_method_makes_nothing_of_is_refused() -> None:
     experiment = from_table(
         {"method": ["fedavg", "pfedhn"], "clients": 5, "model": "mlp-4", "methods": {"pfedhn": {"pretrain": "fedavg"}}},
         "",
     )
     with pytest.raises(UserError, match="pfedhn makes nothing of the model that pretrain = 'fedavg' would give it"):
-        prepare(tmp_path, experiment.runs([0]), Options())
+        prepare(experiment.runs([0]), Options())
     for method in ("lg-fedavg", "fedper", "local", "pfedme"):
         cells = tuple(replace(cell, method=method) if cell.pretrain else cell for cell in experiment.cells)
-        prepare(tmp_path, replace(experiment, cells=cells).runs([0]), Options())
+        prepare(replace(experiment, cells=cells).runs([0]), Options())

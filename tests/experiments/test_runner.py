@@ -17,11 +17,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support import SMALL, mlp, resealed, scores
+from support import SMALL, mlp, mostly_slow, resealed, scores
+from typer.testing import CliRunner
 
 from pfedhn import record, run
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.cli.app import app
 from pfedhn.data.federation import Federation
 from pfedhn.engine.checkpoint import checkpoints
 from pfedhn.errors import UserError
@@ -69,17 +71,17 @@ def named(*names: str, experiment: Experiment = SMALL) -> Any:
 # The command in a result
 
 
-def test_the_command_in_a_result_selects_that_run_alone() -> None:
-    grid = from_table(
-        tomllib.loads("method=['pfedhn', 'local']\nclients=[6, 8]\nsteps=[10, 20]\n[methods.pfedhn]\nlr=[0.1, 1e-05]"),
-        "grid",
-    )
-    for experiment in (grid, *EXPERIMENTS.values()):
-        for one in experiment.runs():
-            words = shlex.split(rerun_command(experiment, one, Options()))
-            assert words[:3] == ["pfedhn", "run", experiment.name]
-            given = dict(zip(words[3::2], words[4::2], strict=True))
-            assert select(experiment, [given["--only"]], [int(given["--seeds"])]) == [one]
+GRID = "method=['pfedhn', 'local']\nclients=[6, 8]\nsteps=[10, 20]\n[methods.pfedhn]\nlr=[0.1, 1e-05]"
+
+
+@pytest.mark.parametrize("name", mostly_slow(["grid", *EXPERIMENTS], "grid", "demo", "ablation-cifar10"))
+def test_the_command_in_a_result_selects_that_run_alone(name: str) -> None:
+    experiment = EXPERIMENTS[name] if name in EXPERIMENTS else from_table(tomllib.loads(GRID), "grid")
+    for one in experiment.runs():
+        words = shlex.split(rerun_command(experiment, one, Options()))
+        assert words[:3] == ["pfedhn", "run", experiment.name]
+        given = dict(zip(words[3::2], words[4::2], strict=True))
+        assert select(experiment, [given["--only"]], [int(given["--seeds"])]) == [one]
 
 
 def test_the_command_in_a_result_carries_everything_that_matters() -> None:
@@ -220,11 +222,59 @@ def test_a_run_whose_data_changed_is_not_gone_on_with(tmp_path: Path, monkeypatc
     assert failure.is_bad_input
 
 
-def test_preparing_refuses_a_client_without_examples_before_anything_is_written(tmp_path: Path) -> None:
+def test_what_lies_in_the_folder_of_another_run_is_not_shown_as_that_run(tmp_path: Path) -> None:
+    one, other = runs = [replace(run, cell=replace(run.cell, steps=2)) for run in SMALL.runs()[:2]]
+    small = replace(SMALL, cells=(one.cell,))
+    Directory(tmp_path).open(small, runs)
+    assert not run_many(tmp_path, small, runs, jobs=1).failures
+    sound = (tmp_path / one.name / "result.json").read_bytes()
+    for file in ("result.json", "metrics.jsonl"):
+        shutil.copy(tmp_path / other.name / file, tmp_path / one.name / file)
+    done = CliRunner().invoke(app, ["run", "--resume", str(tmp_path), "--jobs", "1"])  # its own checkpoint mends it
+    assert done.exit_code == 0
+    assert "1 of 2 runs are finished already" in done.stderr
+    assert json.loads(sound)["test"] == json.loads((tmp_path / one.name / "result.json").read_bytes())["test"]
+
+    shutil.rmtree(tmp_path / one.name)
+    shutil.copytree(tmp_path / other.name, tmp_path / one.name)
+    for words in (["run", "--resume", str(tmp_path)], ["report", str(tmp_path)]):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 1
+        assert f"holds another run, {other.name}; move or remove that folder" in done.stderr
+
+
+def test_why_a_run_cannot_be_mended_is_said(tmp_path: Path) -> None:
+    one, other = runs = [replace(run, cell=replace(run.cell, steps=2)) for run in SMALL.runs()[:2]]
+    small = replace(SMALL, cells=(one.cell,))
+    Directory(tmp_path).open(small, runs)
+    assert not run_many(tmp_path, small, runs, jobs=1).failures
+    for file in (tmp_path / other.name).iterdir():
+        if file.name != "spec.toml":
+            shutil.copy(file, tmp_path / one.name / file.name)
+    done = CliRunner().invoke(app, ["run", "--resume", str(tmp_path), "--jobs", "1"])
+    assert done.exit_code == 1
+    assert "No sound checkpoint is left in" in done.stderr
+    assert "the same command runs it anew" in done.stderr
+    shutil.rmtree(tmp_path / one.name)
+    assert CliRunner().invoke(app, ["run", "--resume", str(tmp_path), "--jobs", "1"]).exit_code == 0
+
+
+def test_going_on_with_another_executor_is_refused_also_where_all_is_finished(tmp_path: Path) -> None:
+    """Else the directory keeps an executor that its runs were not made with."""
+    (run,) = [replace(run, cell=replace(run.cell, steps=2)) for run in SMALL.runs()[:1]]
+    small = replace(SMALL, cells=(run.cell,))
+    Directory(tmp_path).open(small, [run], Options())
+    assert not run_many(tmp_path, small, [run], jobs=1).failures
+    done = CliRunner().invoke(app, ["run", "--resume", str(tmp_path), "--executor", "loop"])
+    assert done.exit_code == 2
+    assert "was begun with the executor auto" in done.stderr
+    assert Directory(tmp_path).options().executor == "auto"
+
+
+def test_preparing_refuses_a_client_without_examples() -> None:
     crowded = with_assignments(SMALL, {"clients": 900})
     with pytest.raises(ValueError, match="leaves every client without examples; use fewer clients"):
-        prepare(tmp_path / "new", select(crowded, [], None), Options())
-    assert not (tmp_path / "new").exists()
+        prepare(select(crowded, [], None), Options())
 
 
 # Side by side

@@ -30,7 +30,7 @@ from pfedhn.experiments.grid import from_toml, with_assignments
 from pfedhn.experiments.paper import BEYOND_THE_PAPER, EXPERIMENTS
 from pfedhn.experiments.rates import apply_rates, rates_for, read_rates, save_rates
 from pfedhn.experiments.spec import Cell, Experiment
-from pfedhn.experiments.tune import Findings, Study, plan
+from pfedhn.experiments.tune import Findings, Study, plan, read_record, write_record
 from pfedhn.result import Scores
 
 MINE = """
@@ -217,6 +217,22 @@ def set_grid(monkeypatch: pytest.MonkeyPatch, method: str, grid: dict[str, tuple
 def with_a_bad_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     set_grid(monkeypatch, "fedavg", {"local_lr": (1e30, 0.1, 0.05)})
     set_grid(monkeypatch, "pfedhn", {"lr": (0.05, 0.01), "local_lr": (0.05,)})  # few, for the time they take
+
+
+def test_rates_and_the_record_of_a_tuning_vouch_for_themselves(tmp_path: Path) -> None:
+    file, record = tmp_path / "mine.rates.toml", tmp_path / "tuning.json"
+    save_rates(file, "mine", {"fedavg": {"local_lr": 0.05}})
+    file.write_text(file.read_text().replace("0.05", "0.07"))
+    with pytest.raises(UserError, match=r"was changed after it was written; if that was you, take its last line out"):
+        read_rates(file)
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    assert read_rates(file) == {"mine": {"fedavg": {"local_lr": 0.07}}}
+    write_record(record, EXPERIMENTS["demo"], {"fedavg": {"score": 0.5}})
+    assert read_record(record)["methods"] == {"fedavg": {"score": 0.5}}
+    for damaged in (record.read_text().replace("0.5", "0.9"), "[]", "{}"):
+        record.write_text(damaged)
+        with pytest.raises(UserError, match="remove it and tune again: the runs are still there"):
+            read_record(record)
 
 
 @pytest.mark.usefixtures("with_a_bad_rate")

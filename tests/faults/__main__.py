@@ -6,6 +6,7 @@ import time
 from faults.damage import try_damage
 from faults.inputs import FULL, try_inputs
 from faults.kills import try_kills, try_starts
+from faults.network import try_network
 from faults.table import to_text
 
 SEED = 0
@@ -13,7 +14,13 @@ SEED = 0
 
 def main() -> int:
     began = time.monotonic()
-    rows = [*try_damage(500, SEED), *try_kills(100, SEED), *try_starts(50, SEED), *try_inputs(FULL, SEED)]
+    rows = [
+        *try_network(),
+        *try_damage(500, SEED),
+        *try_kills(100, SEED),
+        *try_starts(50, SEED),
+        *try_inputs(FULL, SEED),
+    ]
     print(to_text(rows))
     bad = [line for row in rows for line in row.bad]
     print(*bad, sep="\n")

@@ -6,8 +6,8 @@ from faults.table import row_of, to_text
 
 
 def test_some_damaged_files() -> None:
-    rows = try_damage(12, seed=0)
-    assert sum(row.tries for row in rows) == 12
+    rows = try_damage(6, seed=0)
+    assert sum(row.tries for row in rows) == 6
     assert not [line for row in rows for line in row.bad]
 
 

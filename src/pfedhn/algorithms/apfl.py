@@ -75,7 +75,7 @@ class APFL(Algorithm[Params, tuple[()], Private]):
     def train(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Private]:
         w, unpack = pack(received)
         v, _ = pack({name: private.own[name] for name in received})
-        gradient_of = gradient(model.loss, unpack)
+        gradient_of, shared_gradient = gradient(model.loss, unpack), gradient(model.loss, unpack, is_tested=False)
 
         def learn(alpha: Tensor, batch: Batches, constants: tuple[Rate, Tensor, Tensor]) -> Tensor:
             lr, v, w = constants
@@ -85,7 +85,7 @@ class APFL(Algorithm[Params, tuple[()], Private]):
         def step(carry: State, batch: Batches, constants: tuple[Rate, Tensor]) -> State:
             (w_i, v_i, w_velocity, v_velocity), (lr, alpha) = carry, constants
             sgd = SGD(lr, self.local_momentum, self.local_weight_decay)
-            w_gradient, v_gradient = gradient_of(w_i, batch), alpha * gradient_of(mixed(alpha, v_i, w_i), batch)
+            w_gradient, v_gradient = shared_gradient(w_i, batch), alpha * gradient_of(mixed(alpha, v_i, w_i), batch)
             w_i, w_velocity = sgd.step(w_i, w_velocity, clip_vector(w_gradient, self.local_clip, len(w_i)))
             v_i, v_velocity = sgd.step(v_i, v_velocity, clip_vector(v_gradient, self.local_clip, len(v_i)))
             return w_i, v_i, w_velocity, v_velocity

@@ -61,14 +61,13 @@ class Ditto(Algorithm[Params, tuple[()], Params]):
     def train(self, model: Model, received: Params, private: Params, batches: Batches) -> tuple[Params, Params]:
         w, unpack = pack(received)
         v, _ = pack({name: private[name] for name in received})
-        gradient_of = gradient(model.loss, unpack)
+        shared_gradient, own_gradient = gradient(model.loss, unpack, is_tested=False), gradient(model.loss, unpack)
 
         def step(carry: State, batch: Batches, constants: tuple[Rate, Rate, Tensor]) -> State:
             (w_i, v_i, w_velocity, v_velocity), (lr, strength, w) = carry, constants
             sgd = SGD(lr, self.local_momentum, self.local_weight_decay)
-            w_gradient, v_gradient = (
-                clip_vector(gradient_of(weights, batch), self.local_clip, len(weights)) for weights in (w_i, v_i)
-            )
+            w_gradient = clip_vector(shared_gradient(w_i, batch), self.local_clip, len(w_i))
+            v_gradient = clip_vector(own_gradient(v_i, batch), self.local_clip, len(v_i))
             v_i, v_velocity = sgd.step(v_i, v_velocity, v_gradient + strength * (v_i - w))
             w_i, w_velocity = sgd.step(w_i, w_velocity, w_gradient)
             return w_i, v_i, w_velocity, v_velocity

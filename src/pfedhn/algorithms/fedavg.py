@@ -9,6 +9,7 @@ FedPer and LG-FedAvg are this with some layers kept by the clients (`roles`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -38,6 +39,8 @@ class FedAvg(Algorithm[Params, tuple[()], Params]):
     local_clip: float | None = None  # largest norm of a client's gradient
     rule: Rule = "size"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
     averaging: Rate | None = None  # how much of its past the served average keeps per step; None serves the newest
+    statistics: Literal["private", "shared"] = "private"  # BatchNorm's running ones: a client's own, or averaged too
+    statistics_batches: int = 0  # from which BatchNorm's statistics are made anew before use; 0 uses the running ones
     adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
 
     @property

@@ -2,12 +2,20 @@
 
 One trunk serves every architecture; each has a head, one wide matrix whose rows are the target's weights in order.
 (One wide head equals one head per target tensor: `nn.Linear` is initialized by its fan-in alone.)
-Axes: [C]lients, [D] embedding dimension.
+
+A target of millions of weights has a head that writes less, and that at first writes zeros, to be added to a model:
+
+    low-rank   two factors A (v), B (v) of each matrix, whose product A B^T is added; other tensors as they are
+    chunked    the target in pieces of equal length: the trunk sees the client's embedding beside the piece's own, which
+               is learned (von Oswald et al., ICLR 2020), and one head writes all pieces
+
+Axes: [C]lients, [D] embedding dimension, [P]ieces.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +27,9 @@ from pfedhn.params import Params
 
 Shapes = Mapping[str, torch.Size]
 
+Head: TypeAlias = Literal["dense", "low-rank", "chunked"]
+
+CHUNK_DIM = 32  # length of a piece's embedding
 NUM_INITIAL_POWER_STEPS = 15  # as torch.nn.utils.parametrizations.spectral_norm
 
 
@@ -31,23 +42,60 @@ class Hypernetwork:
     num_hidden: int = 3
     linear: bool = False  # h(v; W) = W v: no trunk, no bias
     spectral_norm: bool = False
+    head: Head = "dense"
+    rank: int = 4
+    chunk_size: int = 2_000
 
     def init(self, architectures: Mapping[str, Shapes], key: Key) -> Params:
         """phi, each layer drawn as `nn.Linear` draws it, from a key of its own."""
         phi: Params = {}
-        fan_in = self.embedding_dim
+        fan_in = self.embedding_dim + (CHUNK_DIM if self.head == "chunked" else 0)
         if not self.linear:
             for layer in range(1 + self.num_hidden):
                 phi |= _linear(f"trunk.{layer}", self.hidden_dim, fan_in, keys.fold(key, f"trunk.{layer}"))
                 fan_in = self.hidden_dim
         for name, shapes in architectures.items():
-            head = _linear(f"head.{name}", _num_weights(shapes), fan_in, keys.fold(key, f"head.{name}"))
+            head = _linear(f"head.{name}", self._num_outputs(shapes), fan_in, keys.fold(key, f"head.{name}"))
             phi |= {f"head.{name}.weight": head[f"head.{name}.weight"]} if self.linear else head
+            if self.head == "low-rank":
+                is_left = torch.cat([torch.full((size,), part == "left") for _, part, size in self._factors(shapes)])
+                for value in head.values():
+                    value[~is_left] = 0.0  # a product with zeros, and a change of zero
+            if self.head == "chunked":
+                for value in head.values():
+                    value.zero_()
+                drawn = keys.normal(keys.fold(key, f"chunks.{name}"), self._num_pieces(shapes) * CHUNK_DIM)
+                phi[f"head.{name}.chunks"] = drawn.unflatten(0, (-1, CHUNK_DIM)).float()
         return phi
+
+    def _num_outputs(self, shapes: Shapes) -> int:
+        if self.head == "dense":
+            return _num_weights(shapes)
+        return self.chunk_size if self.head == "chunked" else sum(size for *_, size in self._factors(shapes))
+
+    def _num_pieces(self, shapes: Shapes) -> int:
+        return -(-_num_weights(shapes) // self.chunk_size)
+
+    def _factors(self, shapes: Shapes) -> list[tuple[str, str, int]]:
+        """What a low-rank head writes, in order: (name, "left" or "right", numbers), or (name, "whole", numbers)."""
+        factors = []
+        for name, shape in shapes.items():
+            whole = math.prod(shape)
+            rows, columns = (shape[0], whole // shape[0]) if len(shape) > 1 and whole else (0, 0)
+            if 0 < self.rank * (rows + columns) < whole:
+                factors += [(name, "left", self.rank * rows), (name, "right", self.rank * columns)]
+            else:
+                factors.append((name, "whole", whole))
+        return factors
 
     def generate(self, phi: Params, spectral: Params, architecture: str, shapes: Shapes, embeddings: Tensor) -> Params:
         """The weights of one architecture for a stack of embeddings [C, D] -> {name: [C, ...]}."""
         features = embeddings
+        if self.head == "chunked":
+            chunks = phi[f"head.{architecture}.chunks"]
+            shape = (*embeddings.shape[:-1], len(chunks))
+            both = embeddings.unsqueeze(-2).expand(*shape, -1), chunks.expand(*shape, -1)
+            features = torch.cat(both, dim=-1)
         if not self.linear:
             for layer in range(1 + self.num_hidden):
                 # No ReLU after the last trunk layer: it and the head are two linear maps in a row, as published.
@@ -67,11 +115,30 @@ class Hypernetwork:
         flat = features @ weight.T
         if not self.linear:
             flat = flat + phi[f"head.{architecture}.bias"]
+        if self.head == "low-rank":
+            return self._products(flat, shapes)
+        if self.head == "chunked":
+            flat = flat.flatten(-2)[..., : _num_weights(shapes)]
         parts = flat.split([math.prod(shape) for shape in shapes.values()], dim=-1)
         return {
             name: part.reshape((*part.shape[:-1], *shape))
             for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
+
+    def _products(self, flat: Tensor, shapes: Shapes) -> Params:
+        """The weights from what a low-rank head wrote."""
+        factors = self._factors(shapes)
+        parts = flat.split([size for *_, size in factors], dim=-1)
+        written = {(name, part): value for (name, part, _), value in zip(factors, parts, strict=True)}
+        weights = {}
+        for name, shape in shapes.items():
+            leading = flat.shape[:-1]
+            if (name, "whole") in written:
+                weights[name] = written[name, "whole"].reshape(*leading, *shape)
+            else:
+                left, right = (written[name, part].unflatten(-1, (-1, self.rank)) for part in ("left", "right"))
+                weights[name] = (left @ right.mT).reshape(*leading, *shape)
+        return weights
 
     def init_spectral(self, phi: Params, architectures: Mapping[str, Shapes], key: Key) -> Params:
         """A left singular vector per normalized matrix: every trunk layer, and each target tensor's slice of a head."""

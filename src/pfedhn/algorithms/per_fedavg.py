@@ -72,13 +72,13 @@ class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
 
     def train(self, model: Model, received: Params, private: tuple[()], batches: Batches) -> tuple[Params, tuple[()]]:
         start, unpack = pack(received)
-        gradient_of = gradient(model.loss, unpack)
+        gradient_of, adapted_gradient = gradient(model.loss, unpack, is_tested=False), gradient(model.loss, unpack)
 
         def step(w: Tensor, batch: Batches, rates: tuple[Rate, Rate]) -> Tensor:
             alpha, beta = rates
             first, second, *third = (take(batch, i) for i in range(self.batches_per_step))
             u = w - alpha * gradient_of(w, first)
-            g = gradient_of(u, second)
+            g = adapted_gradient(u, second)
             if self.form == "hessian-free":
                 d = self.difference
                 change = gradient_of(w + d * g, third[0]) - gradient_of(w - d * g, third[0])

@@ -4,11 +4,15 @@
     client   theta~_i = K steps of SGD from theta_i (and from omega_i, which it keeps)  train
     server   (phi, v_i) -= lr * (d theta_i / d(phi, v_i))^T (theta_i - theta~_i)       receive
 
+What is written is a choice: with `generated` layers, the others are one for all clients, which the server moves by
+`shared_lr` times the mean update (1 is FedAvg), or frozen. A head that is not dense writes what is added to layers that
+are one for all.
+
 `receive` runs the small generator again instead of keeping a graph alive between calls: any order of replies, any
 number of clients, over a network too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, NamedTuple
 
@@ -19,8 +23,9 @@ from pfedhn import keys
 from pfedhn.adamw import AdamW
 from pfedhn.algorithm import Algorithm, Group, Rule, weighted_updates
 from pfedhn.algorithms.embeddings import AdamEmbeddings, Embeddings, Row, embedding_dim
-from pfedhn.algorithms.hypernetwork import Hypernetwork
-from pfedhn.layers import Roles, assign_roles
+from pfedhn.algorithms.hypernetwork import Head, Hypernetwork
+from pfedhn.errors import UserError
+from pfedhn.layers import Role, Roles, Shapes, assign_roles
 from pfedhn.model import Model
 from pfedhn.params import Params, clip, pick, pull_back, subtract, zeros_like
 from pfedhn.settings import Bounds
@@ -34,6 +39,7 @@ class Shared(NamedTuple):
     spectral: Params  # left singular vectors, only with spectral_norm
     powers: Tensor  # of the matrix that moves an unchosen row by one step
     step: Tensor  # server steps so far
+    common: Params  # layers that are one for all clients, by "network/parameter"
 
 
 class Private(NamedTuple):
@@ -50,6 +56,12 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     embedding_lr: Rate | None = None  # learning rate of the server's steps on the embeddings; lr by default
     local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
     personal: tuple[str, ...] = ()  # layers that stay with the client; "last" is the last layer
+    generated: tuple[str, ...] = ()  # layers that the hypernetwork writes; all that are not personal by default
+    rest: Literal["shared", "frozen"] = "shared"  # what the other layers are, where some are named as generated
+    shared_lr: Rate = 0.5  # of the server's steps on layers that are one for all clients; 1 is FedAvg
+    head: Head = "dense"  # "low-rank" and "chunked" write millions of weights, as what is added to shared layers
+    rank: int = 4  # of what a low-rank head adds to a matrix
+    chunk_size: int = 2_000  # weights that a chunked head writes at a time
     embedding: Literal["trained", "fixed"] = "trained"  # "fixed": the federation's descriptors, or class shares
     embedding_dim: int | None = None  # length of an embedding; int(1 + clients / 4), at most 64, by default
     hidden_dim: int = 100  # width of the hypernetwork's trunk
@@ -69,6 +81,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     clip: float | None = 50.0  # largest norm of the server's gradient, over phi and embeddings together
     local_clip: float | None = 50.0  # largest norm of a client's gradient, personal layers left out
     rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
+    statistics_batches: int = 0  # from which BatchNorm's statistics are made anew before use; 0 uses the running ones
     adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
     usual_cohort_size = 1
 
@@ -85,11 +98,22 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         return self.embedding == "fixed"
 
     def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "PFedHN":
+        if self.head != "dense" and (self.linear or self.spectral_norm):
+            raise UserError(f"head = {self.head!r} goes with neither linear nor spectral_norm; leave them out.")
         dim = embedding_dim(self.embedding_dim, num_clients, descriptor_dim, self.needs_descriptors)
         return replace(self, embedding_dim=dim)
 
     def roles(self, model: Model) -> Roles:
-        return assign_roles(model, rest="generated", personal=self.personal)
+        rest: Role = self.rest if self.generated else "generated"
+        return assign_roles(model, rest=rest, personal=self.personal, generated=self.generated)
+
+    def frozen(self, model: Model) -> Collection[str]:
+        return self.roles(model).frozen
+
+    def common(self, model: Model) -> Shapes:
+        """The parameters that have a part which is one for all clients."""
+        roles = self.roles(model)
+        return roles.shared if self.head == "dense" else roles.shared | roles.generated
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: keys.Key) -> Shared:
         shapes = {name: self.roles(model).generated for name, model in models.items()}
@@ -98,7 +122,8 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         spectral = self.hypernetwork.init_spectral(phi, shapes, keys.fold(key, "spectral"))
         step = torch.zeros((), dtype=torch.int32, device=like.device)
         square = zeros_like(phi) if self.optimizer == "adamw" else {}
-        return Shared(phi, zeros_like(phi), square, spectral, self.embeddings.powers().to(like.device), step)
+        common = {f"{n}/{part}": starts[n][part] for n, model in models.items() for part in self.common(model)}
+        return Shared(phi, zeros_like(phi), square, spectral, self.embeddings.powers().to(like.device), step, common)
 
     def init_row(self, key: keys.Key, descriptor: Tensor | None) -> Row:
         return self.embeddings.start(key, descriptor)
@@ -111,7 +136,9 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         return Private(head, zeros_like(head))
 
     def send(self, model: Model, shared: Shared, row: Row) -> Params:
-        return self.generate(shared.phi, shared, model, self.up_to_date(row, shared).embedding)
+        generated = self.generate(shared.phi, shared, model, self.up_to_date(row, shared).embedding)
+        common = {name: shared.common[f"{model.name}/{name}"] for name in self.common(model)}
+        return generated | {name: generated[name] + x if name in generated else x for name, x in common.items()}
 
     def train(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Private]:
         # The head's momentum survives between rounds and its gradient is not clipped; the generated part's is.
@@ -127,7 +154,8 @@ class PFedHN(Algorithm[Shared, Row, Private]):
             return [self.generate(phi, shared, group.model, embedding) for group, embedding in pairs]
 
         embeddings, updates = [row.embedding for row in rows], weighted_updates(self.rule, groups)
-        to_phi, to_rows = pull_back(generate, shared.phi, embeddings, cotangent=updates)
+        generated = [pick(part, self.roles(g.model).generated) for g, part in zip(groups, updates, strict=True)]
+        to_phi, to_rows = pull_back(generate, shared.phi, embeddings, cotangent=generated)
         trained = [] if self.needs_descriptors else to_rows
         gradient = clip(to_phi | {f"row.{i}": value for i, value in enumerate(trained)}, self.clip)
         step = shared.step + 1
@@ -136,7 +164,13 @@ class PFedHN(Algorithm[Shared, Row, Private]):
             rows = [self.embeddings.moved(row, gradient[f"row.{i}"], step) for i, row in enumerate(rows)]
         shapes = {group.model.name: self.roles(group.model).generated for group in groups}
         spectral = shared.spectral | self.hypernetwork.power_step(phi, shared.spectral, shapes)
-        return Shared(phi, velocity, square, spectral, shared.powers, step), rows
+        moved = {
+            f"{group.model.name}/{name}": part[name].sum(0)
+            for group, part in zip(groups, updates, strict=True)
+            for name in self.common(group.model)
+        }
+        common = {name: x - self.shared_lr * moved[name] if name in moved else x for name, x in shared.common.items()}
+        return Shared(phi, velocity, square, spectral, shared.powers, step, common), rows
 
     def server_step(self, shared: Shared, gradient: Params, number: Tensor) -> tuple[Params, Params, Params]:
         """phi and its moments after one step of the server's optimizer."""
@@ -146,16 +180,19 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         return *SGD(self.lr, self.momentum, self.weight_decay).step_all(shared.phi, shared.velocity, gradient), {}
 
     def averaged_part(self, shared: Shared) -> Params:
-        return shared.phi
+        return shared.phi | shared.common
 
     def with_averaged_part(self, shared: Shared, average: Params) -> Shared:
-        return shared._replace(phi=average)
+        return shared._replace(phi=pick(average, shared.phi), common=pick(average, shared.common))
 
     def move_row(self, model: Model, shared: Shared, row: Row, update: Params) -> Row:
         row = self.up_to_date(row, shared)
         if self.needs_descriptors:
             return row
-        (gradient,) = pull_back(lambda v: self.generate(shared.phi, shared, model, v), row.embedding, cotangent=update)
+        generated = pick(update, self.roles(model).generated)
+        (gradient,) = pull_back(
+            lambda v: self.generate(shared.phi, shared, model, v), row.embedding, cotangent=generated
+        )
         return self.embeddings.moved(row, clip({"row": gradient}, self.clip)["row"], shared.step + 1)
 
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
@@ -178,4 +215,5 @@ class PFedHN(Algorithm[Shared, Row, Private]):
 
     @property
     def hypernetwork(self) -> Hypernetwork:
-        return Hypernetwork(self.embeddings.dim, self.hidden_dim, self.num_hidden, self.linear, self.spectral_norm)
+        dim, form = self.embeddings.dim, (self.hidden_dim, self.num_hidden, self.linear, self.spectral_norm)
+        return Hypernetwork(dim, *form, self.head, self.rank, self.chunk_size)

@@ -3,7 +3,7 @@
 
 def main() -> None:
     """Run the command that was typed."""
-    from pfedhn.cli.interrupt import stop_in_one_line
+    from pfedhn.cli.interrupt import leaving_at_once, stop_in_one_line
 
     stop_in_one_line()  # first: what follows takes seconds, and a person may have thought better of it
     from pfedhn.process import set_up_process
@@ -13,4 +13,5 @@ def main() -> None:
     never_fail_to_write()
     from pfedhn.cli.app import app
 
-    app()
+    with leaving_at_once():
+        app()

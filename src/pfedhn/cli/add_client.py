@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pfedhn.cli.options import DeviceOption
+from pfedhn.cli.options import DeviceOption, RunArgument
 from pfedhn.errors import UserError
 from pfedhn.screen import say
 
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_client(
-    directory: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The directory of a run, or of an experiment.", show_default=False)
-    ],
+    directory: RunArgument,
     data: Annotated[
         Path,
         typer.Option(
@@ -41,7 +39,8 @@ def add_client(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the split and the draws.")] = 0,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.safetensors", help="Where the model's weights are written.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Where the model is written: .safetensors, .onnx or .pt2."),
     ] = None,
     device: DeviceOption = None,
 ) -> None:
@@ -58,12 +57,12 @@ def add_client(
     """
     import time
 
-    from safetensors.torch import save
-
     from pfedhn.data.files import read_client
-    from pfedhn.files import write_atomically
+    from pfedhn.portable import check_ending
     from pfedhn.run import load
 
+    if out is not None:
+        check_ending(out)
     trained = load(directory, run=run, device=device or "auto")
     given, y = read_client(data, label, trained.simulation.federation.class_names)
     x = prepared(trained, given)
@@ -85,9 +84,8 @@ def add_client(
         f"Round {joined.round} of {rounds} was chosen on validation; {seconds:.1f} s."
     )
     if out is not None:
-        weights = {key: value.detach().cpu().contiguous() for key, value in joined.weights.items()}
-        write_atomically(out, save(weights))
-        say(f"Its weights are in {out}.")
+        joined.export(out)
+        say(f"Its model is in {out}, and what it is in {out.with_suffix('.md')}.")
 
 
 def prepared(trained: "Run", x: "NDArray[Any]") -> "NDArray[numpy.float32]":

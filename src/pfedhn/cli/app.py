@@ -14,9 +14,15 @@ from pfedhn.cli.data import data
 from pfedhn.cli.demo import demo
 from pfedhn.cli.doctor import doctor
 from pfedhn.cli.endings import Commands
+from pfedhn.cli.export import export
+from pfedhn.cli.invite import invite
+from pfedhn.cli.join import join
 from pfedhn.cli.list import list_all
+from pfedhn.cli.predict import predict
 from pfedhn.cli.report import report
 from pfedhn.cli.run import run
+from pfedhn.cli.serve import serve
+from pfedhn.cli.status import status
 from pfedhn.cli.tune import tune
 from pfedhn.screen import say
 
@@ -56,6 +62,12 @@ app.command()(run)
 app.command()(tune)
 app.command()(report)
 app.command("add-client")(add_client)
+app.command()(export)
+app.command()(predict)
 app.command()(bench)
 app.command()(doctor)
+app.command()(serve)
+app.command()(invite)
+app.command()(join)
+app.command()(status)
 app.add_typer(data, name="data")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from pfedhn.cli import completion
 from pfedhn.cli.list import listing
 from pfedhn.cli.options import DataDirOption, SetOption
 from pfedhn.screen import Screen, say
@@ -60,7 +61,11 @@ def data_get(
 def data_show(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="A data set, or an experiment or TOML file, whose first cell is shown."),
+        typer.Argument(
+            metavar="NAME",
+            help="A data set, or an experiment or TOML file, whose first cell is shown.",
+            autocompletion=completion.datasets_and_experiments,
+        ),
     ],
     assignments: SetOption = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the partition.")] = 0,
@@ -91,7 +96,7 @@ def data_show(
 
     if figure is not None:
         check_ending(figure)
-    chosen = Experiment(name, (usual_cell(name),)) if name in DATASETS else find_experiment(name)[0]
+    chosen = Experiment(name, (usual_cell(name),)) if name in DATASETS else find_experiment(name, also=DATASETS)[0]
     chosen = with_assignments(chosen, parse_assignments(assignments or []))
     check(chosen)
     cell = chosen.cells[0]

@@ -32,6 +32,7 @@ def demo(
     from pfedhn.files import write_atomically
     from pfedhn.report.entries import collect
     from pfedhn.report.figures import draw_demo
+    from pfedhn.report.page import write
     from pfedhn.report.tables import sentence, to_terminal
 
     screen = Screen(stderr=True)
@@ -46,11 +47,13 @@ def demo(
     Screen().print(to_terminal(found))
     say()
     say(sentence(found))
+    (page,) = write([found], out / "report", ["html"])
     if importlib.util.find_spec("matplotlib") is None:
         say("The figure needs matplotlib: pip install 'pfedhn[report]', then the same command again.")
     else:
         figure = out / "demo.png"
         write_atomically(figure, draw_demo(found))
         say(f"The figure: {figure}")
+    say(f"The page: {page} (opens in a browser, also offline)")
     say("Next: `pfedhn run demo --set partition.classes_per_client=2 --out runs/two-classes` (who wins now?),")
     say(f"      `pfedhn report {out}` (tables and figures as files), `pfedhn list` (what else there is).")

@@ -1,6 +1,7 @@
 """`pfedhn doctor`: what this machine has."""
 
 import importlib.util
+import json
 import platform
 import sys
 from pathlib import Path
@@ -11,18 +12,26 @@ from rich.table import Table
 
 import pfedhn
 from pfedhn.cli.endings import FAILED, complain
+from pfedhn.cli.options import JsonOption
 from pfedhn.errors import first_line
 from pfedhn.screen import Screen, say
 
 EXTRAS = {
     "data": (("datasets", "PIL", "pyarrow"), "reads MNIST, CIFAR and Omniglot"),
+    "export": (("onnx", "onnxruntime", "onnxscript"), "writes models as ONNX"),
     "report": (("matplotlib",), "draws figures"),
+    "adapters": (("peft", "transformers"), "adapts pretrained models"),
+    "tensorboard": (("tensorboard",), "`--track tensorboard`"),
+    "mlflow": (("mlflow",), "`--track mlflow`"),
+    "wandb": (("wandb",), "`--track wandb`"),
+    "federation": (("flwr",), "serves and joins federations of real parties"),
+    "privacy": (("opacus",), "accounts for the privacy that updates cost"),
     "ray": (("ray",), "runs on several machines"),
 }
 """Optional parts: the modules they need and what they are for."""
 
 
-def doctor() -> None:
+def doctor(as_json: JsonOption = False) -> None:
     """Check what this machine has: Python, PyTorch, device, optional parts, cache, data sets.
 
     Ends with code 1 if something that every run needs is missing.
@@ -40,36 +49,47 @@ def doctor() -> None:
     from pfedhn.experiments.directory import num_cores
     from pfedhn.files import cache_folder, write_trouble
 
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column()
-    table.add_row("pfedhn", f"{pfedhn.__version__}, {Path(pfedhn.__file__).parent}")
-    table.add_row("python", f"{platform.python_version()}, {sys.executable}")
-    table.add_row("torch", f"{torch.__version__}, NumPy {numpy.__version__}")
-    table.add_row("device", escape(_device_line()))
-    table.add_row("cores", f"{num_cores()} ({processor_name()})")
-    table.add_row("threads", f"{torch.get_num_threads()} unless --jobs or --threads say otherwise")
+    table: dict[str, str] = {}
+    table["pfedhn"] = f"{pfedhn.__version__}, {Path(pfedhn.__file__).parent}"
+    table["python"] = f"{platform.python_version()}, {sys.executable}"
+    table["torch"] = f"{torch.__version__}, NumPy {numpy.__version__}"
+    table["device"] = _device_line()
+    table["cores"] = f"{num_cores()} ({processor_name()})"
+    table["threads"] = f"{torch.get_num_threads()} unless --jobs or --threads say otherwise"
     for name, (modules, purpose) in EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         state = f"present ({purpose})" if not missing else f"missing ({purpose}): pip install 'pfedhn[{name}]'"
-        table.add_row(f"extra {name}", escape(state))
+        table[f"extra {name}"] = state
     trouble = write_trouble(cache_folder())
     state = (
         "can be written" if trouble is None else f"cannot be written ({trouble}); set PFEDHN_CACHE to another folder"
     )
-    table.add_row("cache", escape(f"{cache_folder()}: {state}"))
+    table["cache"] = f"{cache_folder()}: {state}"
     for name, source in DATASETS.items():
         where = " --data-dir FOLDER" if source.hub is None else ""
         state = data_state(name)
         again = {"not cached": "", "damaged": " --again"}.get(state)
-        table.add_row(f"data {name}", state if again is None else f"{state}: pfedhn data get {name}{where}{again}")
-    Screen().print(table)
+        table[f"data {name}"] = state if again is None else f"{state}: pfedhn data get {name}{where}{again}"
+    if as_json:
+        say(json.dumps(table))
+    else:
+        Screen().print(_drawn(table))
     try:
         load("digits")
     except Exception as error:  # whatever it is, the person should see it here
         complain(f"the embedded data set cannot be read ({first_line(error)}); install scikit-learn anew.")
         raise typer.Exit(FAILED) from None
-    say("Ready: `pfedhn demo`.")
+    if not as_json:
+        say("Ready: `pfedhn demo`.")
+
+
+def _drawn(lines: dict[str, str]) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column()
+    for name, state in lines.items():
+        table.add_row(name, escape(state))
+    return table
 
 
 def _device_line() -> str:

@@ -1,7 +1,7 @@
 """What the words of a command name: an experiment, its rates, seeds, a device."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pfedhn.errors import UserError, closest
@@ -14,8 +14,14 @@ from pfedhn.reference import load_file
 from pfedhn.studies import STUDIES, Study
 
 
-def find_experiment(name: str, small: bool = False) -> tuple[Experiment, str]:
-    """An experiment by name or file, and how a later command should name it."""
+def find_experiment(name: str, small: bool = False, also: Iterable[str] = ()) -> tuple[Experiment, str]:
+    """An experiment by name or file, and how a later command should name it.
+
+    Args:
+        name: Its name or file.
+        small: A study at reduced size.
+        also: What else could have been meant.
+    """
     if small and (study := find_study(name)) is None:
         raise UserError(f"--small is for studies, and {name!r} is none; there, --set steps=100 makes runs short.")
     if name in EXPERIMENTS:
@@ -28,7 +34,9 @@ def find_experiment(name: str, small: bool = False) -> tuple[Experiment, str]:
             return from_toml(file), str(given_path(file, is_resolved=True))
     if file.suffix in (".toml", ".py") or os.sep in name:
         raise UserError(f"there is no file {name}.")
-    raise UserError(f"there is no experiment {name!r}; {closest(name, [*EXPERIMENTS, *STUDIES])}")
+    others = list(also)
+    what = "no data set and no experiment" if others else "no experiment"
+    raise UserError(f"there is {what} {name!r}; {closest(name, [*others, *EXPERIMENTS, *STUDIES])}")
 
 
 def find_study(source: str) -> Study | None:

@@ -1,14 +1,16 @@
 """`pfedhn list`: what there is to run."""
 
+import json
 from collections.abc import Sequence
 
 from rich.markup import escape
 from rich.table import Table
 
-from pfedhn.screen import Screen
+from pfedhn.cli.options import JsonOption
+from pfedhn.screen import Screen, say
 
 
-def list_all() -> None:
+def list_all(as_json: JsonOption = False) -> None:
     """List the methods, the data sets, the experiments and the studies.
 
     \b
@@ -20,6 +22,15 @@ def list_all() -> None:
     from pfedhn.experiments.paper import EXPERIMENTS
     from pfedhn.studies import STUDIES
 
+    if as_json:
+        table = {
+            "methods": {name: known.description for name, known in ALGORITHMS.items()},
+            "datasets": {name: source.description for name, source in DATASETS.items()},
+            "experiments": {name: item.title for name, item in EXPERIMENTS.items()},
+            "studies": {name: study.title for name, study in STUDIES.items()},
+        }
+        say(json.dumps(table))
+        return
     console = Screen()
     console.print(listing("methods", [(name, ALGORITHMS[name].description) for name in ALGORITHMS]))
     console.print(listing("data sets", [(name, source.description) for name, source in DATASETS.items()]))

@@ -5,8 +5,13 @@ from typing import Annotated
 
 import typer
 
+from pfedhn.cli import completion
+
 ExperimentArgument = typer.Argument(
-    metavar="NAME-OR-FILE", help="An experiment that `pfedhn list` shows, or a TOML file.", show_default=False
+    metavar="NAME-OR-FILE",
+    help="An experiment that `pfedhn list` shows, or a TOML file.",
+    show_default=False,
+    autocompletion=completion.experiments,
 )
 OutOption = Annotated[Path | None, typer.Option("--out", help="Where the runs are kept.", show_default="runs/NAME")]
 JobsOption = Annotated[
@@ -31,8 +36,27 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="FIELD=VALUE",
+        autocompletion=completion.assignments,
         help="Change a field of every cell (steps=100, partition.alpha=0.1), a setting of every method "
         "that has it (local_lr=0.01) or of one method (pfedhn.lr=0.05). Can be given several times.",
     ),
 ]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.", show_default="auto")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="auto, cpu or cuda.",
+        show_default="auto",
+        autocompletion=completion.one_of("auto", "cpu", "cuda"),
+    ),
+]
+RunArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="The directory of a run, or of an experiment.",
+        show_default=False,
+        autocompletion=completion.run_directories,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object, for a program to read.")]

@@ -96,7 +96,7 @@ def report(
     if not wanted:
         wanted = list(FORMATS)
         if importlib.util.find_spec("matplotlib") is None:
-            wanted = [name for name in wanted if name not in ("png", "html")]
+            wanted = [name for name in wanted if name != "png" and not (name == "html" and shown)]
             Screen(stderr=True).print("no figures: they need matplotlib (pip install 'pfedhn[report]').")
     is_one_directory = len(paths) == 1 and any((paths[0] / f"{name}.toml").exists() for name in ("experiment", "spec"))
     place = out or (paths[0] / "report" if is_one_directory else Path("report"))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from pfedhn.cli import completion
 from pfedhn.cli.options import (
     DataDirOption,
     DeviceOption,
@@ -22,6 +23,7 @@ from pfedhn.screen import Screen, say
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.spec import Experiment, RunSpec
+    from pfedhn.progress import Detail
 
 
 def run(
@@ -32,6 +34,7 @@ def run(
         typer.Option(
             "--only",
             metavar="FIELD=VALUE,...",
+            autocompletion=completion.assignments,
             help="Only the runs that match: method=pfedhn,clients=50. A field given twice takes either value.",
         ),
     ] = None,
@@ -73,8 +76,23 @@ def run(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="On a GPU: the same bits from the same GPU and versions.")
     ] = False,
+    track: Annotated[
+        str | None,
+        typer.Option("--track", metavar="NAME", help="Send every evaluation to tensorboard, mlflow or wandb as well."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be run, its size and time, and run nothing.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every evaluation.")] = False,
     resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with the runs of a directory.")
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="DIR",
+            help="Go on with the runs of a directory.",
+            autocompletion=completion.run_directories,
+        ),
     ] = None,
 ) -> None:
     """Run an experiment, side by side on the cores there are, and print its table.
@@ -119,6 +137,7 @@ def run(
     from pfedhn.experiments.runner import run_many
     from pfedhn.experiments.tasks import connected
     from pfedhn.files import given_path
+    from pfedhn.record import MendableError
     from pfedhn.report.entries import asked_for, collect
     from pfedhn.report.findings import to_terminal as finding_to_terminal
     from pfedhn.report.results import read
@@ -145,18 +164,32 @@ def run(
         threads=options.threads if threads is None else threads,
         precision=options.precision if precision is None else precision,
         deterministic=options.deterministic or deterministic,
+        track=track or options.track,
     )
+    if quiet and verbose:
+        raise UserError("--quiet and --verbose cannot be given together; choose one.")
     path = resume or out or Path("runs") / chosen.name
+    if dry_run:
+        from pfedhn.cli.plan import print_plan
+
+        print_plan(path, chosen, runs, replace(options, device=choose_device_on(None, device)), jobs)
+        return
+    detail: Detail = "quiet" if quiet else "verbose" if verbose else "normal"
     with connected(on) as cluster:
         if device is not None or resume is None:
             options = replace(options, device=choose_device_on(cluster, device))
-        with displayed(chosen, runs, path, options, jobs, cluster) as ready:
+        with displayed(chosen, runs, path, options, jobs, cluster, detail=detail) as ready:
             outcome = run_many(
                 path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster
             )
-    if outcome.results:
-        for found in collect([path]):
-            Screen().print(to_terminal(asked_for(found)))
+    if outcome.results and not quiet:
+        try:
+            tables = [to_terminal(asked_for(found)) for found in collect([path])]
+        except MendableError:
+            end(outcome)  # a run that could not be mended is in no table, and why is said there
+            raise
+        for table in tables:
+            Screen().print(table)
         if (study := find_study(ready.options.source)) is not None:
             compute_missing(study, path, ready.runs, ready.options, lambda text: say(text, is_error=True))
             for finding in findings(read(path), [study]):

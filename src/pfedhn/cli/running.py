@@ -13,12 +13,13 @@ from pfedhn.cli.endings import BAD_INPUT, FAILED, Stopped, complain
 from pfedhn.data import catalogue
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import check
-from pfedhn.experiments.directory import Directory, Options
+from pfedhn.experiments.directory import Directory, Options, finished
 from pfedhn.experiments.execute import Outcome
-from pfedhn.experiments.runner import prepare
+from pfedhn.experiments.runner import prepare, refuse_other_executor
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
 from pfedhn.experiments.tasks import Cluster
-from pfedhn.progress import Display
+from pfedhn.progress import Detail, Display
+from pfedhn.record import MendableError
 from pfedhn.run import choose_device
 from pfedhn.screen import Screen
 
@@ -40,6 +41,7 @@ def displayed(
     jobs: int | None,
     cluster: Cluster | None = None,
     split: str = "test",
+    detail: Detail = "normal",
 ) -> Iterator[Ready]:
     """Inside the block, the runs named and those they start from can go on, and are shown as they do.
 
@@ -51,6 +53,7 @@ def displayed(
         jobs: runs side by side; None for as many as there are cores or room.
         cluster: where they will run; this machine where None.
         split: whose scores are shown as runs finish.
+        detail: how much is shown.
     """
     options.check()
     if jobs is not None and jobs < 1:
@@ -59,21 +62,22 @@ def displayed(
     check(chosen)
     directory.refuse_other(chosen)
     runs = with_pretraining(chosen, runs)
-    left = [run for run in runs if not (path / run.name / "result.json").exists()]
+    refuse_other_executor(path, runs, options)
+    left = [run for run in runs if not _is_finished(path / run.name, run)]
     screen = Screen(stderr=True)
     for name in dict.fromkeys(run.cell.dataset for run in left):
         if name in catalogue.DATASETS:
             get_dataset(name, options.data_dir, again=False)
     # This machine may have no GPU where the cluster has some.
-    prepare(path, left, options if cluster is None else replace(options, device="cpu"))
+    prepare(left, options if cluster is None else replace(options, device="cpu"))
     if options.threads is None and (path / "experiment.toml").exists():
         options = replace(options, threads=directory.options().threads)  # however few runs are left by now
     options = options.with_threads(len(runs), jobs, cluster is not None)
     directory.open(chosen, runs, options)
-    if len(left) < len(runs):
+    if len(left) < len(runs) and detail != "quiet":
         screen.print(f"{len(runs) - len(left)} of {len(runs)} runs are finished already.", highlight=False)
     try:
-        with Display(len(left), screen, split) as display:
+        with Display(len(left), screen, split, detail) as display:
             yield Ready(runs, options, display)
     except KeyboardInterrupt:
         where = "" if cluster is None else f" --on {cluster.on}"
@@ -87,6 +91,14 @@ def choose_device_on(cluster: Cluster | None, device: str | None) -> str:
     if device is None or device == "auto":
         return "cuda" if cluster.has_gpu else "cpu"
     return device if device == "cuda" else choose_device(device)
+
+
+def _is_finished(folder: Path, run: RunSpec) -> bool:
+    """Whether nothing is left to do; `run_many` says why a run whose files are damaged is started again."""
+    try:
+        return finished(folder, run) is not None
+    except MendableError:
+        return False
 
 
 def end(outcome: Outcome) -> None:

@@ -1,6 +1,7 @@
 """Arrays that a person hands over, as tensors; what could not be trained on is refused."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy
@@ -25,7 +26,7 @@ def as_tensor(values: Any, what: str = "it") -> Tensor:
     try:
         tensor = values.detach() if isinstance(values, Tensor) else torch.from_numpy(_native(numpy.asarray(values)))
     except (TypeError, ValueError, RuntimeError, OverflowError):  # texts, dates, lists of unequal lengths, ...
-        raise UserError(f"{what} must be an array of numbers, not {short(values)}.") from None
+        raise UserError(f"{what} must be an array of numbers, not {short(values)}{_way_out(values)}.") from None
     if tensor.is_complex() or tensor.layout != torch.strided or tensor.is_meta:
         raise UserError(f"{what} must be a plain array of real numbers, not {str(tensor.dtype).split('.')[-1]} ones.")
     if tensor.dtype == torch.uint64 and tensor.numel() and int(tensor.view(torch.int64).min()) < 0:
@@ -37,6 +38,16 @@ def as_tensor(values: Any, what: str = "it") -> Tensor:
         if tensor.is_floating_point() or (tensor.dtype == torch.uint8 and tensor.ndim > 1)
         else tensor.to(torch.int64)
     )
+
+
+def _way_out(values: Any) -> str:
+    """How to make numbers of what people have instead."""
+    if isinstance(values, torch.utils.data.Dataset):
+        return "; of a PyTorch Dataset, give x = torch.stack([x for x, _ in dataset]) and y = [y for _, y in dataset]"
+    with suppress(ValueError):
+        if numpy.asarray(values).dtype.kind in "US":
+            return "; number the classes: names, y = numpy.unique(y, return_inverse=True)"
+    return ""
 
 
 def _native(array: NDArray[Any]) -> NDArray[Any]:

@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -11,7 +11,9 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn.data.catalogue import Array
+from pfedhn.data.columns import PLAIN, Encode, Encoding, Fitted, Missing, encoded, filled
 from pfedhn.data.federation import Federation
+from pfedhn.data.images import Channels, Corrupt, image_files, read_images
 from pfedhn.errors import UserError, closest, first_line, short
 from pfedhn.files import given_path, reading
 
@@ -53,17 +55,31 @@ def read_federation(
     split: tuple[float, float, float] = (0.7, 0.15, 0.15),
     stratify: bool = False,
     seed: int = 0,
+    resize: tuple[int, int] | None = None,
+    channels: Channels = "rgb",
+    corrupt: Corrupt = "refuse",
+    encode: Encode = "refuse",
+    missing: Missing = "refuse",
+    fitted: Fitted = "client",
 ) -> Federation:
     """A federation of your own files, in which clients and classes keep their names.
 
     Args:
-        path: A folder that `from_folders` reads, or a file that `from_table` reads.
+        path: A folder that `from_folders` reads, a folder with a folder of images per client and class, or a file that
+            `from_table` reads.
         client_column: The column of a table that names the client.
         label_column: The column of a table that holds the label.
         task: What the labels are, as in `from_table`.
         split: The fractions of a client's examples for training, validation and test.
         stratify: Draw each client's split within each of its classes instead of over all its examples.
         seed: The seed of the split.
+        resize: Height and width that all images are brought to; needed where they are of several sizes.
+        channels: Of images: "rgb", or "gray".
+        corrupt: Of images: whether a file that is no whole image is refused ("refuse") or left out and named ("skip").
+        encode: Of a table: whether columns of texts are refused or become a column for each text ("one-hot").
+        missing: Of a table: whether empty cells are refused or filled with their column's "median", or with "zero".
+        fitted: Of a table: whether a median is that of the client's own training examples ("client") or of all clients'
+            ("all").
 
     Examples:
         >>> import pathlib, tempfile
@@ -81,15 +97,58 @@ def read_federation(
         is_folder = place.is_dir()
         if not place.exists():
             raise UserError(f"{place} is neither a folder nor a file; give a folder per client, or a table.")
-    if is_folder:
+    encoding = Encoding(encode, missing, fitted)
+    options = {"resize": resize, "channels": channels, "corrupt": corrupt}
+    is_images = is_folder and _holds_images(place)
+    _refuse_unused(place, is_images, is_folder, options, encoding)
+    if is_images:
+        data = Folders(*read_images(_folders_of(place), resize, channels, corrupt))
+    elif is_folder:
         data = from_folders(path, task)
     elif client_column is None or label_column is None:
         raise UserError(f"{path} is read as a table; say which column names the client and which holds the label.")
     else:
-        data = from_table(path, client_column, label_column, task)
+        data = from_table(path, client_column, label_column, task, encoding)
+        if encoding.is_used:  # split first: what is filled in comes from training examples
+            rows = numpy.arange(len(data.y))[:, None]
+            named = data._replace(x=rows.astype(numpy.int64)).clients
+            kept = {"split": split, "stratify": stratify, "seed": seed, "class_names": data.class_names}
+            return filled(Federation.from_clients(named, **kept), data.x, encoding)  # type: ignore[arg-type]
     return Federation.from_clients(
         data.clients, split=split, stratify=stratify, seed=seed, class_names=data.class_names
     )
+
+
+def _folders_of(root: Path) -> list[Path]:
+    with reading(root):
+        return sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+
+
+def _holds_images(root: Path) -> bool:
+    """Whether clients' folders hold folders of images, and not arrays."""
+    folders = _folders_of(root)
+    return (
+        bool(folders) and not any((folder / "x.npy").exists() for folder in folders) and any(map(image_files, folders))
+    )
+
+
+def _refuse_unused(
+    place: Path, is_images: bool, is_folder: bool, options: Mapping[str, Any], encoding: Encoding
+) -> None:
+    """What says how images are read means nothing to a table, and the other way round."""
+    for name, kind, choices in (("channels", options["channels"], Channels), ("corrupt", options["corrupt"], Corrupt)):
+        if not isinstance(kind, str) or kind not in get_args(choices):
+            raise UserError(f"{name} is {short(kind)}; it must be {' or '.join(get_args(choices))}.")
+    for name, choices in (("encode", Encode), ("missing", Missing), ("fitted", Fitted)):
+        if getattr(encoding, name) not in get_args(choices):
+            raise UserError(f"{name} is {short(getattr(encoding, name))}; it must be {' or '.join(get_args(choices))}.")
+    size = options["resize"]
+    if size is not None and (len(size) != 2 or not all(isinstance(side, int) and 0 < side <= 4096 for side in size)):
+        raise UserError(f"resize is {short(size)}; give a height and a width of 1 to 4096 pixels, as in [32, 32].")
+    if not is_images and (size is not None or options["corrupt"] != "refuse" or options["channels"] != "rgb"):
+        raise UserError(f"resize, channels and corrupt are for images, of which {place} holds none.")
+    if is_folder and encoding != PLAIN:
+        raise UserError(f"encode, missing and fitted are for tables, and {place} is a folder.")
 
 
 def from_folders(path: str | Path, task: Task = "auto") -> Folders:
@@ -117,12 +176,12 @@ def from_folders(path: str | Path, task: Task = "auto") -> Folders:
     with reading(root):
         if not root.is_dir():
             raise UserError(f"{root} is not a folder; give one that holds a folder per client.")
-        folders = sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    folders = _folders_of(root)
     if not folders:
         raise UserError(f"{root} holds no folders; make one per client, with x.npy and y.npy in it.")
     clients = []
     for folder in folders:
-        x, y = _load_array(folder / "x.npy", "biuf"), _load_array(folder / "y.npy", "biufUS")
+        x, y = load_array(folder / "x.npy", "biuf"), load_array(folder / "y.npy", "biufUS")
         if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
             raise UserError(f"{folder} has x of shape {x.shape} and y of shape {y.shape}; give one label per example.")
         clients.append((x, y))
@@ -132,7 +191,9 @@ def from_folders(path: str | Path, task: Task = "auto") -> Folders:
     return Folders(named, class_names)
 
 
-def from_table(path: str | Path, client_column: str, label_column: str, task: Task = "auto") -> Table:
+def from_table(
+    path: str | Path, client_column: str, label_column: str, task: Task = "auto", encoding: Encoding = PLAIN
+) -> Table:
     """Your own data: a CSV, TSV or parquet file with an example in each line.
 
     One column names the client, one the label; all others are numeric features. Text labels become class numbers
@@ -144,6 +205,8 @@ def from_table(path: str | Path, client_column: str, label_column: str, task: Ta
         label_column: The column that holds the label.
         task: "classification" where labels are class numbers or names, "regression" where they are numbers to predict.
             With "auto" it is regression if some label has a fraction.
+        encoding: What is done about columns of texts and empty cells, which are refused by default; `read_federation`
+            fills cells in, and here they are NaN.
 
     Examples:
         >>> import pathlib, tempfile
@@ -160,10 +223,7 @@ def from_table(path: str | Path, client_column: str, label_column: str, task: Ta
     with reading(file):
         if not file.is_file():
             raise UserError(f"{file} is not a file; give a .csv, .tsv or .parquet file.")
-    readers = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
-    if file.suffix.lower() not in readers:
-        raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
-    columns = readers[file.suffix.lower()](file)
+    columns = read_columns(file, encoding.is_used)
     for wanted in (client_column, label_column):
         if not isinstance(wanted, str) or wanted not in columns:
             raise UserError(f"{file.name} has no column {short(wanted)}; {closest(wanted, columns)}")
@@ -182,14 +242,17 @@ def from_table(path: str | Path, client_column: str, label_column: str, task: Ta
         empty = [number for number, cell in enumerate(cells, start=1) if cell == ""]
         if empty:
             raise UserError(f"example {empty[0]} of {file.name} has no {name!r}; fill the cell or drop the example.")
-    x = numpy.stack([_numbers(file, name, columns[name]) for name in features], axis=1)
+    if encoding.is_used:
+        x, features = encoded(file.name, {name: columns[name] for name in features}, encoding)
+    else:
+        x = numpy.stack([to_numbers(file, name, columns[name]) for name in features], axis=1)
     (y,), class_names = _labels([_as_numbers(columns[label_column])], task, f"column {label_column!r} of {file.name}")
     clients, groups = numpy.unique(_as_identifiers(columns[client_column]), return_inverse=True)
     client_names = tuple(map(str, clients.tolist()))
     return Table(x, y, groups.astype(numpy.int64), client_names, tuple(features), class_names)
 
 
-def _load_array(path: Path, kinds: str) -> Array:
+def load_array(path: Path, kinds: str) -> Array:
     """An array of one of these kinds of numbers or text (as `numpy.dtype.kind` calls them)."""
     with reading(path):
         if not path.exists():
@@ -260,6 +323,13 @@ def _labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array
     return [array.astype(numpy.float32 if kinds & set("f") else numpy.int64) for array in labels], None
 
 
+def read_columns(file: Path, takes_empty: bool = False) -> dict[str, Array]:
+    """The columns of a table; whether a parquet file may have empty cells is for the caller to say."""
+    if file.suffix.lower() not in (".csv", ".tsv", ".parquet"):
+        raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
+    return _read_parquet(file, takes_empty) if file.suffix.lower() == ".parquet" else _read_csv(file)
+
+
 def _read_csv(file: Path) -> dict[str, Array]:
     try:
         with reading(file), file.open(newline="", encoding="utf-8-sig") as stream:
@@ -289,7 +359,7 @@ def _read_csv(file: Path) -> dict[str, Array]:
     return {name: numpy.array([line[place] for line in lines], dtype=str) for place, name in enumerate(header)}
 
 
-def _read_parquet(file: Path) -> dict[str, Array]:
+def _read_parquet(file: Path, takes_empty: bool = False) -> dict[str, Array]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -305,7 +375,7 @@ def _read_parquet(file: Path) -> dict[str, Array]:
         raise UserError(f"{file.name} has two columns of one name; give every column a name of its own.")
     columns = {}
     for name in table.column_names:
-        if table[name].null_count:
+        if table[name].null_count and not takes_empty:
             raise UserError(f"column {name!r} of {file.name} has empty cells; fill or drop them.")
         try:
             columns[name] = table[name].to_numpy()
@@ -320,12 +390,17 @@ def _read_parquet(file: Path) -> dict[str, Array]:
     return columns
 
 
-def _numbers(file: Path, name: str, column: Array) -> NDArray[numpy.float32]:
+def to_numbers(file: Path, name: str, column: Array) -> NDArray[numpy.float32]:
+    """A column of a table as features; what is no finite number is refused."""
     try:
         with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
             numbers: NDArray[numpy.float32] = column.astype(numpy.float32)
     except (ValueError, TypeError, OverflowError):
         bad = next((place for place, cell in enumerate(column) if not _is_number(cell)), 0)
+        if not str(column[bad]).strip():
+            raise UserError(
+                f"{name!r} of example {bad + 1} of {file.name} is empty; fill the cell or drop the example."
+            ) from None
         raise UserError(
             f"{name!r} of example {bad + 1} of {file.name} is {str(column[bad])!r} and not a number; "
             "features must be numbers: encode or drop that column."
@@ -378,7 +453,7 @@ def read_client(path: str | Path, label_column: str | None, class_names: Sequenc
     """
     place = given_path(path)
     if place.is_dir():
-        x, y = _load_array(place / "x.npy", "biuf"), _load_array(place / "y.npy", "biufUS")
+        x, y = load_array(place / "x.npy", "biuf"), load_array(place / "y.npy", "biufUS")
     elif place.is_file():
         x, y = _table_of_one(place, label_column)
     else:
@@ -395,14 +470,43 @@ def read_client(path: str | Path, label_column: str | None, class_names: Sequenc
     return x, y
 
 
+def read_inputs(
+    path: str | Path, label_column: str | None = None, leave_out: Sequence[str] = ()
+) -> tuple[Array, Array | None]:
+    """Examples to predict, and the right answers if a column has them.
+
+    Args:
+        path: A table, x.npy, or a folder that has it.
+        label_column: The column of a table that holds the right answers.
+        leave_out: Columns that are no features, where the table has them.
+    """
+    place = given_path(path)
+    with reading(place):
+        is_folder, is_array = place.is_dir(), place.suffix.lower() == ".npy"
+        if not place.exists():
+            raise UserError(f"there is no file {place}; give a table, x.npy, or a folder that has it.")
+    if is_folder or is_array:
+        if label_column is not None:
+            raise UserError(f"{place} is no table, so that it has no column {label_column!r}; leave --label out.")
+        x = load_array(place / "x.npy" if is_folder else place, "biuf")
+        if x.ndim < 1 or not len(x):
+            raise UserError(f"{place} has x of shape {x.shape}; give at least one example.")
+        return x, None
+    columns = read_columns(place)
+    if label_column is not None and label_column not in columns:
+        raise UserError(f"{place.name} has no column {label_column!r}; {closest(label_column, columns)}")
+    labels = None if label_column is None else _as_numbers(columns[label_column])
+    features = [name for name in columns if name != label_column and name not in leave_out]
+    if not features or not len(columns[features[0]]):
+        raise UserError(f"{place.name} has no examples with features; give at least one.")
+    return numpy.stack([to_numbers(place, name, columns[name]) for name in features], axis=1), labels
+
+
 def _table_of_one(file: Path, label_column: str | None) -> tuple[Array, Array]:
-    readers = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
-    if file.suffix.lower() not in readers:
-        raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
-    columns = readers[file.suffix.lower()](file)
+    columns = read_columns(file)
     if label_column is None or label_column not in columns:
         raise UserError(f"say which column of {file.name} is the label: --label NAME; {closest('', columns)}")
-    features = [_numbers(file, name, columns[name]) for name in columns if name != label_column]
+    features = [to_numbers(file, name, columns[name]) for name in columns if name != label_column]
     if not features:
         raise UserError(f"{file.name} has no feature columns; give it at least one besides the label.")
     return numpy.stack(features, axis=1), _as_numbers(columns[label_column])

@@ -88,14 +88,21 @@ class ByClasses(_Rule):
     classes_per_client: int
     num_clients: int
     shares: Shares = "paper"
+    first_class: int = 0
+    last_class: int | None = None
 
     def __post_init__(self) -> None:
         whole_number("classes_per_client", self.classes_per_client)
         whole_number("num_clients", self.num_clients)
         _check_choice("shares", self.shares, Shares)
+        whole_number("first_class", self.first_class, least=0)
+        if self.last_class is not None:
+            whole_number("last_class", self.last_class, least=self.first_class)
 
     def assign(self, splits: Mapping[str, Labels], key: keys.Key) -> Assignment:
         classes, num_classes = _classes(splits)
+        last = num_classes if self.last_class is None else self.last_class
+        classes = classes[(classes >= self.first_class) & (classes <= last)]
         _check_enough(splits, self.num_clients)
         if self.classes_per_client > len(classes):
             raise UserError(
@@ -123,7 +130,13 @@ class ByClasses(_Rule):
         return _deal(splits, shares, key)
 
 
-def by_classes(classes_per_client: int, num_clients: int, shares: Shares = "paper") -> ByClasses:
+def by_classes(
+    classes_per_client: int,
+    num_clients: int,
+    shares: Shares = "paper",
+    first_class: int = 0,
+    last_class: int | None = None,
+) -> ByClasses:
     """Each client has a few of the classes: the paper's partition of CIFAR and MNIST.
 
     Every class goes to the same number of clients (to within one, where clients x classes per client is not a multiple
@@ -136,6 +149,8 @@ def by_classes(classes_per_client: int, num_clients: int, shares: Shares = "pape
         shares: "paper" divides a class among its holders alone. "reference" does as the authors' code does today: one
             more share of each class is drawn and handed to nobody, which leaves a third of CIFAR-10 unused with 10
             clients and 9 % with 50.
+        first_class: Of the classes that clients have; examples of the others are counted as unused.
+        last_class: Likewise; the last one by default.
 
     Examples:
         >>> import numpy
@@ -145,7 +160,7 @@ def by_classes(classes_per_client: int, num_clients: int, shares: Shares = "pape
         >>> [len(set(train.y[examples])) for examples in assignment.clients["train"]]
         [2, 2, 2, 2, 2]
     """
-    return ByClasses(classes_per_client, num_clients, shares)
+    return ByClasses(classes_per_client, num_clients, shares, first_class, last_class)
 
 
 @dataclass(frozen=True, repr=False)

@@ -132,7 +132,7 @@ def score(
         both = torch.stack([loss, metric.to(loss)])
         return torch.where(masks[:, None], both, 0.0).sum(-1)
 
-    batches = federation.batches(chunk.members, key, exchange.num_personal_batches(is_adapted), batch_size)
+    batches = federation.batches(chunk.members, key, exchange.num_personal_batches(model, is_adapted), batch_size)
     noise = keys.fold(key, "noise", federation.identity(chunk.members))
     x, y = federation.examples(chunk.index)
     result: Tensor = executor.map(one_client)(noise, rows, kept, batches, x, y, chunk.masks)

@@ -12,6 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from pfedhn import keys
+from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
 from pfedhn.errors import UserError, first_line, short
@@ -19,6 +21,7 @@ from pfedhn.model import Factory, Model, PerExample
 from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.params import stack
 from pfedhn.sgd import Batches
+from pfedhn.statistics import normalizations
 
 logger = logging.getLogger("pfedhn")
 
@@ -56,6 +59,12 @@ def build_model(
     outputs = check_model(model, federation)
     is_classifier = is_classes and isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] > 1
     return replace(model, per_example_metric=is_correct) if metric is None and is_classifier else model
+
+
+def with_frozen(model: Model, algorithm: Algorithm[Any, Any, Any], seed: int) -> Model:
+    """The network in which what a method freezes is a constant, at the start that this seed gives it."""
+    names = tuple(algorithm.frozen(model))
+    return replace(model, frozen=names, frozen_key=int(keys.fold(seed, "init"))) if names else model
 
 
 def check_model(model: Model, federation: Federation) -> Any:
@@ -173,11 +182,12 @@ def _refuse_changes(model: Model, module: nn.Module, x: Tensor) -> Any:
             f"the forward pass of {model.name!r} changes the weights of the layers {layers}, which only training may "
             "change; take max_norm out of nn.Embedding."
         )
-    if layers := _layers(name for name in buffers if not _is_close(buffers[name], before[name])):
+    changed = (name for name in buffers if not _is_close(buffers[name], before[name]))
+    if layers := _layers(name for name in changed if name not in model.statistics):
         raise UserError(
             f"the forward pass of {model.name!r} changes buffers of the layers {layers}; a client's weights would then "
-            "depend on who trained before it. Use GroupNorm or LayerNorm instead of BatchNorm, and no other layer that "
-            "keeps statistics."
+            "depend on who trained before it. Only BatchNorm layers may keep statistics; use one, or GroupNorm or "
+            "LayerNorm."
         )
     return outputs
 
@@ -266,6 +276,9 @@ def _refuse_batch_dependence(model: Model, module: nn.Module, x: Tensor, y: Tens
     """Batches are filled up, and splits are evaluated together: what is computed for an example must not notice."""
     rounding = torch.finfo(model.dtype).eps ** 0.5
     for is_training in (True, False):
+        if is_training and model.statistics:
+            _refuse_use_of_padding(model, x, y)
+            continue
         module.train(is_training)
         outputs = _forward(model, module, x)
         losses = model.per_example_loss(outputs, y)
@@ -284,6 +297,47 @@ def _refuse_batch_dependence(model: Model, module: nn.Module, x: Tensor, y: Tens
                     f"the loss of an example depends on the other examples of its batch, in the network {model.name!r} "
                     "or in the loss itself; compute it for each example alone."
                 )
+
+
+def _refuse_use_of_padding(model: Model, x: Tensor, y: Tensor) -> None:
+    """A network with batch statistics may look at the other rows of its batch, but not at those that fill it up."""
+    mask = torch.arange(len(x), device=x.device) < (len(x) + 1) // 2
+    weights, rounding = model.fresh(0), torch.finfo(model.dtype).eps ** 0.5
+    losses = []
+    for filling in (x, torch.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, x.flip(0))):
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            losses.append(model.loss(weights, Batches(filling, y, mask)))
+    if not _is_close(losses[0], losses[1], rounding):
+        raise UserError(
+            f"the loss of {model.name!r} depends on the rows that fill a batch up; use GroupNorm or LayerNorm instead "
+            "of BatchNorm, and batch_first=True in recurrent and attention layers."
+        )
+
+
+def refuse_single_rows(model: Model, federation: Federation, batch_size: int) -> None:
+    """A variance needs two values: a batch of one row has them only where a layer sees several of each channel."""
+    if not model.statistics:
+        return
+    sizes: list[int] = federation.splits["train"].size.tolist()
+    owners = federation.architectures or [model.name] * len(sizes)
+    smallest = min((i for i, name in enumerate(owners) if name == model.name), key=sizes.__getitem__, default=0)
+    if min(sizes[smallest], batch_size) > 1:
+        return
+    x, single = _first_examples(federation)[0], list[str]()
+    module = model.with_weights(model.fresh(0)).train()
+    for name, part in normalizations(module).items():
+        # Bound now: the loop goes on.
+        part.register_forward_pre_hook(
+            lambda part, given, name=name: single.append(name) if given[0][0, 0].numel() == 1 else None
+        )
+    _forward(model, module, x)
+    if single:
+        one = "batch_size is 1" if batch_size == 1 else f"client {federation.name_of(smallest)} has 1 training example"
+        raise UserError(
+            f"{one}, of which the BatchNorm layers {', '.join(single)} of {model.name!r} cannot make a variance; use "
+            "GroupNorm or LayerNorm, or give every batch two examples."
+        )
 
 
 def _is_close(found: Any, expected: Any, tolerance: float = 0.0) -> bool:

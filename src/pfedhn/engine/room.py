@@ -1,6 +1,6 @@
 """What a run needs of memory, worked out before anything is made or written."""
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.process import check_room
 
 LARGE_SETTING = 2_000  # no method makes much of less
+LARGE_TARGET = 500_000  # weights, of which no server makes much of less
+COPIES = 4  # of what a server remembers: as it is, as it was at the chosen round, a step's gradient and its result
 
 
 def refuse_too_large(simulation: Simulation) -> None:
@@ -23,11 +25,29 @@ def refuse_too_large(simulation: Simulation) -> None:
     settings: list[Any] = (
         [getattr(algorithm, item.name) for item in fields(algorithm)] if is_dataclass(algorithm) else []
     )
-    if any(isinstance(value, int) and value > LARGE_SETTING for value in settings):
-        check_room(_bytes_of_shared(simulation), "the server's model, with these settings,")
+    is_large = any(isinstance(value, int) and value > LARGE_SETTING for value in settings)
+    if is_large or _num_weights(simulation) > LARGE_TARGET:
+        device = federation.x.device
+        there = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        needed = COPIES * bytes_of_shared(simulation)
+        what = "the server's model, with these settings,"
+        check_room(needed, what, _way_out(simulation), there)
 
 
-def _bytes_of_shared(simulation: Simulation) -> int:
+def _num_weights(simulation: Simulation) -> int:
+    return sum(shape.numel() for model in simulation.models.values() for shape in model.shapes.values())
+
+
+def _way_out(simulation: Simulation) -> str:
+    """What would fit, for a method whose heads are a choice."""
+    algorithm: Any = simulation.algorithm
+    if getattr(algorithm, "head", None) != "dense" or algorithm.linear or algorithm.spectral_norm:
+        return "make it smaller"
+    other = replace(simulation, algorithm=replace(algorithm, head="low-rank"))
+    return f"make it smaller, or take head = 'low-rank' ({COPIES * bytes_of_shared(other) / 1e9:,.1f} GB)"
+
+
+def bytes_of_shared(simulation: Simulation) -> int:
     """How much the server remembers for all, worked out on tensors that have a shape and no content."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # here: it takes a second, and is rarely asked
 

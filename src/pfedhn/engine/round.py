@@ -18,12 +18,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.algorithm import Algorithm, Group
+from pfedhn.algorithm import Algorithm, Group, client_weights
 from pfedhn.engine.transform import FULL, Full, Transform
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import Params, num_bytes, take
+from pfedhn.params import Params, num_bytes, pick, subtract, take, weighted_sum
 from pfedhn.sgd import Batches
+from pfedhn.statistics import COUNT, tracking
+
+BATCHES_TO_JOIN = 10  # from which a client that joins makes its batch statistics
 
 
 class Offer(NamedTuple):
@@ -49,6 +52,7 @@ class Kept(NamedTuple):
 
     private: Any  # the method's
     upload: Any  # its transform's
+    statistics: Params  # of its BatchNorm layers
 
 
 class Averaged(NamedTuple):
@@ -57,6 +61,13 @@ class Averaged(NamedTuple):
     newest: Any
     average: Any
     step: Tensor  # of the server, so far
+
+
+class WithStatistics(NamedTuple):
+    """The server's shared memory, and the batch statistics that clients share."""
+
+    method: Any
+    statistics: dict[str, Params]  # by architecture
 
 
 class Returned(NamedTuple):
@@ -88,46 +99,68 @@ class Exchange:
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Any:
         """The server's shared memory at round 0."""
-        shared = self.algorithm.init_shared(models, starts, key)
-        if self.algorithm.averaging is None:
+        weights = {name: pick(start, models[name].shapes) for name, start in starts.items()}
+        shared = self.algorithm.init_shared(models, weights, key)
+        if self.algorithm.averaging is not None:
+            device = next(iter(next(iter(starts.values())).values())).device
+            step = torch.zeros((), dtype=torch.int32, device=device)
+            shared = Averaged(shared, self.algorithm.averaged_part(shared), step)
+        if not any(map(self._shares, models.values())):
             return shared
-        device = next(iter(next(iter(starts.values())).values())).device
-        step = torch.zeros((), dtype=torch.int32, device=device)
-        return Averaged(shared, self.algorithm.averaged_part(shared), step)
+        statistics = {name: shareable(model.statistics | starts[name]) for name, model in models.items()}
+        return WithStatistics(shared, {name: pick(statistics[name], models[name].statistics) for name in models})
+
+    def _shares(self, model: Model) -> bool:
+        """Whether the batch statistics of a network travel with its weights."""
+        return bool(model.statistics) and self.algorithm.statistics == "shared" and self.algorithm.communicates
 
     def newest(self, shared: Any) -> Any:
         """The method's shared memory as it trains."""
+        shared = shared.method if isinstance(shared, WithStatistics) else shared
         return shared if self.algorithm.averaging is None else shared.newest
 
     def served(self, shared: Any) -> Any:
         """The method's shared memory as clients use it: averaged, if the method averages."""
+        shared = shared.method if isinstance(shared, WithStatistics) else shared
         if self.algorithm.averaging is None:
             return shared
         return self.algorithm.with_averaged_part(shared.newest, shared.average)
 
     def offer(self, model: Model, shared: Any, row: Any, number: Tensor, identity: Tensor) -> Offer:
         """The server's half, first part. A server that waits for every reply has taken one step per round."""
-        if self.is_frozen:
-            weights = self.algorithm.publish(model, self.served(shared), row)
-        else:
-            weights = self.algorithm.send(model, self.newest(shared), row)
         key = self._key(self.download, "download", number, identity)
-        return Offer(self.download.encode(weights, key, ())[0], number, number)
+        return Offer(self.download.encode(self.sent(model, shared, row), key, ())[0], number, number)
+
+    def sent(self, model: Model, shared: Any, row: Any) -> Params:
+        """What ONE client receives, before it is encoded: weights, and batch statistics where they are shared."""
+        if self.is_frozen:
+            return self.publish(model, shared, row)
+        weights = self.algorithm.send(model, self.newest(shared), row)
+        return weights | shared.statistics[model.name] if self._shares(model) else weights
 
     def first_contact(self, model: Model, start: Params, received: Params, identity: int) -> Kept:
         """What a client keeps before its first round; of `received`, only the form counts."""
-        private = self.algorithm.init_private(model, start, keys.fold(self.seed, "private", identity))
-        return Kept(private, self.upload.init_state(received))
+        private = self.algorithm.init_private(
+            model, pick(start, model.shapes), keys.fold(self.seed, "private", identity)
+        )
+        return Kept(private, self.upload.init_state(received), pick(model.statistics | start, model.statistics))
 
     def train(self, model: Model, offer: Offer, kept: Kept, batches: Batches) -> tuple[Params, Kept]:
         """The client's half, first part: the local steps."""
         received = self.download.decode(offer.weights, model.dtype)
-        update, private = self.algorithm.train(model, received, kept.private, batches)
-        return update, kept._replace(private=private)
+        if not model.statistics:
+            update, private = self.algorithm.train(model, received, kept.private, batches)
+            return update, kept._replace(private=private)
+        shared = pick(received, model.statistics)
+        with tracking(kept.statistics | shared) as tracker:
+            weights = pick(received, model.shapes)
+            update, private = self.algorithm.train(model, weights, kept.private, batches)
+        update = update | subtract(shared, tracker.now)
+        return update, kept._replace(private=private, statistics=tracker.now)
 
     def reply(self, offer: Offer, update: Params, kept: Kept, size: Tensor, identity: Tensor) -> tuple[Reply, Kept]:
         """The client's half, second part: what it sends, and what it keeps."""
-        is_finite = all_finite((update, kept.private), offer.round.device)
+        is_finite = all_finite((update, kept.private, kept.statistics), offer.round.device)
         key = self._key(self.upload, "upload", offer.round, identity)
         encoded, state = self.upload.encode(update, key, kept.upload)
         return Reply(encoded, size, {"is_finite": is_finite}, offer.round, offer.version), kept._replace(upload=state)
@@ -135,6 +168,14 @@ class Exchange:
     def step(self, shared: Any, returned: Sequence[Returned]) -> tuple[Any, list[Any]]:
         """The server's half, second part: one step from the replies of a cohort; the new rows of each group."""
         groups = [Group(r.model, r.rows, self._decoded(r), r.replies.size) for r in returned]
+        if not isinstance(shared, WithStatistics):
+            return self._stepped(shared, groups)
+        moved = shared.statistics | {group.model.name: _mean_statistics(shared.statistics, group) for group in groups}
+        weights = [group._replace(updates=pick(group.updates, group.model.shapes)) for group in groups]
+        method, rows = self._stepped(shared.method, weights)
+        return (shared if self.is_frozen else WithStatistics(method, moved)), rows
+
+    def _stepped(self, shared: Any, groups: Sequence[Group]) -> tuple[Any, list[Any]]:
         if self.is_frozen:
             return shared, [self._moved_rows(self.served(shared), group) for group in groups]
         newest, rows = self.algorithm.receive(self.newest(shared), groups)
@@ -151,18 +192,48 @@ class Exchange:
         average = pytree.tree_map(one, before.average, self.algorithm.averaged_part(newest))
         return Averaged(newest, average, before.step + 1)
 
-    def num_personal_batches(self, is_adapted: bool = False) -> int:
+    def num_personal_batches(self, model: Model, is_adapted: bool = False) -> int:
         """Minibatches of training data that a client needs to make its own weights."""
-        return self.algorithm.num_personalize_batches + (self.algorithm.adaptation_steps if is_adapted else 0)
+        algorithm = self.algorithm
+        steps = algorithm.num_personalize_batches + (algorithm.adaptation_steps if is_adapted else 0)
+        return steps + self._num_statistics_batches(model)
+
+    def _num_statistics_batches(self, model: Model) -> int:
+        """Minibatches for new batch statistics; a client that joins always makes its own anew."""
+        if not model.statistics or self._shares(model):
+            return 0
+        return self.algorithm.statistics_batches or (BATCHES_TO_JOIN if self.is_frozen else 0)
 
     def personal_weights(
         self, model: Model, shared: Any, row: Any, kept: Kept, batches: Batches, is_adapted: bool = False
     ) -> Params:
-        """The weights ONE client would use now, after its own adaptation steps if they are asked for."""
-        algorithm, count = self.algorithm, self.algorithm.num_personalize_batches
-        received = algorithm.publish(model, self.served(shared), row)
-        weights = algorithm.personalize(model, received, kept.private, take(batches, slice(count)))
-        return algorithm.adapt(model, weights, take(batches, slice(count, None))) if is_adapted else weights
+        """The weights ONE client would use now, after its own adaptation steps if they are asked for.
+
+        Its batch statistics are among them.
+        """
+        return self.personalize(model, self.publish(model, shared, row), kept, batches, is_adapted)
+
+    def publish(self, model: Model, shared: Any, row: Any) -> Params:
+        """The server's half of it: what ONE client is given to use. No transform touches it."""
+        weights = self.algorithm.publish(model, self.served(shared), row)
+        return weights | shared.statistics[model.name] if self._shares(model) else weights
+
+    def personalize(
+        self, model: Model, received: Params, kept: Kept, batches: Batches, is_adapted: bool = False
+    ) -> Params:
+        """The client's half of it: what it makes of what it was given."""
+        algorithm, first = self.algorithm, self.algorithm.num_personalize_batches
+        second = first + (algorithm.adaptation_steps if is_adapted else 0)
+        given = pick(received, model.shapes)
+        with tracking(kept.statistics | pick(received, model.statistics)) as tracker:
+            weights = algorithm.personalize(model, given, kept.private, take(batches, slice(first)))
+            if is_adapted:
+                weights = algorithm.adapt(model, weights, take(batches, slice(first, second)))
+        if not model.statistics:
+            return weights
+        if self._num_statistics_batches(model):
+            return weights | model.statistics_from(weights, take(batches, slice(second, None)))
+        return weights | tracker.now
 
     def _key(self, transform: Transform, purpose: str, number: Tensor, identity: Tensor) -> Key:
         return 0 if isinstance(transform, Full) else keys.fold(self.seed, purpose, number, identity)
@@ -183,6 +254,17 @@ class Exchange:
         return torch.vmap(lambda row, update: self.algorithm.move_row(group.model, shared, row, update))(
             group.rows, group.updates
         )
+
+
+def shareable(statistics: Params) -> Params:
+    """Batch statistics that can be averaged; how many batches a client saw is its own."""
+    return {name: value for name, value in statistics.items() if not name.endswith(COUNT)}
+
+
+def _mean_statistics(before: Mapping[str, Params], group: Group) -> Params:
+    """The statistics that clients share after a round: a mean by training examples, as FedAvg's of weights."""
+    old = before[group.model.name]
+    return subtract(old, weighted_sum(pick(group.updates, old), client_weights("size", group.sizes)))
 
 
 def all_finite(tree: Any, device: torch.device) -> Tensor:

@@ -11,8 +11,8 @@ from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.executors import Executor, TogetherScan, together
 from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import Best, Diverged, Progress, State
-from pfedhn.errors import first_line
+from pfedhn.engine.state import Best, Progress, State
+from pfedhn.errors import UserError, first_line
 
 logger = logging.getLogger("pfedhn")
 
@@ -78,7 +78,7 @@ def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]
     try:
         run = CapturedRun(simulation, state)
         run.prepare()
-    except (torch.OutOfMemoryError, Diverged):
+    except (torch.OutOfMemoryError, UserError):  # of the second kind is training that diverged
         raise
     except Exception as error:  # the compiler's and CUDA's errors have no common kind
         logger.warning("this run cannot be captured and goes operation by operation, slower: %s", first_line(error))

@@ -179,7 +179,7 @@ class Simulation:
 
     def _tables(self, starts: Mapping[str, Params], shared: Any, rows: Any) -> dict[str, PrivateTable]:
         def make(model: Model) -> Callable[[int], Any]:
-            received = cache(lambda: self.algorithm.send(model, self.exchange.newest(shared), take(rows, 0)))
+            received = cache(lambda: self.exchange.sent(model, shared, take(rows, 0)))
 
             def first_contact(client: int) -> Kept:
                 identity = int(self.federation.identity(torch.tensor(client)))
@@ -370,7 +370,7 @@ class Simulation:
         """The weights that a client would use after round `number`, whose memories are given."""
         member = torch.tensor([client], device=self.federation.x.device)
         is_adapted = self.algorithm.adaptation_steps > 0
-        count, size = self.exchange.num_personal_batches(is_adapted), self.schedule.batch_size
+        count, size = self.exchange.num_personal_batches(model, is_adapted), self.schedule.batch_size
         batches = self.federation.batches(member, self.personalize_key(number), count, size)
         kept = take(memories.private[model.name].take([client]), 0)
         return self.exchange.personal_weights(

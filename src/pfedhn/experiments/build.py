@@ -57,6 +57,8 @@ def check(experiment: Experiment) -> None:
                 raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
         if not is_made(cell.dataset):
             build_partition(cell)
+        if reading_options(cell) and not is_own_data(cell.dataset):
+            raise UserError(f"read says how your own data are read, and {cell.dataset} is none.")
         _check_sizes(cell)
         for transform in (cell.upload, cell.download):
             find_transform(transform)
@@ -67,8 +69,9 @@ def check(experiment: Experiment) -> None:
 
 
 def _check_sizes(cell: Cell) -> None:
-    for name in (cell.model, *(cell.sizes or ())):
-        models.check_name(name)
+    models.check_name(cell.model, cell.network)
+    for name in cell.sizes or ():
+        models.check_name(name, cell.network if ":" in name else None)
     if cell.sizes is None:
         if cell.part is not None or cell.resize_every is not None:
             raise UserError("part and resize_every are of clients of several sizes; give sizes too.")
@@ -152,10 +155,13 @@ def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device
     if cell.sizes is None:
         return federation
     everybody = federation.num_clients + federation.num_joining
-    runs = [cell.sizes[min(i, federation.num_clients - 1) * len(cell.sizes) // cell.clients] for i in range(everybody)]
+    names = [models.network_name(name) for name in cell.sizes]
+    runs = [names[min(i, federation.num_clients - 1) * len(cell.sizes) // cell.clients] for i in range(everybody)]
     if cell.part is None:
         return federation.with_architectures(runs)
-    return federation.only([client for client in range(federation.num_clients) if runs[client] == cell.part])
+    return federation.only(
+        [client for client in range(federation.num_clients) if runs[client] == models.network_name(cell.part)]
+    )
 
 
 def shares_of_classes(federation: Federation) -> torch.Tensor:
@@ -188,7 +194,20 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
     if cell.dataset.lower().endswith(TABLE_ENDINGS) and None in columns:
         missing = ("client", "label")[columns.index(None)]
         raise UserError(f'{cell.dataset} is a table; say which column is the {missing}: columns.{missing} = "...".')
-    return read_federation(cell.dataset, *columns, task=cell.task, split=cell.split, stratify=cell.stratify, seed=seed)
+    how: dict[str, Any] = {"client_column": columns[0], "label_column": columns[1], "task": cell.task}
+    how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed, **reading_options(cell)}
+    return read_federation(cell.dataset, **how)
+
+
+READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted")
+
+
+def reading_options(cell: Cell) -> dict[str, Any]:
+    """How a cell's own data are read; `read_federation` checks the values."""
+    for name in cell.read:
+        if name not in READ:
+            raise UserError(f"read has no setting {name!r}; {closest(name, READ)}")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in cell.read.items()}
 
 
 def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:
@@ -250,7 +269,12 @@ def build_simulation(run: RunSpec, options: Options, starts: Mapping[str, Params
     return assemble(
         cell_algorithm(cell),
         federation,
-        {name: models.factory(name, federation.num_classes or 1, shape) for name in names},
+        {
+            models.network_name(name): models.factory(
+                name, federation.num_classes or 1, shape, cell.network if ":" in name else None
+            )
+            for name in names
+        },
         steps=cell.steps,
         cohort_size=cell.cohort_size,
         batch_size=cell.batch_size,

@@ -15,9 +15,11 @@ from pfedhn.errors import RunError, UserError, closest
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.files import is_empty, make_folder, one_at_a_time, read_bytes, reading, write_atomically
-from pfedhn.record import Spec, read_spec
+from pfedhn.record import MENDS, MendableError, Spec, read_finished, read_spec
+from pfedhn.result import Result
 from pfedhn.seal import DamagedError, sealed_text, unsealed_text
 from pfedhn.settings import build, to_toml
+from pfedhn.tracking import TRACKERS
 
 MAX_THREADS = 1_024
 OLD_EXECUTORS = {"vectorised": "vectorized"}  # as earlier versions wrote them into a directory
@@ -38,12 +40,15 @@ class Options:
     deterministic: bool = False  # the same bits from the same GPU and versions
     rates: Path | None = None  # as given to --rates
     small: bool = False  # as given to --small: a study at reduced size
+    track: str | None = None  # as given to --track
 
     def check(self) -> None:
         if self.executor not in (known := ["auto", *EXECUTORS, "captured"]):
             raise UserError(f"there is no executor {self.executor!r}; {closest(self.executor, known)}")
         if self.precision not in ("tf32", "fp32"):
             raise UserError(f"--precision is {self.precision!r}; it must be tf32 or fp32.")
+        if self.track is not None and self.track not in TRACKERS:
+            raise UserError(f"there is no tracker {self.track!r}; {closest(self.track, TRACKERS)}")
         for name in ("checkpoint_every", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
@@ -201,6 +206,33 @@ class Directory:
         cells = [spec.cell for spec in specs]
         distinct = [cell for number, cell in enumerate(cells) if cell not in cells[:number]]
         return {**(specs[-1].plan or {}), "cells": distinct, "planned": [spec.name for spec in specs]}
+
+
+def finished(folder: Path, run: RunSpec) -> Result | None:
+    """What a run of an experiment found, all of whose files but the checkpoints are sound; None if it is to be run."""
+    if (result := read_finished(folder)) is not None:
+        check_place(folder, run, result)
+    return result
+
+
+def check_place(folder: Path, run: RunSpec, result: Result) -> None:
+    """Refuse a result that is not that of the run in whose folder it lies."""
+    if _is_of(run, result.name, result.seed, result.cell):
+        return
+    spec = read_spec(folder)
+    if spec is not None and not _is_of(run, spec.name, spec.seed, spec.cell):
+        raise RunError(
+            f"{folder} holds another run, {spec.name}; move or remove that folder, and the command that made the "
+            "experiment runs what belongs there."
+        )
+    raise MendableError(f"{folder / 'result.json'} is of another run; {MENDS}.")
+
+
+def _is_of(run: RunSpec, name: str, seed: int, cell: Mapping[str, Any] | None) -> bool:
+    try:
+        return (name, seed) == (run.name, run.seed) and build(Cell, cell or {}, name) == run.cell
+    except UserError:
+        return False
 
 
 REMOVE = "remove it, and --resume makes it again from its runs; for other settings give another --out"

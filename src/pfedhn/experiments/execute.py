@@ -13,11 +13,13 @@ from pfedhn.experiments.build import build_simulation, preprocessing
 from pfedhn.experiments.directory import Options, plain
 from pfedhn.experiments.provenance import rerun_command
 from pfedhn.experiments.spec import Experiment, RunSpec, dataset_name, pretraining_run
+from pfedhn.models import network_name
 from pfedhn.params import Params, take
 from pfedhn.progress import Event, Failed, Finished, Said, watch_run
 from pfedhn.record import Origin, read_result
 from pfedhn.result import Cost, Result
 from pfedhn.run import Run, execute, load
+from pfedhn.tracking import tracker
 
 Listener: TypeAlias = Callable[[Event], None]
 
@@ -38,7 +40,7 @@ def start(
     device, cost, starts = card or options.device, None, None
     if (earlier := pretraining_run(experiment, run)) is not None:
         cost, weights = _pretrained(directory / earlier.name, device)
-        starts = {run.cell.part or run.cell.model: weights}
+        starts = {network_name(run.cell.part or run.cell.model): weights}
     simulation = build_simulation(run, replace(options, device=device), starts)
     origin = Origin(
         run.name,
@@ -60,6 +62,7 @@ def start(
         say=lambda sentence: listen(Said(run.name, sentence)),
         checkpoint_every=options.checkpoint_every,
         threads=options.threads,
+        callbacks=[] if options.track is None else [tracker(options.track, experiment.name, directory)],
     )
 
 
@@ -72,9 +75,10 @@ def _pretrained(folder: Path, device: str) -> tuple[Cost, Params]:
     earlier = load(folder, device=device)
     simulation, memories = earlier.simulation, earlier.memories(last=True)
     algorithm = simulation.algorithm
-    if simulation.exchange.num_personal_batches(is_adapted=True):  # it would adapt on examples what it publishes
+    model = simulation.model_of(0)
+    if simulation.exchange.num_personal_batches(model, is_adapted=True):  # it would adapt on examples what it publishes
         shared = simulation.exchange.served(memories.shared)
-        return cost, algorithm.publish(simulation.model_of(0), shared, take(memories.rows, 0))
+        return cost, algorithm.publish(model, shared, take(memories.rows, 0))
     return cost, earlier.personal_weights(0, last=True)
 
 

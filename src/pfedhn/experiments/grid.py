@@ -27,7 +27,10 @@ def from_toml(path: Path) -> Experiment:
     experiment = from_table(table, path.stem)
     if not table.keys() - {"name", "title", "seeds", "published"}:
         raise UserError(f"{path} does not say what to run; name at least a method or a dataset (`pfedhn run --help`).")
-    cells = [replace(cell, dataset=_absolute(cell.dataset, path.parent)) for cell in experiment.cells]
+    cells = [
+        replace(cell, dataset=_absolute(cell.dataset, path.parent), model=_absolute_code(cell.model, path.parent))
+        for cell in experiment.cells
+    ]
     experiment = replace(experiment, cells=tuple(cells))
     chosen = rates_file(path)
     return apply_rates(experiment, rates_for(experiment.name, chosen)) if chosen.exists() else experiment
@@ -36,12 +39,16 @@ def from_toml(path: Path) -> Experiment:
 def _absolute(dataset: str, base: Path) -> str:
     """A path is meant from where its file lies, or from here; made absolute, a run can be resumed from anywhere."""
     if is_made(dataset):
-        file, _, function = dataset.rpartition(":")
-        place = given_path(base / given_path(file), is_resolved=True)
-        return f"{place}:{function}" if file.endswith(".py") else dataset
+        return _absolute_code(dataset, base)
     path = base / given_path(dataset)
     is_path = is_own_data(dataset) or (dataset not in datasets.DATASETS and path.is_dir())
     return str(given_path(path, is_resolved=True)) if is_path else dataset
+
+
+def _absolute_code(name: str, base: Path) -> str:
+    """The same for "file.py:function"; other names stay as they are."""
+    file, _, function = name.rpartition(":")
+    return f"{given_path(base / given_path(file), is_resolved=True)}:{function}" if file.endswith(".py") else name
 
 
 def from_table(table: Mapping[str, Any], name: str) -> Experiment:
@@ -153,6 +160,8 @@ def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Exper
             if (target := _aim(name, cell)) is not None:
                 if target == "dataset" and isinstance(value, str):
                     value = _absolute(value, Path.cwd())
+                if target == "model" and isinstance(value, str):
+                    value = _absolute_code(value, Path.cwd())
                 cells[number] = _with_values(cell, {target: value})
     return replace(experiment, cells=distinct(cells))
 

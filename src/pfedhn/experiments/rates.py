@@ -10,6 +10,7 @@ from pfedhn.errors import UserError, closest
 from pfedhn.experiments.spec import Experiment, distinct
 from pfedhn.files import make_folder, one_at_a_time, read_text, write_atomically
 from pfedhn.run import build_algorithm
+from pfedhn.seal import SEAL, DamagedError, sealed_text, unsealed_text
 from pfedhn.settings import checked, parse_toml, to_toml
 
 Rates: TypeAlias = dict[str, dict[str, Any]]
@@ -17,7 +18,8 @@ Rates: TypeAlias = dict[str, dict[str, Any]]
 
 RATES_HEADING = """\
 # Learning rates that `pfedhn tune` chose on validation examples: a heading for each experiment and method.
-# It writes this file anew and keeps the headings that it did not tune; comments are lost.
+# It writes this file anew and keeps the headings that it did not tune; comments are lost. The last line vouches for
+# the others: take it out when you change a rate.
 """
 
 
@@ -29,9 +31,12 @@ def rates_file(experiment_file: Path) -> Path:
 def read_rates(file: Path) -> dict[str, Rates]:
     """The rates of a file by experiment, every method and setting checked."""
     try:
-        table = parse_toml(read_text(file), file)
+        text = read_text(file)
+        table = parse_toml(unsealed_text(text.encode()) if SEAL in text else text, file)
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is damaged ({error}); mend or remove it.") from None
+    except DamagedError as error:
+        raise UserError(f"{file} {error}; if that was you, take its last line out, or else tune again.") from None
     for experiment, by_method in table.items():
         if not isinstance(by_method, Mapping) or not all(isinstance(part, Mapping) for part in by_method.values()):
             raise UserError(f"{file}: {experiment!r} does not fit; write rates under headings [EXPERIMENT.METHOD].")
@@ -67,4 +72,4 @@ def save_rates(file: Path, experiment: str, rates: Rates) -> None:
     with one_at_a_time(file.parent):
         table = read_rates(file) if file.exists() else {}
         table[experiment] = {**table.get(experiment, {}), **rates}
-        write_atomically(file, f"{RATES_HEADING}\n{to_toml(table)}".encode())
+        write_atomically(file, sealed_text(f"{RATES_HEADING}\n{to_toml(table)}"))

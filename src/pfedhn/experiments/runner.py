@@ -10,25 +10,24 @@ import torch
 
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_simulation, cell_algorithm, forget_datasets, refuse_unused_start
-from pfedhn.experiments.directory import Options, num_jobs
+from pfedhn.experiments.directory import Options, finished, num_jobs
 from pfedhn.experiments.execute import Listener, Outcome, Queue, failure, start
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_run, with_pretraining
 from pfedhn.experiments.tasks import Cluster
 from pfedhn.experiments.workers import run_side_by_side
 from pfedhn.progress import Said
-from pfedhn.record import MendableError, read_finished, read_spec
+from pfedhn.record import MendableError, read_spec
 from pfedhn.run import Run, computing_on
 from pfedhn.stopping import stop_on_signal
 
 MAX_RUNS_ON_DEVICE = 24  # a GPU is busy long before; more only wait longer for their first result
 
 
-def prepare(directory: Path, runs: Sequence[RunSpec], options: Options) -> None:
+def prepare(runs: Sequence[RunSpec], options: Options) -> None:
     """Build each cell once, so that data or settings that cannot work are refused before anything is written."""
     seen: set[str] = set()
     for run in runs:
-        _refuse_other_executor(directory / run.name, options)
-        if run.cell_name not in seen and not (directory / run.name / "result.json").exists():
+        if run.cell_name not in seen:
             seen.add(run.cell_name)
             simulation = build_simulation(run, options)
             if run.cell.pretrain is not None:
@@ -37,14 +36,15 @@ def prepare(directory: Path, runs: Sequence[RunSpec], options: Options) -> None:
         forget_datasets()
 
 
-def _refuse_other_executor(folder: Path, options: Options) -> None:
-    """Now, not when the run starts: the directory would keep the option that it cannot go on with."""
-    spec = read_spec(folder)
-    if spec is not None and spec.executor != options.executor:
-        raise UserError(
-            f"{folder} was begun with the executor {spec.executor}, so it cannot go on with {options.executor}, whose "
-            f"sums round otherwise; give --executor {spec.executor}, or another --out."
-        )
+def refuse_other_executor(directory: Path, runs: Sequence[RunSpec], options: Options) -> None:
+    """Now, not when a run starts: the directory would keep the option that its runs cannot go on with."""
+    for run in runs:
+        spec = read_spec(directory / run.name)
+        if spec is not None and spec.executor != options.executor:
+            raise UserError(
+                f"{directory / run.name} was begun with the executor {spec.executor}, so it cannot go on with "
+                f"{options.executor}, whose sums round otherwise; give --executor {spec.executor}, or another --out."
+            )
 
 
 def run_many(
@@ -139,7 +139,7 @@ def _line_up(directory: Path, experiment: Experiment, runs: Sequence[RunSpec], l
     waiting = []
     for run in runs:
         try:
-            result = read_finished(directory / run.name)
+            result = finished(directory / run.name, run)
         except MendableError as error:
             listen(Said(run.name, str(error)))
             result = None

@@ -26,6 +26,7 @@ FEDERATION_FIELDS = (
     "data_seed",
     "labels",
     "columns",
+    "read",
     "task",
     "sizes",
     "part",
@@ -45,8 +46,10 @@ class Cell:
     data_seed: int | None = None  # of the split; the run's seed by default
     labels: Literal["global", "within-group"] = "global"
     columns: Mapping[str, str] = field(default_factory=dict)  # of a table: which one names the client, which the label
+    read: Mapping[str, Any] = field(default_factory=dict)  # how your own images and tables are read, e.g. resize
     task: Literal["auto", "classification", "regression"] = "auto"  # "auto": whole numbers and texts are classes
-    model: str = "mlp-32"
+    model: str = "mlp-32"  # or "module:function" or "file.py:function", which makes it
+    network: Mapping[str, Any] = field(default_factory=dict)  # what that function is called with
     sizes: tuple[str, ...] | None = (
         None  # target networks instead of `model`: as many clients of each, one after another
     )
@@ -197,7 +200,7 @@ def cell_names(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-YOUNGER_FIELDS = (
+YOUNGER_FIELDS: tuple[tuple[str, Any], ...] = (
     ("task", "auto"),
     ("upload", "full"),
     ("download", "full"),
@@ -205,6 +208,8 @@ YOUNGER_FIELDS = (
     ("part", None),
     ("resize_every", None),
     ("descriptors", "client"),
+    ("network", {}),
+    ("read", {}),
 )
 """Fields that stored runs do not have, with what they then are: names with a digest must stay what they were."""
 
@@ -218,7 +223,13 @@ def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
     return tuple({cell_digest(cell): cell for cell in cells}.values())
 
 
-CELL_TABLES = ("partition", "settings", "columns")  # fields that are tables, which "partition.alpha" reaches into
+CELL_TABLES = (
+    "partition",
+    "settings",
+    "columns",
+    "network",
+    "read",
+)  # fields that are tables, which "partition.alpha" reaches into
 
 
 def _place(cell: Cell, method: str | None) -> str:
@@ -231,7 +242,9 @@ def _place(cell: Cell, method: str | None) -> str:
             return [like(part) for part in value]
         return float(value) if isinstance(value, int | float) else value
 
-    return json.dumps([method, *(like(getattr(cell, name)) for name in (*FEDERATION_FIELDS, "model"))], default=str)
+    return json.dumps(
+        [method, *(like(getattr(cell, name)) for name in (*FEDERATION_FIELDS, "model", "network"))], default=str
+    )
 
 
 def pretraining_cell(experiment: Experiment, cell: Cell) -> Cell:

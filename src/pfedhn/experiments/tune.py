@@ -5,7 +5,6 @@ library (Optuna was considered): a grid of 16 points is a list of cells, and the
 """
 
 import itertools
-import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,8 +23,9 @@ from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import select
 from pfedhn.experiments.rates import Rates
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest, is_own_data
-from pfedhn.files import is_empty, read_text, write_atomically
+from pfedhn.files import is_empty, read_bytes, write_atomically
 from pfedhn.result import Environment, Result, to_json
+from pfedhn.seal import DamagedError, sealed_json, unsealed_json
 
 CLIENTS = 50  # the paper tunes with 50 clients and keeps the rates for 10 and 100
 FRACTION = 0.2  # of a cell's steps in the first stage: 1,000 of the paper's 5,000
@@ -307,17 +307,16 @@ def write_record(file: Path, experiment: Experiment, methods: Mapping[str, Any])
     """Write `tuning.json`; methods that were tuned there before stay in it."""
     before = read_record(file)
     table = {"experiment": experiment.name, "methods": {**before.get("methods", {}), **methods}}
-    write_atomically(file, json.dumps(table, indent=1).encode())
+    write_atomically(file, sealed_json(table, indent=1))
 
 
 def read_record(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        table = json.loads(read_text(file))
-    except ValueError:
-        raise UserError(f"{file} is damaged; remove it and tune again: the runs are still there.") from None
-    return table if isinstance(table, dict) else {}
+        return unsealed_json(read_bytes(file))
+    except DamagedError as error:
+        raise UserError(f"{file} {error}; remove it and tune again: the runs are still there.") from None
 
 
 def refuse_other(directory: Path, study: Study) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, dataset_name, distinctions, pretraining_cell
 from pfedhn.report.results import Runs, read
-from pfedhn.result import Curve, Environment, Result
+from pfedhn.result import Curve, Environment, Moment, Result
 
 Average: TypeAlias = Literal["clients", "samples"]
 
@@ -53,6 +53,8 @@ class Entry:
     published: tuple[float, float] | None = None
     steps_before: int = 0  # of the run it starts from
     title: str = ""  # of its experiment
+    histories: Mapping[int, Sequence[Moment]] = field(default_factory=dict)  # by seed, of runs in directories
+    client_names: Sequence[str] | None = None
 
     @property
     def column(self) -> Column:
@@ -190,13 +192,17 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
                     results.setdefault(run.seed, part.results[run.name])
                 if run.name in part.curves:
                     curves.setdefault(run.seed, part.curves[run.name])
+        histories = {r.seed: part.histories[r.name] for r in runs for part in parts if r.name in part.histories}
+        own_names = (part.client_names[r.name] for r in runs for part in parts if r.name in part.client_names)
         label = " ".join([cell.method, *(f"{name}={value}" for name, value in different.items())])
         published = experiment.published
         known = published.get(f"{cell.method}/{cell.dataset}/{cell.clients}") or published.get(
             f"{cell.method}/{cell.clients}"
         )
         before = pretraining_cell(experiment, cell).steps if cell.pretrain is not None else 0
-        entries.append(Entry(label, cell, results, curves, len(runs), known, before, title))
+        entries.append(
+            Entry(label, cell, results, curves, len(runs), known, before, title, histories, next(own_names, None))
+        )
     return entries
 
 

@@ -26,7 +26,7 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _style(entry: Entry, entries: Sequence[Entry]) -> tuple[str, Any]:
+def style(entry: Entry, entries: Sequence[Entry]) -> tuple[str, Any]:
     """The method's own color and dash; cells of one method, and methods without any, go through the others'."""
     styles = {name: (known.color, known.dash) for name, known in ALGORITHMS.items() if known.color is not None}
     alike = [other.label for other in entries if other.cell.method == entry.cell.method]
@@ -46,7 +46,7 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
             continue
         steps = sorted(set.intersection(*(set(curve) for curve in curves)))
         values = numpy.array([[curve[step] for step in steps] for curve in curves])
-        color, dash = _style(entry, entries)
+        color, dash = style(entry, entries)
         if len(curves) > 1:
             axes.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
         axes.plot(steps, values.mean(0), color=color, linestyle=dash, linewidth=1.8)
@@ -126,7 +126,7 @@ def plot_clients(axes: Any, entries: Sequence[Entry], against: Entry | None = No
         values = numpy.concatenate([entry.client_accuracy(seed) for seed in entry.results])
         values = values[~numpy.isnan(values)]
         lowest = min(lowest, float(values.min(initial=100.0)))
-        color, _ = _style(entry, entries)
+        color, _ = style(entry, entries)
         sideways, up = _piles(values)
         axes.scatter(place + sideways, values + up, s=9, color=color, alpha=0.6, linewidths=0)
         mean = entry.test()

@@ -1,17 +1,23 @@
 """A report as files: Markdown, CSV, LaTeX, figures and one HTML page."""
 
 import base64
+import hashlib
+import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from pfedhn.errors import UserError, closest, printable
+from pfedhn.experiments.spec import flat_fields
 from pfedhn.files import make_folder, write_atomically
-from pfedhn.report.entries import Average, Report
-from pfedhn.report.figures import figures_of
+from pfedhn.report.entries import Average, Entry, Report, column_text, counted, display_name
+from pfedhn.report.figures import figures_of, style
 from pfedhn.report.findings import Finding, pngs, svgs
 from pfedhn.report.findings import to_markdown as finding_to_markdown
 from pfedhn.report.pairs import caption as pairs_caption
@@ -37,25 +43,22 @@ TEMPLATES = Environment(
 
 def to_html(
     reports: Sequence[Report],
-    figures: Mapping[str, bytes],
     average: Average = "clients",
     findings: Sequence[Finding] = (),
 ) -> str:
-    """One page that holds everything, the figures too.
+    """One page that holds everything: it opens offline, and asks nothing of anybody.
 
     Args:
-        reports: what is reported, in this order.
-        figures: PNG images by name.
-        average: which accuracy is compared.
-        findings: what studies show, before everything else.
+        reports: What is reported, in this order.
+        average: Which accuracy is compared.
+        findings: What studies show, before everything else.
     """
-    sections: list[dict[str, Any]] = [
+    shown: list[dict[str, Any]] = [
         {"title": finding.title, "sentence": finding.sentence, "tables": finding.tables, "figures": _encoded(finding)}
         for finding in findings
     ]
-    sections += [
+    sections = [
         {
-            "figures": {},
             "title": report.title,
             "sentence": sentence(report) if report.columns else "",
             "tables": [
@@ -63,14 +66,155 @@ def to_html(
                 (details(report, average), caption(report)),
                 *((lines, pairs_caption(c)) for c in report.columns if (lines := pairs(report, c, average))),
             ],
+            "differences": differing_settings(report.entries),
+            "columns": list(map(column_text, report.columns)),
         }
         for report in reports
     ]
+    folder = Path(__file__).parent
+    script = (folder / "page.js").read_text()
     return TEMPLATES.get_template("page.html").render(
+        findings=shown,
         sections=sections,
-        figures={name: base64.b64encode(content).decode() for name, content in figures.items()},
         commands=[command for report in reports for command in commands(report)],
+        versions=versions(reports),
+        style=Markup((folder / "page.css").read_text()),  # noqa: S704 - our own file
+        script=Markup(script),  # noqa: S704 - our own file
+        # The only script that a browser runs here: whatever words a file holds, they stay words.
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        data=Markup(_json(chart_data(reports, average))),  # noqa: S704 - every < is escaped
     )
+
+
+def _json(value: Any) -> str:
+    """JSON that stands inside a page: nothing in it can end the element that holds it."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def best_cells(lines: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
+    """The places (row, column) of the best numbers in a table of methods: accuracies, most; a loss, least."""
+    found = set()
+    for place, name in enumerate(lines[0]):
+        is_loss = name == "test loss"
+        if not is_loss and name not in ("over clients", "over samples") and not re.search(r", \d+ clients$", name):
+            continue
+        numbers = [_first_number(line[place]) for line in lines[1:]]
+        known = [number for number in numbers if number is not None]
+        if len(known) > 1:
+            best = min(known) if is_loss else max(known)
+            found |= {(row, place) for row, number in enumerate(numbers) if number == best}
+    return found
+
+
+def _first_number(text: str) -> float | None:
+    match = re.match(r"-?\d+(\.\d+)?", text)
+    return None if match is None else float(match[0])
+
+
+TEMPLATES.globals["best_cells"] = best_cells
+
+
+def differing_settings(entries: Sequence[Entry]) -> list[list[str]]:
+    """A table of every setting in which the runs shown differ: a line per setting, a column per cell; or nothing."""
+    known = [entry for entry in entries if entry.results or entry.curves]
+    values = [flat_fields(entry.cell) | _settings(entry) for entry in known]
+    names = [name for name in dict.fromkeys(name for part in values for name in part) if name != "method"]
+    differing = [name for name in names if len({repr(part.get(name)) for part in values}) > 1]
+    if not differing:
+        return []
+    heading = ["setting", *(f"{display_name(entry.label)}, {column_text(entry.column)}" for entry in known)]
+    return [heading, *([name, *(_value(part.get(name)) for part in values)] for name in differing)]
+
+
+def _settings(entry: Entry) -> dict[str, Any]:
+    """Every setting of the method, also those that were left at their defaults."""
+    result = next(iter(entry.results.values()), None)
+    return {} if result is None else dict(result.settings)
+
+
+def _value(value: Any) -> str:
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def versions(reports: Sequence[Report]) -> list[str]:
+    """With what the runs were made, a line for each kind."""
+    places = [result.environment for report in reports for e in report.entries for result in e.results.values()]
+    lines = [
+        f"{place.device}, {counted(place.threads, 'thread')}, {place.precision}: pfedhn {place.pfedhn}"
+        + (f" ({place.commit})" if place.commit else "")
+        + f", Python {place.python}, PyTorch {place.torch}, NumPy {place.numpy}"
+        + (f", CUDA {place.cuda}" if place.cuda else "")
+        for place in places
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def chart_data(reports: Sequence[Report], average: Average = "clients") -> list[list[dict[str, Any]]]:
+    """What the charts draw: for each report and column, the curves of its cells and what every client has."""
+    return [
+        [
+            {
+                "name": printable(column_text(column)),
+                "isAccuracy": all(entry.has_accuracy for entry in report.in_column(column)),
+                "series": [_series(entry, report.in_column(column), average) for entry in report.in_column(column)],
+            }
+            for column in report.columns
+        ]
+        for report in reports
+    ]
+
+
+def _series(entry: Entry, entries: Sequence[Entry], average: Average) -> dict[str, Any]:
+    color, dash = style(entry, entries)
+    return {
+        "label": printable(display_name(entry.label)),
+        "color": color if isinstance(color, str) and re.fullmatch(r"#[0-9a-fA-F]{3,8}|\w+", color) else "gray",
+        "dashed": dash not in ("-", "solid"),
+        "curves": {"score": _spread(_scores(entry, average)), "loss": _spread(_losses(entry))},
+        "bytesPerStep": _bytes_per_step(entry),
+        "clients": {
+            str(seed): {
+                "score": [_plain(value) for value in entry.client_accuracy(seed).tolist()],
+                "examples": list(result.test.client_examples or ()),
+                "split": result.partition_sha256,
+            }
+            for seed, result in entry.results.items()
+            if entry.has_accuracy
+        },
+        "names": None if entry.client_names is None else list(map(printable, entry.client_names)),
+    }
+
+
+def _scores(entry: Entry, average: Average) -> list[dict[int, float]]:
+    return [curve for seed in entry.curves if (curve := entry.curve(seed, average))]
+
+
+def _losses(entry: Entry) -> list[dict[int, float]]:
+    """The validation loss, which only a run's own directory has."""
+    found = [
+        {entry.steps_before + moment.step: moment.validation.loss for moment in history if moment.validation.examples}
+        for history in entry.histories.values()
+    ]
+    return [curve for curve in found if curve and all(map(math.isfinite, curve.values()))]
+
+
+def _spread(curves: Sequence[Mapping[int, float]]) -> dict[str, list[float]] | None:
+    """The mean over seeds at the steps that all of them have, the lowest and the highest."""
+    if not curves:
+        return None
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    values = numpy.array([[curve[step] for step in steps] for curve in curves])
+    rows = {"mean": values.mean(0), "low": values.min(0), "high": values.max(0)}
+    return {"step": list(steps), **{name: [round(float(v), 4) for v in row] for name, row in rows.items()}}
+
+
+def _bytes_per_step(entry: Entry) -> float | None:
+    parts = [(result.bytes_up + result.bytes_down) / result.steps for result in entry.results.values() if result.steps]
+    return sum(parts) / len(parts) if parts else None
+
+
+def _plain(value: float) -> float | None:
+    return round(value, 2) if math.isfinite(value) else None
 
 
 def _encoded(finding: Finding) -> dict[str, str]:
@@ -106,7 +250,7 @@ def write(
     check_formats(formats)
     if not reports:
         raise UserError("there is nothing to report; name a directory that `pfedhn run` made.")
-    figures = figures_of(reports, average) if {"png", "html"} & set(formats) else {}
+    figures = figures_of(reports, average) if "png" in formats else {}
     files: dict[str, bytes] = {}
     if "md" in formats:
         sections = [finding_to_markdown(finding) for finding in findings]
@@ -120,7 +264,7 @@ def write(
         for finding in findings:
             files |= pngs(finding) | svgs(finding)
     if "html" in formats:
-        files["report.html"] = to_html(reports, figures, average, findings).encode()
+        files["report.html"] = to_html(reports, average, findings).encode()
     make_folder(out)
     for name, content in files.items():
         write_atomically(out / name, content)

@@ -11,19 +11,19 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pfedhn.errors import RunError, UserError
 from pfedhn.experiments.analysis import Analysis, identity, read_analysis
-from pfedhn.experiments.directory import Directory
+from pfedhn.experiments.directory import Directory, check_place
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
 from pfedhn.files import make_folder, one_at_a_time, read_bytes, reading, write_atomically
-from pfedhn.record import MENDS, MendableError, Spec, read_history, read_result, read_spec
-from pfedhn.result import Curve, Result, SchemaError, Scores, from_json, to_json
+from pfedhn.record import Spec, read_history, read_result, read_spec
+from pfedhn.result import Curve, Moment, Result, SchemaError, Scores, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import build
 
@@ -40,6 +40,8 @@ class Runs:
     results: Mapping[str, Result]  # of those that have finished
     curves: Mapping[str, Curve]  # of those that have begun
     analyses: Mapping[str, Analysis] = field(default_factory=dict)  # of those from which a study computed something
+    histories: Mapping[str, Sequence[Moment]] = field(default_factory=dict)  # every evaluation, of directories alone
+    client_names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of runs whose clients have names
 
 
 class LineError(ValueError):
@@ -67,27 +69,20 @@ def read(path: Path) -> list[Runs]:
 def read_experiment(path: Path) -> Runs:
     """What lies in the directory of an experiment."""
     experiment, planned = Directory(path).read()
-    results, curves, analyses = {}, {}, {}
+    results, curves, analyses, histories, client_names = {}, {}, {}, {}, {}
     for run in planned:
         if (result := read_result(path / run.name)) is not None:
-            _check_place(path / run.name, run, result)
+            check_place(path / run.name, run, result)
             results[run.name] = result
             if (analysis := read_analysis(path / run.name, result)) is not None:
                 analyses[run.name] = analysis
         if history := read_history(path / run.name):
-            curves[run.name] = Curve.of(history)
-    return Runs(experiment, planned, results, curves, analyses)
-
-
-def _check_place(folder: Path, run: RunSpec, result: Result) -> None:
-    """A result must be that of the run in whose folder it lies."""
-    try:
-        is_of_run = (result.name, result.seed) == (run.name, run.seed)
-        is_of_run = is_of_run and build(Cell, result.cell, result.name) == run.cell
-    except UserError:
-        is_of_run = False
-    if not is_of_run:
-        raise MendableError(f"{folder / 'result.json'} is of another run; {MENDS}.")
+            curves[run.name], histories[run.name] = Curve.of(history), history
+            with suppress(UserError):  # a result vouches for itself; without its spec it only has no names
+                spec = read_spec(path / run.name)
+                if spec is not None and spec.data.client_names is not None:
+                    client_names[run.name] = spec.data.client_names
+    return Runs(experiment, planned, results, curves, analyses, histories, client_names)
 
 
 def read_run(path: Path) -> Runs:
@@ -99,7 +94,9 @@ def read_run(path: Path) -> Runs:
     (run,) = experiment.runs()
     result, history = read_result(path, spec), read_history(path)
     known = {} if result is None else {run.name: replace(result, name=run.name, experiment=name, cell=asdict(run.cell))}
-    return Runs(experiment, [run], known, {run.name: Curve.of(history)} if history else {})
+    curves, histories = ({run.name: Curve.of(history)}, {run.name: history}) if history else ({}, {})
+    names = {} if spec.data.client_names is None else {run.name: spec.data.client_names}
+    return Runs(experiment, [run], known, curves, {}, histories, names)
 
 
 def _cell_of(spec: Spec) -> Cell:

@@ -1,0 +1,17 @@
+# The server of a federation: docker build -f deploy/server.Dockerfile -t pfedhn-server .
+FROM python:3.11-slim
+
+RUN useradd --create-home pfedhn && mkdir /state && chown pfedhn /state
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY src src
+RUN pip install --no-cache-dir --constraint constraints.txt ".[federation]"
+
+USER pfedhn
+WORKDIR /state
+VOLUME /state
+EXPOSE 9443
+HEALTHCHECK --interval=30s --timeout=10s --start-period=120s \
+    CMD ["python", "-c", "import ssl, urllib.request as u; u.urlopen('https://localhost:9443/health', context=ssl.create_default_context(cafile='/state/federation/ca.crt'))"]
+ENTRYPOINT ["pfedhn"]
+CMD ["serve", "/spec/federation.toml", "--state", "/state/federation"]

@@ -1,0 +1,89 @@
+"""`pfedhn export`: personal models as files that run without this package."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pfedhn.cli.options import RunArgument
+from pfedhn.errors import UserError
+from pfedhn.screen import say
+
+PARTY = "party.json"  # of the folder of a party that takes part in a federation
+
+
+def export(
+    directory: RunArgument,
+    to: Annotated[
+        Path, typer.Option("--to", metavar="FILE", help="Where: .onnx, .pt2 or .safetensors; with --all, a folder.")
+    ],
+    client: Annotated[
+        str | None, typer.Option("--client", metavar="NAME", help="Whose model, by name or number.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="The model of every client.")] = False,
+    kind: Annotated[
+        str | None,
+        typer.Option("--format", metavar="NAME", help="With --all: onnx, pt2 or safetensors.", show_default="onnx"),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="NAME", help="Of an experiment: which of its runs.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="The client's own training examples, for a method that adapts on them: a folder with x.npy and y.npy, "
+            "or a table.",
+        ),
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option("--label", metavar="COLUMN", help="Of such a table: the column that holds the label.")
+    ] = None,
+) -> None:
+    """Write personal models to files that run without this package.
+
+    ONNX and torch.export take batches of any size. A card beside each model says
+    what it was trained on, what goes in, and its accuracy.
+
+    \b
+    [bold]Examples[/]
+      pfedhn export runs/clinics --client Berlin --to berlin.onnx
+      pfedhn export runs/demo --run pfedhn-digits-50-seed0 --client 7 --to seven.pt2
+      pfedhn export runs/clinics --all --to models --format safetensors
+      pfedhn export pfedhn-lyon --to lyon.onnx  # by a party of a federation, of its own
+    """
+    from pfedhn.cli.add_client import prepared
+    from pfedhn.data.files import read_client
+    from pfedhn.run import load
+
+    if (directory / PARTY).exists():
+        _export_of_party(directory, to, data)
+        return
+    if every == (client is not None):
+        raise UserError("say whose model is wanted: --client NAME for one, --all for every client.")
+    if every and data is not None:
+        raise UserError("--data are the examples of one client, so --all cannot be given with it.")
+    if kind is not None and not every:
+        raise UserError("--format is for --all; for one client, the ending of --to says what is written.")
+    trained = load(directory, run=run, device="cpu")
+    if client is None:
+        files = trained.export_all(to, f".{kind or 'onnx'}")
+        say(f"The models of {len(files)} clients are in {to}; its README.md lists them.")
+        return
+    examples = None
+    if data is not None:
+        x, y = read_client(data, label, trained.simulation.federation.class_names)
+        examples = prepared(trained, x), y
+    trained.export(client, to, data=examples)
+    say(f"The model of client {client} is in {to}, and what it is in {to.with_suffix('.md')}.")
+
+
+def _export_of_party(folder: Path, to: Path, data: Path | None) -> None:
+    from pfedhn.cli.federation import need_the_extra
+
+    need_the_extra()
+    from pfedhn.deploy.join import export_model
+
+    name = export_model(folder.absolute(), to, data)
+    say(f"The model of {name} is in {to}, and what it is in {to.with_suffix('.md')}.")

@@ -1,0 +1,52 @@
+"""`pfedhn invite`: let a party take part, or take it out."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pfedhn.cli.federation import StateOption, need_the_extra
+from pfedhn.errors import UserError
+from pfedhn.screen import say
+
+
+def invite(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The party's name.")],
+    state: StateOption = Path("federation"),
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="The bundle; NAME.invite.")] = None,
+    key: Annotated[
+        Path | None, typer.Option("--public-key", metavar="FILE", help="The key of a party that sent one.")
+    ] = None,
+    revoke: Annotated[
+        bool, typer.Option("--revoke", help="Take the party out: nothing of it counts any more.")
+    ] = False,
+) -> None:
+    """Invite a party: write a bundle that lets it join once.
+
+    The bundle is a secret until it is used: give it to the party over a safe way. To
+    invite a party again gives it a new key, and its old one counts no more.
+
+    \b
+    [bold]Examples[/]
+      pfedhn invite lyon --state clinics
+      pfedhn invite lyon --state clinics --revoke
+    """
+    need_the_extra()
+    from pfedhn.deploy.certificates import AUTHORITY
+    from pfedhn.deploy.signing import write_private
+    from pfedhn.deploy.site import Site
+    from pfedhn.files import given_path, read_text
+
+    site = Site(state)
+    if revoke:
+        site.invitations.revoke(name)
+        say(f"{name} is taken out.")
+        return
+    if not (state / AUTHORITY).exists():
+        raise UserError(f"{state} has no certificates yet; start `pfedhn serve` first.")
+    bundle = site.invite(name, None if key is None else read_text(given_path(key)))
+    file = out or Path(f"{name}.invite")
+    write_private(file, json.dumps(asdict(bundle), indent=1).encode())
+    say(f"Give {file} to {name}, who runs: pfedhn join {file} --data PATH")

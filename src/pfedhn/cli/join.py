@@ -1,0 +1,74 @@
+"""`pfedhn join`: take part in a federation, with data that stay here."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pfedhn.cli.federation import JsonOption, need_the_extra, sayer
+from pfedhn.errors import UserError
+from pfedhn.screen import say
+
+FolderOption = Annotated[
+    Path | None,
+    typer.Option("--folder", metavar="DIR", help="The party's own: its key, what it keeps. pfedhn-NAME by default."),
+]
+
+
+def join(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The invitation.")],
+    data: Annotated[
+        Path, typer.Option("--data", metavar="PATH", help="A folder with x.npy and y.npy, or a table (.csv, .parquet).")
+    ],
+    size: Annotated[str, typer.Option("--size", metavar="S", help="Which of several networks to run.")] = "",
+    folder: FolderOption = None,
+    clip: Annotated[
+        float | None, typer.Option("--clip", metavar="C", help="Privacy: the largest norm of an update that is sent.")
+    ] = None,
+    noise: Annotated[
+        float | None, typer.Option("--noise", metavar="S", help="Privacy: noise of deviation S * C on every number.")
+    ] = None,
+    epsilon: Annotated[
+        float | None, typer.Option("--epsilon", metavar="E", help="Privacy: the budget; then nothing more is sent.")
+    ] = None,
+    delta: Annotated[float, typer.Option("--delta", metavar="D", help="Privacy: where the budget is counted.")] = 1e-5,
+    stay: Annotated[bool, typer.Option("--stay", help="Stay when the run is over.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Take part in a federation. Data and personal layers never leave this machine.
+
+    Waits for the server as long as it takes, and comes back after whatever happened.
+
+    \b
+    [bold]Examples[/]
+      pfedhn join lyon.invite --data visits.csv
+      pfedhn join lyon.invite --data visits.csv --clip 1 --noise 8 --epsilon 10
+    """
+    need_the_extra()
+    import threading
+
+    from pfedhn.deploy.invitations import read_bundle
+    from pfedhn.deploy.join import Joined, enroll, load_party, remember
+    from pfedhn.deploy.privacy import Privacy
+    from pfedhn.files import claimed, given_path, make_folder
+    from pfedhn.stopping import stop_requests
+
+    privacy = None
+    if (clip, noise, epsilon) != (None, None, None):
+        if clip is None or noise is None or epsilon is None:
+            raise UserError("privacy needs all three: --clip, --noise and --epsilon.")
+        privacy = Privacy(clip, noise, epsilon, delta)
+        privacy.spent(1)  # says now if the accountant is missing
+    given, stop, show = read_bundle(given_path(bundle)), threading.Event(), sayer(as_json)
+    own = (folder or Path(f"pfedhn-{given.name}")).absolute()
+    make_folder(own)
+    with claimed(own, 5.0), stop_requests(lambda number: stop.set()):
+        enroll(given, own, stop, show)
+        if stop.is_set():
+            return
+        remember(own, given.name, given_path(data, is_resolved=True), size)
+        party = load_party(own, privacy=privacy)
+        show({"event": "taking part", "party": given.name, "examples": int(party.size)})
+        Joined(party, given, own, show).run(stop, stay)
+    if (party.folder / "chosen.json").exists():
+        say(f"Your model: pfedhn export {own} --to model.safetensors")

@@ -1,0 +1,99 @@
+"""`pfedhn predict`: what a client's own model says of examples."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pfedhn.cli.options import RunArgument
+from pfedhn.errors import UserError
+from pfedhn.screen import say
+
+
+def predict(
+    directory: RunArgument,
+    client: Annotated[str, typer.Option("--client", metavar="NAME", help="Whose model, by name or number.")],
+    data: Annotated[
+        Path,
+        typer.Option("--data", metavar="PATH", help="A table (.csv, .tsv, .parquet), x.npy, or a folder that has it."),
+    ],
+    label: Annotated[
+        str | None,
+        typer.Option("--label", metavar="COLUMN", help="Of a table: a column with the right answers, to be compared."),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="NAME", help="Of an experiment: which of its runs.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.csv", help="Where the predictions go.", show_default="stdout")
+    ] = None,
+) -> None:
+    """Predict with a client's own model: a line for each example.
+
+    For classes, a line has the class and the probability that the model gives it;
+    else the numbers. A table has the features in the order of training; the client
+    and label columns of the run may be in it.
+
+    \b
+    [bold]Examples[/]
+      pfedhn predict runs/clinics --client Berlin --data new.csv
+      pfedhn predict runs/clinics --client Berlin --data visits.csv --label outcome --out predicted.csv
+      pfedhn predict runs/demo --run pfedhn-digits-50-seed0 --client 7 --data my-digits
+    """
+    import csv
+    import io
+
+    import torch
+
+    from pfedhn.cli.add_client import prepared
+    from pfedhn.data.files import read_inputs
+    from pfedhn.files import write_atomically
+    from pfedhn.run import load
+
+    trained = load(directory, run=run, device="cpu")
+    described = trained.description
+    columns = (trained.origin.cell.get("columns") or {}).values()
+    given, answers = read_inputs(data, label, leave_out=tuple(columns))
+    x = torch.from_numpy(prepared(trained, given)).to(trained.simulation.model_of(0).dtype)
+    if tuple(x.shape[1:]) != described.shape:
+        raise UserError(
+            f"{data} has examples of shape {tuple(x.shape[1:])}; this run's have {described.shape}: give the same "
+            "features in the same order."
+        )
+    model = trained.personal_model(client)
+    with torch.no_grad():
+        outputs: Any = model(
+            x if getattr(torch, described.dtype).is_floating_point else x.to(getattr(torch, described.dtype))
+        )
+    if not isinstance(outputs, torch.Tensor):
+        raise UserError("the network gives no single tensor; use personal_model in Python.")
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = described.class_names
+    if described.classes is None:
+        values = outputs.reshape(len(outputs), -1)
+        writer.writerow(["prediction"] if values.shape[1] == 1 else [f"prediction_{i}" for i in range(values.shape[1])])
+        writer.writerows(values.tolist())
+        said: list[Any] = values[:, 0].tolist()
+    else:
+        best = outputs.softmax(-1).max(-1)
+        said = [names[place] if names else place for place in best.indices.tolist()]
+        writer.writerow(["prediction", "probability"])
+        writer.writerows([word, f"{value:.4f}"] for word, value in zip(said, best.values.tolist(), strict=True))
+    if out is None:
+        sys.stdout.write(text.getvalue())
+    else:
+        write_atomically(out, text.getvalue().encode())
+        say(f"{len(said)} predictions are in {out}.")
+    if answers is not None:
+        say(_compared(said, answers.tolist(), described.classes is not None), is_error=True)
+
+
+def _compared(said: list[Any], answers: list[Any], is_class: bool) -> str:
+    pairs = list(zip(said, answers, strict=True))
+    if is_class:
+        right = sum(str(one) == str(other) for one, other in pairs)
+        return f"{100 * right / len(pairs):.1f} % are right: {right} of {len(pairs)}."
+    error = sum((float(one) - float(other)) ** 2 for one, other in pairs) / len(pairs)
+    return f"Mean squared error {error:.4f} over {len(pairs)} examples."

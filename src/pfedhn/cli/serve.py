@@ -1,0 +1,50 @@
+"""`pfedhn serve`: the server of a federation of real parties."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pfedhn.cli.federation import JsonOption, StateOption, need_the_extra, own_address, sayer
+from pfedhn.screen import say
+
+
+def serve(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="[SPEC]", help="The federation's file; not needed to go on with one.")
+    ] = None,
+    state: StateOption = Path("federation"),
+    host: Annotated[str, typer.Option("--host", help="The network address to listen on.")] = "0.0.0.0",  # noqa: S104
+    port: Annotated[int, typer.Option("--port", help="The port; it is the only one that parties need.")] = 9443,
+    address: Annotated[
+        str | None, typer.Option("--address", metavar="HOST:PORT", help="Where parties find it; this machine's name.")
+    ] = None,
+    leave: Annotated[
+        bool, typer.Option("--leave", help="End when training has; without it, others can still join.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve a federation of real parties, each with data of its own.
+
+    Makes certificates and keys at the first start. The same command again, after
+    whatever happened, goes on from the last update that was accepted.
+
+    \b
+    [bold]Examples[/]
+      pfedhn serve clinics.toml --state clinics
+      pfedhn serve --state clinics
+    """
+    need_the_extra()
+    import threading
+
+    from pfedhn.deploy.serve import Service
+    from pfedhn.deploy.site import Site
+    from pfedhn.files import claimed
+    from pfedhn.stopping import stop_requests
+
+    site = Site.make(state, spec, address or own_address(port))
+    stop = threading.Event()
+    with claimed(state, 5.0), stop_requests(lambda number: stop.set()):
+        say(f"Invite parties with: pfedhn invite NAME --state {state}")
+        Service(site, host, port, leave, sayer(as_json)).run(stop)
+    say(f"Where it stands: pfedhn status --state {state}")

@@ -1,0 +1,104 @@
+"""A data set of Hugging Face's `datasets` in which a column names the client."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+
+from pfedhn import keys
+from pfedhn.data.arrays import SPLITS
+from pfedhn.data.catalogue import Array
+from pfedhn.data.dealing import split_examples
+from pfedhn.data.federation import Federation
+from pfedhn.data.images import Channels, decode
+from pfedhn.errors import UserError, closest, first_line, short
+
+
+def from_hugging_face(
+    dataset: Any,
+    client_column: str,
+    label_column: str,
+    input_column: str,
+    *,
+    split: tuple[float, float, float] = (0.7, 0.15, 0.15),
+    stratify: bool = False,
+    seed: int = 0,
+    resize: tuple[int, int] | None = None,
+    channels: Channels = "rgb",
+    when_needed: bool = False,
+) -> Federation:
+    """A federation of a `datasets.Dataset`, whose rows have a client each.
+
+    Args:
+        dataset: A data set that lies on this machine, such as `datasets.load_dataset(..., split="train")` or
+            `datasets.load_from_disk(...)`.
+        client_column: The column that names the client.
+        label_column: The column that holds the label: class numbers, texts, or fractions for regression.
+        input_column: The column that holds the example: an image, or a list of numbers of one length.
+        split: The fractions of a client's examples for training, validation and test.
+        stratify: Draw each client's split within each of its classes.
+        seed: The seed of the split.
+        resize: Height and width that images are brought to.
+        channels: Of images: "rgb" or "gray".
+        when_needed: Read a client's examples when it takes part or is tested, for data that do not fit in memory.
+            Clients then have numbers, in the sorted order of their names.
+
+    Examples:
+        >>> import datasets, pfedhn.datasets
+        >>> rows = {"who": ["a", "b"] * 10, "what": [0, 1] * 10, "x": [[1.0, 2.0]] * 20}
+        >>> table = datasets.Dataset.from_dict(rows)
+        >>> federation = pfedhn.datasets.from_hugging_face(table, "who", "what", "x")
+        >>> federation.names, tuple(federation.x.shape)
+        (('a', 'b'), (20, 2))
+    """
+    columns = getattr(dataset, "column_names", None)
+    if not isinstance(columns, list) or not hasattr(dataset, "__len__"):
+        raise UserError(
+            f"dataset is {short(dataset)}; give one split of a data set that lies on this machine, as "
+            'load_dataset(..., split="train") returns it, and not a stream.'
+        )
+    for wanted in (client_column, label_column, input_column):
+        if wanted not in columns:
+            raise UserError(f"the data set has no column {short(wanted)}; {closest(wanted, columns)}")
+    owners = numpy.array([str(value) for value in dataset[client_column]])
+    names = sorted(set(owners.tolist()))
+    labels, class_names = _labels(dataset, label_column)
+
+    def examples(rows: Array) -> tuple[Array, Array]:
+        values = dataset[rows.tolist()][input_column]
+        try:
+            is_image = hasattr(values[0], "convert")
+            inputs = [decode(v, resize, channels) if is_image else numpy.asarray(v) for v in values]
+            return numpy.stack(inputs), labels[rows]
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"the examples in column {input_column!r} do not make one array ({first_line(error)}); give lists of "
+                "one length, or images of one size or with a resize."
+            ) from error
+
+    if not when_needed:
+        data = {name: examples(numpy.flatnonzero(owners == name)) for name in names}
+        return Federation.from_clients(data, split=split, stratify=stratify, seed=seed, class_names=class_names)
+    dealt = []
+    for name in names:
+        rows = numpy.flatnonzero(owners == name)
+        parts = split_examples(labels[rows], split, stratify, keys.fold(seed, "split", name))
+        dealt.append({part: rows[numbers] for part, numbers in zip(SPLITS, parts, strict=True)})
+
+    def load(client: int) -> Mapping[str, Any]:
+        return {part: examples(rows) for part, rows in dealt[client].items() if len(rows)}
+
+    sizes: dict[str, Any] = {part: [len(client[part]) for client in dealt] for part in SPLITS}
+    return Federation.lazy(len(names), load, **sizes)
+
+
+def _labels(dataset: Any, column: str) -> tuple[Array, tuple[str, ...] | None]:
+    values = numpy.array(dataset[column])
+    named = getattr(getattr(dataset, "features", {}).get(column), "names", None)
+    if values.dtype.kind in "US":
+        found = tuple(map(str, numpy.unique(values).tolist()))
+        return numpy.searchsorted(numpy.array(found), values).astype(numpy.int64), found
+    if values.dtype.kind not in "biuf":
+        raise UserError(f"the labels in column {column!r} are neither numbers nor texts; give one of these.")
+    kind = numpy.float32 if values.dtype.kind == "f" else numpy.int64
+    return values.astype(kind), tuple(named) if named else None

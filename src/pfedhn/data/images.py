@@ -1,0 +1,102 @@
+"""A person's own images: a folder per client, in it a folder per class, in it PNG or JPEG files."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy
+
+from pfedhn.data.catalogue import Array
+from pfedhn.errors import UserError, first_line
+from pfedhn.files import reading
+
+logger = logging.getLogger("pfedhn")
+
+ENDINGS = (".png", ".jpg", ".jpeg")
+Channels: TypeAlias = Literal["rgb", "gray"]
+Corrupt: TypeAlias = Literal["refuse", "skip"]
+
+
+def image_files(folder: Path) -> list[tuple[str, Path]]:
+    """(class, file) of every image below one client's folder, in sorted order."""
+    with reading(folder):
+        classes = sorted(part for part in folder.iterdir() if part.is_dir() and not part.name.startswith("."))
+        return [
+            (part.name, file)
+            for part in classes
+            for file in sorted(part.iterdir())
+            if file.suffix.lower() in ENDINGS and not file.name.startswith(".")
+        ]
+
+
+def read_images(
+    folders: list[Path],
+    resize: tuple[int, int] | None = None,
+    channels: Channels = "rgb",
+    corrupt: Corrupt = "refuse",
+) -> tuple[dict[str, tuple[Array, Array]], tuple[str, ...]]:
+    """The images (x, y) of each client by its name, x [N, C, H, W] in float32 from 0 to 1; and what classes are called.
+
+    Args:
+        folders: One for each client, with a folder per class.
+        resize: Height and width that all images are brought to; None where they are of one size.
+        channels: "rgb" has three, "gray" one.
+        corrupt: What is done about a file that is no whole image: it is refused by name, or skipped and named.
+    """
+    files = {folder.name: image_files(folder) for folder in folders}
+    for folder in folders:
+        if not files[folder.name]:
+            raise UserError(
+                f"{folder} has neither x.npy nor images; give it a folder per class, with PNG or JPEG files."
+            )
+    names = tuple(sorted({label for listed in files.values() for label, _ in listed}))
+    size = resize
+    clients = {}
+    for client, listed in files.items():
+        images, labels = [], []
+        for label, file, image in _decoded(listed, resize, channels, corrupt):
+            size = size or image.shape[1:]
+            if image.shape[1:] != tuple(size):
+                raise UserError(
+                    f"{file} is an image of {image.shape[1]} x {image.shape[2]} pixels and others have {size[0]} x "
+                    f"{size[1]}; say what all are brought to, as in resize = [32, 32]."
+                )
+            images.append(image)
+            labels.append(names.index(label))
+        if not images:
+            raise UserError(f"no image of client {client!r} can be read; bring its files back.")
+        clients[client] = (numpy.stack(images), numpy.array(labels, dtype=numpy.int64))
+    return clients, names
+
+
+def _decoded(
+    listed: list[tuple[str, Path]], resize: tuple[int, int] | None, channels: Channels, corrupt: Corrupt
+) -> Iterator[tuple[str, Path, Array]]:
+    for label, file in listed:
+        try:
+            yield label, file, decode(file, resize, channels)
+        except (OSError, SyntaxError, ValueError) as error:  # as Pillow has it
+            if corrupt == "refuse":
+                raise UserError(
+                    f"{file} is no whole image ({first_line(error)}); bring it back, or skip such files with "
+                    'corrupt = "skip".'
+                ) from error
+            logger.warning("%s is no whole image and was skipped (%s).", file, first_line(error))
+
+
+def decode(image: Any, resize: tuple[int, int] | None, channels: Channels) -> Array:
+    """[C, H, W] in float32 from 0 to 1, from a file or an image of Pillow."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise UserError("reading images needs Pillow: pip install 'pfedhn[data]'") from error
+    try:
+        picture = Image.open(image) if isinstance(image, Path) else image
+        picture = picture.convert("RGB" if channels == "rgb" else "L")
+    except Image.DecompressionBombError as error:
+        raise ValueError(str(error)) from error
+    if resize is not None:
+        picture = picture.resize((resize[1], resize[0]), Image.Resampling.BILINEAR)
+    pixels = numpy.asarray(picture, dtype=numpy.float32) / 255
+    return numpy.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))

@@ -1,0 +1,5 @@
+"""A party's side."""
+
+from pfedhn.deploy.relay import app
+
+__all__ = ["app"]

@@ -1,0 +1,108 @@
+"""The engine's own programs, started so that nothing leaves this machine but what a federation needs."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pfedhn.errors import missing_extra
+from pfedhn.files import write_atomically
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+    "PYTHONUNBUFFERED": "1",
+}
+"""What the engine's programs find in their environment: they tell nobody anything, and install nothing."""
+SECONDS_TO_STOP = 10.0
+
+
+def environment(home: Path) -> dict[str, str]:
+    """The environment of the engine's programs; they find each other beside this Python."""
+    paths = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    return {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": os.pathsep.join(filter(None, paths))}
+
+
+def program(name: str) -> str:
+    """The path of one of the engine's programs."""
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise missing_extra("a federation", "federation")
+    return str(path)
+
+
+def start(command: Sequence[str], home: Path) -> "subprocess.Popen[bytes]":
+    """Start a program that lasts; what it says goes into a file beside it.
+
+    It is a group of its own, so that Ctrl-C reaches it through us alone. One that a process before us started in the
+    same place, and could not end because it was killed, is ended first: two of them would be in each other's way.
+    """
+    name = Path(command[0]).name
+    note = home / f"{name}.pid"
+    end_orphan(note, str(home.parent))
+    with (home / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(  # noqa: S603 - our own words, and no shell
+            command, env=environment(home), stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    write_atomically(note, str(process.pid).encode())
+    return process
+
+
+def end_orphan(note: Path, place: str) -> None:
+    """End the process that a file names, if it still is what it was: a program that was given this place."""
+    try:
+        pid = int(note.read_text())
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except (OSError, ValueError):  # it has ended; or a system without /proc, where a person has to look
+        return
+    if place in words and note.stem in words:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def run(command: Sequence[str], home: Path, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end."""
+    return subprocess.run(  # noqa: S603 - our own words, and no shell
+        command,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def stop(process: "subprocess.Popen[bytes] | None") -> None:
+    """End a program and what it started in its group."""
+    if process is None:
+        return
+    with suppress(ProcessLookupError):
+        process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(SECONDS_TO_STOP)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def is_listening(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,141 @@
+"""The engine's side of the server: its grid as a transport, and the program that the engine starts."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flwr.app import Context, Message, MessageType
+from flwr.serverapp import Grid, ServerApp
+
+from pfedhn.deploy.gate import key_text
+from pfedhn.deploy.relay import carried, content_of
+from pfedhn.deploy.server import Arrival, Server
+from pfedhn.deploy.signing import PublicKey
+from pfedhn.deploy.site import Site
+from pfedhn.errors import first_line
+from pfedhn.files import append, claimed, write_atomically
+
+SECONDS_BETWEEN_PULLS = 0.3
+SECONDS_BETWEEN_LOOKS = 2.0  # at who is there
+SECONDS_FOR_THE_LAST_ONE = 120.0  # that a server which is being ended may still hold the folder
+KINDS = {"hello": MessageType.QUERY, "train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE}
+
+
+class Sent(NamedTuple):
+    """A message on its way."""
+
+    party: str
+    kind: str
+    until: float
+
+
+class Flower:
+    """A grid of the engine as a transport. It sends to nothing but nodes with the key of an enrolled party.
+
+    Args:
+        grid: The engine's.
+        roster: The keys of enrolled parties, by name.
+        seconds: How long an answer may take.
+        log: Told of nodes that belong to nobody.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        roster: Callable[[], Mapping[str, PublicKey]],
+        seconds: float,
+        log: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self.grid, self.roster, self.seconds, self.log = grid, roster, seconds, log
+        self.nodes: dict[str, int] = {}
+        self.sent: dict[str, Sent] = {}
+        self.strangers: set[int] = set()
+        self.bytes_sent = self.bytes_received = 0
+        self._looked = -1e9
+
+    def members(self) -> set[str]:
+        if time.monotonic() - self._looked > SECONDS_BETWEEN_LOOKS:
+            self._looked = time.monotonic()
+            names = {key_text(key): name for name, key in self.roster().items()}
+            nodes = list(self.grid.get_nodes())
+            self.nodes = {names[node.public_key]: node.node_id for node in nodes if node.public_key in names}
+            for node in nodes:
+                if node.public_key not in names and node.node_id not in self.strangers:
+                    self.strangers.add(node.node_id)
+                    self.log({"event": "stranger", "node": node.node_id, "why": "no key of an enrolled party"})
+        return set(self.nodes)
+
+    def post(self, party: str, kind: str, content: bytes) -> None:
+        ttl = 2 * self.seconds + 120.0  # above the time that is waited, or a late answer turns into an error
+        message = Message(carried(content), self.nodes[party], KINDS[kind], ttl=ttl)
+        # A message that the engine does not take has no number. It is lost: the server sees that nobody answers.
+        for number in filter(None, self.grid.push_messages([message])):
+            self.bytes_sent += len(content)
+            self.sent[number] = Sent(party, kind, time.monotonic() + ttl)
+
+    def arrivals(self, seconds: float) -> list[Arrival]:
+        now = time.monotonic()
+        self.sent = {number: sent for number, sent in self.sent.items() if sent.until > now}
+        found = []
+        for answer in self.grid.pull_messages(list(self.sent)) if self.sent else ():
+            sent = self.sent.pop(answer.metadata.reply_to_message_id, None)
+            if sent is None:
+                continue
+            if answer.has_error():
+                reason = f"{answer.error.code}: {answer.error.reason}"
+                found.append(Arrival(sent.party, sent.kind, None, f"gave no answer ({reason:.300})"))
+                continue
+            try:
+                content = content_of(answer)
+            except (KeyError, AssertionError, TypeError) as error:
+                found.append(Arrival(sent.party, sent.kind, None, f"answered without bytes ({first_line(error)})"))
+                continue
+            self.bytes_received += len(content)
+            found.append(Arrival(sent.party, sent.kind, content))
+        if not found:
+            time.sleep(max(seconds, SECONDS_BETWEEN_PULLS))
+        return found
+
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Serve the federation of a folder to its end."""
+    site = Site(Path(str(context.run_config["state"])))
+    with claimed(site.folder / "server", SECONDS_FOR_THE_LAST_ONE):
+        serve(grid, site, is_lingering=not context.run_config["leave"])
+
+
+def serve(grid: Grid, site: Site, is_lingering: bool) -> None:
+    started = time.monotonic()
+    transport: Flower
+    server: Server | None = None
+
+    def log(event: Mapping[str, Any]) -> None:
+        append(site.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n")
+        if server is not None:
+            write_status()
+
+    def write_status() -> None:
+        assert server is not None
+        table = server.status() | {
+            "seconds": round(time.monotonic() - started, 1),
+            "wire_down": transport.bytes_sent,
+            "wire_up": transport.bytes_received,
+            "strangers": len(transport.strangers),
+            "time": round(time.time(), 3),
+        }
+        write_atomically(site.status, json.dumps(table).encode())
+
+    roster = site.invitations.enrolled
+    transport = Flower(grid, roster, site.spec.policy.reply_seconds, log)
+    server = Server(site.plan, site.run, site.folder / "server", site.key, roster, transport, site.spec.policy, log)
+    log({"event": "running", "pid": os.getpid(), "round": server.state.round})
+    server.run(is_lingering=is_lingering)
+    write_status()
+    log({"event": "left"})

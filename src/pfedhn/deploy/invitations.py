@@ -1,0 +1,143 @@
+"""Who may take part: parties are invited by name, enroll a key of their own once, and can be taken out again."""
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pfedhn.deploy.signing import PublicKey, public_key, public_text
+from pfedhn.errors import UserError, closest
+from pfedhn.files import make_folder, one_at_a_time, read_bytes, read_text, write_atomically
+
+DAYS = 14  # that an invitation is good for
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What a party is given: everything that it needs to find its server and to be let in once."""
+
+    name: str
+    address: str  # host:port of the server
+    authority: str  # the certificate by which the party knows its server
+    token: str  # good once; empty for a party whose key the server has already
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What the server keeps of a party: a digest of its token, and its key once it has enrolled one."""
+
+    name: str
+    token: str | None  # SHA-256 of it
+    expires: float
+    key: str | None = None
+    is_revoked: bool = False
+
+
+def read_bundle(path: Path) -> Bundle:
+    try:
+        table = json.loads(read_bytes(path))
+        return Bundle(**{name: str(table[name]) for name in ("name", "address", "authority", "token")})
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{path} is no invitation; ask the server's owner for one (`pfedhn invite NAME`).") from None
+
+
+class Invitations:
+    """The parties of a server, a file each in its folder; `serve` and `invite` look at the same files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        make_folder(folder)
+        self._keys: dict[str, PublicKey] = {}
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def invite(self, name: str, address: str, authority: str, key: str | None = None) -> Bundle:
+        """Invite a party, or invite it anew: then its old key and token count no more.
+
+        Args:
+            name: The party's.
+            address: Of the server.
+            authority: The certificate of its authority.
+            key: The party's own public key, where it sent one; else it enrolls one with the token.
+        """
+        check_name(name)
+        token = "" if key is not None else secrets.token_urlsafe(32)
+        enrolled = None if key is None else public_text(public_key(key))
+        expires = time.time() + DAYS * 86_400
+        self._write(Invitation(name, None if key is not None else _digest(token), expires, enrolled))
+        return Bundle(name, address, authority, token)
+
+    def enroll(self, name: str, token: str, key: str) -> str:
+        """Let a party in that holds its token, with this key from now on; its key as one line.
+
+        The token is good once. Who has lost an answer sends the same again, with the same key.
+        """
+        refused = UserError(
+            f"{name!r:.80} is not invited, or its invitation was used or has run out; ask for a new one."
+        )
+        text = public_text(public_key(key))
+        if not _is_name(name):
+            raise refused
+        with one_at_a_time(self.folder):
+            invitation = self._read(name)
+            if invitation is None or invitation.is_revoked or invitation.token is None:
+                raise refused
+            if not hmac.compare_digest(invitation.token, _digest(token)):
+                raise refused
+            if invitation.key == text:
+                return text
+            if invitation.key is not None or invitation.expires < time.time():
+                raise refused
+            self._write(Invitation(name, invitation.token, invitation.expires, text))
+        return text
+
+    def revoke(self, name: str) -> None:
+        """Take a party out: nothing is sent to it any more, and nothing of it is believed."""
+        invitation = self._read(name) if _is_name(name) else None
+        if invitation is None:
+            raise UserError(f"there is no party {name!r}; {closest(name, self.names())}")
+        self._write(Invitation(name, None, invitation.expires, invitation.key, is_revoked=True))
+
+    def names(self) -> list[str]:
+        return sorted(file.stem for file in self.folder.glob("*.json"))
+
+    def enrolled(self) -> dict[str, PublicKey]:
+        """The keys of all parties that have one. Files are read again when they change."""
+        found = {}
+        for file in self.folder.glob("*.json"):
+            name, status = file.stem, file.stat()
+            if self._seen.get(name) != (status.st_mtime_ns, status.st_ino):
+                self._seen[name] = (status.st_mtime_ns, status.st_ino)
+                invitation = self._read(name)
+                self._keys.pop(name, None)
+                if invitation is not None and invitation.key is not None and not invitation.is_revoked:
+                    self._keys[name] = public_key(invitation.key)
+            if name in self._keys:
+                found[name] = self._keys[name]
+        texts = [public_text(key) for key in found.values()]
+        # Two parties with one key could speak for each other: neither is believed.
+        return {name: key for name, key in found.items() if texts.count(public_text(key)) == 1}
+
+    def _read(self, name: str) -> Invitation | None:
+        file = self.folder / f"{name}.json"
+        return Invitation(**json.loads(read_text(file))) if file.exists() else None
+
+    def _write(self, invitation: Invitation) -> None:
+        content = json.dumps(asdict(invitation), indent=1).encode()
+        write_atomically(self.folder / f"{invitation.name}.json", content, mode=0o600)
+
+
+def check_name(name: str) -> None:
+    if not _is_name(name):
+        raise UserError(f"{name!r} cannot be a party's name; use letters, digits, - and _, at most 63.")
+
+
+def _is_name(name: str) -> bool:
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", name) is not None
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()

@@ -1,0 +1,240 @@
+"""`pfedhn join`: a party's own process. It has the data, the key and what the party keeps; it comes back for ever."""
+
+import copy
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pfedhn import __version__
+from pfedhn.deploy import engine
+from pfedhn.deploy.invitations import Bundle, check_name
+from pfedhn.deploy.party import Party
+from pfedhn.deploy.privacy import Privacy
+from pfedhn.deploy.relay import read_bytes, write_bytes
+from pfedhn.deploy.signing import load_or_make_key, public_key, public_text
+from pfedhn.deploy.spec import listed, read_party, read_spec, to_plan
+from pfedhn.deploy.wire import WireError
+from pfedhn.errors import RunError, UserError, first_line
+from pfedhn.files import given_path, make_folder, read_text, write_atomically
+from pfedhn.portable import Portable, check_ending, write_model
+from pfedhn.record import settings_of
+from pfedhn.reference import Code
+
+SECONDS_BETWEEN_TRIES = 3.0
+SECONDS_AFTER_THE_END = 10.0  # for the last answer to be carried away
+
+
+def enroll(bundle: Bundle, folder: Path, stop: threading.Event, say: Callable[[Mapping[str, Any]], None]) -> None:
+    """Make the party's key and hand in its public half; waits for the server as long as it takes."""
+    check_name(bundle.name)
+    make_folder(folder)
+    write_atomically(folder / "ca.crt", bundle.authority.encode())
+    key = load_or_make_key(folder / "key")
+    if (folder / "enrolled.json").exists():
+        return
+    context = ssl.create_default_context(cadata=bundle.authority)
+    table = {"name": bundle.name, "token": bundle.token, "key": public_text(key.public_key())}
+    request = urllib.request.Request(
+        f"https://{bundle.address}/enroll",
+        data=json.dumps(table).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    is_said = False
+    while not stop.is_set():
+        try:
+            with urllib.request.urlopen(request, timeout=30, context=context) as answer:  # noqa: S310 - https alone
+                content = answer.read(1 << 24)
+            json.loads(content)
+            write_atomically(folder / "enrolled.json", content, mode=0o600)
+            say({"event": "enrolled", "party": bundle.name})
+            return
+        except urllib.error.HTTPError as error:
+            if error.code == 403:
+                raise UserError(json.loads(error.read())["error"]) from None
+            trouble = f"it answers with code {error.code}"
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, ssl.SSLCertVerificationError):
+                raise RunError(
+                    f"{bundle.address} is not the server of this invitation (its certificate is of another authority); "
+                    "ask for a new invitation."
+                ) from None
+            trouble = str(error.reason)
+        except (OSError, ValueError) as error:
+            trouble = first_line(error)
+        if not is_said:
+            say({"event": "waiting", "for": bundle.address, "why": trouble})
+            is_said = True
+        stop.wait(SECONDS_BETWEEN_TRIES)
+
+
+def remember(folder: Path, name: str, data: Path, size: str) -> None:
+    """What a party was started with, for the commands that look at its folder later."""
+    table = {"name": name, "data": str(data), "size": size}
+    write_atomically(folder / "party.json", json.dumps(table).encode())
+
+
+def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None = None) -> Party:
+    """A party that has enrolled, with its data.
+
+    Args:
+        folder: The party's own.
+        data: Where its data are now, if they have moved.
+        privacy: What is done to its updates.
+    """
+    enrolled, own = (json.loads(read_text(folder / name)) for name in ("enrolled.json", "party.json"))
+    spec = read_spec(enrolled["spec"], folder / "spec.toml")
+    plan, name, size = to_plan(spec), own["name"], own["size"]
+    if size and size not in plan.models:
+        raise UserError(f"there is no size {size!r}; there are {', '.join(plan.models)}.")
+    federation = read_party(data or own["data"], name, spec, plan, size)
+    key, server = load_or_make_key(folder / "key"), public_key(enrolled["server"])
+    return Party(plan, enrolled["run"], name, federation, folder / "kept", key, server, size, privacy)
+
+
+def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
+    """Write a party's own model of the chosen round, and beside it a card; the party's name.
+
+    Args:
+        folder: The party's own.
+        path: What it ends with says what is written, as in `Run.export`.
+        data: Where its data are now, if they have moved; a method may adapt on them.
+    """
+    file, ending = given_path(path), check_ending(given_path(path))
+    party = load_party(folder, data)
+    module, chosen = party.personal_model(), party.chosen()
+    loss, correct, count = chosen["scores"]["test"]
+    spec = read_spec(json.loads(read_text(folder / "enrolled.json"))["spec"], folder / "spec.toml")
+    shape, model = party.data.x.shape[1:], party.model
+    scaling = None
+    if spec.data.mean is not None or spec.data.std is not None:
+        scaling = {"scale": 1.0, "mean": listed(spec.data.mean), "std": listed(spec.data.std)}
+    card = {
+        "client": party.name,
+        "run": party.run,
+        "method": spec.cell.method,
+        "settings": settings_of(party.plan.algorithm),
+        "data": None,
+        "clients": party.plan.num_clients,
+        "input": {"shape": list(shape), "dtype": str(model.dtype).removeprefix("torch."), "preprocessing": scaling},
+        "classes": None if spec.data.classes is None else spec.data.num_outputs,
+        "class_names": list(spec.data.classes) if isinstance(spec.data.classes, tuple) else None,
+        "network": {
+            "name": model.name,
+            "factory": Code.of(model.factory).name,
+            "parameters": sum(shape.numel() for shape in model.shapes.values()),
+            "layers": str(model.testing_module),
+        },
+        "test": {
+            "examples": count,
+            "accuracy": correct / count if count and correct is not None else None,
+            "loss": loss / count if count and correct is None else None,
+        },
+        "chosen_step": chosen["round"] * party.plan.schedule.cohort_size,
+        "steps": party.plan.schedule.steps,
+        "seed": party.plan.seed,
+        "versions": {"pfedhn": __version__, "torch": torch.__version__},
+    }
+    content = Portable(copy.deepcopy(model.testing_module), tuple(shape), model.dtype).content(module, ending, card)
+    write_model(file, content, card)
+    return party.name
+
+
+class Joined:
+    """A party at work: its process waits at a socket, and the engine's node carries messages to it.
+
+    Args:
+        party: What answers.
+        bundle: Where the server is.
+        folder: The party's own.
+        say: Told what a person should see.
+    """
+
+    def __init__(self, party: Party, bundle: Bundle, folder: Path, say: Callable[[Mapping[str, Any]], None]) -> None:
+        self.party, self.bundle, self.folder, self.say = party, bundle, folder, say
+        self.node: subprocess.Popen[bytes] | None = None
+        self.place = Path(tempfile.mkdtemp(prefix="pfedhn-"))  # short, as the path of a socket must be; ours alone
+        self.last_heard = time.monotonic()
+        self._lock = threading.Lock()
+
+    def run(self, stop: threading.Event, is_staying: bool = False) -> None:
+        """Take part until it is asked to stop, or until the server has said that the run is over."""
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(self.place / "socket"))
+        listener.listen()
+        listener.settimeout(0.5)
+        worker = threading.Thread(target=self._listen, args=(listener, stop), daemon=True)
+        worker.start()
+        try:
+            while not stop.is_set():
+                self._keep_node()
+                is_over = (self.party.folder / "chosen.json").exists()
+                if is_over and not is_staying and time.monotonic() - self.last_heard > SECONDS_AFTER_THE_END:
+                    self.say({"event": "over", "party": self.party.name})
+                    break
+                stop.wait(0.5)
+        finally:
+            stop.set()
+            engine.stop(self.node)
+            worker.join(5)
+            listener.close()
+            shutil.rmtree(self.place, ignore_errors=True)
+
+    def _keep_node(self) -> None:
+        """The engine's node, started again whenever it ends: the server may be away for a while."""
+        if self.node is not None and self.node.poll() is None:
+            return
+        if self.node is not None:
+            self.say({"event": "reconnecting", "code": self.node.returncode})
+            engine.stop(self.node)
+            time.sleep(SECONDS_BETWEEN_TRIES)
+        home = self.folder / "engine"
+        make_folder(home)
+        command = [
+            engine.program("flower-supernode"), "--superlink", self.bundle.address,
+            "--root-certificates", str(self.folder / "ca.crt"),
+            "--auth-supernode-private-key", str(self.folder / "key"),
+            "--isolation", "subprocess", "--host", "127.0.0.1", "--port", str(engine.free_port()),
+            "--node-config", f'socket="{self.place / "socket"}"',
+        ]  # fmt: skip
+        self.node = engine.start(command, home)
+
+    def _listen(self, listener: socket.socket, stop: threading.Event) -> None:
+        while not stop.is_set():
+            try:
+                stream, _ = listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(stream,), daemon=True).start()
+
+    def _answer(self, stream: socket.socket) -> None:
+        with stream, self._lock:  # one after the other
+            try:
+                asked = read_bytes(stream)
+                answer = self.party.answer(asked)
+            except WireError as error:
+                self.say({"event": "refused", "sentence": f"somebody {error}."})
+                return
+            except OSError:
+                return
+            finally:
+                self.last_heard = time.monotonic()
+            while self.party.heard:
+                self.say({"event": "heard", **self.party.heard.pop(0)})
+            try:
+                write_bytes(stream, answer)
+            except OSError as error:
+                self.say({"event": "lost", "why": first_line(error)})

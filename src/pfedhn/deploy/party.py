@@ -1,0 +1,307 @@
+"""A party: it has examples, a key, and what it keeps for itself; it answers what its server asks.
+
+What it keeps is versioned by round, on its own disk. Every message names the round of this party that the server last
+accepted, and the party starts from that version: a reply that was lost changes nothing. The same message gets the same
+reply.
+"""
+
+import hashlib
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pfedhn import keys
+from pfedhn.data.federation import Federation
+from pfedhn.deploy.plan import Phase, Plan
+from pfedhn.deploy.privacy import Budget, Privacy
+from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
+from pfedhn.deploy.trees import SHA256, filled, named, read_tensors, write_tensors
+from pfedhn.deploy.wire import Message, WireError, from_envelope
+from pfedhn.engine.evaluate import EXAMPLES_PER_CHUNK
+from pfedhn.engine.round import Kept, Offer
+from pfedhn.engine.state import EVALUATED_SPLITS
+from pfedhn.errors import RunError, UserError, first_line
+from pfedhn.files import make_folder, read_bytes, write_atomically
+from pfedhn.model import Model
+from pfedhn.params import Params, take
+from pfedhn.seal import DamagedError, sealed_json, unsealed_json
+
+logger = logging.getLogger("pfedhn")
+
+Scores = dict[str, list[float | int | None]]
+"""By split: summed loss, summed metric (None where the task has none), examples."""
+
+
+class MissingVersion(RunError):
+    """The server starts from a version that this party does not have."""
+
+
+@dataclass
+class Party:
+    """One party of a run.
+
+    Args:
+        plan: What everybody knows.
+        run: The run's name.
+        name: The party's; what it draws is keyed by its identity in `data`.
+        data: A federation of this party alone.
+        folder: Where it keeps what is its own.
+        key: The party's own, which signs its replies.
+        server_key: The server's: nobody else is answered.
+        architecture: Which of the plan's networks it runs; the first by default.
+        privacy: What is done to its updates before they leave, and how much of that there may be; then the party also
+            keeps its scores to itself.
+    """
+
+    plan: Plan
+    run: str
+    name: str
+    data: Federation
+    folder: Path
+    key: PrivateKey
+    server_key: PublicKey
+    architecture: str = ""
+    privacy: Privacy | None = None
+    heard: list[Mapping[str, Any]] = field(default_factory=list)  # what its owner may want to see, newest last
+
+    def __post_init__(self) -> None:
+        make_folder(self.folder)
+        self.architecture = self.architecture or next(iter(self.plan.models))
+        if self.architecture not in self.plan.models:
+            raise UserError(f"there is no size {self.architecture!r}; there are {', '.join(self.plan.models)}.")
+
+        self.budget = None if self.privacy is None else Budget(self.privacy, self.folder / "privacy.json")
+
+    @property
+    def model(self) -> Model:
+        return self.plan.models[self.architecture]
+
+    @property
+    def identity(self) -> Tensor:
+        return self.data.identity(torch.tensor(0))
+
+    @property
+    def size(self) -> Tensor:
+        return self.data.splits["train"].size[0]
+
+    def answer(self, envelope: bytes) -> bytes:
+        """The signed answer to a message. Who is not the server gets none: a WireError.
+
+        What the party cannot do it says in its answer.
+        """
+        message = opened(envelope, self.server_key)
+        if (message.run, message.party) != (self.run, self.name):
+            raise WireError("run", f"asks {message.party!r} of the run {message.run!r}, who is somebody else")
+        answers = {"hello": self._hello, "train": self._train, "evaluate": self._evaluate}
+        if message.kind not in answers:
+            raise WireError("kind", f"asks for {message.kind!r}, which is unknown")
+        asked = hashlib.sha256(from_envelope(envelope)[1]).digest()
+        if message.kind == "train" and (before := self._reply_to(asked)) is not None:
+            return before
+        try:
+            answer = answers[message.kind](message)
+        except UserError as error:
+            return self._refusal(message, "version" if isinstance(error, MissingVersion) else "party", str(error))
+        except Exception as error:  # a defect of ours must not end the party's process, nor pass unheard
+            logger.exception("an error inside pfedhn")
+            return self._refusal(message, "party", f"has an error inside pfedhn ({first_line(error)})")
+        result = sealed(answer, self.key)
+        if message.kind == "train":
+            write_atomically(self.folder / "reply", asked + result, mode=0o600)
+        return result
+
+    def _refusal(self, message: Message, reason: str, sentence: str) -> bytes:
+        self._note({"kind": "refusal", "of": message.kind, "sentence": sentence})
+        values = {
+            "of": message.kind,
+            "round": message.values.get("round"),
+            "reason": reason,
+            "sentence": sentence,
+            "held": self.versions("joining" if message.values.get("phase") == "joining" else "training"),
+        }
+        return sealed(Message("refusal", self.run, self.name, values), self.key)
+
+    def _reply_to(self, asked: bytes) -> bytes | None:
+        """The reply to the last message, if this is the same."""
+        file = self.folder / "reply"
+        content = read_bytes(file) if file.exists() else b""
+        return content[SHA256:] if content[:SHA256] == asked else None
+
+    def _hello(self, message: Message) -> Message:
+        if message.values.get("plan") != self.plan.digest:
+            raise UserError(
+                "the server has another plan than this party; install the same version of pfedhn and of the network at "
+                "both, and join anew."
+            )
+        values = {
+            "challenge": message.values.get("challenge"),
+            "architecture": self.architecture,
+            "size": int(self.size),
+            "examples": {split: int(self.data.splits[split].size[0]) for split in EVALUATED_SPLITS},
+        }
+        return Message("hello", self.run, self.name, values, self._descriptor())
+
+    def _descriptor(self) -> Any:
+        if not self.plan.algorithm.needs_descriptors:
+            return ()
+        given = self.data.descriptors
+        return (self.data.class_shares if given is None else given)[0].to(self.plan.dtype)
+
+    def _train(self, message: Message) -> Message:
+        number, base, phase = message.values["round"], message.values["base"], message.values["phase"]
+        exchange = self.plan.exchange(phase)
+        offer = Offer(message.tensors, torch.tensor(number), torch.tensor(message.values["version"]))
+        received = self.plan.download.decode(offer.weights, self.model.dtype)
+        kept = self._kept(phase, base, received)
+        scores = self._scores(phase, number, received, kept, ("validation",))
+        key = keys.fold(exchange.seed, "batches", number)
+        batches = self.data.batches(
+            torch.tensor([0]), key, exchange.algorithm.num_batches, self.plan.schedule.batch_size
+        )
+        with self.model.seeded(torch.as_tensor(keys.fold(exchange.seed, "noise", number, self.identity))):
+            update, kept = exchange.train(self.model, offer, kept, take(batches, 0))
+        if self.budget is not None:
+            update = self.budget.released(update)
+        reply, kept = exchange.reply(offer, update, kept, self.size, self.identity)
+        if not bool(reply.metrics["is_finite"]):
+            raise RunError(f"training diverged in round {number}; the learning rates are too high for these data.")
+        write_tensors(self._file(phase, number), named("", kept))
+        self._forget(phase, number, {base, *message.values["keep"]})
+        values = {
+            "round": number,
+            "version": message.values["version"],
+            "base": base,
+            "phase": phase,
+            "size": int(reply.size),
+            "scores": self._shown(scores),
+        }
+        spent = None if self.budget is None else round(self.budget.spent, 4)
+        self._note({"kind": "train", "round": number, "phase": phase, "scores": scores, "epsilon": spent})
+        return Message("train", self.run, self.name, values, reply.update)
+
+    def _evaluate(self, message: Message) -> Message:
+        """Score the weights that the server would have this party use, and remember them in case they are chosen."""
+        number, base, phase = message.values["round"], message.values["base"], message.values["phase"]
+        is_adapted, received = bool(message.values["is_adapted"]), message.tensors
+        kept = self._kept(phase, base, received)
+        scores = self._scores(phase, number, received, kept, EVALUATED_SPLITS, is_adapted)
+        write_tensors(self._evaluated(phase, number), named("received", received) | named("kept", kept))
+        chosen = message.values["best"]
+        for file in self.folder.glob(f"evaluated-{phase}-*"):
+            if file not in (self._evaluated(phase, number), self._evaluated(phase, -1 if chosen is None else chosen)):
+                file.unlink(missing_ok=True)
+        if message.values["is_last"]:
+            table = {"phase": phase, "round": number, "architecture": self.architecture, "scores": scores}
+            write_atomically(self.folder / "chosen.json", sealed_json(table))
+        self._note({"kind": "evaluate", "round": number, "phase": phase, "scores": scores})
+        values = {"round": number, "base": base, "phase": phase, "is_adapted": is_adapted}
+        values["scores"] = self._shown(scores)
+        return Message("evaluate", self.run, self.name, values)
+
+    def _shown(self, scores: Scores) -> Scores:
+        """The scores that the server gets: none of a party whose updates are noised, since they come from its data."""
+        if self.budget is None:
+            return scores
+        return {split: [0.0, None if values[1] is None else 0.0, 0] for split, values in scores.items()}
+
+    def _scores(
+        self,
+        phase: Phase,
+        number: int,
+        received: Params,
+        kept: Kept,
+        splits: Sequence[str],
+        is_adapted: bool = False,
+    ) -> Scores:
+        weights = self._personal_weights(phase, number, received, kept, is_adapted)
+        return {split: self._score(weights, self.data.splits[split].of(0)) for split in splits}
+
+    def _score(self, weights: Params, examples: Tensor) -> list[float | int | None]:
+        loss, metric = 0.0, 0.0
+        for part in examples.split(EXAMPLES_PER_CHUNK):
+            if len(part):
+                x, y = self.data.examples(part)
+                outputs = self.model.outputs(weights, x)
+                loss += float(self.model.per_example_loss(outputs, y).double().sum())
+                if self.model.per_example_metric is not None:
+                    metric += float(self.model.per_example_metric(outputs, y).double().sum())
+        if not math.isfinite(loss):
+            raise RunError("the weights that came give no finite loss on this party's examples.")
+        return [loss, None if self.model.per_example_metric is None else metric, len(examples)]
+
+    def _personal_weights(self, phase: Phase, number: int, received: Params, kept: Kept, is_adapted: bool) -> Params:
+        exchange, key = self.plan.exchange(phase), self.plan.personalize_key(phase, number)
+        batches = self.data.batches(
+            torch.tensor([0]), key, exchange.num_personal_batches(self.model, is_adapted), self.plan.schedule.batch_size
+        )
+        with self.model.seeded(torch.as_tensor(keys.fold(key, "noise", self.identity))):
+            return exchange.personalize(self.model, received, kept, take(batches, 0), is_adapted)
+
+    def chosen(self) -> dict[str, Any]:
+        """Which round was chosen when the run ended, and how good this party's model of it is."""
+        file = self.folder / "chosen.json"
+        if not file.exists():
+            raise UserError(f"{self.folder} holds no model yet; the run has not ended, or this party has not heard so.")
+        try:
+            return unsealed_json(read_bytes(file))
+        except DamagedError as error:
+            raise RunError(f"{file} {error}; bring it back from a backup.") from None
+
+    def personal_model(self) -> nn.Module:
+        """The party's own model of the chosen round, a plain module."""
+        chosen = self.chosen()
+        phase, number = chosen["phase"], chosen["round"]
+        tensors = read_tensors(self._evaluated(phase, number))
+        if tensors is None:
+            raise RunError(f"{self._evaluated(phase, number)} is missing or damaged; bring it back from a backup.")
+        prefix = "received['"
+        received = {name[len(prefix) : -2]: value for name, value in tensors.items() if name.startswith(prefix)}
+        kept = filled("kept", self._first_contact(phase, received), tensors)
+        is_adapted = self.plan.algorithm.adaptation_steps > 0
+        return self.model.with_weights(self._personal_weights(phase, number, received, kept, is_adapted))
+
+    def _kept(self, phase: Phase, version: int | None, received: Params) -> Kept:
+        """What this party kept after one of its rounds; before the first one, what it starts with."""
+        first = self._first_contact(phase, received)
+        if version is None:
+            return first
+        tensors = read_tensors(self._file(phase, version))
+        if tensors is None:
+            raise MissingVersion(f"what this party kept after round {version} is not on its disk any more.")
+        kept: Kept = filled("", first, tensors)
+        return kept
+
+    def _first_contact(self, phase: Phase, received: Params) -> Kept:
+        exchange, start = self.plan.exchange(phase), self.plan.start(self.architecture)
+        return exchange.first_contact(self.model, start, received, int(self.identity))
+
+    def versions(self, phase: Phase) -> list[int]:
+        """The rounds after which it has what it kept, oldest first."""
+        found = (re.fullmatch(r"kept-\w+-(\d+)", file.name) for file in self.folder.glob(f"kept-{phase}-*"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def _forget(self, phase: Phase, number: int, wanted: Iterable[int | None]) -> None:
+        """Remove versions that the server has no more use for.
+
+        Newer ones than the message's own stay, whatever it says: it may be an old message that comes again.
+        """
+        for version in self.versions(phase):
+            if version < number and version not in wanted:
+                self._file(phase, version).unlink(missing_ok=True)
+
+    def _file(self, phase: Phase, version: int) -> Path:
+        return self.folder / f"kept-{phase}-{version}"
+
+    def _evaluated(self, phase: Phase, number: int) -> Path:
+        return self.folder / f"evaluated-{phase}-{number}"
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        self.heard[:-100] = []
+        self.heard.append(event)

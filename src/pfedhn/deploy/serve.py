@@ -1,0 +1,201 @@
+"""`pfedhn serve`: a server that stays up. It keeps the engine and the run alive, whatever dies."""
+
+import json
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from pfedhn.deploy import engine
+from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certificates
+from pfedhn.deploy.gate import Gate, make_app
+from pfedhn.deploy.signing import public_text
+from pfedhn.deploy.site import Site
+from pfedhn.errors import RunError
+from pfedhn.files import append, make_folder, read_text, write_atomically
+
+CONNECTION = "pfedhn"
+SECONDS_BETWEEN_TRIES = 3.0
+SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_TO_START = 120.0
+SECONDS_BETWEEN_QUESTIONS = 10.0  # to the engine, about the run; each starts a program
+
+
+class Service:
+    """A federation's server: the door, the engine behind it, and the run.
+
+    Args:
+        site: Its folder.
+        host: The address that the door listens on.
+        port: Its port.
+        is_leaving: Whether it ends when training has and every party that is there knows; else it stays for others.
+        say: Told what a person should see.
+    """
+
+    def __init__(
+        self, site: Site, host: str, port: int, is_leaving: bool, say: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        self.site, self.host, self.port, self.is_leaving, self.say = site, host, port, is_leaving, say
+        self.home = site.folder / "engine"
+        make_folder(self.home)
+        # Found anew each time: only the door knows it, and parties know only the door.
+        self.engine_address = f"127.0.0.1:{engine.free_port()}"
+        self.superlink: subprocess.Popen[bytes] | None = None
+        self.run_number: str | None = None
+        self.registered: set[str] = set()
+        self._place = self.site.events.stat().st_size if self.site.events.exists() else 0
+        self._asked = 0.0
+        self._has_left = False  # the run has said that it is over
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until it is asked to stop, or until the run has ended if it leaves then."""
+        make_certificates(self.site.folder, self._hosts())
+        _ = self.site.plan, self.site.key  # what is wrong with SPEC is said before anything starts
+        app = make_app(
+            self.site.invitations, self.engine_address, self.site.folder / AUTHORITY, self._enrolled, self._health,
+            self._log,
+        )  # fmt: skip
+        gate = Gate(app, self.site.folder, self.host, self.port)
+        gate.start()
+        self._log({"event": "serving", "address": self.site.address, "run": self.site.run})
+        try:
+            while not stop.is_set():
+                self._keep_engine()
+                self._keep_run()
+                self._register()
+                self._show()
+                if self.is_leaving and self._has_left:
+                    break
+                stop.wait(SECONDS_BETWEEN_LOOKS)
+        finally:
+            gate.stop()
+            self._stop_run()
+            engine.stop(self.superlink)
+            self._show()
+
+    def _hosts(self) -> list[str]:
+        own = self.site.address.rpartition(":")[0].strip("[]")
+        return list(dict.fromkeys([own, "localhost", "127.0.0.1"]))
+
+    def _keep_engine(self) -> None:
+        if self.superlink is not None and self.superlink.poll() is None:
+            return
+        if self.superlink is not None:
+            self._log({"event": "engine died", "code": self.superlink.returncode})
+            engine.stop(self.superlink)
+        self.run_number = None
+        self.registered = set()
+        folder, port = self.site.folder, self.engine_address.rpartition(":")[2]
+        command = [
+            engine.program("flower-superlink"), "--host", "127.0.0.1", "--port", port,
+            "--ssl-ca-certfile", str(folder / AUTHORITY), "--ssl-certfile", str(folder / SERVER),
+            "--ssl-keyfile", str(folder / SERVER_KEY), "--enable-supernode-auth", "--isolation", "subprocess",
+            "--database", str(self.home / "engine.db"), "--disable-runtime-dependency-installation",
+        ]  # fmt: skip
+        table = {
+            "superlink": {
+                "default": CONNECTION,
+                CONNECTION: {"address": self.engine_address, "root-certificates": str(folder / AUTHORITY)},
+            }
+        }
+        write_atomically(self.home / "config.toml", tomli_w.dumps(table).encode())
+        self.superlink = engine.start(command, self.home)
+        self._log({"event": "engine", "pid": self.superlink.pid})
+        began = time.monotonic()
+        while not engine.is_listening(self.engine_address):
+            if self.superlink.poll() is not None or time.monotonic() - began > SECONDS_TO_START:
+                raise RunError(f"the engine does not start; {self.home / 'flower-superlink.log'} says why.")
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def _ask(self, *words: str) -> dict[str, Any] | None:
+        """What the engine says to a command; None if it fails."""
+        try:
+            done = engine.run([engine.program("flwr"), *words], self.home)
+        except subprocess.TimeoutExpired:
+            return None
+        answer: dict[str, Any] | None = None
+        with suppress(ValueError):
+            answer = json.loads(done.stdout[max(0, done.stdout.find("{")) :])
+        if done.returncode or answer is None or not answer.get("success", True):
+            append(self.home / "commands.log", f"{words}\n{done.stdout}{done.stderr}\n")
+            return None
+        return answer
+
+    def _register(self) -> None:
+        """Tell the engine the keys of parties that have enrolled."""
+        for name, key in self.site.invitations.enrolled().items():
+            text = public_text(key)
+            if text in self.registered:
+                continue
+            file = self.home / f"{name}.pub"
+            write_atomically(file, text.encode())
+            if self._ask("supernode", "register", str(file), CONNECTION, "--name", name, "--format", "json") is None:
+                known = read_text(self.home / "commands.log")[-2_000:]
+                if "already" not in known:
+                    continue  # tried again
+            self.registered.add(text)
+
+    def _keep_run(self) -> None:
+        """Start the run, and start it again if it has died: it goes on from its checkpoint and journal."""
+        now = time.monotonic()
+        if self.run_number is not None and now - self._asked < SECONDS_BETWEEN_QUESTIONS:
+            return
+        self._asked = now
+        if self.run_number is not None:
+            answer = self._ask("list", CONNECTION, "--run-id", self.run_number, "--format", "json")
+            runs = (answer or {}).get("runs") or [{}]
+            status = str(runs[0].get("status", ""))
+            self._show()
+            if not status.startswith("finished") or self._has_left:
+                return
+            self._log({"event": "run died", "status": status})
+        source = Path(__file__).parent / "app"
+        copied = self.home / "app"
+        shutil.rmtree(copied, ignore_errors=True)
+        shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))
+        leave = "true" if self.is_leaving else "false"
+        folder = json.dumps(str(self.site.folder.resolve()))
+        answer = self._ask("run", str(copied), CONNECTION, "-c", f"state={folder} leave={leave}", "--format", "json")
+        self.run_number = None if answer is None else str(answer["run-id"])
+
+    def _stop_run(self) -> None:
+        if self.run_number is not None and self.superlink is not None and self.superlink.poll() is None:
+            self._ask("stop", self.run_number, CONNECTION, "--format", "json")
+
+    def _show(self) -> None:
+        """Pass on what has happened."""
+        if not self.site.events.exists():
+            return
+        with self.site.events.open("rb") as file:
+            file.seek(self._place)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._place += len(whole)
+        for line in whole.splitlines():
+            event = json.loads(line)
+            self._has_left = self._has_left or event["event"] == "left"
+            self.say(event)
+
+    def _log(self, event: Mapping[str, Any]) -> None:
+        append(self.site.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n")
+
+    def _enrolled(self, name: str, key: str) -> dict[str, Any]:
+        self._log({"event": "enrolled", "party": name})
+        return {"run": self.site.run, "spec": self.site.spec_text, "server": public_text(self.site.key.public_key())}
+
+    def _health(self) -> dict[str, Any]:
+        is_up = self.superlink is not None and self.superlink.poll() is None
+        status = self._status()
+        return {"is_up": is_up, "round": status.get("round"), "has_ended": status.get("has_ended", False)}
+
+    def _status(self) -> dict[str, Any]:
+        if not self.site.status.exists():
+            return {}
+        table: dict[str, Any] = json.loads(read_text(self.site.status))
+        return table

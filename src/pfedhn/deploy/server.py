@@ -1,0 +1,607 @@
+"""The server of a federation, whatever carries its messages: whom it asks, what it believes, when it steps.
+
+Every decision that moves the hypernetwork is a record in the journal first (`deploy.state`), so that a server that is
+killed at any moment goes on as if nothing had happened. Who is present, who failed and who is set aside is not: that is
+found out anew.
+"""
+
+import math
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from pfedhn import keys
+from pfedhn.data.federation import cohort
+from pfedhn.deploy.plan import Phase, Plan
+from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
+from pfedhn.deploy.state import Member, Rules, State, Store, split_results
+from pfedhn.deploy.wire import Message, WireError, is_finite, layout, norm, packed
+from pfedhn.engine.state import EVALUATED_SPLITS
+from pfedhn.params import Params, num_bytes, zeros_like
+
+SECONDS_BETWEEN_LOOKS = 0.2
+SMALL_MESSAGE = 1 << 16  # bytes that an answer without tensors may have
+
+
+class Arrival(NamedTuple):
+    """What came from a party: an answer, or why there will be none."""
+
+    party: str
+    kind: str  # of the message that it answers
+    content: bytes | None
+    fault: str = ""
+
+
+class Transport(Protocol):
+    """What carries messages. It promises nothing: they may be lost, late, repeated, altered, or come from others."""
+
+    def members(self) -> set[str]:
+        """The names of invited parties that can be reached now."""
+
+    def post(self, party: str, kind: str, content: bytes) -> None:
+        """Send a message on its way."""
+
+    def arrivals(self, seconds: float) -> list[Arrival]:
+        """What has come; waits for something to come, but not longer than this."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a server deals with its parties.
+
+    Args:
+        start_with: How many parties must be there before the first round; all that are expected by default.
+        reply_seconds: How long a party may take to answer.
+        patience: How often a party may fail between updates that are accepted before it is set aside.
+        aside_seconds: How long it is set aside; twice as long each time it fails again.
+        max_update: The largest norm of an update, in multiples of (1 + the norm of the weights that were sent).
+        in_flight: How many parties work at the same time in a run that does not wait for its cohort; None waits.
+        max_staleness: How many steps the server may have taken since it sent the weights that an update is for.
+        return_seconds: How long a server that was restarted in the middle of a round waits for those that it knows.
+        checkpoint_seconds: How often the whole state is written; the journal keeps what comes between.
+    """
+
+    start_with: int | None = None
+    reply_seconds: float = 600.0
+    patience: int = 3
+    aside_seconds: float = 60.0
+    max_update: float = 100.0
+    in_flight: int | None = None
+    max_staleness: int | None = None
+    return_seconds: float = 90.0
+    checkpoint_seconds: float = 60.0
+
+
+@dataclass
+class Asked:
+    """A message that has not been answered."""
+
+    party: str
+    kind: str
+    values: Mapping[str, Any]  # what the answer must repeat
+    deadline: float
+    limit: int  # bytes of an answer
+    layout: str = ""  # of the tensors of an answer
+    max_norm: float = math.inf
+    bytes_down: int = 0
+    content: bytes = b""  # the message itself
+    has_been_repeated: bool = False
+
+
+@dataclass
+class Standing:
+    """How a party has behaved in this session; forgotten when the server starts anew."""
+
+    is_greeted: bool = False
+    failures: int = 0  # since its last update that was accepted
+    times_aside: int = 0
+    aside_until: float = 0.0
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+
+
+class Server:
+    """A server at work.
+
+    Args:
+        plan: What everybody knows.
+        run: The run's name, in every message.
+        folder: Of its checkpoints and journals.
+        key: The server's own, which signs what it sends.
+        roster: The public keys of the parties that are invited and enrolled, by name; asked again and again, so that
+            parties can come and be taken out while it runs.
+        transport: What carries messages.
+        policy: How it deals with parties.
+        log: Told of everything that happens, a table each.
+        clock: Seconds, from any beginning.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        run: str,
+        folder: Path,
+        key: PrivateKey,
+        roster: Callable[[], Mapping[str, PublicKey]],
+        transport: Transport,
+        policy: Policy | None = None,
+        log: Callable[[Mapping[str, Any]], None] = lambda event: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.plan, self.run_name, self.key, self.roster, self.transport = plan, run, key, roster, transport
+        self.policy, self.log, self.clock = policy or Policy(), log, clock
+        self.store = Store(folder, Rules(plan))
+        self.state: State = self.store.load()
+        self.standings: dict[str, Standing] = {}
+        self.asked: dict[tuple[str, str], Asked] = {}
+        self.scores: dict[str, Any] = {}  # of the evaluation that goes on
+        self.present: set[str] = set()
+        self._layouts: dict[tuple[str, Phase], tuple[str, int]] = {}
+        self.failed: set[str] = set()  # who will not answer in the round that is open
+        self._saved = self._began = clock()
+        self._has_gathered = False
+        if self.state.num_accepted:
+            self._say("recovered", round=self.state.round, accepted=self.state.num_accepted)
+
+    def run(self, stop: threading.Event | None = None, is_lingering: bool = False) -> None:
+        """Run to the end, or until `stop` is set.
+
+        Args:
+            stop: Asks it to leave; what it has decided is on the disk.
+            is_lingering: Whether it stays when training has ended, for parties that join then.
+        """
+        stop = stop or threading.Event()
+        while not stop.is_set():
+            self._look()
+            if self.state.has_ended:
+                if not self._serve_the_ended() and not is_lingering:
+                    break
+            elif not self.state.has_started:
+                self._gather()
+            elif self._is_gathering_again():
+                self._collect()
+            elif self._is_evaluation_due():
+                self._evaluate(stop)
+            elif self.state.round >= self.plan.num_rounds:
+                self._commit({"kind": "end"})
+                self._say("ended", round=self.state.round, chosen=self.state.best and self.state.best.round)
+            elif self.policy.in_flight is None:
+                self._round(stop)
+            else:
+                self._continue(self.policy.in_flight)
+            self._checkpoint()
+        self._checkpoint(is_wanted=True)
+
+    def status(self) -> dict[str, Any]:
+        """Where it stands, as JSON can hold it."""
+        state = self.state
+        parties = {}
+        for name, member in sorted(state.members.items()):
+            standing = self.standings.get(name, Standing())
+            parties[name] = {
+                "is_present": name in self.present,
+                "is_aside": standing.aside_until > self.clock(),
+                "architecture": member.architecture,
+                "size": member.size,
+                "phase": member.phase,
+                "last_round": member.base,
+                "refused": dict(standing.refused),
+            }
+        last = state.history[-1] if state.history else None
+        means = {}
+        if last is not None:
+            found = split_results(last["results"])
+            means = {split: result.score for split, result in found.items() if result.count.sum() > 0}
+        return {
+            "run": self.run_name,
+            "round": state.round,
+            "num_rounds": self.plan.num_rounds,
+            "has_started": state.has_started,
+            "has_ended": state.has_ended,
+            "accepted": state.num_accepted,
+            "max_staleness": state.max_staleness,
+            "evaluated": None if last is None else last["round"],
+            "scores": means,
+            "chosen": state.best and state.best.round,
+            "bytes_down": state.bytes_down,
+            "bytes_up": state.bytes_up,
+            "parties": parties,
+        }
+
+    # Who is there.
+
+    def _look(self) -> None:
+        """See who is present, and ask those who were not what they bring."""
+        enrolled = self.roster()
+        self.present = self.transport.members() & enrolled.keys()
+        for name, standing in self.standings.items():
+            if name not in self.present:
+                standing.is_greeted = False
+        for name in sorted(self.present):
+            standing = self.standings.setdefault(name, Standing())
+            is_aside = standing.aside_until > self.clock()
+            if not standing.is_greeted and not is_aside and (name, "hello") not in self.asked:
+                values = {"challenge": secrets.token_hex(16), "plan": self.plan.digest}
+                self._ask(Message("hello", self.run_name, name, values), {"challenge": values["challenge"]})
+
+    def _is_ready(self, name: str) -> bool:
+        standing = self.standings.get(name)
+        return (
+            name in self.state.members
+            and name in self.present
+            and standing is not None
+            and standing.is_greeted
+            and standing.aside_until <= self.clock()
+        )
+
+    def _ready(self, phase: Phase = "training") -> list[Member]:
+        """Parties that can be asked, in the order of their places."""
+        members = sorted(self.state.members.values(), key=lambda member: member.place)
+        return [member for member in members if member.phase == phase and self._is_ready(member.name)]
+
+    def _gather(self) -> None:
+        wanted = self.plan.num_clients if self.policy.start_with is None else self.policy.start_with
+        if len(self._ready()) >= wanted:
+            self._commit({"kind": "start"})
+            self._say("started", parties=sorted(self.state.members))
+        else:
+            self._collect()
+
+    def _is_gathering_again(self) -> bool:
+        """Whether this server was restarted, and parties that know it get time to come back."""
+        if self.clock() >= self._began + self.policy.return_seconds or self._has_gathered:
+            return False
+        known = [name for name, member in self.state.members.items() if member.phase == "training"]
+        self._has_gathered = all(self._is_ready(name) for name in known if name in self.roster())
+        return not self._has_gathered
+
+    # A round that waits for its cohort.
+
+    def _round(self, stop: threading.Event) -> None:
+        state = self.state
+        if not (state.is_open and self._is_waiting()) and not state.replies and not self._open():
+            self._collect()
+            return
+        while not stop.is_set() and self._is_waiting():
+            for name in self._missing():
+                if self._is_ready(name) and (name, "train") not in self.asked:
+                    self._offer(state.members[name], state.round)
+            self._collect()
+            self._look()
+        if state.replies and not stop.is_set():
+            self._commit({"kind": "step"})
+            self._say("round", round=state.round)
+
+    def _missing(self) -> list[str]:
+        """Who of the cohort has neither answered nor failed in this round."""
+        return [name for name in self.state.cohort if name not in self.state.replies and name not in self.failed]
+
+    def _is_waiting(self) -> bool:
+        """Whether somebody of the cohort may still answer."""
+        return any((name, "train") in self.asked or self._is_ready(name) for name in self._missing())
+
+    def _open(self) -> bool:
+        """Draw the cohort of a round among those who are there; drawn anew if nobody of it is left."""
+        ready, state = self._ready(), self.state
+        if not ready:
+            return False
+        attempt = state.attempt + 1 if state.is_open else 0
+        key = keys.fold(self.plan.seed, "rounds")
+        if attempt:
+            key = keys.fold(key, "again", attempt)
+        wanted = self.plan.schedule.clients_per_round(len(ready), self.plan.algorithm.communicates)
+        places = cohort(key, state.round, len(ready), min(wanted, len(ready))).tolist()
+        self.failed = set()
+        self._commit({"kind": "open", "cohort": [ready[place].name for place in places], "attempt": attempt})
+        return True
+
+    # A run that does not wait.
+
+    def _continue(self, in_flight: int) -> None:
+        """Keep many parties at work, and step whenever enough of them have answered."""
+        state = self.state
+        working = [party for party, kind in self.asked if kind == "train"]
+        while len(working) < in_flight:
+            idle = [one for one in self._ready() if one.name not in working and one.name not in state.replies]
+            if not idle:
+                break
+            place = int(cohort(keys.fold(self.plan.seed, "rounds"), state.num_sent, len(idle), 1))
+            self._offer(idle[place], state.num_sent)
+            state.num_sent += 1
+            working.append(idle[place].name)
+        self._collect()
+        wanted = self.plan.schedule.clients_per_round(self.plan.num_clients, self.plan.algorithm.communicates)
+        if state.replies and len(state.replies) >= min(wanted, len(self._ready()) or 1):
+            self._commit({"kind": "step"})
+            self._say("round", round=state.round)
+
+    # What is asked.
+
+    def _offer(self, member: Member, number: int) -> None:
+        state, phase = self.state, member.phase
+        exchange, model = self.plan.exchange(phase), self.plan.models[member.architecture]
+        shared = state.shared
+        if phase == "joining":
+            assert state.best is not None
+            shared = state.best.shared
+        identity = torch.tensor(member.identity)
+        offer = exchange.offer(model, shared, state.rows[member.name], torch.tensor(number), identity)
+        version = number if phase == "joining" else state.round
+        weights = self.plan.download.decode(offer.weights, model.dtype)
+        form, size = self._expected(member, weights)
+        repeated = {"round": number, "version": version, "base": member.base, "phase": phase}
+        keep = [] if member.best_base is None else [member.best_base]
+        self._ask(
+            Message("train", self.run_name, member.name, {**repeated, "keep": keep}, offer.weights),
+            {**repeated, "size": member.size},
+            limit=2 * size + SMALL_MESSAGE,
+            layout=form,
+            max_norm=self.policy.max_update * (1.0 + norm(weights)),
+            bytes_down=num_bytes(offer.weights),
+        )
+
+    def _expected(self, member: Member, weights: Params) -> tuple[str, int]:
+        """The layout of an update of these weights, and its bytes on the wire."""
+        key = member.architecture, member.phase
+        if key not in self._layouts:
+            update = zeros_like(weights)
+            encoded, _ = self.plan.upload.encode(update, 0, self.plan.upload.init_state(update))
+            self._layouts[key] = layout(encoded), len(packed(Message("train", "", "", {}, encoded)))
+        return self._layouts[key]
+
+    def _ask_to_evaluate(self, member: Member, is_last: bool = False) -> None:
+        state, model = self.state, self.plan.models[member.architecture]
+        shared, row, number, base = state.shared, state.rows[member.name], state.round, member.base
+        best = state.best and state.best.round
+        if member.phase == "joining":
+            assert state.best is not None
+            shared, number, best = state.best.shared, member.round, member.best_round
+            if is_last:
+                assert member.best_round is not None
+                row, number, base = state.best.rows[member.name], member.best_round, member.best_base
+        elif is_last:
+            assert state.best is not None
+            shared, number = state.best.shared, state.best.round
+            if member.name in state.best.rows:  # else it came after the chosen round, and has what it has
+                row, base = state.best.rows[member.name], member.best_base
+        weights = self.plan.exchange(member.phase).publish(model, shared, row)
+        is_adapted = is_last and self.plan.algorithm.adaptation_steps > 0
+        repeated = {"round": number, "base": base, "phase": member.phase, "is_adapted": is_adapted}
+        values = {**repeated, "best": best, "is_last": is_last}
+        self._ask(Message("evaluate", self.run_name, member.name, values, weights), repeated)
+
+    def _ask(
+        self,
+        message: Message,
+        repeated: Mapping[str, Any],
+        *,
+        limit: int = SMALL_MESSAGE,
+        layout: str = "",
+        max_norm: float = math.inf,
+        bytes_down: int = 0,
+    ) -> None:
+        deadline = self.clock() + self.policy.reply_seconds
+        content = sealed(message, self.key)
+        asked = Asked(message.party, message.kind, repeated, deadline, limit, layout, max_norm, bytes_down, content)
+        self.asked[message.party, message.kind] = asked
+        self.transport.post(message.party, message.kind, content)
+
+    # What comes.
+
+    def _collect(self) -> None:
+        """Take in what has come, and give up what is overdue."""
+        for arrival in self.transport.arrivals(SECONDS_BETWEEN_LOOKS):
+            self._settle(arrival)
+        now = self.clock()
+        for asked in [asked for asked in self.asked.values() if asked.deadline <= now]:
+            self._failed(asked, "silent", "has not answered in time")
+
+    def _settle(self, arrival: Arrival) -> None:
+        name = arrival.party
+        asked = self.asked.get((name, arrival.kind))
+        if arrival.content is None:
+            if asked is not None and not asked.has_been_repeated and name in self.transport.members():
+                asked.has_been_repeated = True  # a party that has answered already gives the same answer again
+                self._refuse(name, "lost", arrival.fault or "cannot be reached")
+                self.transport.post(name, asked.kind, asked.content)
+            elif asked is not None:
+                self._failed(asked, "lost", arrival.fault or "cannot be reached")
+            return
+        try:
+            message = self._verified(name, arrival.content, asked)
+        except WireError as error:
+            # What answers something else leaves the question open: the answer may still come.
+            if asked is None or error.reason in ("round", "late"):
+                self._refuse(name, error.reason, str(error))
+            else:
+                self._failed(asked, error.reason, str(error))
+            return
+        assert asked is not None
+        if message.kind == "refusal":
+            self._failed(asked, str(message.values.get("reason")), str(message.values.get("sentence")))
+            if message.values.get("reason") == "version" and asked.kind == "train":
+                self._rebase(self.state.members[name], message.values.get("held"))
+            return
+        del self.asked[name, asked.kind]
+        if message.kind == "hello":
+            self._greeted(name, message, arrival.content)
+        elif message.kind == "train":
+            self.standings[name].failures = 0
+            self._commit(
+                {"kind": "accept", "party": name, "round": asked.values["round"], "bytes_down": asked.bytes_down},
+                arrival.content,
+            )
+            self._say("accepted", party=name, round=asked.values["round"], scores=message.values.get("scores"))
+        else:
+            self._scored(name, message, asked)
+
+    def _verified(self, name: str, content: bytes, asked: Asked | None) -> Message:
+        """A party's message, if there is nothing wrong with it; the cheap checks and the signature come first."""
+        key = self.roster().get(name)
+        if key is None:
+            raise WireError("stranger", "is not enrolled")
+        message = opened(content, key, None if asked is None else asked.limit)
+        if message.run != self.run_name or message.party != name:
+            raise WireError("run", f"sent a message of {message.party!r} in the run {message.run!r}")
+        if asked is None:
+            raise WireError("late", "answered what nobody asks any more")
+        if message.kind == "refusal" and message.values.get("of") == asked.kind:
+            if message.values.get("round") not in (None, asked.values.get("round")):
+                raise WireError("round", "refuses what is not asked")
+            return message
+        if message.kind != asked.kind:
+            raise WireError("kind", f"answered with {message.kind!r} what asked for {asked.kind!r}")
+        for part, value in asked.values.items():
+            found = message.values.get(part)
+            if found != value or type(found) is not type(value):
+                reason = "round" if part in ("round", "version", "base", "phase", "challenge") else part
+                raise WireError(reason, f"answered with the {part} {found!s:.40} where {value} was asked")
+        if message.kind == "train":
+            self._check_update(message, asked)
+        elif message.kind == "evaluate":
+            _check_scores(message)
+        return message
+
+    def _check_update(self, message: Message, asked: Asked) -> None:
+        if layout(message.tensors) != asked.layout:
+            raise WireError("layout", "sent an update of other shapes or types than the network has")
+        if not is_finite(message.tensors):
+            raise WireError("finite", "sent an update that is not finite")
+        model = self.plan.models[self.state.members[message.party].architecture]
+        update = self.plan.upload.decode(message.tensors, model.dtype)
+        if not (length := norm(update)) <= asked.max_norm:
+            raise WireError("norm", f"sent an update of norm {length:.3g} where {asked.max_norm:.3g} is the most")
+        stale = self.state.round - asked.values["version"]
+        if self.policy.max_staleness is not None and stale > self.policy.max_staleness:
+            raise WireError("stale", f"answered weights that are {stale} steps old")
+
+    def _greeted(self, name: str, message: Message, content: bytes) -> None:
+        values = message.values
+        standing = self.standings[name]
+        known = self.state.members.get(name)
+        architecture, size = values.get("architecture"), values.get("size")
+        if architecture not in self.plan.models or type(size) is not int or not 0 < size < 1 << 40:
+            self._refuse(name, "hello", "says what it brings in a way that cannot be read")
+            return
+        needs = self.plan.algorithm.needs_descriptors
+        if needs and not (isinstance(message.tensors, torch.Tensor) and is_finite(message.tensors)):
+            self._refuse(name, "hello", "does not describe itself, which this method needs")
+            return
+        standing.is_greeted = True
+        if known is None or (known.size, known.architecture) != (size, architecture):
+            table = {"kind": "join", "party": name, "architecture": architecture, "size": size}
+            self._commit(table, content if needs else b"")
+            self._say("joined", party=name, architecture=architecture, size=size)
+        else:
+            self._say("back", party=name)
+
+    def _scored(self, name: str, message: Message, asked: Asked) -> None:
+        scores, member = message.values["scores"], self.state.members[name]
+        if not self.state.has_ended:
+            self.scores[name] = scores
+        elif member.phase == "training" or member.has_joined:
+            self._commit({"kind": "tell", "party": name, "scores": scores})
+        else:
+            self._commit({"kind": "try", "party": name, "scores": scores})
+
+    def _rebase(self, member: Member, held: Any) -> None:
+        """A party that lost what it kept goes on from its newest version, or begins again."""
+        versions = [value for value in held if type(value) is int] if isinstance(held, list) else []
+        base = max((value for value in versions if value < max(self.state.num_sent, self.state.round)), default=None)
+        self._commit({"kind": "rebase", "party": member.name, "base": base})
+        self._say("rebased", party=member.name, base=base)
+
+    def _failed(self, asked: Asked, reason: str, sentence: str) -> None:
+        """A question that will not be answered; who fails too often is set aside for a while."""
+        self.asked.pop((asked.party, asked.kind), None)
+        if asked.kind == "train":
+            self.failed.add(asked.party)
+        self._refuse(asked.party, reason, sentence)
+        standing = self.standings.setdefault(asked.party, Standing())
+        standing.failures += 1
+        if standing.failures >= self.policy.patience:
+            seconds = self.policy.aside_seconds * 2 ** min(standing.times_aside, 6)
+            standing.aside_until = self.clock() + seconds
+            standing.times_aside += 1
+            standing.failures = self.policy.patience - 1  # back, it has one try
+            standing.is_greeted = False
+            self._say("set aside", party=asked.party, seconds=seconds)
+
+    def _refuse(self, name: str, reason: str, sentence: str) -> None:
+        self.standings.setdefault(name, Standing()).refused[reason] += 1
+        self._say("refused", party=name, reason=reason, sentence=f"{name} {sentence}.")
+
+    # How good the models are.
+
+    def _is_evaluation_due(self) -> bool:
+        state, schedule = self.state, self.plan.schedule
+        if state.evaluated == state.round:
+            return False
+        if state.round == 0:
+            return state.evaluated < 0
+        size = schedule.clients_per_round(self.plan.num_clients, self.plan.algorithm.communicates)
+        return schedule.is_evaluated((state.round - 1) * size, state.round * size)
+
+    def _evaluate(self, stop: threading.Event) -> None:
+        self.scores = {}
+        for member in self._ready():
+            self._ask_to_evaluate(member)
+        self._collect()
+        while not stop.is_set() and any(kind == "evaluate" for _, kind in self.asked):
+            self._collect()
+        if stop.is_set() or not self.scores:
+            return
+        table = {"kind": "score", "round": self.state.round, "results": self.scores, "time": round(time.time(), 3)}
+        self._commit(table)
+        means = {split: result.score for split, result in split_results(self.scores).items() if result.count.sum() > 0}
+        self._say("evaluated", round=self.state.round, parties=len(self.scores), **means)
+
+    def _serve_the_ended(self) -> bool:
+        """Tell parties which round was chosen, and let others join; whether anybody is waited for."""
+        for member in self._ready("training"):
+            if not member.is_told and (member.name, "evaluate") not in self.asked:
+                self._ask_to_evaluate(member, is_last=True)
+        for member in self._ready("joining"):
+            if any(party == member.name for party, _ in self.asked) or member.is_told:
+                continue
+            if member.has_joined:
+                self._ask_to_evaluate(member, is_last=True)
+            elif member.evaluated < member.round or member.evaluated < 0:
+                self._ask_to_evaluate(member)
+            else:
+                self._offer(member, member.round)
+        self._collect()
+        return any(self._is_ready(name) and not one.is_told for name, one in self.state.members.items())
+
+    # What is kept.
+
+    def _commit(self, table: Mapping[str, Any], message: bytes = b"") -> None:
+        self.store.commit(self.state, table, message)
+
+    def _checkpoint(self, is_wanted: bool = False) -> None:
+        is_due = self.clock() - self._saved >= self.policy.checkpoint_seconds
+        if (is_due or is_wanted) and not self.state.replies and not self.state.is_open:
+            self.store.save(self.state)
+            self._saved = self.clock()
+
+    def _say(self, event: str, **details: Any) -> None:
+        self.log({"event": event, **details})
+
+
+def _check_scores(message: Message) -> None:
+    wrong = WireError("scores", "sent scores that cannot be read")
+    scores = message.values.get("scores")
+    if not isinstance(scores, dict) or scores.keys() != set(EVALUATED_SPLITS):
+        raise wrong
+    for values in scores.values():
+        if not isinstance(values, list) or len(values) != 3 or type(values[2]) is not int or values[2] < 0:
+            raise wrong
+        for value in values[:2]:
+            if value is not None and not (type(value) is float and math.isfinite(value)):
+                raise wrong

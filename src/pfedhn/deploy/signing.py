@@ -1,0 +1,86 @@
+"""Keys and signatures: who holds the private half of a key has said what carries its signature.
+
+One key serves a party for everything: the engine knows it by it, and its replies are signed with it (ECDSA, P-384).
+"""
+
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from pfedhn.deploy.wire import Message, WireError, enveloped, from_envelope, packed, unpacked
+from pfedhn.errors import UserError
+from pfedhn.files import read_bytes, write_atomically
+
+PURPOSE = b"pfedhn message 1\0"  # what is signed begins with it, so that no signature means anything elsewhere
+
+PrivateKey = ec.EllipticCurvePrivateKey
+PublicKey = ec.EllipticCurvePublicKey
+
+
+def new_key() -> PrivateKey:
+    return ec.generate_private_key(ec.SECP384R1())
+
+
+def sealed(message: Message, key: PrivateKey) -> bytes:
+    """A message with the sender's signature over every byte of it."""
+    content = packed(message)
+    return enveloped(key.sign(PURPOSE + content, ec.ECDSA(hashes.SHA384())), content)
+
+
+def opened(envelope: bytes, key: PublicKey, limit: int | None = None) -> Message:
+    """The message of an envelope that the holder of this key has signed; nothing of any other is read.
+
+    Args:
+        envelope: What came.
+        key: Whose signature it must carry.
+        limit: How many bytes it may have.
+    """
+    if limit is not None and len(envelope) > limit:
+        raise WireError("size", f"sent {len(envelope):,} bytes where {limit:,} are the most")
+    signature, content = from_envelope(envelope)
+    try:
+        key.verify(signature, PURPOSE + content, ec.ECDSA(hashes.SHA384()))
+    except InvalidSignature:
+        raise WireError("signature", "sent a message that its key has not signed") from None
+    return unpacked(content)
+
+
+def public_text(key: PublicKey) -> str:
+    """A public key as one line, as OpenSSH writes it."""
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+
+
+def public_key(text: str) -> PublicKey:
+    """The key of such a line; a comment after it does not matter."""
+    try:
+        key = serialization.load_ssh_public_key(text.strip().encode())
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
+        raise UserError("this is no public key for a party; make one with: ssh-keygen -t ecdsa -b 384.")
+    return key
+
+
+def load_or_make_key(path: Path) -> PrivateKey:
+    """The private key of a file that only its owner can read; made where there is none."""
+    if not path.exists():
+        key = new_key()
+        text = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+        )
+        write_private(path, text)
+        return key
+    try:
+        loaded = serialization.load_ssh_private_key(read_bytes(path), password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        loaded = None
+    if not isinstance(loaded, ec.EllipticCurvePrivateKey) or not isinstance(loaded.curve, ec.SECP384R1):
+        raise UserError(f"{path} holds no private key without a password; make one: ssh-keygen -t ecdsa -b 384.")
+    return loaded
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that nobody but its owner can read."""
+    write_atomically(path, content, mode=0o600)

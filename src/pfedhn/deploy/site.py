@@ -1,0 +1,89 @@
+"""A server's folder: what the federation is, its keys and certificates, who is invited, what happened."""
+
+import json
+import secrets
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pfedhn.deploy.certificates import AUTHORITY
+from pfedhn.deploy.invitations import Bundle, Invitations
+from pfedhn.deploy.plan import Plan
+from pfedhn.deploy.signing import PrivateKey, load_or_make_key
+from pfedhn.deploy.spec import Spec, read_spec, to_plan
+from pfedhn.errors import UserError
+from pfedhn.files import make_folder, read_text, write_atomically
+
+SETTINGS = "serve.json"
+
+
+class Site:
+    """The folder of a federation's server.
+
+    Args:
+        folder: Where it is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder = folder.absolute()  # the engine's programs run elsewhere
+        self.events = folder / "events.jsonl"
+        self.status = folder / "status.json"
+        self.invitations = Invitations(folder / "parties")
+        if not (folder / SETTINGS).exists():
+            raise UserError(
+                f"{folder} is not the folder of a federation; make one with: pfedhn serve SPEC --state DIR."
+            )
+
+    @staticmethod
+    def make(folder: Path, spec: Path | None, address: str) -> "Site":
+        """The folder of a new federation, or of one that goes on: its SPEC must then be the same."""
+        make_folder(folder)
+        kept = folder / "spec.toml"
+        if spec is not None:
+            text = read_text(spec)
+            read_spec(text, spec)
+            if kept.exists() and read_text(kept) != text:
+                raise UserError(f"{folder} serves another SPEC; give the same, or another --state.")
+            if not kept.exists():
+                write_atomically(kept, text.encode())
+        elif not kept.exists():
+            raise UserError(f"{folder} holds no federation yet; give its SPEC.")
+        settings = folder / SETTINGS
+        table: dict[str, Any] = json.loads(read_text(settings)) if settings.exists() else {}
+        table = {"run": secrets.token_hex(8)} | table | {"address": address}
+        write_atomically(settings, json.dumps(table).encode())
+        return Site(folder)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        table: dict[str, Any] = json.loads(read_text(self.folder / SETTINGS))
+        return table
+
+    @property
+    def run(self) -> str:
+        return str(self.settings["run"])
+
+    @property
+    def address(self) -> str:
+        """Where parties find the server."""
+        return str(self.settings["address"])
+
+    @cached_property
+    def spec_text(self) -> str:
+        return read_text(self.folder / "spec.toml")
+
+    @cached_property
+    def spec(self) -> Spec:
+        return read_spec(self.spec_text, self.folder / "spec.toml")
+
+    @cached_property
+    def plan(self) -> Plan:
+        return to_plan(self.spec)
+
+    @cached_property
+    def key(self) -> PrivateKey:
+        """The server's own, which signs what it sends."""
+        return load_or_make_key(self.folder / "key")
+
+    def invite(self, name: str, key: str | None = None) -> Bundle:
+        return self.invitations.invite(name, self.address, read_text(self.folder / AUTHORITY), key)

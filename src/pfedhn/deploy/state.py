@@ -1,0 +1,360 @@
+"""Everything a server remembers, as a value: what moves it is a record, and a checkpoint plus its journal is the state.
+
+The rules here draw nothing and ask nobody, so that the same records always give the same state.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pfedhn import keys
+from pfedhn.deploy.journal import append_record, records
+from pfedhn.deploy.plan import Phase, Plan
+from pfedhn.deploy.trees import filled, named, read_tensors, write_tensors
+from pfedhn.deploy.wire import Message, from_envelope, unpacked
+from pfedhn.engine.evaluate import SplitResult
+from pfedhn.engine.round import Reply, Returned
+from pfedhn.engine.state import EVALUATED_SPLITS
+from pfedhn.errors import RunError
+from pfedhn.files import make_folder, read_bytes, write_atomically
+from pfedhn.params import copy, num_bytes, stack, take
+from pfedhn.seal import DamagedError, sealed_json, unsealed_json
+
+FORMAT = 1
+NUM_KEPT = 2  # checkpoints, with their journals
+
+
+@dataclass
+class Member:
+    """What the server knows of a party, besides its row."""
+
+    name: str
+    architecture: str
+    size: int  # training examples
+    place: int  # in the order of the cohorts' draws
+    phase: Phase = "training"
+    base: int | None = None  # the last of its rounds that was accepted; what the party kept then is its version
+    best_base: int | None = None  # that of the chosen round
+    is_told: bool = False  # that the run has ended, and which round was chosen
+    # Of a party that joins when training has ended:
+    round: int = 0
+    evaluated: int = -1
+    best_round: int | None = None
+    best_score: float | None = None
+    has_joined: bool = False
+
+    @property
+    def identity(self) -> int:
+        return keys.hash_text(self.name)
+
+
+@dataclass
+class Chosen:
+    """The evaluation with the best validation score so far, and the server's memories of that round."""
+
+    round: int
+    score: float
+    results: dict[str, Any]  # scores by party
+    shared: Any
+    rows: dict[str, Any]
+
+
+@dataclass
+class State:
+    """Where a federation stands."""
+
+    shared: Any
+    rows: dict[str, Any] = field(default_factory=dict)  # the server's memory of each party, by its name
+    members: dict[str, Member] = field(default_factory=dict)
+    round: int = 0  # steps that the server has taken
+    num_sent: int = 0  # numbers of messages that were given away, in a run that does not wait
+    cohort: list[str] = field(default_factory=list)  # of the round that is open
+    attempt: int = 0  # how often that round was drawn anew, because nobody of its cohort answered
+    is_open: bool = False
+    has_started: bool = False
+    has_ended: bool = False
+    replies: dict[str, Reply] = field(default_factory=dict)  # accepted, and not in a step yet
+    evaluated: int = -1  # the last round that was
+    best: Chosen | None = None
+    final: dict[str, Any] | None = None  # scores by party of the chosen round, after adaptation
+    history: list[dict[str, Any]] = field(default_factory=list)
+    bytes_down: int = 0
+    bytes_up: int = 0
+    num_accepted: int = 0
+    max_staleness: int = 0
+
+
+def split_results(results: Mapping[str, Any]) -> dict[str, SplitResult]:
+    """The scores that parties sent, in the order of their names."""
+    names = sorted(results)
+
+    def column(split: str, place: int) -> Tensor:
+        return torch.tensor([results[name][split][place] for name in names], dtype=torch.float64)
+
+    found = {}
+    for split in EVALUATED_SPLITS:
+        has_metric = all(results[name][split][1] is not None for name in names)
+        found[split] = SplitResult(column(split, 0), column(split, 1) if has_metric else None, column(split, 2))
+    return found
+
+
+def score_of(results: Mapping[str, Any]) -> float | None:
+    """What a round is chosen by; None where nobody has validation examples."""
+    validation = split_results(results)["validation"]
+    return validation.score if int(validation.count.sum()) else None
+
+
+class Rules:
+    """How a record moves the state. Each function is named after the kind of its record."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        starts = {name: plan.start(name) for name in plan.models}
+        shared = plan.exchange("training").init_shared(plan.models, starts, keys.fold(plan.seed, "shared"))
+        self.start = copy(shared)
+
+    def initial(self) -> State:
+        return State(copy(self.start))
+
+    def apply(self, state: State, table: Mapping[str, Any], message: bytes = b"") -> None:
+        getattr(self, f"_{table['kind']}")(state, table, message)
+
+    def _join(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """A party comes for the first time, or comes again with other data."""
+        name = table["party"]
+        known = state.members.get(name)
+        if known is not None:
+            known.size, known.architecture = table["size"], table["architecture"]
+            return
+        descriptor = _opened(message).tensors if message else None
+        phase: Phase = "joining" if state.has_ended else "training"
+        member = Member(name, table["architecture"], table["size"], len(state.members), phase)
+        state.members[name] = member
+        state.rows[name] = self._first_row(state, member, descriptor)
+
+    def _first_row(self, state: State, member: Member, descriptor: Tensor | None) -> Any:
+        algorithm = self.plan.algorithm
+        trained = state.best.rows if state.has_ended and state.best is not None else state.rows
+        if state.round == 0 or not trained:
+            key = torch.as_tensor(keys.fold(self.plan.seed, "row", member.identity))
+            return self.plan.in_model_dtype(algorithm.init_row(key, descriptor))
+        shared = state.best.shared if state.has_ended and state.best is not None else state.shared
+        served = self.plan.exchange("training").served(shared)
+        rows = stack([trained[name] for name in trained])
+        return self.plan.in_model_dtype(algorithm.join_row(served, rows, descriptor))
+
+    def _start(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """Those who are there stand in the order of their names, as in a simulation of the same parties."""
+        for place, name in enumerate(sorted(state.members)):
+            state.members[name].place = place
+        state.has_started = True
+
+    def _open(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """A round begins, or its cohort is drawn anew."""
+        state.cohort, state.attempt, state.is_open = list(table["cohort"]), table["attempt"], True
+
+    def _accept(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """An update that passed every check."""
+        member, reply = state.members[table["party"]], reply_from(_opened(message))
+        member.base = table["round"]
+        state.num_accepted += 1
+        state.bytes_down += table["bytes_down"]
+        state.bytes_up += num_bytes(reply.update)
+        if member.phase == "joining":
+            self._move(state, member, reply)
+            return
+        state.num_sent = max(state.num_sent, table["round"] + 1)
+        state.max_staleness = max(state.max_staleness, state.round - int(reply.version))
+        state.replies[member.name] = reply
+
+    def _move(self, state: State, member: Member, reply: Reply) -> None:
+        """One round of a party that joins: the server's memory is frozen, and its row alone moves."""
+        assert state.best is not None
+        returned = Returned(self.plan.models[member.architecture], stack([state.rows[member.name]]), stack([reply]))
+        _, (rows,) = self.plan.exchange("joining").step(state.best.shared, [returned])
+        state.rows[member.name] = copy(take(rows, 0))
+        member.round += 1
+
+    def _rebase(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """A party has lost what it kept: it goes on from what it has."""
+        state.members[table["party"]].base = table["base"]
+
+    def _step(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        order = [name for name in state.cohort if name in state.replies]
+        order += [name for name in state.replies if name not in order]
+        groups = [
+            (model, [name for name in order if state.members[name].architecture == model.name])
+            for model in self.plan.models.values()
+        ]
+        groups = [(model, names) for model, names in groups if names]
+        returned = [
+            Returned(model, stack([state.rows[name] for name in names]), stack([state.replies[name] for name in names]))
+            for model, names in groups
+        ]
+        state.shared, moved = self.plan.exchange("training").step(state.shared, returned)
+        for (_, names), rows in zip(groups, moved, strict=True):
+            for place, name in enumerate(names):
+                state.rows[name] = copy(take(rows, place))
+        state.round += 1
+        state.replies, state.cohort, state.attempt, state.is_open = {}, [], 0, False
+
+    def _score(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """Every party's model was tested; the first strictly best round is chosen, or the last where none can be."""
+        state.evaluated = state.round
+        state.history.append({name: table[name] for name in ("round", "results", "time")})
+        score = score_of(table["results"])
+        if state.best is None or score is None or score > state.best.score:
+            older = state.best
+            state.best = Chosen(
+                state.round,
+                float("-inf") if score is None else score,
+                table["results"],
+                copy(state.shared, older and older.shared),
+                copy(state.rows),
+            )
+            for member in state.members.values():
+                member.best_base = member.base
+
+    def _end(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        state.has_ended = True
+        state.final = {}
+
+    def _tell(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """A party knows which round was chosen, and has said how good its model of that round is."""
+        assert state.final is not None
+        state.members[table["party"]].is_told = True
+        state.final[table["party"]] = table["scores"]
+
+    def _try(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """A party that joins has tested its model."""
+        member = state.members[table["party"]]
+        member.evaluated = member.round
+        score = score_of({member.name: table["scores"]})
+        if member.best_round is None or score is None or (member.best_score or 0.0) < score:
+            member.best_round, member.best_score, member.best_base = member.round, score, member.base
+            assert state.best is not None
+            state.best.rows[member.name] = copy(state.rows[member.name])
+        member.has_joined = member.round >= self.plan.joining_rounds
+
+
+def _opened(envelope: bytes) -> Message:
+    """What was verified before it was written."""
+    return unpacked(from_envelope(envelope)[1])
+
+
+def reply_from(message: Message) -> Reply:
+    """The value that a party's message carries."""
+    values = message.values
+    return Reply(
+        message.tensors,
+        torch.tensor(values["size"]),
+        {"is_finite": torch.tensor(True)},
+        torch.tensor(values["round"]),
+        torch.tensor(values["version"]),
+    )
+
+
+@dataclass
+class Store:
+    """A server's folder: checkpoints, and for each the journal of what came after it."""
+
+    folder: Path
+    rules: Rules
+    number: int = 0  # of the checkpoint that the journal follows
+
+    def __post_init__(self) -> None:
+        make_folder(self.folder)
+
+    def commit(self, state: State, table: Mapping[str, Any], message: bytes = b"") -> None:
+        """Write a record, then move the state."""
+        append_record(self._journal(self.number), table, message)
+        self.rules.apply(state, table, message)
+
+    def load(self) -> State:
+        """The newest sound checkpoint, with every record since then applied."""
+        state, numbers = None, self._numbers()
+        for number in numbers:
+            state = self._read(number)
+            if state is not None:
+                self.number = number
+                break
+        if state is None:
+            if numbers:
+                raise RunError(f"no checkpoint in {self.folder} is sound; bring the folder back from a backup.")
+            state = self.rules.initial()
+        # Journals of newer checkpoints that are damaged follow each other without a gap.
+        for number in range(self.number, max([self.number, *numbers]) + 1):
+            for table, message in records(self._journal(number)):
+                self.rules.apply(state, table, message)
+            self.number = number
+        return state
+
+    def save(self, state: State) -> None:
+        """Write a checkpoint; the journal begins anew."""
+        assert not state.replies, "a checkpoint is written between rounds"
+        best = state.best
+        tensors = named("shared", state.shared)
+        for name, row in state.rows.items():
+            tensors |= named(f"row/{name}", row)
+        if best is not None:
+            tensors |= named("best/shared", best.shared)
+            for name, row in best.rows.items():
+                tensors |= named(f"best/row/{name}", row)
+        skipped = ("shared", "rows", "members", "replies", "best", "cohort", "attempt", "is_open")
+        table = {name: value for name, value in vars(state).items() if name not in skipped}
+        table["members"] = [asdict(member) for member in state.members.values()]
+        table["best"] = best and {
+            "round": best.round, "score": repr(best.score), "results": best.results, "rows": list(best.rows)
+        }  # fmt: skip
+        number = self.number + 1
+        write_tensors(self.folder / f"checkpoint-{number:09d}", tensors)
+        table |= {"format": FORMAT, "plan": self.rules.plan.digest}
+        write_atomically(self.folder / f"checkpoint-{number:09d}.json", sealed_json(table))
+        self.number = number
+        for old in self._numbers()[NUM_KEPT:]:
+            self._remove(old)
+
+    def _remove(self, number: int) -> None:
+        for file in (f"checkpoint-{number:09d}.json", f"checkpoint-{number:09d}", self._journal(number).name):
+            (self.folder / file).unlink(missing_ok=True)
+        self._journal(number - 1).unlink(missing_ok=True)
+
+    def _numbers(self) -> list[int]:
+        found = (re.fullmatch(r"checkpoint-(\d+)", file.stem) for file in self.folder.glob("checkpoint-*.json"))
+        return sorted((int(match[1]) for match in found if match), reverse=True)
+
+    def _journal(self, number: int) -> Path:
+        return self.folder / f"journal-{number:09d}"
+
+    def _read(self, number: int) -> State | None:
+        try:
+            table = unsealed_json(read_bytes(self.folder / f"checkpoint-{number:09d}.json"))
+        except DamagedError:
+            return None
+        if table.pop("format") != FORMAT or table.pop("plan") != self.rules.plan.digest:
+            raise RunError(
+                f"{self.folder} holds a run of another plan or version of pfedhn; serve from a folder of its own."
+            )
+        tensors = read_tensors(self.folder / f"checkpoint-{number:09d}")
+        if tensors is None:
+            return None
+        members = {one["name"]: Member(**one) for one in table.pop("members")}
+        best = table.pop("best")
+        state = State(filled("shared", self.rules.start, tensors), members=members, **table)
+        row = self._row_template()
+        state.rows = {name: filled(f"row/{name}", row, tensors) for name in members}
+        if best is not None:
+            rows = {name: filled(f"best/row/{name}", row, tensors) for name in best["rows"]}
+            shared = filled("best/shared", self.rules.start, tensors)
+            state.best = Chosen(best["round"], float(best["score"]), best["results"], shared, rows)
+        return state
+
+    def _row_template(self) -> Any:
+        algorithm = self.rules.plan.algorithm
+        descriptor = torch.zeros(1) if algorithm.needs_descriptors else None
+        return algorithm.init_row(torch.tensor(0), descriptor)

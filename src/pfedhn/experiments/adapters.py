@@ -1,0 +1,64 @@
+"""A ResNet that was trained before, frozen, with low-rank adapters that learn: LoRA (Hu et al., ICLR 2022)."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pfedhn.errors import UserError
+from pfedhn.files import given_path
+from pfedhn.models import ResNet
+from pfedhn.params import Params
+
+
+class AdaptedConv(nn.Module):
+    """A frozen convolution, to whose weights the product of two thin matrices is added; zero at first."""
+
+    def __init__(self, base: nn.Conv2d, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.left = nn.Parameter(torch.zeros(base.out_channels, rank))
+        self.right = nn.Parameter(torch.empty(rank, base.weight[0].numel()))
+        nn.init.kaiming_uniform_(self.right, a=5**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.base.weight + (self.left @ self.right).view_as(self.base.weight)
+        return functional.conv2d(x, weight, None, self.base.stride, self.base.padding)
+
+
+def adapted(num_classes: int, backbone: str, rank: int = 4) -> nn.Module:
+    """The network of an experiment's cell: `model = "pfedhn.experiments.adapters:adapted"`.
+
+    Adapters of all convolutions and the last layer learn. The running statistics of BatchNorm are each client's own.
+
+    Args:
+        num_classes: Outputs of the last layer, which is new.
+        backbone: The directory of the run that trained a ResNet, for one client.
+        rank: Of what an adapter adds.
+    """
+    weights, width = _backbone(given_path(backbone))
+    network = ResNet(num_classes, width)
+    network.load_state_dict(weights, strict=False)
+    for name, part in list(network.named_modules()):
+        if isinstance(part, nn.Conv2d):
+            parent, _, own = name.rpartition(".")
+            setattr(network.get_submodule(parent), own, AdaptedConv(part, rank))
+        elif isinstance(part, nn.BatchNorm2d):
+            part.requires_grad_(False)
+    return network
+
+
+@lru_cache(maxsize=2)
+def _backbone(directory: Path) -> tuple[Params, int]:
+    """The weights of a trained ResNet, less its last layer, and its width."""
+    from pfedhn.run import load
+
+    if not (directory / "spec.toml").exists():
+        raise UserError(f"{directory} holds no backbone; `pfedhn run backbone-cifar100` trains one, which takes a GPU.")
+    run = load(directory, device="cpu")
+    if not isinstance(network := run.personal_model(0), ResNet):
+        raise UserError(f"{directory} trained a {type(network).__name__}; a backbone is a ResNet.")
+    kept = {name: value for name, value in network.state_dict().items() if not name.startswith("fc.")}
+    return kept, network.conv1.out_channels

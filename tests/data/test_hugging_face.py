@@ -1,0 +1,63 @@
+"""Hugging Face's data sets in which a column names the client."""
+
+import numpy
+import pytest
+import torch
+
+from pfedhn.data.hugging_face import from_hugging_face
+from pfedhn.errors import UserError
+
+datasets = pytest.importorskip("datasets")
+Image = pytest.importorskip("PIL.Image")
+
+
+def table() -> object:
+    rows = range(60)
+    return datasets.Dataset.from_dict(
+        {
+            "office": ["b", "a", "c"] * 20,
+            "mood": ["glad" if i % 2 else "sad" for i in rows],
+            "values": [[float(i), -float(i)] for i in rows],
+        }
+    )
+
+
+def test_clients_and_classes_keep_their_names() -> None:
+    federation = from_hugging_face(table(), "office", "mood", "values", split=(0.5, 0.25, 0.25))
+    assert federation.names == ("a", "b", "c")
+    assert federation.class_names == ("glad", "sad")
+    for client, first in enumerate((1, 0, 2)):
+        rows = torch.cat([federation.splits[split].of(client) for split in federation.splits])
+        assert sorted(federation.x[rows][:, 0].tolist()) == list(range(first, 60, 3))
+        assert torch.equal(federation.y[rows] == 0, federation.x[rows][:, 0] % 2 == 1)
+
+
+def test_examples_are_read_when_needed() -> None:
+    federation = from_hugging_face(table(), "office", "mood", "values", split=(0.5, 0.25, 0.25), when_needed=True)
+    assert federation.num_clients == 3
+    assert [federation.splits[split].size.tolist() for split in federation.splits] == [[10] * 3, [5] * 3, [5] * 3]
+    x, _ = federation.examples(torch.arange(20, 40))  # all of client 1's
+    assert sorted(x[:, 0].tolist()) == list(range(0, 60, 3))
+
+
+def test_images_are_brought_to_one_size() -> None:
+    pictures = [Image.fromarray(numpy.full((4 + i % 2, 5, 3), 10 * i, dtype=numpy.uint8)) for i in range(8)]
+    rows = {"who": [1, 2] * 4, "what": [0, 1] * 4, "photo": pictures}
+    features = datasets.Features(
+        {"who": datasets.Value("int64"), "what": datasets.ClassLabel(names=["no", "yes"]), "photo": datasets.Image()}
+    )
+    data = datasets.Dataset.from_dict(rows, features=features)
+    federation = from_hugging_face(
+        data, "who", "what", "photo", resize=(3, 3), channels="gray", split=(0.5, 0.25, 0.25)
+    )
+    assert federation.x.shape == (8, 1, 3, 3)
+    assert federation.class_names == ("no", "yes")
+    with pytest.raises(UserError, match=r"do not make one array .* images of one size or with a resize"):
+        from_hugging_face(data.add_column("all", [0] * 8), "all", "what", "photo")
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(UserError, match="no column 'ofice'; did you mean 'office'"):
+        from_hugging_face(table(), "ofice", "mood", "values")
+    with pytest.raises(UserError, match="not a stream"):
+        from_hugging_face(table().to_iterable_dataset(), "office", "mood", "values")  # type: ignore[attr-defined]

@@ -1,0 +1,121 @@
+"""A person's own images and tables as they lie: several sizes, corrupt files, texts and empty cells."""
+
+import logging
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from support import encoded
+
+from pfedhn.data.files import read_federation
+from pfedhn.errors import UserError
+from pfedhn.experiments.build import build_federation, check
+from pfedhn.experiments.grid import from_toml
+from pfedhn.experiments.spec import Experiment
+
+
+def photos(root: Path, sizes: tuple[int, ...] = (6, 9)) -> Path:
+    """Two clients with two classes each, one of them in common; images of several sizes, all of one color a class."""
+    for client, classes in (("lyon", ("cat", "dog")), ("paris", ("dog", "eel"))):
+        for place, name in enumerate(classes):
+            folder = root / client / name
+            folder.mkdir(parents=True)
+            for number in range(4):
+                side = sizes[number % len(sizes)]
+                pixels = numpy.full((side, side + 1, 3), 50 * (place + 1), dtype=numpy.uint8)
+                (folder / f"{number}.png").write_bytes(encoded(pixels))
+    return root
+
+
+def test_images_of_several_sizes_are_brought_to_one(tmp_path: Path) -> None:
+    root = photos(tmp_path)
+    federation = read_federation(root, resize=(5, 4), split=(0.5, 0.25, 0.25))
+    assert federation.names == ("lyon", "paris")
+    assert federation.class_names == ("cat", "dog", "eel")
+    assert federation.x.shape == (16, 3, 5, 4)
+    assert federation.x.dtype == torch.float32
+    assert torch.allclose(federation.x.unique(), torch.tensor([50 / 255, 100 / 255]))
+    assert read_federation(root, resize=(5, 4), channels="gray").x.shape == (16, 1, 5, 4)
+    with pytest.raises(UserError, match=r"1\.png is an image of 9 x 10 pixels and others have 6 x 7; .* resize = "):
+        read_federation(root)
+    for settings, sentence in (
+        ({"resize": (0, 4)}, "give a height and a width of 1 to 4096"),
+        ({"corrupt": "skipp"}, "corrupt is 'skipp'; it must be refuse or skip"),
+        ({"resize": (5, 4), "missing": "median"}, "are for tables"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            read_federation(root, **settings)
+
+
+def test_a_corrupt_image_is_named_and_refused_or_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = photos(tmp_path, sizes=(6,))
+    bad = root / "lyon" / "cat" / "2.png"
+    bad.write_bytes(bad.read_bytes()[:40])
+    with pytest.raises(UserError, match=r'cat/2\.png is no whole image .* skip such files with corrupt = "skip"'):
+        read_federation(root)
+    with caplog.at_level(logging.WARNING):
+        assert len(read_federation(root, corrupt="skip").x) == 15
+    assert "2.png is no whole image and was skipped" in caplog.text
+
+
+VISITS = "clinic,age,dose,sex,outcome\n"
+
+
+def visits(path: Path) -> Path:
+    lines = [
+        f"{clinic},{'' if i % 5 == 0 else base + i},{i},{'' if i == 3 else 'fm'[i % 2]},{i % 2}"
+        for clinic, base in (("lyon", 20), ("paris", 60))
+        for i in range(20)
+    ]
+    path.write_text(VISITS + "\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("fitted", ["client", "all"])
+def test_texts_are_encoded_and_empty_cells_filled_from_training_examples(tmp_path: Path, fitted: str) -> None:
+    path = visits(tmp_path / "visits.csv")
+    federation = read_federation(path, "clinic", "outcome", encode="one-hot", missing="median", fitted=fitted)
+    assert federation.x.shape == (40, 4)  # age, dose, sex=f, sex=m
+    assert bool(federation.x.isfinite().all())
+    train = [federation.x[federation.splits["train"].of(client)] for client in range(2)]
+    for client, base in enumerate((20, 60)):
+        mine = torch.cat([federation.splits[split].of(client) for split in federation.splits])
+        own = federation.x[mine]
+        was_empty = own[:, 1] % 5 == 0
+        known = [part[part[:, 1] % 5 != 0][:, 0] for part in train]
+        expected = known[client].median() if fitted == "client" else torch.cat(known).median()
+        assert bool((own[was_empty][:, 0] == expected).all())
+        assert torch.equal(own[~was_empty][:, 0], base + own[~was_empty][:, 1])
+        third = own[own[:, 1] == 3]
+        assert bool((third[:, 2:] == 0).all())  # none of the texts
+        assert bool((own[own[:, 1] != 3][:, 2:].sum(1) == 1).all())
+    plain = read_federation(path, "clinic", "outcome", encode="one-hot", missing="zero")
+    assert torch.equal(plain.splits["train"].of(1), federation.splits["train"].of(1))  # the split is the same
+
+
+def test_what_is_not_declared_is_refused(tmp_path: Path) -> None:
+    path = visits(tmp_path / "visits.csv")
+    with pytest.raises(UserError, match="is empty; fill"):
+        read_federation(path, "clinic", "outcome")
+    with pytest.raises(UserError, match=r"column 'sex' of visits\.csv holds texts .*'f'; .* encode = \"one-hot\""):
+        read_federation(path, "clinic", "outcome", missing="median")
+    with pytest.raises(UserError, match=r"'age' of example 1 of visits\.csv is empty; .* missing = \"median\""):
+        read_federation(path, "clinic", "outcome", encode="one-hot")
+    with pytest.raises(UserError, match="are for images"):
+        read_federation(path, "clinic", "outcome", resize=(4, 4))
+
+
+def test_an_experiment_file_says_how_data_are_read(tmp_path: Path) -> None:
+    photos(tmp_path / "photos")
+    toml = tmp_path / "mine.toml"
+    toml.write_text('dataset = "photos"\nclients = 2\nread = {resize = [4, 4], channels = "gray"}\n')
+    experiment = from_toml(toml)
+    check(experiment)
+    assert build_federation(experiment.cells[0], seed=0).x.shape == (16, 1, 4, 4)
+    toml.write_text('dataset = "photos"\nclients = 2\nread = {size = [4, 4]}\n')
+    with pytest.raises(UserError, match="read has no setting 'size'; did you mean 'resize'"):
+        check(from_toml(toml))
+    toml.write_text("clients = 2\nread = {resize = [4, 4]}\n")
+    with pytest.raises(UserError, match="read says how your own data are read, and digits is none"):
+        check(Experiment("mine", from_toml(toml).cells))

@@ -1,0 +1,98 @@
+"""A federation of parties in one process, that share nothing but messages."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import make_federation, simulate
+
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.data.federation import Federation
+from pfedhn.deploy.party import Party
+from pfedhn.deploy.plan import Plan
+from pfedhn.deploy.server import Policy, Server
+from pfedhn.deploy.signing import PrivateKey, new_key
+from pfedhn.deploy.virtual import Virtual
+from pfedhn.engine.simulate import Simulation
+
+RUN = "run"
+SMALL = {"local_steps": 3, "outer_steps": 3, "inner_steps": 2, "hidden_dim": 7, "embedding_dim": 3, "local_lr": 0.1}
+KEYS = [new_key() for _ in range(8)]  # to make one takes time
+
+
+def small(method: str) -> Any:
+    """A method with little to compute."""
+    algorithm = ALGORITHMS[method]()
+    return replace(algorithm, **{name: value for name, value in SMALL.items() if hasattr(algorithm, name)})  # type: ignore[type-var]
+
+
+def named_federation() -> Federation:
+    federation = make_federation()
+    names = tuple(f"party-{number}" for number in range(federation.num_clients))
+    return replace(federation, names=names, identities=None)
+
+
+def alone(federation: Federation, client: int) -> Federation:
+    """The data that one client has on a machine of its own."""
+    own = {
+        name: (federation.x[part.of(client)], federation.y[part.of(client)]) for name, part in federation.splits.items()
+    }
+    single = Federation.from_clients({federation.name_of(client): own})
+    descriptors = None if federation.descriptors is None else federation.descriptors[client : client + 1]
+    shares = federation.class_shares[client : client + 1] if descriptors is None else descriptors
+    return replace(single, x=torch.cat([x for x, _ in own.values()]), descriptors=shares)
+
+
+def simulation_of(algorithm: Any, federation: Federation | None = None, **settings: Any) -> Simulation:
+    settings = {"executor": "loop", "evaluate_every": 2, **settings}
+    return simulate(algorithm, federation or named_federation(), **settings)
+
+
+@dataclass
+class Group:
+    """A server and its parties; any of them can be made anew from its folder, as after a kill."""
+
+    simulation: Simulation
+    folder: Path
+    policy: Policy = field(default_factory=lambda: Policy(aside_seconds=5.0, reply_seconds=30.0))
+    clients: list[int] | None = None  # who is there from the start; all
+    server_key: PrivateKey = field(default_factory=lambda: KEYS[0])
+    seconds: Callable[[str], float] = lambda party: 0.0
+    make_transport: Callable[..., Virtual] = Virtual
+
+    def __post_init__(self) -> None:
+        federation = self.simulation.federation
+        self.plan = Plan.of(self.simulation, joining_rounds=3)
+        self.events: list[Any] = []
+        self.parties: dict[str, Party] = {}
+        self.answers: dict[str, Callable[[bytes], bytes]] = {}
+        everybody = range(federation.num_clients)
+        self.keys = {federation.name_of(client): KEYS[1 + client] for client in everybody}
+        self.transport = self.make_transport(self.answers, self.seconds)
+        for client in everybody if self.clients is None else self.clients:
+            self.add(client)
+        self.server = self.new_server()
+
+    def add(self, client: int) -> Party:
+        federation = self.simulation.federation
+        name = federation.name_of(client)
+        architecture = "" if federation.architectures is None else federation.architectures[client]
+        party = Party(
+            self.plan, RUN, name, alone(federation, client), self.folder / name, self.keys[name],
+            self.server_key.public_key(), architecture,
+        )  # fmt: skip
+        self.parties[name], self.answers[name] = party, party.answer
+        return party
+
+    def new_server(self) -> Server:
+        self.server = Server(
+            self.plan, RUN, self.folder / "server", self.server_key,
+            lambda: {name: key.public_key() for name, key in self.keys.items()},
+            self.transport, self.policy, self.events.append, self.transport.clock,
+        )  # fmt: skip
+        return self.server
+
+    def said(self, event: str) -> list[Any]:
+        return [one for one in self.events if one["event"] == event]

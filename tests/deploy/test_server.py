@@ -1,0 +1,656 @@
+"""A server and parties that share nothing but messages are the simulator, whatever is lost on the way."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parties import KEYS, RUN, Group, alone, named_federation, simulation_of, small
+from support import assert_close, assert_same_bits, model, mostly_slow
+
+from pfedhn import keys
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.fedper import FedPer
+from pfedhn.deploy.plan import Plan
+from pfedhn.deploy.privacy import Privacy
+from pfedhn.deploy.server import Arrival, Policy
+from pfedhn.deploy.signing import new_key, opened, sealed
+from pfedhn.deploy.state import Store
+from pfedhn.deploy.virtual import Virtual
+from pfedhn.deploy.wire import Message, WireError
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import State
+from pfedhn.engine.transform import TRANSFORMS
+from pfedhn.errors import RunError, UserError
+from pfedhn.params import stack, take
+
+
+def simulated(simulation: Simulation) -> State:
+    state = simulation.initial_state()
+    for _ in simulation.rounds(state):
+        pass
+    return state
+
+
+def assert_simulated(group: Group, expected: State) -> None:
+    """The server's memories, what every party keeps, bytes, and the chosen round are the simulator's."""
+    state, federation = group.server.state, group.simulation.federation
+    assert state.has_ended
+    assert_close(state.shared, expected.memories.shared)
+    for client in range(federation.num_clients):
+        name = federation.name_of(client)
+        assert_close(state.rows[name], take(expected.memories.rows, client))
+        party, member = group.parties[name], state.members[name]
+        table = expected.memories.private[party.architecture]
+        if client in table.slots and member.base is not None:
+            kept = party._kept("training", member.base, received_by(group, name))
+            assert_close(kept, take(table.tree, table.slots[client]))
+    assert (state.bytes_down, state.bytes_up) == (expected.bytes_down, expected.bytes_up)
+    assert state.best is not None
+    assert expected.best is not None
+    assert state.best.round == expected.best.evaluation.round
+    splits = expected.best.evaluation.splits
+    for client in range(federation.num_clients):
+        scores = state.best.results[federation.name_of(client)]
+        for split in ("validation", "test"):
+            loss, metric, count = scores[split]
+            assert loss == pytest.approx(float(splits[split].loss[client]), rel=1e-6)
+            assert (metric, count) == (float(splits[split].metric[client]), int(splits[split].count[client]))
+
+
+def received_by(group: Group, name: str) -> Any:
+    member = group.server.state.members[name]
+    model = group.plan.models[member.architecture]
+    return group.plan.exchange("training").publish(model, group.server.state.shared, group.server.state.rows[name])
+
+
+@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedhn-pc"))
+def test_every_method_over_the_wire_is_the_simulator(method: str, tmp_path: Path) -> None:
+    simulation = simulation_of(small(method), rounds=4, cohort=2)
+    expected = simulated(simulation)
+    group = Group(simulation, tmp_path)
+    group.server.run()
+    assert_simulated(group, expected)
+    for client, weights in enumerate(personal_at_best(simulation, expected)):
+        mine = group.parties[f"party-{client}"].personal_model().state_dict()
+        assert_close({name: mine[name] for name in weights}, weights)
+    assert not group.said("refused")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [FedAvg(local_steps=3, statistics="shared"), FedPer(local_steps=3)])
+def test_batch_statistics_travel_or_stay(algorithm: FedAvg, tmp_path: Path) -> None:
+    simulation = simulation_of(algorithm, models="batchnorm", rounds=4, cohort=2)
+    expected = simulated(simulation)
+    group = Group(simulation, tmp_path)
+    group.server.run()
+    assert_simulated(group, expected)
+    for client, weights in enumerate(personal_at_best(simulation, expected)):
+        mine = group.parties[f"party-{client}"].personal_model().state_dict()
+        assert_close({name: mine[name] for name in weights}, weights)
+
+
+def personal_at_best(simulation: Simulation, state: State) -> list[Any]:
+    assert state.best is not None
+    best, federation = state.best, simulation.federation
+    return [
+        simulation.personal_weights(best.memories, simulation.model_of(client), client, best.evaluation.round)
+        for client in range(federation.num_clients)
+    ]
+
+
+@pytest.mark.slow
+def test_half_the_bytes_and_several_networks_over_the_wire(tmp_path: Path) -> None:
+    federation = named_federation().with_architectures(["mlp", "wide", "mlp", "wide", "wide", "mlp"])
+    models = {name: model(name) for name in ("mlp", "wide")}
+    wire = {"upload": TRANSFORMS["8-bit"], "download": TRANSFORMS["half"]}
+    simulation = simulation_of(small("pfedhn"), federation, models=models, rounds=3, cohort=3, **wire)
+    group = Group(simulation, tmp_path)
+    group.server.run()
+    assert_simulated(group, simulated(simulation))
+
+
+class Killed(BaseException):
+    """As kill -9: nothing after it runs."""
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[Simulation, State]:
+    simulation = simulation_of(small("pfedhn-pc"), rounds=4, cohort=2)
+    return simulation, simulated(simulation)
+
+
+@pytest.mark.parametrize("is_written", mostly_slow([False, True], True))
+def test_a_server_that_is_killed_at_any_record_loses_nothing(
+    is_written: bool, expected: tuple[Simulation, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at every third record, each time a new server goes on from the folder: the same run in the end."""
+    whole = Store.commit
+    count = 0
+
+    def commit(store: Store, state: Any, table: Any, message: bytes = b"") -> None:
+        nonlocal count
+        count += 1
+        if count % 3 == 0 and not is_written:
+            raise Killed
+        whole(store, state, table, message)
+        if count % 3 == 0:
+            raise Killed
+
+    monkeypatch.setattr(Store, "commit", commit)
+    group = Group(expected[0], tmp_path)
+    for _ in range(100):
+        try:
+            group.server.run()
+            break
+        except Killed:
+            group.transport._waiting.clear()
+            group.new_server()
+    assert count > 20
+    assert_simulated(group, expected[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [0, 7, 41, -5])
+def test_a_record_that_was_half_written_is_cut_off(
+    kept: int, expected: tuple[Simulation, State], tmp_path: Path
+) -> None:
+    """The power goes while an update is written: it was never accepted, and is asked for again."""
+    group = Group(expected[0], tmp_path)
+    stop_after(group, "round", 2)
+    journal = group.server.store._journal(group.server.store.number)
+    before = journal.read_bytes()
+    group.new_server()
+    stop_after(group, "accepted", 1)
+    journal.write_bytes(before + journal.read_bytes()[len(before) :][:kept])
+    group.new_server()
+    group.server.run()
+    assert_simulated(group, expected[1])
+
+
+def stop_after(group: Group, event: str, times: int) -> None:
+    """Kill the server when it has said something so many times."""
+    log, left = group.server.log, times
+
+    def listen(said: Any) -> None:
+        nonlocal left
+        log(said)
+        left -= said["event"] == event
+        if not left:
+            raise Killed
+
+    group.server.log = listen
+    with pytest.raises(Killed):
+        group.server.run()
+    group.transport._waiting.clear()
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_made_up_for_by_the_one_before(
+    expected: tuple[Simulation, State], tmp_path: Path
+) -> None:
+    group = Group(expected[0], tmp_path, Policy(checkpoint_seconds=0.0))
+    stop_after(group, "round", 3)
+    files = sorted((tmp_path / "server").glob("checkpoint-*"))
+    assert len(files) == 4  # two, each of tensors and a table
+    for file in files[2:]:
+        file.write_bytes(file.read_bytes()[:-9])
+    group.new_server()
+    group.server.run()
+    assert_simulated(group, expected[1])
+    for file in (tmp_path / "server").glob("checkpoint-*"):
+        file.write_bytes(b"")
+    with pytest.raises(RunError, match=r"no checkpoint in .* is sound"):
+        group.new_server()
+
+
+def test_a_folder_serves_one_plan(expected: tuple[Simulation, State], tmp_path: Path) -> None:
+    group = Group(expected[0], tmp_path, Policy(checkpoint_seconds=0.0))
+    stop_after(group, "round", 1)
+    group.plan = Plan.of(replace(expected[0], seed=6))
+    with pytest.raises(RunError, match="another plan"):
+        group.new_server()
+
+
+class Faulty(Virtual):
+    """A transport that does something to what one party answers, once."""
+
+    fault: Callable[[Arrival], list[Arrival]]
+    party, place = "party-2", 1  # its first training message
+    seen = 0
+
+    def delivered(self, party: str, kind: str, content: bytes) -> list[Arrival]:
+        arrivals = super().delivered(party, kind, content)
+        if party == self.party and kind == "train":
+            self.seen += 1
+            if self.seen == self.place:
+                return type(self).fault(arrivals[0])
+        return arrivals
+
+
+def faulty(change: Callable[[Arrival], list[Arrival]], times: int = 1) -> type[Faulty]:
+    return type("OneFault", (Faulty,), {"fault": staticmethod(change), "place": times})
+
+
+@pytest.mark.slow
+def test_a_reply_that_is_lost_on_the_way_is_asked_for_again(expected: tuple[Simulation, State], tmp_path: Path) -> None:
+    """The party has advanced what it keeps, the server has not heard of it: the same reply comes again."""
+    lost = faulty(lambda arrival: [Arrival(arrival.party, arrival.kind, None, "was lost")])
+    group = Group(expected[0], tmp_path, make_transport=lost)
+    group.server.run()
+    assert group.transport.seen > 1
+    assert [event["reason"] for event in group.said("refused")] == ["lost"]
+    assert_simulated(group, expected[1])
+
+
+@pytest.mark.slow
+def test_a_reply_that_comes_twice_counts_once(expected: tuple[Simulation, State], tmp_path: Path) -> None:
+    group = Group(expected[0], tmp_path, make_transport=faulty(lambda arrival: [arrival, arrival]))
+    group.server.run()
+    assert [event["reason"] for event in group.said("refused")] == ["late"]
+    assert_simulated(group, expected[1])
+
+
+@pytest.mark.slow
+def test_an_old_reply_in_place_of_a_new_one_is_refused(expected: tuple[Simulation, State], tmp_path: Path) -> None:
+    """A reply of an earlier round, with a sound signature, comes before the true one."""
+    replies: list[bytes] = []
+
+    class Replaying(Virtual):
+        def delivered(self, party: str, kind: str, content: bytes) -> list[Arrival]:
+            arrivals = super().delivered(party, kind, content)
+            if kind != "train":
+                return arrivals
+            old = [Arrival(party, kind, reply) for reply in replies if party_of(reply) == party]
+            replies.append(arrivals[0].content or b"")
+            return old + arrivals
+
+    def party_of(reply: bytes) -> str:
+        name = next(name for name, key in group.keys.items() if is_signed(reply, key))
+        return str(name)
+
+    def is_signed(reply: bytes, key: Any) -> bool:
+        try:
+            opened(reply, key.public_key())
+        except WireError:
+            return False
+        return True
+
+    group = Group(expected[0], tmp_path, make_transport=Replaying)
+    group.server.run()
+    assert {event["reason"] for event in group.said("refused")} == {"round"}
+    assert_simulated(group, expected[1])
+
+
+@pytest.mark.slow
+def test_a_party_that_never_answers_costs_the_others_nothing(tmp_path: Path) -> None:
+    """Its rounds go on without it, it is set aside, and what it keeps stays where the server last heard of it."""
+    simulation = simulation_of(small("pfedhn-pc"), rounds=12, cohort=6)
+    silent = faulty(lambda arrival: [])
+
+    class Silent(silent):  # type: ignore[misc, valid-type]
+        def delivered(self, party: str, kind: str, content: bytes) -> list[Arrival]:
+            arrivals: list[Arrival] = super().delivered(party, kind, content)
+            return [] if party == "party-2" and kind == "train" and self.seen <= 3 else arrivals
+
+    policy = Policy(reply_seconds=3.0, patience=2, aside_seconds=3.0)
+    group = Group(simulation, tmp_path, policy, make_transport=Silent, seconds=lambda party: 1.0)
+    group.server.run()
+    state = group.server.state
+    assert state.has_ended
+    assert state.round == 12
+    assert len(group.said("set aside")) == 2  # after two failures, then after a single one
+    assert [event["party"] for event in group.said("set aside")] == ["party-2"] * 2
+    # Let back in, it took part from where it stood: nothing of what was lost is in what it keeps.
+    accepted = [event["round"] for event in group.said("accepted") if event["party"] == "party-2"]
+    assert accepted
+    assert state.members["party-2"].base == accepted[-1]
+    assert group.parties["party-2"].versions("training")[-1] == accepted[-1]
+
+
+def test_a_lost_reply_changes_nothing(tmp_path: Path) -> None:
+    """A round that a party missed is, for everybody, as if it had not been drawn: PC's head goes back."""
+    algorithm = small("pfedhn-pc")
+    group = Group(
+        simulation_of(algorithm, rounds=3, cohort=6), tmp_path / "lost", Policy(reply_seconds=3.0),
+        make_transport=faulty(lambda arrival: [], times=2),
+    )  # fmt: skip
+    group.server.run()
+    absent = Group(simulation_of(algorithm, rounds=3, cohort=6), tmp_path / "absent", Policy(reply_seconds=3.0))
+    answers, name = absent.answers, "party-2"
+
+    def listen(event: Any) -> None:
+        absent.events.append(event)
+        if event["event"] == "round" and event["round"] == 1:
+            answers.pop(name)
+        if event["event"] == "round" and event["round"] == 2:
+            answers[name] = absent.parties[name].answer
+
+    absent.server.log = listen
+    absent.server.run()
+    assert [event["reason"] for event in group.said("refused")] == ["silent"]
+    assert not absent.said("refused")
+    assert_same_bits(group.server.state.shared, absent.server.state.shared)
+    for party in group.parties:
+        assert_same_bits(group.server.state.rows[party], absent.server.state.rows[party])
+        assert group.server.state.members[party].base == 2
+        assert_same_bits(*(g.parties[party]._kept("training", 2, received_by(g, party)) for g in (group, absent)))
+
+
+@pytest.mark.slow
+def test_a_party_that_is_killed_and_comes_again_gives_the_same_reply(
+    expected: tuple[Simulation, State], tmp_path: Path
+) -> None:
+    """Killed between what it keeps and its reply, and again after its reply: made anew from its folder each time."""
+    group = Group(expected[0], tmp_path)
+    party = group.parties["party-2"]
+    deaths = iter([True, True, False])
+
+    def dying(content: bytes) -> bytes:
+        answer = group.parties["party-2"].answer(content)
+        if opened(content, KEYS[0].public_key()).kind == "train" and next(deaths, False):
+            (party.folder / "reply").unlink()  # it was killed before it could write this
+            group.add(2)
+            group.answers["party-2"] = dying
+            raise WireError("died", "died")
+        return answer
+
+    group.answers["party-2"] = dying
+    group.server.run()
+    assert group.said("refused")
+    with_lost = [event["reason"] for event in group.said("refused")]
+    assert set(with_lost) == {"lost"}
+    assert group.server.state.has_ended
+
+
+def altered(**changes: Any) -> Callable[[Message], Message]:
+    def alter(message: Message) -> Message:
+        return replace(message, **{name: change(getattr(message, name)) for name, change in changes.items()})
+
+    return alter
+
+
+def filled_with(value: float) -> Callable[[Any], Any]:
+    return lambda update: {name: torch.full_like(leaf, value) for name, leaf in update.items()}
+
+
+def with_value(**values: Any) -> Callable[[Any], Any]:
+    return lambda before: {**before, **values}
+
+
+BAD = {
+    "finite": [altered(tensors=filled_with(float("nan"))), altered(tensors=filled_with(float("inf")))],
+    "norm": [altered(tensors=filled_with(1e9))],
+    "layout": [
+        altered(tensors=lambda update: {name: leaf[..., :-1] for name, leaf in update.items()}),
+        altered(tensors=lambda update: {name: leaf.float() for name, leaf in update.items()}),
+        altered(tensors=lambda update: dict(list(update.items())[:-1])),
+        altered(tensors=lambda update: {}),
+    ],
+    "round": [
+        altered(values=with_value(round=99)), altered(values=with_value(version=77)),
+        altered(values=with_value(base=7)), altered(values=with_value(phase="joining")),
+    ],
+    "size": [altered(values=with_value(size=10**6)), altered(values=with_value(size=True))],
+    "run": [altered(run=lambda run: "other"), altered(party=lambda party: "party-1")],
+    "kind": [altered(kind=lambda kind: "evaluate")],
+}  # fmt: skip
+
+
+def test_nothing_bad_gets_in(tmp_path: Path) -> None:
+    """Signed by the party itself, and wrong: refused under its name, and the run is as if it had not answered."""
+    wrong = [(reason, change) for reason, changes in BAD.items() for change in changes]
+    settings = {"rounds": len(wrong), "cohort": 3, "evaluate_every": 1_000}
+    federation = simulation_of(small("fedavg")).federation
+    group = Group(simulation_of(small("fedavg"), federation, **settings), tmp_path, Policy(reply_seconds=3.0))
+    group.policy = replace(group.policy, patience=1_000, start_with=3)
+    for name in ("party-3", "party-4", "party-5"):
+        del group.answers[name]
+    party, left = group.parties["party-2"], iter(wrong)
+    sent = []
+
+    def bad(content: bytes) -> bytes:
+        answer = party.answer(content)
+        message = opened(answer, party.key.public_key())
+        if message.kind != "train":
+            return answer
+        reason, change = next(left)
+        sent.append(reason)
+        return sealed(change(message), party.key)
+
+    group.answers["party-2"] = bad
+    group.new_server().run()
+    refused = [event for event in group.said("refused") if event["reason"] != "silent"]
+    assert {event["party"] for event in refused} == {"party-2"}
+    assert [event["reason"] for event in refused] == sent == [reason for reason, _ in wrong]
+    without = Group(simulation_of(small("fedavg"), federation, **settings), tmp_path / "without", Policy(start_with=2))
+    for name in ("party-2", "party-3", "party-4", "party-5"):
+        del without.answers[name]
+    without.server.run()
+    assert_same_bits(group.server.state.shared, without.server.state.shared)
+
+
+@pytest.mark.slow
+def test_keys_of_others_and_bytes_that_were_changed_are_refused(tmp_path: Path) -> None:
+    simulation = simulation_of(small("fedavg"), rounds=2, cohort=6)
+    group = Group(simulation, tmp_path)
+    parties = group.parties
+
+    def forged(content: bytes) -> bytes:
+        return sealed(opened(parties["party-1"].answer(content), KEYS[2].public_key()), new_key())
+
+    def changed(content: bytes) -> bytes:
+        answer = bytearray(parties["party-3"].answer(content))
+        answer[-3] ^= 1
+        return bytes(answer)
+
+    def anothers(content: bytes) -> bytes:
+        return sealed(opened(parties["party-4"].answer(content), KEYS[5].public_key()), parties["party-0"].key)
+
+    group.answers |= {"party-1": forged, "party-3": changed, "party-4": anothers}
+    group.policy = Policy(start_with=3, aside_seconds=1e9)
+    group.new_server().run()
+    assert group.server.state.has_ended
+    assert set(group.server.state.members) == {"party-0", "party-2", "party-5"}
+    assert {(event["party"], event["reason"]) for event in group.said("refused")} == {
+        (name, "signature") for name in ("party-1", "party-3", "party-4")
+    }
+
+
+def test_who_is_not_enrolled_is_sent_nothing(tmp_path: Path) -> None:
+    group = Group(simulation_of(small("fedavg"), rounds=2, cohort=2), tmp_path, Policy(start_with=5))
+    heard: list[bytes] = []
+
+    def stranger(content: bytes) -> bytes:
+        heard.append(content)
+        return content
+
+    group.answers["stranger"] = stranger
+    del group.keys["party-5"]
+    group.server.run()
+    assert not heard
+    assert set(group.server.state.members) == {f"party-{number}" for number in range(5)}
+
+
+def test_a_party_answers_its_server_alone(expected: tuple[Simulation, State], tmp_path: Path) -> None:
+    party = Group(expected[0], tmp_path).parties["party-0"]
+    hello = Message("hello", RUN, "party-0", {"challenge": "", "plan": party.plan.digest})
+    assert opened(party.answer(sealed(hello, KEYS[0])), party.key.public_key()).kind == "hello"
+    for message, key in (
+        (hello, KEYS[1]), (replace(hello, run="other"), KEYS[0]), (replace(hello, party="party-1"), KEYS[0]),
+        (replace(hello, kind="open"), KEYS[0]),
+    ):  # fmt: skip
+        with pytest.raises(WireError):
+            party.answer(sealed(message, key))
+    other = replace(hello, values={"challenge": "", "plan": "other"})
+    answer = opened(party.answer(sealed(other, KEYS[0])), party.key.public_key())
+    assert answer.kind == "refusal"
+    assert "another plan" in answer.values["sentence"]
+
+
+@pytest.mark.slow
+def test_a_party_that_lost_its_disk_begins_again(tmp_path: Path) -> None:
+    group = Group(simulation_of(small("pfedhn-pc"), rounds=4, cohort=6), tmp_path)
+    lost = group.parties["party-2"].folder
+
+    def listen(event: Any) -> None:
+        group.events.append(event)
+        if event["event"] == "round" and event["round"] == 2:
+            for file in lost.iterdir():
+                file.unlink()
+
+    group.server.log = listen
+    group.server.run()
+    assert [event["reason"] for event in group.said("refused")].count("version") >= 1
+    assert [event["base"] for event in group.said("rebased")] == [None]
+    assert group.server.state.members["party-2"].base == 3
+
+
+@pytest.mark.slow
+def test_without_waiting_one_at_a_time_is_the_simulator(tmp_path: Path) -> None:
+    simulation = simulation_of(small("pfedhn-pc"), rounds=8, cohort=1)
+    group = Group(simulation, tmp_path, Policy(in_flight=1))
+    group.server.run()
+    assert_simulated(group, simulated(simulation))
+    assert group.server.state.max_staleness == 0
+
+
+@pytest.mark.slow
+def test_without_waiting_a_slow_party_holds_up_nobody(tmp_path: Path) -> None:
+    """Many at work at once: the time is that of the fast ones, and updates come late by a few steps."""
+
+    def seconds(party: str) -> float:
+        return 100.0 if party == "party-2" else 1.0
+
+    times = {}
+    for name, in_flight in (("waiting", None), ("not waiting", 6)):
+        policy = Policy(in_flight=in_flight, return_seconds=0.0)
+        simulation = simulation_of(small("pfedhn-pc"), rounds=30, cohort=1, evaluate_every=1_000)
+        group = Group(simulation, tmp_path / name, policy, seconds=seconds)
+        started = 0.0
+
+        def listen(event: Any, group: Group = group) -> None:
+            nonlocal started
+            started = group.transport.now if event["event"] == "started" else started
+            group.events.append(event)
+
+        group.server.log = listen
+        while not group.server.state.has_ended and group.server.state.round < 30:
+            stop_after(group, "round", 30)
+        times[name] = group.transport.now - started
+        assert group.server.state.round == 30
+        assert (group.server.state.max_staleness > 0) == (in_flight is not None)
+    assert times["not waiting"] < times["waiting"] / 5
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_wait_survives_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(
+        simulation_of(small("pfedhn-pc"), rounds=20, cohort=2), tmp_path, Policy(in_flight=4), seconds=lambda party: 1.0
+    )
+    for _ in range(4):
+        stop_after(group, "accepted", 5)
+        before = group.server.state
+        group.new_server()
+        assert_same_bits(group.server.state.shared, before.shared)
+        assert group.server.state.num_accepted == before.num_accepted
+        assert list(group.server.state.replies) == list(before.replies)
+    group.server.run()
+    assert group.server.state.round == 20
+
+
+@pytest.mark.slow
+def test_a_party_that_comes_during_the_run_takes_part(tmp_path: Path) -> None:
+    simulation = simulation_of(small("pfedhn-pc"), rounds=6, cohort=6)
+    group = Group(simulation, tmp_path, Policy(start_with=5), clients=[0, 1, 2, 3, 4])
+
+    def listen(event: Any) -> None:
+        group.events.append(event)
+        if event["event"] == "round" and event["round"] == 3:
+            group.add(5)
+
+    group.server.log = listen
+    group.server.run()
+    state = group.server.state
+    assert [event["round"] for event in group.said("accepted") if event["party"] == "party-5"] == [3, 4, 5]
+    assert state.rows.keys() == group.parties.keys()
+    assert group.parties["party-5"].personal_model() is not None
+
+
+def test_a_party_that_comes_after_the_end_learns_what_is_its_own(tmp_path: Path) -> None:
+    """Over the wire as in the simulator: the hypernetwork is frozen, and the embedding and the head learn."""
+    simulation = simulation_of(small("pfedhn-pc"), rounds=6, cohort=6)
+    group = Group(simulation, tmp_path, Policy(start_with=5), clients=[0, 1, 2, 3, 4])
+    group.server.run()
+    best = group.server.state.best
+    assert best is not None
+    before = [leaf.clone() for leaf in (*best.shared.phi.values(),)]
+    group.add(5)
+    group.server.run()
+    member = group.server.state.members["party-5"]
+    assert member.is_told
+    assert member.round == 3
+    assert_same_bits(before, [*best.shared.phi.values()])
+    # The same party joins the same memories in the simulator.
+    data = alone(simulation.federation, 5)
+    trained = [best.rows[f"party-{number}"] for number in range(5)]
+    memories = simulation.initial_state().memories._replace(shared=best.shared, rows=stack(trained))
+    joining = simulation.joining(data, memories, 3, int(keys.fold(simulation.seed, "new client", 0)))
+    joined = simulated(joining)
+    assert_close(group.server.state.rows["party-5"], take(joined.memories.rows, 0))
+    assert joined.best is not None
+    assert member.best_round == joined.best.evaluation.round
+    expected = joining.personal_weights(joined.best.memories, joining.model_of(0), 0, member.best_round)
+    mine = group.parties["party-5"].personal_model().state_dict()
+    assert_close({name: mine[name] for name in expected}, expected)
+
+
+@pytest.mark.slow
+def test_fixed_descriptions_travel(tmp_path: Path) -> None:
+    simulation = simulation_of(replace(small("pfedhn"), embedding="fixed", embedding_dim=None), rounds=3, cohort=2)
+    group = Group(simulation, tmp_path)
+    group.server.run()
+    assert_simulated(group, simulated(simulation))
+
+
+@pytest.mark.slow
+def test_a_party_with_noise_stops_when_its_budget_is_spent(tmp_path: Path) -> None:
+    """Its updates are bounded and differ from what it trained, it sends no scores, and its last update is within."""
+    privacy = Privacy(clip=0.5, noise=4.0, epsilon=6.0)
+    allowed = next(count for count in range(100) if privacy.spent(count + 1) > privacy.epsilon)
+    assert 0 < allowed < 8
+    simulation = simulation_of(small("pfedhn"), rounds=8, cohort=6, evaluate_every=1_000)
+    group = Group(simulation, tmp_path, Policy(patience=2, aside_seconds=1e9))
+    name = "party-2"
+    party = replace(group.parties[name], privacy=privacy, heard=[])
+    group.answers[name] = party.answer
+    group.server.run()
+    accepted = [event for event in group.said("accepted") if event["party"] == name]
+    assert len(accepted) == allowed
+    assert {tuple(event["scores"]["validation"]) for event in accepted} == {(0.0, 0.0, 0)}
+    (refused, *_) = [event for event in group.said("refused") if event["party"] == name]
+    assert "privacy budget of this party is spent" in refused["sentence"]
+    assert [event["party"] for event in group.said("set aside")] == [name]
+    again = replace(party, heard=[])  # after a restart it remembers
+    assert again.budget is not None
+    assert again.budget.num_updates == allowed
+    with pytest.raises(UserError, match="so that what was spent can be added up"):
+        replace(party, privacy=replace(privacy, noise=9.0))
+
+
+def test_noise_has_the_deviation_it_says() -> None:
+    privacy = Privacy(clip=2.0, noise=3.0, epsilon=1.0)
+    given = {"a": torch.full((300, 100), 5.0), "b": torch.zeros(7, dtype=torch.float64)}
+    one, other = (privacy.noised(given) for _ in range(2))
+    assert not torch.equal(one["a"], other["a"])
+    noise = one["a"] - 2.0 / given["a"].numel() ** 0.5  # the clipped update has a norm of 2
+    # 30,000 numbers: mean and deviation are known to within five of their own deviations.
+    assert abs(float(noise.mean())) < 5 * 6 / 30_000**0.5
+    assert abs(float(noise.std()) - 6) < 5 * 6 / 60_000**0.5
+    assert one["b"].dtype == torch.float64
+    for wrong in ({"clip": 0.0}, {"noise": -1.0}, {"epsilon": float("inf")}, {"delta": 1.0}):
+        with pytest.raises(UserError, match="must be"):
+            replace(privacy, **wrong)

@@ -1,0 +1,84 @@
+"""`make soak`: a real federation whose processes are killed at random and started again, for a set time.
+
+At the end every update that was said to be accepted must be in the server's count, and the memory of the server's
+process must not have grown by more than 100 MB in one life of it.
+"""
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from faults import network
+from faults.network import Federation
+
+
+def resident(pid: int) -> float:
+    """Megabytes that a process has in memory."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS"):
+                return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def soak(minutes: float, seed: int) -> int:
+    draws = random.Random(seed)
+    network.ROUNDS = 1_000_000  # it ends by the clock
+    kills = {"party": 0, "run": 0, "engine": 0}
+    memory: list[tuple[int, float]] = []  # by process: each restart begins anew
+    with tempfile.TemporaryDirectory() as folder:
+        world = Federation(Path(folder))
+        try:
+            world.begin()
+            world.rounds(2)
+            end = time.monotonic() + 60 * minutes
+            while time.monotonic() < end:
+                kind = draws.choices(["party", "run", "engine"], [6, 1, 1])[0]
+                kills[kind] += 1
+                print(f"{kind} killed", flush=True)
+                if kind == "party":
+                    name = draws.choice(list(world.parties))
+                    world.started.remove(world.parties[name])
+                    world.parties[name].kill()
+                    world.parties[name].wait()
+                    time.sleep(draws.uniform(0, 10))
+                    world.parties[name] = world.join(name)
+                    world.rounds(2)
+                else:
+                    (network.kill_run if kind == "run" else network.kill_engine)(world)
+                    world.rounds(1)
+                pid = world.last("running")["pid"]
+                memory.append((pid, resident(pid)))
+                print(f"  {world.count('accepted')} updates accepted, {memory[-1][1]:.0f} MB", flush=True)
+            world.server.send_signal(signal.SIGTERM)
+            world.server.wait(120)
+            status = json.loads(world.run("status", "--state", "state", "--json"))
+            said = {(one["party"], one["round"]) for one in world.events() if one["event"] == "accepted"}
+        finally:
+            for process in world.started:
+                process.terminate()
+            for process in world.started:
+                process.wait(120)
+    counted = f"{len(said)} updates in {status['round']} rounds, {status['accepted']} counted"
+    print(f"{sum(kills.values())} kills: {kills}; {counted}")
+    growth = {}
+    for pid, value in memory:
+        first, _ = growth.get(pid, (value, value))
+        growth[pid] = first, value
+    print("memory of the server's process:", *(f"{first:.0f} to {last:.0f} MB" for first, last in growth.values()))
+    has_grown = any(last - first > 100 for first, last in growth.values())
+    return 1 if status["accepted"] != len(said) or has_grown else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    sys.exit(soak(given.minutes, given.seed))

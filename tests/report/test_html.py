@@ -1,0 +1,133 @@
+"""The page of a report: what it holds, and that it is closed to everything else."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+import pfedhn
+from pfedhn.experiments.spec import Cell
+from pfedhn.report import page as page_module
+from pfedhn.report.entries import Entry, Report, collect
+from pfedhn.report.page import best_cells, differing_settings, to_html
+from pfedhn.result import Curve, Environment, Measures, Result, Scores
+
+VOID = {"meta", "img", "br", "input"}
+
+
+class Reader(HTMLParser):
+    """Refuses elements that are not closed in order, and keeps what a browser would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        assert not [name for name, _ in attrs if name.startswith("on")], attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def entry(method: str, num_clients: int, num_seeds: int = 1, num_evaluations: int = 4, **settings: Any) -> Entry:
+    """A cell whose clients have one example more right than the one before, up to ten."""
+    right = tuple(number % 11 for number in range(num_clients))
+    mean = sum(right) / (10 * num_clients)
+    scores = Scores(0.5, 10 * num_clients, mean, mean, right, (10,) * num_clients)
+    steps = tuple(range(num_evaluations))
+    means = Measures((mean,) * num_evaluations, (mean,) * num_evaluations)
+    cell = Cell(method=method, clients=num_clients, settings=settings)
+    result = Result(
+        method, "made", {}, {}, 0, 1, 100, 100, scores, scores, 400, 600, 1.0, {}, "split", "pfedhn run made",
+        Environment("cpu: fast", 2, pfedhn="0.2.0", torch="2.0"),
+    )  # fmt: skip
+    label = " ".join([method, *(f"{name}={value}" for name, value in settings.items())])
+    seeds = range(num_seeds)
+    return Entry(label, cell, dict.fromkeys(seeds, result), dict.fromkeys(seeds, Curve(steps, means, means)), num_seeds)
+
+
+def data_of(page: str) -> Any:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
+
+
+def test_the_page_is_whole_and_loads_nothing() -> None:
+    page = to_html([Report("made", [entry("pfedhn", 5), entry("local", 5)])])
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    assert reader.loaded == []
+    assert not re.findall(r"fetch\(|XMLHttpRequest|import\(|@import|url\((?!#)", page)
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', page)
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert "default-src 'none'" in policy
+    assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_every_client_is_there_by_name() -> None:
+    made = entry("pfedhn", 3)
+    named = replace(made, client_names=("Berlin", "Lyon", "Rome"))
+    ((column,),) = data_of(to_html([Report("made", [named])]))
+    (series,) = column["series"]
+    assert series["names"] == ["Berlin", "Lyon", "Rome"]
+    assert series["clients"]["0"]["score"] == [0.0, 10.0, 20.0]
+    assert series["curves"]["score"]["step"] == [0, 1, 2, 3]
+    assert series["bytesPerStep"] == 10.0
+
+
+def test_runs_of_a_directory_bring_names_and_losses(tmp_path: Path) -> None:
+    random = numpy.random.default_rng(0)
+    clients = {name: (random.normal(size=(20, 3)), numpy.arange(20) % 2) for name in ("Berlin", "Lyon")}
+    federation = pfedhn.Federation.from_clients(clients)
+    run = pfedhn.train(
+        "fedavg", federation, lambda: pfedhn.MLP(3, 2), steps=4, evaluate_every=2, progress=False,
+        directory=tmp_path / "mine", device="cpu",
+    )  # fmt: skip
+    ((column,),) = data_of(to_html(collect([tmp_path / "mine"])))
+    (series,) = column["series"]
+    assert series["names"] == ["Berlin", "Lyon"]
+    losses = [round(moment.validation.loss, 4) for moment in run.history]
+    assert series["curves"]["loss"]["mean"] == losses
+    assert series["clients"]["0"]["score"] == pytest.approx((100 * run.accuracy).round(2).tolist())
+
+
+def test_the_settings_in_which_runs_differ_are_named() -> None:
+    entries = [entry("pfedhn", 5, lr=0.01), entry("pfedhn", 5, lr=0.05)]
+    assert differing_settings(entries)[1:] == [["lr", "0.01", "0.05"]]
+    assert "Settings in which these runs differ" in to_html([Report("made", entries)])
+    assert differing_settings(entries[:1]) == []
+
+
+def test_the_best_of_each_column_is_marked() -> None:
+    lines = [["method", "over clients", "digits, 4 clients", "test loss", "seeds"]]
+    lines += [["a", "90.10 ± 1.00", "71.00\npaper 80.00", "0.5", "3"], ["b", "91.00", "", "0.4", "1"]]
+    lines += [["c", "91.00 ± 0.10", "72.00", "", "3"]]
+    assert best_cells(lines) == {(1, 1), (2, 1), (2, 2), (1, 3)}
+
+
+def test_a_thousand_clients_and_ten_thousand_points_stay_small() -> None:
+    methods = ("pfedhn", "local", "fedavg", "fedper", "pfedme", "lg-fedavg", "per-fedavg", "ditto", "fedrep", "fedbabu")
+    page = to_html([Report("large", [entry(method, 1_000, num_evaluations=1_000) for method in methods])])
+    assert len(page) < 1_000_000
+    ((column,),) = data_of(page)
+    assert sum(len(series["clients"]["0"]["score"]) for series in column["series"]) == 10_000
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no Node.js here to check the page's script with")
+def test_the_script_is_javascript() -> None:
+    script = Path(page_module.__file__).with_name("page.js")
+    subprocess.run(["node", "--check", str(script)], check=True)
