@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.cluster import Workers, connection
 from pfedhn.data.absent import AbsentFederation, Description, with_examples
 from pfedhn.data.arrays import Arrays
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.checkpoint import load_state, remove_old, save_state
+from pfedhn.engine.crew import Devices
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.gpu import computing_on_gpu
 from pfedhn.engine.network import (
@@ -850,6 +852,7 @@ def train(
     deterministic: bool = False,
     progress: bool = True,
     checkpoint_every: int | None = None,
+    on: str | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train a personal model for every client of a federation.
@@ -869,7 +872,8 @@ def train(
         metric: (outputs, y) -> one value per example, higher is better; accuracy for class labels by default.
         directory: Where to keep the run; the same call on the same directory goes on where it stopped, `pfedhn.load`
             gives the run back and `pfedhn report` shows it.
-        device: "auto" is the GPU if PyTorch finds one, else the CPU.
+        device: "auto" is the GPU if PyTorch finds one, else the CPU. Several, as "cuda:0,cuda:1", share the clients of
+            every round, which pays for large cohorts only: such rounds are not captured.
         executor: How a cohort is computed: "auto", "loop", "traced", "vectorized" or "captured".
         upload: What is done to updates on their way: "full" sends every number as it is, "half" 16 bits of it, "8-bit"
             8 bits; or a transform of your own.
@@ -879,6 +883,8 @@ def train(
         deterministic: On a GPU, the same bits from the same GPU and versions.
         progress: Whether to show a bar.
         checkpoint_every: Communication steps between checkpoints; one a minute by default.
+        on: A Ray cluster whose workers share the clients of every round: "ray" for one of this machine's cores,
+            "ray:ADDRESS" for one that is there. It pays for large cohorts, best of clients that are loaded when needed.
         callbacks: Functions (run, moment) that are called after every evaluation; `moment` is also the last of
             `run.history`. `pfedhn.tracking` has some: `TensorBoard("logs")`.
 
@@ -893,6 +899,11 @@ def train(
         >>> run.accuracy.shape
         (12,)
     """
+    devices = [choose_device(name) for name in device.split(",")] if isinstance(device, str) else [device]
+    if len(devices) > 1 and on is not None:
+        raise UserError(
+            f"device is {device!r} and on is {on!r}; only one of them can share out the clients of a round."
+        )
     simulation = assemble(
         method,
         federation,
@@ -904,7 +915,7 @@ def train(
         seed=seed,
         loss=loss,
         metric=metric,
-        device=device,
+        device=devices[0],
         executor=executor,
         upload=upload,
         download=download,
@@ -924,8 +935,17 @@ def train(
     path = None if directory is None else given_path(directory)
     name = method_name(method)
     origin = Origin(path.resolve().name if path else name, name)
+    if len(devices) > 1:
+        simulation = replace(simulation, make_crew=lambda run: Devices(run, [str(name) for name in devices]))
+    elif on is not None:
+        simulation = replace(simulation, make_crew=Workers)
     shown: AbstractContextManager[Any] = bar() if progress else nullcontext()
-    with computing_on(simulation.federation.x.device, precision, deterministic), stop_on_signal() as stop, shown as add:
+    with (
+        connection(on),
+        computing_on(simulation.device, precision, deterministic),
+        stop_on_signal() as stop,
+        shown as add,
+    ):
         watch = add(name, simulation) if add else None
         work = execute(
             simulation,

@@ -447,6 +447,46 @@ def test_stopping_runs_that_take_turns_leaves_a_checkpoint_of_each(tmp_path: Pat
         assert any((tmp_path / name).glob("checkpoint-*.json"))
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_runs_are_spread_over_the_cards_there_are(
+    tmp_path: Path, in_turn: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two names of the CPU stand in for two GPUs."""
+    used: list[str] = []
+    work = module.start
+
+    def begin(*given: Any) -> Any:
+        used.append(given[-1])
+        return work(*given)
+
+    monkeypatch.setattr(module, "cards_of", lambda device: ["cpu:0", "cpu"])
+    monkeypatch.setattr(module, "start", begin)
+    outcome = run_many(tmp_path, SMALL, SMALL.runs(), options=Options(device="cpu:0", threads=1))
+    assert used == ["cpu:0", "cpu"] * 2
+    for one in SMALL.runs():
+        assert (
+            to_json(outcome.results[one.name].test)
+            == json.loads((in_turn / one.name / "result.json").read_text())["test"]
+        )
+        assert "--device cpu:0" in outcome.results[one.name].command, "as it was asked for"
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "cards"),
+    [
+        ("cuda", 1, ["cuda"]),
+        ("cuda", 3, ["cuda:0", "cuda:1", "cuda:2"]),
+        ("cuda:1", 3, ["cuda:1"]),
+        ("cpu", 3, ["cpu"]),
+    ],
+)
+def test_a_card_that_is_named_is_the_only_one(
+    monkeypatch: pytest.MonkeyPatch, device: str, count: int, cards: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert module.cards_of(device) == cards
+
+
 @pytest.mark.parametrize(("device", "way"), [("cuda", "start"), ("cpu", "run_side_by_side")])
 def test_what_others_wait_for_and_what_takes_longest_starts_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, way: str, in_turn: Path

@@ -134,8 +134,8 @@ def run(
     """
     from pfedhn.cli.find import find_study
     from pfedhn.cli.running import choose_device_on, displayed, end
-    from pfedhn.experiments.cluster import connected
     from pfedhn.experiments.runner import run_many
+    from pfedhn.experiments.tasks import connected
     from pfedhn.files import given_path
     from pfedhn.record import MendableError
     from pfedhn.report.entries import asked_for, collect

@@ -13,11 +13,11 @@ from pfedhn.cli.endings import BAD_INPUT, FAILED, Stopped, complain
 from pfedhn.data import catalogue
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import check
-from pfedhn.experiments.cluster import Cluster
 from pfedhn.experiments.directory import Directory, Options, finished
 from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.runner import prepare, refuse_other_executor
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
+from pfedhn.experiments.tasks import Cluster
 from pfedhn.progress import Detail, Display
 from pfedhn.record import MendableError
 from pfedhn.run import choose_device

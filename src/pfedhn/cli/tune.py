@@ -15,9 +15,9 @@ from pfedhn.errors import UserError
 from pfedhn.screen import Screen, say
 
 if TYPE_CHECKING:
-    from pfedhn.experiments.cluster import Cluster
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.execute import Outcome
+    from pfedhn.experiments.tasks import Cluster
     from pfedhn.experiments.tune import Point, Stage, Study
 
 
@@ -76,11 +76,11 @@ def tune(
     from pfedhn.cli.find import find_experiment, whole_numbers
     from pfedhn.cli.running import choose_device_on
     from pfedhn.experiments.build import check
-    from pfedhn.experiments.cluster import connected
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.grid import refuse_without_effect, with_assignments
     from pfedhn.experiments.paper import EXPERIMENTS
     from pfedhn.experiments.rates import rates_file, save_rates
+    from pfedhn.experiments.tasks import connected
     from pfedhn.experiments.tune import Findings, plan, read_record, refuse_other, tunable, write_record
     from pfedhn.files import given_path
     from pfedhn.settings import parse_assignments

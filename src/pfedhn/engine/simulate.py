@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Federation, cohort
+from pfedhn.engine.crew import Share, Trained, Trainer
 from pfedhn.engine.evaluate import Chunk, SplitResult, evaluate, plan, to_splits
 from pfedhn.engine.executors import EXECUTORS, Executor
 from pfedhn.engine.network import choose_executor
@@ -76,6 +77,7 @@ class Simulation:
     download: Transform = FULL
     joins: Joining | None = None  # a trained federation that these clients join; its shared memory is frozen
     resize_every: int | None = None  # communication steps after which every client goes on to the next network
+    make_crew: Callable[["Simulation"], Trainer] | None = None  # who shares the clients of a round; nobody where None
     _chosen: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # which executor runs which network
     _executors: dict[str, Executor] = field(default_factory=dict, init=False, repr=False)  # they keep their graphs
 
@@ -98,7 +100,7 @@ class Simulation:
             self.schedule, steps=rounds * num_clients, cohort_size=num_clients, evaluate_every=num_clients
         )
         joins = Joining(memories.shared, memories.rows, self.initial_models())
-        return replace(self, federation=federation, schedule=schedule, seed=seed, joins=joins)
+        return replace(self, federation=federation, schedule=schedule, seed=seed, joins=joins, make_crew=None)
 
     @property
     def exchange(self) -> Exchange:
@@ -206,39 +208,69 @@ class Simulation:
         memories = state.memories
         members = self.cohort(number)
         returned: list[Returned] = []
-        offers: list[Offer] = []
+        weights_down = 0
         remembered: list[tuple[list[int], Kept]] = []
         for model in self.models.values():
             clients = [client for client in members if self.model_of(client) is model]
             if not clients:
                 continue
-            inputs = self._inputs(model, memories, clients, number)
-            both_halves = self._one_client(model, memories.shared)
-            offer, reply, kept = self.executor_for(model).map(both_halves)(*inputs)
-            if not bool(reply.metrics["is_finite"].all()):
-                first = clients[int((~reply.metrics["is_finite"]).nonzero()[0])]
+            rows = take(memories.rows, torch.tensor(clients, device=self.device))
+            kept = memories.private[model.name].take(clients)
+            share = Share(model.name, number, clients, memories.shared, rows, kept)
+            trained = self._work_on(share)() if self._crew is None else self._crew.train(share)
+            is_finite = trained.replies.metrics["is_finite"]
+            if not bool(is_finite.all()):
+                first = clients[int((~is_finite).nonzero()[0])]
                 raise Diverged.at(number, self.federation.name_of(first))
-            returned.append(Returned(model, inputs.row, reply))
-            offers.append(offer)
-            remembered.append((clients, kept))
+            returned.append(Returned(model, rows, trained.replies))
+            weights_down += trained.bytes_down
+            remembered.append((clients, trained.kept))
         shared, new_rows = self._step(memories.shared, returned)
         state.memories = memories._replace(shared=shared)
-        state.bytes_down += bytes_down(offers)
+        state.bytes_down += weights_down
         state.bytes_up += bytes_up(part.replies for part in returned)
         for part, (clients, kept), rows in zip(returned, remembered, new_rows, strict=True):
             put(memories.rows, torch.tensor(clients, device=self.federation.x.device), rows)
             memories.private[part.model.name].put(clients, kept)
 
-    def _inputs(self, model: Model, memories: Memories, clients: list[int], number: int) -> Inputs:
+    @cached_property
+    def _crew(self) -> Trainer | None:
+        return None if self.make_crew is None else self.make_crew(replace(self, make_crew=None))
+
+    def train(self, share: Share) -> Trained:
+        """Both halves of a round for some of its clients; the server's step comes after all of them."""
+        return self._work_on(share)()
+
+    def _work_on(self, share: Share) -> Callable[[], Trained]:
+        model = self.models[share.architecture]
+        both_halves = self.executor_for(model).map(self._one_client(model, share.shared))
+
+        def work() -> Trained:
+            offers, replies, kept = both_halves(*self._inputs(share))
+            return Trained(replies, kept, bytes_down([offers]))
+
+        return work
+
+    @property
+    def device(self) -> torch.device:
+        return self.federation.x.device
+
+    def on(self, device: str) -> "Simulation":
+        """The same run with its data and networks on a device; what it starts from stays where it is."""
+        models = {name: replace(model, device=device) for name, model in self.models.items()}
+        return replace(self, federation=self.federation.to(device), models=models)
+
+    def _inputs(self, share: Share) -> Inputs:
         """What the clients of one architecture bring into a round, all [C, ...]."""
-        index = torch.tensor(clients, device=self.federation.x.device)
+        number = share.number
+        index = torch.tensor(share.clients, device=self.device)
         identities = self.federation.identity(index)
         key = keys.fold(self.seed, "batches", number)
         return Inputs(
             identities,
             torch.full_like(index, number),
-            take(memories.rows, index),
-            memories.private[model.name].take(clients),
+            share.rows,
+            share.kept,
             self.federation.batches(index, key, self.algorithm.num_batches, self.schedule.batch_size),
             self.federation.splits["train"].size[index],
             torch.as_tensor(keys.fold(self.seed, "noise", number, identities)),

@@ -124,7 +124,7 @@ def _dataset(name: str, data_dir: Path | None) -> datasets.Dataset:
     return datasets.load(name, data_dir)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)  # two for each of as many GPUs as a machine has
 def _examples_on(name: str, data_dir: Path | None, device: str) -> torch.Tensor:
     """All examples of a data set, those for testing last, on a device: runs side by side share them."""
     data = _dataset(name, data_dir)

@@ -25,14 +25,23 @@ Listener: TypeAlias = Callable[[Event], None]
 
 
 def start(
-    directory: Path, experiment: Experiment, run: RunSpec, options: Options, listen: Listener, stop: threading.Event
+    directory: Path,
+    experiment: Experiment,
+    run: RunSpec,
+    options: Options,
+    listen: Listener,
+    stop: threading.Event,
+    card: str | None = None,
 ) -> Generator[None, None, Run]:
-    """A run that is ready to go, in its folder: it pauses after every round, and `stop` ends it at a checkpoint."""
-    cost, starts = None, None
+    """A run that is ready to go, in its folder: it pauses after every round, and `stop` ends it at a checkpoint.
+
+    Its files say what was asked for (`options.device`), not which of several GPUs it happened to get (`card`).
+    """
+    device, cost, starts = card or options.device, None, None
     if (earlier := pretraining_run(experiment, run)) is not None:
-        cost, weights = _pretrained(directory / earlier.name, options.device)
+        cost, weights = _pretrained(directory / earlier.name, device)
         starts = {network_name(run.cell.part or run.cell.model): weights}
-    simulation = build_simulation(run, options, starts)
+    simulation = build_simulation(run, replace(options, device=device), starts)
     origin = Origin(
         run.name,
         run.cell.method,

@@ -2,16 +2,18 @@
 
 import gc
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_simulation, cell_algorithm, forget_datasets, refuse_unused_start
-from pfedhn.experiments.cluster import Cluster
 from pfedhn.experiments.directory import Options, finished, num_jobs
 from pfedhn.experiments.execute import Listener, Outcome, Queue, failure, start
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_run, with_pretraining
+from pfedhn.experiments.tasks import Cluster
 from pfedhn.experiments.workers import run_side_by_side
 from pfedhn.progress import Said
 from pfedhn.record import MendableError, read_spec
@@ -82,13 +84,16 @@ def run_many(
         if jobs > 1:
             run_side_by_side(queue, directory, jobs, options)
             return queue.outcome
-    limit = jobs or MAX_RUNS_ON_DEVICE
-    num_runs = min(len(queue.waiting), limit)
+    cards = cards_of(options.device)
+    limit = jobs or MAX_RUNS_ON_DEVICE * len(cards)
+    num_runs = -(-min(len(queue.waiting), limit) // len(cards))
     going: dict[str, Generator[None, None, Run]] = {}
+    card_of: dict[str, str] = {}
     with computing_on(options.device, options.precision, options.deterministic, num_runs), stop_on_signal() as stop:
         while queue.waiting or going:
             # One at a time: its first round shows how much room a run takes.
-            has_room = len(going) < limit and (jobs or not going or _has_room(options.device))
+            card = min(cards, key=[card_of[name] for name in going].count)  # where the fewest runs are
+            has_room = len(going) < limit and (jobs or card not in map(card_of.get, going) or _has_room(card))
             run = queue.take() if has_room and not stop.is_set() else None
             turns = list(going) if run is None else [run.name]
             if not turns:
@@ -96,8 +101,11 @@ def run_many(
             for name in turns:
                 try:
                     if run is not None:
-                        going[name] = start(directory, experiment, run, options, listen, stop)
-                    next(going[name])  # a round, queued on a stream of its own
+                        card_of[name] = card
+                    with _using(card_of[name]):
+                        if run is not None:
+                            going[name] = start(directory, experiment, run, options, listen, stop, card)
+                        next(going[name])  # a round, queued on a stream of its own
                     continue
                 except StopIteration as end:
                     queue.end(name, end.value.result)
@@ -111,6 +119,18 @@ def run_many(
         if stop.is_set():
             raise KeyboardInterrupt
     return queue.outcome
+
+
+def cards_of(device: str) -> list[str]:
+    """The devices that runs are spread over: every GPU of this machine, unless one is named."""
+    if device != "cuda" or torch.cuda.device_count() < 2:
+        return [device]
+    return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+
+
+def _using(card: str) -> AbstractContextManager[Any]:
+    """Inside the block, what is made on a GPU without saying on which is made on this one."""
+    return torch.cuda.device(card) if card.startswith("cuda:") else nullcontext()
 
 
 def _line_up(directory: Path, experiment: Experiment, runs: Sequence[RunSpec], listen: Listener) -> Queue:

@@ -4,9 +4,6 @@ Ray places a task where there are cores or a share of a GPU, and says when a mac
 machine: a run's folder, which all machines see, holds its checkpoints, and a run that was lost goes on from there.
 """
 
-import logging
-import os
-import pickle
 import platform
 import socket
 import time
@@ -17,38 +14,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
+from pfedhn.cluster import Software, connection, submit, why_it_failed
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.execute import Failure, Queue, failure, start
 from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.files import read_bytes
-from pfedhn.process import run_set_up
 from pfedhn.progress import Event, Said, Update
 from pfedhn.run import computing_on
 from pfedhn.stopping import stop_on_signal, stop_requests
 
 GPU_SHARE = 0.25  # of a GPU for each run: processes on one GPU take slices of its time, so that more gain little
 MAX_LOSSES = 3  # of a run that did not move on in between: it may be what ends its workers
-OBJECT_STORE = 100 * 2**20  # bytes on a machine of a local cluster; only events and results pass through it
 SECONDS_BETWEEN_LOOKS = 2.0  # for the head of the cluster
 MAX_MISSES = 5  # in a row; then it is gone
 SECONDS_TO_CHECK = 120  # that a machine may take to load PyTorch and look for the data
-
-
-class Software(NamedTuple):
-    """What must be the same on all machines, lest runs of one experiment differ by where they were made."""
-
-    pfedhn: str
-    torch: str
-
-    @staticmethod
-    def here() -> "Software":
-        import pfedhn
-
-        return Software(pfedhn.__version__, torch.__version__)
 
 
 class _Stopped(NamedTuple):
@@ -64,33 +45,8 @@ def connected(on: str | None) -> "Iterator[Cluster | None]":
     Args:
         on: "ray" for a cluster of this machine alone, which ends with the block; "ray:ADDRESS" for one that is there.
     """
-    if on is None:
-        yield None
-        return
-    kind, _, address = on.partition(":")
-    if kind != "ray" or (address == "") != (on == "ray"):
-        raise UserError(f"--on is {on!r}; it must be ray, or ray:ADDRESS, say ray:10.0.0.1:6379.")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody unless a person wants it
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the default from some version on; else a warning
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError("--on ray needs Ray: pip install 'pfedhn[ray]'.") from error
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "pfedhn"}
-    try:
-        if address:
-            ray.init(address, **quiet)
-        else:
-            ray.init("local", include_dashboard=False, object_store_memory=OBJECT_STORE, **quiet)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise RunError(
-            f"no Ray cluster answers at {address or 'this machine'} ({first_line(error)}); give the address that `ray "
-            "start --head` printed, on a machine of that cluster."
-        ) from error
-    try:
-        yield Cluster(on)
-    finally:
-        ray.shutdown()
+    with connection(on):
+        yield None if on is None else Cluster(on)
 
 
 @dataclass
@@ -136,7 +92,7 @@ class Cluster:
         answers = {}
         for node in nodes:
             place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            answers[node["NodeManagerHostname"], node["NodeID"]] = _submit(
+            answers[node["NodeManagerHostname"], node["NodeID"]] = submit(
                 _look_around, given, num_cpus=0, scheduling_strategy=place
             )
         for (host, _), answer in answers.items():
@@ -145,7 +101,7 @@ class Cluster:
             except ray.exceptions.GetTimeoutError:
                 trouble = f"it did not answer within {SECONDS_TO_CHECK} s"
             except (ray.exceptions.RayError, StopIteration) as error:
-                trouble = _cannot_start(error)
+                trouble = why_it_failed(error)
             if trouble is not None:
                 raise UserError(f"the Ray worker {host} cannot be used: {trouble.rstrip('.')}.")
 
@@ -169,7 +125,7 @@ class Cluster:
                         raise KeyboardInterrupt
                     while not requests and (jobs is None or len(tasks) < jobs) and (run := queue.take()) is not None:
                         given = (directory, queue.experiment, run, options, Software.here())
-                        tasks[run.name] = _Task(run, _submit(_work, given, **_needs(options)))
+                        tasks[run.name] = _Task(run, submit(_work, given, **_needs(options)))
                     if not tasks:
                         break
                     watch.look()
@@ -218,15 +174,6 @@ def _needs(options: Options) -> dict[str, Any]:
     return needs if options.device == "cpu" else needs | {"num_gpus": GPU_SHARE}
 
 
-def _submit(function: Any, arguments: tuple[Any, ...], **placement: Any) -> Any:
-    """What a function yields on a machine of the cluster, as it comes."""
-    import ray
-
-    # Ray would start a lost task from its beginning and take its first words for those already heard.
-    remote = ray.remote(num_returns="streaming", max_retries=0, **placement)(run_set_up)
-    return remote.remote(pickle.dumps((function, arguments)))
-
-
 def _hear(queue: Queue, task: _Task, losses: Counter[str]) -> bool:
     """Take in the next word of a task; False once it has ended."""
     import ray
@@ -237,7 +184,7 @@ def _hear(queue: Queue, task: _Task, losses: Counter[str]) -> bool:
     except (StopIteration, ray.exceptions.TaskCancelledError):
         return False
     except ray.exceptions.RayTaskError as error:
-        queue.end(name, Failure(f"its Ray worker cannot be used: {_cannot_start(error)}.", True))
+        queue.end(name, Failure(f"its Ray worker cannot be used: {why_it_failed(error)}.", True))
         return False
     except ray.exceptions.RayError as error:
         losses[name] += 1
@@ -264,27 +211,11 @@ def _hear(queue: Queue, task: _Task, losses: Counter[str]) -> bool:
     return True
 
 
-def _cannot_start(error: Exception) -> str:
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, ImportError | AttributeError):
-        return f"it has no pfedhn, or another version than this machine ({first_line(cause)})"
-    return first_line(error if cause is None else cause)
-
-
-def _trouble(software: Software) -> str | None:
-    """Why this machine must not make what the one that asks has begun."""
-    here = Software.here()
-    for name, theirs, ours in zip(Software._fields, software, here, strict=True):
-        if theirs != ours:
-            return f"it has {name} {ours}, and the machine that asks {theirs}; install the same version on both"
-    return None
-
-
 def _look_around(
     directory: Path, content: bytes, runs: Sequence[RunSpec], options: Options, software: Software
 ) -> Iterator[str | None]:
     """On a machine of the cluster: why it cannot run these runs; None if it can."""
-    if (trouble := _trouble(software)) is not None:
+    if (trouble := software.trouble_here()) is not None:
         yield trouble
         return
     file = directory / "experiment.toml"
@@ -302,7 +233,7 @@ def _look_around(
 
 def _work(directory: Path, experiment: Experiment, run: RunSpec, options: Options, software: Software) -> Iterator[Any]:
     """On a machine of the cluster: a run, what it says on the way, and how it ended."""
-    if (trouble := _trouble(software)) is not None:  # it may have joined the cluster after the others were asked
+    if (trouble := software.trouble_here()) is not None:  # it may have joined the cluster after the others were asked
         yield Failure(f"the Ray worker {platform.node()} cannot be used: {trouble}.", True)
         return
     heard: list[Event] = []

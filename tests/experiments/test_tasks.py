@@ -8,22 +8,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import cluster_of, workers_of
 from support import SMALL, scores
 
 import pfedhn
 from pfedhn.errors import UserError
-from pfedhn.experiments.cluster import MAX_LOSSES, Cluster, connected
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import with_assignments
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Experiment, RunSpec
+from pfedhn.experiments.tasks import MAX_LOSSES, Cluster, connected
 from pfedhn.progress import Event, Failed, Finished, Said, Update
 
 pytestmark = pytest.mark.filterwarnings(  # Ray leaves files open
@@ -46,36 +46,22 @@ WITH_LG = replace(
 
 @pytest.mark.parametrize("on", ["slurm", "ray:", "rays", ":"])
 def test_a_place_that_is_none_is_refused(on: str) -> None:
-    with pytest.raises(UserError, match="--on is "), connected(on):
+    with pytest.raises(UserError, match="there is no cluster "), connected(on):
         pass
 
 
 def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=re.escape("--on ray needs Ray: pip install 'pfedhn[ray]'.")), connected("ray"):
+    with (
+        pytest.raises(UserError, match=re.escape("running on a cluster needs Ray: pip install 'pfedhn[ray]'.")),
+        connected("ray"),
+    ):
         pass
 
 
 def test_this_machine_alone_needs_no_cluster() -> None:
     with connected(None) as cluster:
         assert cluster is None
-
-
-@contextmanager
-def cluster_of(**second: Any) -> Iterator[Any]:
-    """A cluster of two nodes with a core each, the second of which is started in another environment."""
-    pytest.importorskip("ray")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    from ray.cluster_utils import Cluster as Nodes
-
-    node = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}
-    nodes = Nodes(initialize_head=True, head_node_args=node)
-    try:
-        nodes.add_node(**node, **second)
-        yield nodes
-    finally:
-        nodes.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -96,23 +82,6 @@ def run_there(
 ) -> Outcome:
     Directory(path).open(experiment, runs, ONE_THREAD)
     return run_many(path, experiment, runs, options=ONE_THREAD, listen=listen, cluster=cluster)
-
-
-def workers_of(nodes: Any) -> list[int]:
-    """The processes of a cluster that are at work."""
-    raylets = {started.process.pid for node in nodes.list_all_nodes() for started in node.all_processes["raylet"]}
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words, parent = (
-                (folder / "cmdline").read_text(),
-                (folder / "stat").read_text().rpartition(")")[2].split()[1],
-            )
-        except OSError:  # it has just ended
-            continue
-        if int(parent) in raylets and words.startswith("ray::run_set_up"):
-            found.append(int(folder.name))
-    return found
 
 
 @pytest.mark.slow
