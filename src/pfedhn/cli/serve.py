@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 
-from pfedhn.cli.federation import JsonOption, StateOption, need_the_extra, own_address, sayer
+from pfedhn.cli.federation import JsonOption, StateOption, need_the_extra, own_address, standing, watched
 from pfedhn.screen import say
 
 
@@ -45,6 +46,13 @@ def serve(
     site = Site.make(state, spec, address or own_address(port))
     stop = threading.Event()
     with claimed(state, 5.0), stop_requests(lambda number: stop.set()):
-        say(f"Invite parties with: pfedhn invite NAME --state {state}")
-        Service(site, host, port, leave, sayer(as_json)).run(stop)
-    say(f"Where it stands: pfedhn status --state {state}")
+        if not as_json:
+            say(f"Invite parties with: pfedhn invite NAME --state {state}")
+
+        def look() -> list[RenderableType]:
+            return standing(site.known(), site.invitations.names())
+
+        with watched(as_json, look) as show:
+            Service(site, host, port, leave, show).run(stop)
+    if not as_json:
+        say(f"Where it stands: pfedhn status --state {state}")

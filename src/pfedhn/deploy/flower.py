@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import Any, NamedTuple
 from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 
-from pfedhn.deploy.gate import key_text
 from pfedhn.deploy.relay import carried, content_of
 from pfedhn.deploy.server import Arrival, Server
-from pfedhn.deploy.signing import PublicKey
+from pfedhn.deploy.signing import PublicKey, key_text
 from pfedhn.deploy.site import Site
 from pfedhn.errors import first_line
 from pfedhn.files import append, claimed, write_atomically
+from pfedhn.stopping import stop_requests
 
 SECONDS_BETWEEN_PULLS = 0.3
 SECONDS_BETWEEN_LOOKS = 2.0  # at who is there
@@ -135,7 +136,9 @@ def serve(grid: Grid, site: Site, is_lingering: bool) -> None:
     roster = site.invitations.enrolled
     transport = Flower(grid, roster, site.spec.policy.reply_seconds, log)
     server = Server(site.plan, site.run, site.folder / "server", site.key, roster, transport, site.spec.policy, log)
-    log({"event": "running", "pid": os.getpid(), "round": server.state.round})
-    server.run(is_lingering=is_lingering)
+    stop = threading.Event()
+    with stop_requests(lambda number: stop.set()):
+        log({"event": "running", "pid": os.getpid(), "round": server.state.round})
+        server.run(stop, is_lingering)
     write_status()
-    log({"event": "left"})
+    log({"event": "stopped" if stop.is_set() else "left"})

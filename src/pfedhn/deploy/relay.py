@@ -27,11 +27,11 @@ def content_of(message: Message) -> bytes:
     return content
 
 
-def write_bytes(stream: socket.socket, content: bytes) -> None:
+def write_message(stream: socket.socket, content: bytes) -> None:
     stream.sendall(LENGTH.pack(len(content)) + content)
 
 
-def read_bytes(stream: socket.socket) -> bytes:
+def read_message(stream: socket.socket) -> bytes:
     """What the other side wrote; an error if it stops in the middle."""
     (length,) = LENGTH.unpack(_exactly(stream, LENGTH.size))
     return _exactly(stream, length)
@@ -54,8 +54,8 @@ def relay(message: Message, context: Context) -> Message:
         stream.settimeout(SECONDS_TO_CONNECT)
         stream.connect(str(context.node_config["socket"]))
         stream.settimeout(None)
-        write_bytes(stream, content_of(message))
-        answer = read_bytes(stream)
+        write_message(stream, content_of(message))
+        answer = read_message(stream)
     return Message(carried(answer), reply_to=message)
 
 

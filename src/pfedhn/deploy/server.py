@@ -21,7 +21,7 @@ from pfedhn import keys
 from pfedhn.data.federation import cohort
 from pfedhn.deploy.plan import Phase, Plan
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
-from pfedhn.deploy.state import Member, Rules, State, Store, split_results
+from pfedhn.deploy.state import Member, Rules, State, Store, split_results, step_order
 from pfedhn.deploy.wire import Message, WireError, is_finite, layout, norm, packed
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.params import Params, num_bytes, zeros_like
@@ -221,8 +221,9 @@ class Server:
         enrolled = self.roster()
         self.present = self.transport.members() & enrolled.keys()
         for name, standing in self.standings.items():
-            if name not in self.present:
+            if name not in self.present and standing.is_greeted:
                 standing.is_greeted = False
+                self._say("gone", party=name)
         for name in sorted(self.present):
             standing = self.standings.setdefault(name, Standing())
             is_aside = standing.aside_until > self.clock()
@@ -275,8 +276,7 @@ class Server:
             self._collect()
             self._look()
         if state.replies and not stop.is_set():
-            self._commit({"kind": "step"})
-            self._say("round", round=state.round)
+            self._step()
 
     def _missing(self) -> list[str]:
         """Who of the cohort has neither answered nor failed in this round."""
@@ -318,8 +318,12 @@ class Server:
         self._collect()
         wanted = self.plan.schedule.clients_per_round(self.plan.num_clients, self.plan.algorithm.communicates)
         if state.replies and len(state.replies) >= min(wanted, len(self._ready()) or 1):
-            self._commit({"kind": "step"})
-            self._say("round", round=state.round)
+            self._step()
+
+    def _step(self) -> None:
+        names = step_order(self.state)
+        self._commit({"kind": "step"})
+        self._say("round", round=self.state.round, parties=names)
 
     # What is asked.
 

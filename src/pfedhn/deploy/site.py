@@ -85,5 +85,10 @@ class Site:
         """The server's own, which signs what it sends."""
         return load_or_make_key(self.folder / "key")
 
+    def known(self) -> dict[str, Any]:
+        """Where the run stands, as its server last wrote it; empty before that."""
+        table: dict[str, Any] = json.loads(read_text(self.status)) if self.status.exists() else {}
+        return table
+
     def invite(self, name: str, key: str | None = None) -> Bundle:
         return self.invitations.invite(name, self.address, read_text(self.folder / AUTHORITY), key)

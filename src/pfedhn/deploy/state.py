@@ -185,8 +185,7 @@ class Rules:
         state.members[table["party"]].base = table["base"]
 
     def _step(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
-        order = [name for name in state.cohort if name in state.replies]
-        order += [name for name in state.replies if name not in order]
+        order = step_order(state)
         groups = [
             (model, [name for name in order if state.members[name].architecture == model.name])
             for model in self.plan.models.values()
@@ -240,6 +239,12 @@ class Rules:
             assert state.best is not None
             state.best.rows[member.name] = copy(state.rows[member.name])
         member.has_joined = member.round >= self.plan.joining_rounds
+
+
+def step_order(state: State) -> list[str]:
+    """Whose updates the next step takes, in the order of its cohort."""
+    order = [name for name in state.cohort if name in state.replies]
+    return order + [name for name in state.replies if name not in order]
 
 
 def _opened(envelope: bytes) -> Message:
