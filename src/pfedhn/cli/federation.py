@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +26,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print what happens as 
 def need_the_extra() -> None:
     if importlib.util.find_spec("flwr") is None:
         raise missing_extra("a federation of real parties", "federation")
-
-
-def own_address(port: int) -> str:
-    return f"{socket.getfqdn()}:{port}"
 
 
 def sayer(as_json: bool) -> Callable[[Mapping[str, Any]], None]:
@@ -59,12 +54,15 @@ def watched(
         yield sayer(as_json)  # its lines go above
 
 
-def standing(known: Mapping[str, Any], invited: Sequence[str], is_served: bool = True) -> list[RenderableType]:
+def standing(
+    known: Mapping[str, Any], invited: Sequence[str], revoked: Sequence[str] = (), is_served: bool = True
+) -> list[RenderableType]:
     """Where a federation stands, line by line, and its parties as a table.
 
     Args:
         known: What its server last wrote; empty if it has not begun.
         invited: The names of all parties.
+        revoked: Those that were taken out.
         is_served: Whether its server is at work.
     """
     if not known:
@@ -86,6 +84,7 @@ def standing(known: Mapping[str, Any], invited: Sequence[str], is_served: bool =
             table.add_row(name, "invited")
             continue
         there = "set aside" if party["is_aside"] else "yes" if party["is_present"] and is_served else "no"
+        there = "taken out" if name in revoked else there
         refused = ", ".join(f"{reason} {count}" for reason, count in party["refused"].items())
         last = "" if party["last_round"] is None else str(party["last_round"])
         table.add_row(name, there, str(party["size"]), party["architecture"], last, refused)

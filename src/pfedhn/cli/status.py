@@ -28,8 +28,8 @@ def status(
     known, invited = site.known(), site.invitations.names()
     is_served = is_claimed(state)
     if as_json:
-        say(json.dumps({**known, "invited": invited, "is_served": is_served}))
+        say(json.dumps({**known, "invited": invited, "revoked": site.invitations.revoked(), "is_served": is_served}))
         return
     screen = Screen()
-    for part in standing(known, invited, is_served):
+    for part in standing(known, invited, site.invitations.revoked(), is_served):
         screen.print(part, highlight=False, soft_wrap=isinstance(part, str))

@@ -107,6 +107,10 @@ class Invitations:
             raise UserError(f"there is no party {name!r}; {closest(name, self.names())}")
         self._write(Invitation(name, None, invitation.expires, invitation.key, is_revoked=True))
 
+    def revoked(self) -> list[str]:
+        """Who was taken out."""
+        return [name for name in self.names() if (invitation := self._read(name)) and invitation.is_revoked]
+
     def names(self) -> list[str]:
         return sorted(file.stem for file in self.folder.glob("*.json"))
 

@@ -46,6 +46,7 @@ from pfedhn.seal import digest
 ENROLLED = "enrolled.json"  # what the server told the party when it let it in
 
 SECONDS_BETWEEN_TRIES = 3.0
+SECONDS_BETWEEN_LOOKS = 20.0  # at the server, when nothing comes from it
 SECONDS_AFTER_THE_END = 10.0  # for the last answer to be carried away
 
 
@@ -225,8 +226,12 @@ class Joined:
         worker = threading.Thread(target=self._listen, args=(listener, stop), daemon=True)
         worker.start()
         try:
+            looked = time.monotonic()
             while not stop.is_set():
                 self._keep_node()
+                if time.monotonic() - max(looked, self.last_heard) > SECONDS_BETWEEN_LOOKS:
+                    self._tell(self._trouble_there())
+                    looked = time.monotonic()
                 is_over = (self.party.folder / "chosen.json").exists()
                 if is_over and not is_staying and time.monotonic() - self.last_heard > SECONDS_AFTER_THE_END:
                     self.say({"event": "over", "party": self.party.name})
@@ -245,9 +250,7 @@ class Joined:
             return
         if self.node is not None:
             engine.stop(self.node)
-            if (trouble := self._why_not()) != self._trouble:
-                self._trouble = trouble
-                self.say({"event": "away", "why": trouble})
+            self._tell(self._trouble_there() or "the server takes a minute to let go of the last connection")
             time.sleep(SECONDS_BETWEEN_TRIES)
         home = self.folder / "engine"
         make_folder(home)
@@ -260,8 +263,14 @@ class Joined:
         ]  # fmt: skip
         self.node = engine.start(command, home)
 
-    def _why_not(self) -> str:
-        """Why the engine's node did not stay: whether the server is there, and whether it takes this party's key."""
+    def _tell(self, trouble: str) -> None:
+        """Say once why nothing comes, and that it comes again; an empty text is no trouble."""
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self.say({"event": "away", "why": f"{trouble}; it tries again"} if trouble else {"event": "connected"})
+
+    def _trouble_there(self) -> str:
+        """What is wrong at the server: it cannot be reached, or does not take this party's key; empty if nothing is."""
         context = ssl.create_default_context(cadata=self.bundle.authority)
         key = base64.b64encode(key_text(self.party.key.public_key())).decode()
         request = urllib.request.Request(
@@ -271,10 +280,10 @@ class Joined:
             urllib.request.urlopen(request, timeout=30, context=context).close()  # noqa: S310 - https alone
         except urllib.error.HTTPError as error:
             if error.code == 401:
-                return "the server does not take this party's key: ask for a new invitation; until then it tries again"
+                return "the server does not take this party's key: ask for a new invitation"
         except OSError as error:
-            return f"the server cannot be reached ({first_line(error)}); it tries again"
-        return "the server takes a minute to let go of the last connection; it tries again"
+            return f"the server cannot be reached ({first_line(error)})"
+        return ""
 
     def _listen(self, listener: socket.socket, stop: threading.Event) -> None:
         while not stop.is_set():

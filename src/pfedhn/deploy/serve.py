@@ -36,16 +36,12 @@ class Service:
 
     Args:
         site: Its folder.
-        host: The address that the door listens on.
-        port: Its port.
         is_leaving: Whether it ends when training has and every party that is there knows; else it stays for others.
         say: Told what a person should see.
     """
 
-    def __init__(
-        self, site: Site, host: str, port: int, is_leaving: bool, say: Callable[[Mapping[str, Any]], None]
-    ) -> None:
-        self.site, self.host, self.port, self.is_leaving, self.say = site, host, port, is_leaving, say
+    def __init__(self, site: Site, is_leaving: bool, say: Callable[[Mapping[str, Any]], None]) -> None:
+        self.site, self.is_leaving, self.say = site, is_leaving, say
         self.home = site.folder / "engine"
         make_folder(self.home)
         # Found anew each time: only the door knows it, and parties know only the door.
@@ -55,7 +51,8 @@ class Service:
         self.registered: set[str] = set()
         self._place = self.site.events.stat().st_size if self.site.events.exists() else 0
         self._asked = 0.0
-        self._run_pid: int | None = None  # of the run while it is at work
+        self._run_pid: int | None = None  # of the run's process
+        self._is_at_work = False  # the run, by its own word
         self._has_left = False  # the run has said that it is over
 
     def run(self, stop: threading.Event) -> None:
@@ -66,7 +63,7 @@ class Service:
             self.site.invitations, self.engine_address, self.site.folder / AUTHORITY, self._enrolled, self._health,
             self._log,
         )  # fmt: skip
-        gate = Gate(app, self.site.folder, self.host, self.port)
+        gate = Gate(app, self.site.folder, self.site.settings["host"], self.site.settings["port"])
         gate.start()
         self._log({"event": "serving", "address": self.site.address, "run": self.site.run})
         try:
@@ -167,7 +164,7 @@ class Service:
         shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))
         leave = "true" if self.is_leaving else "false"
         folder = json.dumps(str(self.site.folder.resolve()))
-        answer = self._ask("run", str(copied), CONNECTION, "-c", f"state={folder} leave={leave}", "--format", "json")
+        answer = self._ask("run", str(copied), CONNECTION, "-c", f"served=true state={folder} leave={leave}", "--format", "json")
         self.run_number = None if answer is None else str(answer["run-id"])
 
     def _count_traffic(self) -> None:
@@ -185,14 +182,13 @@ class Service:
         if self._run_pid is None:
             return
         with suppress(ProcessLookupError):
-            os.kill(self._run_pid, signal.SIGTERM)
-        end = time.monotonic() + SECONDS_TO_LEAVE
-        while self._run_pid is not None and time.monotonic() < end:
-            time.sleep(0.1)
-            self._show()
-        if self._run_pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self._run_pid, signal.SIGKILL)
+            if self._is_at_work:
+                os.kill(self._run_pid, signal.SIGTERM)
+            end = time.monotonic() + SECONDS_TO_LEAVE
+            while self._is_at_work and time.monotonic() < end:
+                time.sleep(0.1)
+                self._show()
+            os.kill(self._run_pid, signal.SIGKILL)  # all is written; it would wait for an engine that is gone
 
     def _show(self) -> None:
         """Pass on what has happened."""
@@ -208,9 +204,11 @@ class Service:
             kind = event["event"]
             self._has_left = self._has_left or kind == "left"
             if kind == "running":
-                self._run_pid = event["pid"]
-            elif kind in ("left", "stopped", "run died", "engine died"):
-                self._run_pid = None
+                self._run_pid, self._is_at_work = event["pid"], True
+            elif kind in ("left", "stopped"):
+                self._is_at_work = False
+            elif kind == "run died":
+                self._run_pid, self._is_at_work = None, False
             self.say(event)
 
     def _log(self, event: Mapping[str, Any]) -> None:

@@ -429,7 +429,7 @@ class Server:
         assert asked is not None
         if message.kind == "refusal":
             self._failed(asked, str(message.values.get("reason")), str(message.values.get("sentence")))
-            if message.values.get("reason") == "version" and asked.kind == "train":
+            if message.values.get("reason") == "version" and asked.kind in ("train", "evaluate"):
                 self._rebase(self.state.members[name], message.values.get("held"))
             return
         del self.asked[name, asked.kind]
@@ -517,8 +517,9 @@ class Server:
     def _rebase(self, member: Member, held: Any) -> None:
         """A party that lost what it kept goes on from its newest version, or begins again."""
         versions = [value for value in held if type(value) is int] if isinstance(held, list) else []
-        base = max((value for value in versions if value < max(self.state.num_sent, self.state.round)), default=None)
-        self._commit({"kind": "rebase", "party": member.name, "base": base})
+        base = max(versions, default=None)  # it may be of a round to come, if this server was brought back from a copy
+        best_base = member.best_base if member.best_base in (None, *versions) else base
+        self._commit({"kind": "rebase", "party": member.name, "base": base, "best_base": best_base})
         self._say("rebased", party=member.name, base=base)
 
     def _failed(self, asked: Asked, reason: str, sentence: str) -> None:
