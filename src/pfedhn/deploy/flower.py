@@ -108,7 +108,9 @@ class Simulated(Flower):
     def members(self) -> set[str]:
         if not self.nodes:
             ttl = 2 * self.seconds + 120.0
-            asked = [Message(carried(simulated.WHO), node, MessageType.QUERY, ttl=ttl) for node in self.grid.get_node_ids()]
+            asked = [
+                Message(carried(simulated.WHO), node, MessageType.QUERY, ttl=ttl) for node in self.grid.get_node_ids()
+            ]
             answers = self.grid.send_and_receive(asked, timeout=ttl)
             names = {content_of(answer).decode(): answer for answer in answers if not answer.has_error()}
             self.nodes = {name: names[name].metadata.src_node_id for name in self.roster() if name in names}

@@ -164,7 +164,9 @@ class Service:
         shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))
         leave = "true" if self.is_leaving else "false"
         folder = json.dumps(str(self.site.folder.resolve()))
-        answer = self._ask("run", str(copied), CONNECTION, "-c", f"served=true state={folder} leave={leave}", "--format", "json")
+        answer = self._ask(
+            "run", str(copied), CONNECTION, "-c", f"served=true state={folder} leave={leave}", "--format", "json"
+        )
         self.run_number = None if answer is None else str(answer["run-id"])
 
     def _count_traffic(self) -> None:
