@@ -6,6 +6,7 @@ import time
 from faults.damage import try_damage
 from faults.inputs import FULL, try_inputs
 from faults.kills import try_kills, try_starts
+from faults.messages import try_messages
 from faults.network import try_network
 from faults.table import to_text
 
@@ -16,6 +17,7 @@ def main() -> int:
     began = time.monotonic()
     rows = [
         *try_network(),
+        *try_messages(3, SEED),
         *try_damage(500, SEED),
         *try_kills(100, SEED),
         *try_starts(50, SEED),
