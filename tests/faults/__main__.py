@@ -21,9 +21,11 @@ KINDS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
-    parser.add_argument("kinds", nargs="*", choices=[[], *KINDS], help="those to try; all by default")
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"{', '.join(KINDS)}; all by default")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if unknown := set(options.kinds) - set(KINDS):
+        parser.error(f"there is no kind {unknown.pop()!r}")
     began = time.monotonic()
     rows = [row for kind in options.kinds or KINDS for row in KINDS[kind](options.seed)]
     print(to_text(rows))
