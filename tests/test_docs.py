@@ -184,6 +184,26 @@ def test_numbers_in_the_advice_are_those_of_the_results() -> None:
         assert re.search(rf"[|*] ?{re.escape(number)}\b", results), number
 
 
+@pytest.mark.slow
+def test_the_readme_can_be_followed_with_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    section = (ROOT / "README.md").read_text().split("## Your own data, without Python")[1].split("\n## ")[0]
+    (toml, shell) = (body for _, _, body in FENCE.findall(section))
+    Path("clinics.toml").write_text(fewer_steps(toml))
+    random, names = numpy.random.default_rng(0), ("Berlin", "Lyon", "Metz", "Oslo", "Porto", "Riga")
+    rows = [f"{random.normal(50, 15):.0f},{random.normal():.2f}" for _ in range(240)]
+    lines = [f"{names[i % 6]},{row},{('ill', 'well')[i // 6 % 2]}" for i, row in enumerate(rows)]
+    Path("visits.csv").write_text("\n".join(["clinic,age,dose,outcome", *lines]))
+    Path("new.csv").write_text("\n".join(["age,dose", *rows[:3]]))
+    for line in shell.splitlines():
+        if "--to" in line:
+            pytest.importorskip("onnxscript")
+        said = CliRunner().invoke(app, shlex.split(line, comments=True)[1:], prog_name="pfedhn")
+        assert said.exit_code == 0, f"{line}\n{said.output}"
+        assert "is not scaled" not in said.output
+    assert Path("berlin.onnx").exists()
+
+
 def test_readme_code_is_short() -> None:
     (block,) = blocks(ROOT / "README.md", "python")
     assert len([line for line in block.splitlines() if line.strip()]) <= 12

@@ -156,8 +156,9 @@ def summary(every: Sequence[Report]) -> str:
         for cell in (ours, from_paper)
     )
     known = [line for line in differences if any(line[1:])]
-    parts = [SUMMARY_OPENING, markdown(table), "Minus the paper's number, in points:", markdown(known)]
-    return "\n\n".join([*parts, "## What it says", said(entries, best), SUMMARY_END]) + "\n"
+    parts = [SUMMARY_OPENING, said(entries, best), SUMMARY_TABLE, markdown(table)]
+    parts += ["Minus the paper's number, in points:", markdown(known), SUMMARY_END]
+    return "\n\n".join(parts) + "\n"
 
 
 SUMMARIZED = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "omniglot": "Omniglot"}
@@ -167,11 +168,13 @@ SUMMARY_OPENING = """\
 
 # Results
 
-The paper's Table 1, run by this package: test accuracy of each client's own model on its own test examples, in percent,
-averaged over clients, at the round chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the same
-splits for all methods. The heading names the data set and the number of clients. **Bold** marks the best of a column
-and whatever three seeds cannot tell from it (the 95 % interval of the paired difference holds zero). An empty cell was
-not run."""
+The paper's Table 1, run by this package. In short:"""
+
+SUMMARY_TABLE = """\
+Test accuracy of each client's own model on its own test examples, in percent, averaged over clients, at the round
+chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the same splits for all methods. Columns are
+data sets and numbers of clients. **Bold**: the best of a column, and what three seeds cannot tell from it (the 95 %
+interval of the paired difference holds zero). Empty: not run."""
 
 SUMMARY_END = """\
 The [log](results-log.md) has every cell with both averages, bytes, time, rates, commit and paired intervals, MNIST, the
@@ -203,7 +206,7 @@ def said(entries: Sequence[Entry], best: Mapping[Column, set[str]]) -> str:
             )
     decided = [found for found in best.values() if found]
     ahead = sum(bool(found & set(OURS)) for found in decided)
-    lines.append(f"- pFedHN or pFedHN-PC is among the bold ones in {ahead} of {len(decided)} columns.")
+    lines.append(f"- pFedHN or pFedHN-PC is best, or tied with the best, in {ahead} of {len(decided)} columns.")
     fedavg = {entry.column: entry for entry in entries if entry.label == "fedavg"}
     local = {entry.column: entry for entry in entries if entry.label == "local"}
     over = [a.mean - b.mean for at in local if (a := local[at].test()) and at in fedavg and (b := fedavg[at].test())]

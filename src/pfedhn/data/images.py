@@ -108,7 +108,7 @@ def decode(image: Any, resize: tuple[int, int] | None, channels: Channels) -> Ar
     except ImportError as error:
         raise UserError("reading images needs Pillow: pip install 'pfedhn[data]'") from error
     try:
-        picture = Image.open(image) if isinstance(image, Path) else image
+        picture = Image.open(image, formats=("PNG", "JPEG")) if isinstance(image, Path) else image
         picture = picture.convert("RGB" if channels == "rgb" else "L")
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from error
