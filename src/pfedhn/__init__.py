@@ -28,6 +28,7 @@ _HOMES = {
     "PFedMe": "pfedhn.algorithms.pfedme",
     "PerFedAvg": "pfedhn.algorithms.per_fedavg",
     "Run": "pfedhn.run",
+    "TabularMLP": "pfedhn.models",
     "UserError": "pfedhn.errors",
     "by_classes": "pfedhn.data.partition",
     "by_coarse_class": "pfedhn.data.partition",
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from pfedhn.errors import UserError
     from pfedhn.kernels.conv import ConvBlock
     from pfedhn.kernels.linear import Linear
-    from pfedhn.models import MLP, LeNet, OmniglotNet
+    from pfedhn.models import MLP, LeNet, OmniglotNet, TabularMLP
     from pfedhn.process import set_up_process
     from pfedhn.run import NewClient, NewClients, Run, load, train
 
@@ -87,6 +88,7 @@ __all__ = [
     "PFedMe",
     "PerFedAvg",
     "Run",
+    "TabularMLP",
     "UserError",
     "by_classes",
     "by_coarse_class",
