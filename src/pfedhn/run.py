@@ -245,7 +245,7 @@ class Run:
         if not isinstance(last, bool):
             raise UserError(f"last is {short(last)}; it must be True or False.")
         assert self.state.best is not None
-        return self.state.memories if last else self.state.best.memories
+        return self.state.memories if last else self.state.best.memories.to(self.simulation.federation.x.device)
 
     def personal_weights(
         self, client: int | str, last: bool = False, architecture: str | None = None, data: Arrays | None = None

@@ -187,16 +187,22 @@ def _to_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any], simulati
             for split in ("validation", "test")
         }
         evaluation = Evaluation(record["best"]["step"], record["best"]["round"], splits)
-        best = Best(evaluation, _to_memories("best", tensors, record["best"]["slots"], template.memories))
+        best = Best(evaluation, _to_memories("best", tensors, record["best"]["slots"], template.memories, on_host=True))
     return State(record["round"], memories, best, record["bytes_down"], record["bytes_up"])
 
 
 def _to_memories(
-    prefix: str, tensors: Mapping[str, Tensor], slots: Mapping[str, Sequence[int]], template: Memories
+    prefix: str,
+    tensors: Mapping[str, Tensor],
+    slots: Mapping[str, Sequence[int]],
+    template: Memories,
+    on_host: bool = False,
 ) -> Memories:
     def fill(part: str, tree: Any) -> Any:
         # Cloned into memory of their own: libraries choose kernels by alignment, and a file's tensors lie anywhere.
-        leaves = [tensors[name].clone().to(leaf.device) for name, leaf in _named(f"{prefix}/{part}", tree)]
+        leaves = [tensors[name].clone() for name, _ in _named(f"{prefix}/{part}", tree)]
+        if not on_host:
+            leaves = [value.to(leaf.device) for value, leaf in zip(leaves, pytree.tree_leaves(tree), strict=True)]
         return pytree.tree_unflatten(leaves, pytree.tree_structure(tree))
 
     private = {}
