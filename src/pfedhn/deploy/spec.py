@@ -114,6 +114,8 @@ def read_spec(text: str, path: Path) -> Spec:
     (cell,) = experiment.cells
     if cell.pretrain is not None:
         raise UserError("pretrain is for experiments; a federation starts fresh, so leave it out.")
+    if cell.privacy:
+        raise UserError("privacy is each party's own choice (`pfedhn join --help`); leave it out of this file.")
     data = build(Data, own["data"], "[data]")
     spec = Spec(cell, experiment.seeds[0], data, build(Policy, own["policy"], "[policy]"), own["sizes"], joining_rounds)
     _check(spec)

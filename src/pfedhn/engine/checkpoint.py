@@ -6,6 +6,7 @@ not match, the checkpoint does not count and the one before it is used.
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,7 @@ def save_state(
         "step": step,
         "bytes_down": state.bytes_down,
         "bytes_up": state.bytes_up,
+        **({"num_updates": sorted(state.num_updates.items())} if state.num_updates else {}),
         "slots": slots,
         "best": None,
     }
@@ -188,7 +190,8 @@ def _to_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any], simulati
         }
         evaluation = Evaluation(record["best"]["step"], record["best"]["round"], splits)
         best = Best(evaluation, _to_memories("best", tensors, record["best"]["slots"], template.memories))
-    return State(record["round"], memories, best, record["bytes_down"], record["bytes_up"])
+    num_updates = Counter(dict(record.get("num_updates", [])))
+    return State(record["round"], memories, best, record["bytes_down"], record["bytes_up"], num_updates)
 
 
 def _to_memories(

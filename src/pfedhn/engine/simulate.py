@@ -37,6 +37,7 @@ from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, copy, put, stack, take
+from pfedhn.privacy import Cost, Privacy, Protection, keyed_normal, refuse_leaks
 from pfedhn.sgd import Batches
 
 ROWS_AT_ONCE = 50_000  # made together: making one takes ten times its memory
@@ -52,6 +53,7 @@ class Inputs(NamedTuple):
     batches: Batches
     size: Tensor
     noise: Tensor  # the key of what its network draws by itself
+    secret: Tensor  # the key of what protects its data
 
 
 class Joining(NamedTuple):
@@ -77,6 +79,7 @@ class Simulation:
     download: Transform = FULL
     joins: Joining | None = None  # a trained federation that these clients join; its shared memory is frozen
     resize_every: int | None = None  # communication steps after which every client goes on to the next network
+    privacy: Privacy | None = None  # what clients do to keep their data from those who see their updates
     make_crew: Callable[["Simulation"], Trainer] | None = None  # who shares the clients of a round; nobody where None
     _chosen: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # which executor runs which network
     _executors: dict[str, Executor] = field(default_factory=dict, init=False, repr=False)  # they keep their graphs
@@ -89,6 +92,8 @@ class Simulation:
             raise UserError("steps, evaluate_every and batch_size must be at least 1.")
         if self.download.init_state({}) != ():
             raise UserError("a transform that remembers cannot be used for downloads; use it for uploads.")
+        has_statistics = any(model.statistics for model in self.models.values())
+        refuse_leaks(self.privacy, has_statistics, self.algorithm.needs_descriptors)
         known = ("auto", *EXECUTORS, "captured")
         if self.executor not in known:
             raise UserError(f"there is no executor {self.executor!r}; there are {', '.join(known)}.")
@@ -204,9 +209,23 @@ class Simulation:
         key = keys.fold(self.seed, "rounds")
         return cohort(key, number, self.federation.num_clients, self.clients_per_round).tolist()
 
+    def privacy_cost(self, client: int) -> Cost:
+        """What a round costs a client."""
+        assert self.privacy is not None
+        size = int(self.federation.splits["train"].size[client])
+        return self.privacy.cost(size, self.schedule.batch_size, self.algorithm.num_batches)
+
+    def has_budget(self, state: State, client: int) -> bool:
+        """Whether a client may send one more update."""
+        if self.privacy is None:
+            return True
+        return state.num_updates[client] < self.privacy.num_rounds(self.privacy_cost(client))
+
     def _round(self, state: State, number: int) -> None:
         memories = state.memories
-        members = self.cohort(number)
+        members = [client for client in self.cohort(number) if self.has_budget(state, client)]
+        if not members:
+            return  # nobody of this cohort has budget left, and the server has nothing to step by
         returned: list[Returned] = []
         weights_down = 0
         remembered: list[tuple[list[int], Kept]] = []
@@ -232,6 +251,8 @@ class Simulation:
         for part, (clients, kept), rows in zip(returned, remembered, new_rows, strict=True):
             put(memories.rows, torch.tensor(clients, device=self.federation.x.device), rows)
             memories.private[part.model.name].put(clients, kept)
+        if self.privacy is not None:
+            state.num_updates.update(members)
 
     @cached_property
     def _crew(self) -> Trainer | None:
@@ -266,14 +287,17 @@ class Simulation:
         index = torch.tensor(share.clients, device=self.device)
         identities = self.federation.identity(index)
         key = keys.fold(self.seed, "batches", number)
+        is_sampled = self.privacy is not None and self.privacy.level == "example"
+        draw = self.federation.sampled_batches if is_sampled else self.federation.batches
         return Inputs(
             identities,
             torch.full_like(index, number),
             share.rows,
             share.kept,
-            self.federation.batches(index, key, self.algorithm.num_batches, self.schedule.batch_size),
+            draw(index, key, self.algorithm.num_batches, self.schedule.batch_size),
             self.federation.splits["train"].size[index],
             torch.as_tensor(keys.fold(self.seed, "noise", number, identities)),
+            torch.as_tensor(keys.fold(self.seed, "privacy", number, identities)),
         )
 
     def _one_client(self, model: Model, shared: Any) -> Callable[..., tuple[Offer, Reply, Kept]]:
@@ -288,10 +312,16 @@ class Simulation:
             mine = Inputs(*given)
             offer = make_offer(shared, mine.row, mine.number, mine.identity)
             with model.seeded(mine.noise), executor.running(model.name, "train", (offer, mine.kept, mine.batches)):
-                update, kept = exchange.train(model, offer, mine.kept, mine.batches)
+                update, kept = exchange.train(model, offer, mine.kept, mine.batches, self._protection(mine))
             return offer, *exchange.reply(offer, update, kept, mine.size, mine.identity)
 
         return one_client
+
+    def _protection(self, mine: Inputs) -> Protection | None:
+        if self.privacy is None:
+            return None
+        expected = mine.size.clamp(max=self.schedule.batch_size)
+        return Protection(self.privacy, expected, keyed_normal(mine.secret))
 
     def _step(self, shared: Any, returned: list[Returned]) -> tuple[Any, list[Any]]:
         models = [part.model for part in returned]

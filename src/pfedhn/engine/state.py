@@ -3,6 +3,7 @@
 Axes: [N] clients.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -119,6 +120,7 @@ class State:
     best: Best | None = None
     bytes_down: int = 0
     bytes_up: int = 0
+    num_updates: Counter[int] = field(default_factory=Counter)  # of each client, where they cost privacy
     bad: Tensor | None = (
         None  # [2] of a captured run: the round and client at which it diverged unnoticed so far, or -1
     )

@@ -62,6 +62,7 @@ class Cell:
     evaluate_every: int = 30
     upload: str = "full"  # what is done to updates on their way: full, half or 8-bit
     download: str = "full"  # and to the weights on their way down
+    privacy: Mapping[str, Any] = field(default_factory=dict)  # how clients keep their data private (`Privacy`)
     pretrain: str | None = None  # the method whose last model every client starts from
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
 
@@ -210,6 +211,7 @@ YOUNGER_FIELDS: tuple[tuple[str, Any], ...] = (
     ("descriptors", "client"),
     ("network", {}),
     ("read", {}),
+    ("privacy", {}),
 )
 """Fields that stored runs do not have, with what they then are: names with a digest must stay what they were."""
 
@@ -229,6 +231,7 @@ CELL_TABLES = (
     "columns",
     "network",
     "read",
+    "privacy",
 )  # fields that are tables, which "partition.alpha" reaches into
 
 
