@@ -113,6 +113,7 @@ class Spec:
     cell: Mapping[str, Any] | None = None
     plan: Mapping[str, Any] | None = None
     privacy: Mapping[str, Any] | None = None
+    in_flight: int | None = None
 
 
 def describe(simulation: Simulation, origin: Origin) -> Spec:
@@ -141,6 +142,7 @@ def describe(simulation: Simulation, origin: Origin) -> Spec:
         origin.cell or None,
         origin.plan,
         None if simulation.privacy is None else settings_of(simulation.privacy),
+        simulation.in_flight,
     )
 
 
@@ -162,6 +164,8 @@ def _digests(simulation: Simulation) -> dict[str, str]:
         digests["resizing"] = digest(simulation.resize_every)
     if simulation.privacy is not None:
         digests["privacy"] = digest(settings_of(simulation.privacy))
+    if simulation.in_flight is not None:
+        digests["in flight"] = digest(simulation.in_flight)
     if simulation.starts is not None:
         digests["start"] = hashlib.sha256(_start_content(simulation.starts)).hexdigest()
     return digests
@@ -286,6 +290,7 @@ WORDS = {
     "method code": "the code of the method or of a transform is another",
     "resizing": "the clients go on to another network after other steps",
     "privacy": "its clients keep their data private in another way",
+    "in flight": "another number of clients is at work at once",
     "start": "it starts from other weights",
 }
 """What it means that two runs differ in a digest."""
@@ -522,6 +527,7 @@ def to_simulation(
         _transform(directory, "upload", spec.upload),
         _transform(directory, "download", spec.download),
         privacy=None if spec.privacy is None else build(Privacy, spec.privacy, "privacy"),
+        in_flight=spec.in_flight,
     )
 
 

@@ -144,6 +144,7 @@ def assemble(
     starts: Mapping[str, Params] | None = None,
     resize_every: int | None = None,
     privacy: Privacy | None = None,
+    in_flight: int | None = None,
 ) -> Simulation:
     """Data, network, method, schedule and seed become a run here and nowhere else. Arguments as `train`.
 
@@ -199,6 +200,7 @@ def assemble(
         *wire,
         resize_every=resize_every,
         privacy=privacy,
+        in_flight=None if in_flight is None else whole_number("in_flight", in_flight),
     )
     refuse_too_large(simulation)
     return simulation
@@ -874,6 +876,7 @@ def train(
     upload: str | Transform = "full",
     download: str | Transform = "full",
     privacy: Privacy | None = None,
+    in_flight: int | None = None,
     precision: Precision = "tf32",
     deterministic: bool = False,
     progress: bool = True,
@@ -905,6 +908,8 @@ def train(
             8 bits; or a transform of your own.
         download: What is done to weights on their way to a client, likewise.
         privacy: What clients do to keep their data from those who see their updates: `pfedhn.Privacy`.
+        in_flight: How many clients are at work at once in a run that does not wait for its cohorts: the server steps
+            whenever `cohort_size` of them have replied, on updates for weights that are some steps old. None waits.
         precision: Of products on a GPU: "tf32" rounds their factors to 10 bits and is faster, "fp32" does not. It holds
             while the run goes on.
         deterministic: On a GPU, the same bits from the same GPU and versions.
@@ -947,6 +952,7 @@ def train(
         upload=upload,
         download=download,
         privacy=privacy,
+        in_flight=in_flight,
     )
     if checkpoint_every is not None:
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every)

@@ -21,13 +21,15 @@ from pfedhn.deploy.server import Arrival, Policy
 from pfedhn.deploy.signing import new_key, opened, sealed
 from pfedhn.deploy.state import Store
 from pfedhn.deploy.virtual import Virtual
-from pfedhn.deploy.wire import Message, WireError
+from pfedhn.deploy.wire import Message, WireError, from_envelope, unpacked
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.engine.transform import TRANSFORMS
 from pfedhn.errors import RunError, UserError
 from pfedhn.params import stack, take
 from pfedhn.privacy import Privacy, Protection
+
+SEED = 5
 
 
 def simulated(simulation: Simulation) -> State:
@@ -518,6 +520,31 @@ def test_without_waiting_one_at_a_time_is_the_simulator(tmp_path: Path) -> None:
     group.server.run()
     assert_simulated(group, simulated(simulation))
     assert group.server.state.max_staleness == 0
+
+
+class Timed(Virtual):
+    """Training takes the time that the simulator draws for its message; everything else takes none."""
+
+    def post(self, party: str, kind: str, content: bytes) -> None:
+        number = unpacked(from_envelope(content)[1]).values.get("round", 0)
+        drawn = 0.5 + float(keys.uniform(keys.fold(SEED, "duration", number), 1))
+        self.seconds = lambda name: drawn if kind == "train" else 0.0
+        super().post(party, kind, content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cohort", [1, 2])
+def test_without_waiting_many_at_a_time_are_the_simulator(cohort: int, tmp_path: Path) -> None:
+    """Who is asked when, for which weights, and when the server steps: all as in the simulator."""
+    simulation = simulation_of(small("pfedhn-pc"), rounds=12, cohort=cohort, evaluate_every=1_000, seed=SEED)
+    group = Group(simulation, tmp_path, Policy(in_flight=4), make_transport=Timed)
+    group.server.run()
+    expected = simulated(replace(simulation, in_flight=4))
+    assert_close(group.server.state.shared, expected.memories.shared)
+    for client in range(simulation.federation.num_clients):
+        row = group.server.state.rows[simulation.federation.name_of(client)]
+        assert_close(row, take(expected.memories.rows, client))
+    assert group.server.state.max_staleness == expected.flight.max_staleness > 0
 
 
 @pytest.mark.slow

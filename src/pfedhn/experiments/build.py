@@ -53,7 +53,7 @@ def check(experiment: Experiment) -> None:
             _made(cell)
         elif cell.dataset not in datasets.DATASETS and not is_own_data(cell.dataset):
             raise UserError(f"there is no data set {cell.dataset!r}; {closest(cell.dataset, datasets.DATASETS)}")
-        for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size", "resize_every"):
+        for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size", "resize_every", "in_flight"):
             if (value := getattr(cell, name)) is not None and value < 1:
                 raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
         if not is_made(cell.dataset):
@@ -299,4 +299,5 @@ def build_simulation(run: RunSpec, options: Options, starts: Mapping[str, Params
         starts=starts,
         resize_every=cell.resize_every,
         privacy=cell_privacy(cell),
+        in_flight=cell.in_flight,
     )

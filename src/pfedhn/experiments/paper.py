@@ -67,6 +67,15 @@ COMPRESSION = Experiment(
     ),
 )
 
+# What it costs not to wait for cohorts: the demo's clients and steps, with several clients at work at once.
+STALENESS = Experiment(
+    name="staleness",
+    title="Handwritten digits: 50 clients, several at work at once on weights that grow old meanwhile",
+    cells=tuple(
+        replace(cell, in_flight=in_flight) for cell in DEMO.cells if cell.method != "local" for in_flight in (1, 4, 16)
+    ),
+)
+
 # Table 1 of the paper: test accuracy, mean and deviation over three seeds; columns are numbers of clients.
 CIFAR10 = {
     "local": {10: (86.46, 4.02), 50: (68.11, 7.39), 100: (59.32, 5.59)},
@@ -271,6 +280,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     for experiment in (
         DEMO,
         COMPRESSION,
+        STALENESS,
         table1("table1-cifar10", "Table 1, CIFAR-10: 2 classes per client", CIFAR10, _cifar("cifar10", 2)),
         table1("table1-cifar100", "Table 1, CIFAR-100: 10 classes per client", CIFAR100, _cifar("cifar100", 10)),
         table1(
