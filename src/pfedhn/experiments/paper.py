@@ -80,7 +80,7 @@ STALENESS = Experiment(
 )
 
 
-def private(cell: Cell, noises: Mapping[float, float], **settings: Any) -> tuple[Cell, ...]:
+def with_privacy(cell: Cell, noises: Mapping[float, float], **settings: Any) -> tuple[Cell, ...]:
     """A cell with privacy of single examples: for each budget the noise with which it lasts the run, on average."""
     cells = []
     for epsilon, noise in noises.items():
@@ -107,9 +107,9 @@ PRIVACY = Experiment(
     cells=(
         replace(TEN, method="local", settings={**TEN.settings, "local_lr": 0.01}),
         replace(TEN, method="fedavg", settings={**TEN.settings, "local_lr": 0.05}),
-        *private(replace(TEN, method="fedavg"), NOISES, local_steps=5, local_lr=0.1),
+        *with_privacy(replace(TEN, method="fedavg"), NOISES, local_steps=5, local_lr=0.1),
         replace(TEN, method="pfedhn", settings={**TEN.settings, "lr": 0.01, "local_lr": 0.005}),
-        *private(replace(TEN, method="pfedhn"), NOISES, local_steps=5, lr=0.01, local_lr=0.05),
+        *with_privacy(replace(TEN, method="pfedhn"), NOISES, local_steps=5, lr=0.01, local_lr=0.05),
     ),
 )
 # The same on CIFAR-10, with about 800 training examples a client, rates as without privacy but for fewer local steps.
@@ -355,7 +355,7 @@ EXPERIMENTS["privacy-cifar10"] = Experiment(
     cells=tuple(
         cell
         for method in ("fedavg", "pfedhn")
-        for cell in (_TABLE1[method], *private(_TABLE1[method], CIFAR_NOISES, local_steps=10))
+        for cell in (_TABLE1[method], *with_privacy(_TABLE1[method], CIFAR_NOISES, local_steps=10))
     ),
 )
 
