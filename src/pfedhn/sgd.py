@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,10 +15,13 @@ from torch import Tensor
 from pfedhn.errors import UserError
 from pfedhn.params import Params, pack, pick, take
 from pfedhn.privacy import NO_GRADIENT, protected
+from pfedhn.settings import Bounds
 from pfedhn.statistics import collecting, tracked
 
 Rate: TypeAlias = float | Tensor
 """A number that a grid varies; the engine passes it as a 0-d tensor so that a grid compiles once."""
+Share: TypeAlias = Annotated[Rate, Bounds(0, 1)]
+"""Such a number that is a part of a whole."""
 
 Carry = TypeVar("Carry")
 Loss: TypeAlias = Callable[[Params, "Batches"], Tensor]

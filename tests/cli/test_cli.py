@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -33,7 +34,6 @@ from pfedhn.experiments import directory as directory_module
 from pfedhn.experiments import paper, runner
 from pfedhn.experiments.grid import with_assignments
 from pfedhn.experiments.paper import DEMO, EXPERIMENTS
-from pfedhn.experiments.spec import Experiment
 from pfedhn.experiments.tune import plan
 from pfedhn.report.page import FORMATS
 
@@ -560,11 +560,22 @@ def test_debug_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_of_ours_is_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> Experiment:
-        raise KeyError("oops")
-
-    monkeypatch.setattr(find, "find_experiment", fail)
+    monkeypatch.setattr(find, "find_experiment", Mock(side_effect=KeyError("oops")))
     refused(1, "KeyError: 'oops' (an error inside pfedhn; `pfedhn --debug ...` shows where).", "run", "demo")
+
+
+def test_an_error_of_a_persons_own_code_says_where() -> None:
+    Path("mine.py").write_text(
+        "import sys\ndef clinics(clients, seed):\n    return 1 / 0\ndef leaves(clients, seed):\n    sys.exit(3)\n"
+    )
+    Path("leaves.py").write_text("import sys\nsys.exit(3)\n")
+    for data, sentence in (
+        ("mine.py:clinics", "ZeroDivisionError: division by zero (MINE, line 3; `pfedhn --debug ...` shows the way"),
+        ("mine.py:leaves", "SystemExit: 3 (MINE, line 5; `pfedhn --debug ...` shows the way there)."),
+        ("leaves.py:clinics", "leaves.py cannot be run (SystemExit: 3)."),
+    ):
+        Path("own.toml").write_text(f'dataset = "{data}"\n')
+        refused(2, sentence.replace("MINE", str(Path("mine.py").resolve())), "run", "own.toml")
 
 
 # Stopping and killing, in real processes

@@ -362,15 +362,12 @@ def test_a_killed_worker_costs_its_run_alone(tmp_path: Path) -> None:
 
 
 def test_an_error_of_ours_leaves_its_traceback_beside_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise TypeError("unsupported operand")
-
-    monkeypatch.setattr(run, "rounds", fail)
+    monkeypatch.setattr(run, "rounds", Mock(side_effect=TypeError("unsupported operand")))
     outcome = run_many(tmp_path, SMALL, SMALL.runs()[:1], jobs=1)
     log = tmp_path / "fedavg-digits-6-seed0" / "error.txt"
     (failure,) = outcome.failures.values()
     assert failure.sentence == (f"TypeError: unsupported operand (an error inside pfedhn; the details are in {log}).")
-    assert "raise TypeError" in log.read_text()
+    assert "Traceback" in log.read_text()
 
 
 def test_what_a_run_says_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

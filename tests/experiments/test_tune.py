@@ -223,9 +223,13 @@ def test_rates_and_the_record_of_a_tuning_vouch_for_themselves(tmp_path: Path) -
     file, record = tmp_path / "mine.rates.toml", tmp_path / "tuning.json"
     save_rates(file, "mine", {"fedavg": {"local_lr": 0.05}})
     file.write_text(file.read_text().replace("0.05", "0.07"))
-    with pytest.raises(UserError, match=r"was changed after it was written; if that was you, take its last line out"):
+    with pytest.raises(UserError, match=r"was changed after it was written; if that was you, take its first line out"):
         read_rates(file)
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-1]))
+    with pytest.raises(UserError, match="was changed after it was written"):
+        read_rates(file)
+    file.write_text("".join(lines[1:]))
     assert read_rates(file) == {"mine": {"fedavg": {"local_lr": 0.07}}}
     write_record(record, EXPERIMENTS["demo"], {"fedavg": {"score": 0.5}})
     assert read_record(record)["methods"] == {"fedavg": {"score": 0.5}}
@@ -298,10 +302,7 @@ def test_when_every_point_diverges_nothing_is_chosen_and_the_code_is_1(monkeypat
 
 
 def test_a_failure_that_is_no_divergence_ends_the_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise TypeError("unsupported operand")
-
-    monkeypatch.setattr(run_module, "rounds", fail)
+    monkeypatch.setattr(run_module, "rounds", Mock(side_effect=TypeError("unsupported operand")))
     result = invoke("tune", "mine.toml", "--jobs", "1")
     assert result.exit_code == 1
     assert result.stderr.count("TypeError: unsupported operand (an error inside pfedhn;") == 4
@@ -360,7 +361,7 @@ def test_saving_keeps_what_else_a_file_holds(tmp_path: Path) -> None:
         "a": {"fedavg": {"local_lr": 0.005}, "pfedme": {"lr": 0.1, "personal_lr": 0.05}},
         "b.c": {"local": {"local_lr": 0.01}},
     }
-    assert file.read_text().startswith("# Learning rates that `pfedhn tune` chose")
+    assert "\n# Learning rates that `pfedhn tune` chose" in file.read_text()
 
 
 def test_rates_reach_the_cells_of_their_methods_alone() -> None:

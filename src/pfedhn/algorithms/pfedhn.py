@@ -28,8 +28,8 @@ from pfedhn.errors import UserError
 from pfedhn.layers import Role, Roles, Shapes, assign_roles
 from pfedhn.model import Model
 from pfedhn.params import Params, clip, pick, pull_back, subtract, zeros_like
-from pfedhn.settings import Bounds
-from pfedhn.sgd import SGD, Batches, Rate
+from pfedhn.settings import Bounds, Fraction
+from pfedhn.sgd import SGD, Batches, Rate, Share
 
 
 class Shared(NamedTuple):
@@ -69,14 +69,14 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     linear: bool = False  # h(v; W) = W v: no trunk, no bias
     spectral_norm: bool = False  # divides every matrix of the hypernetwork by its largest singular value
     optimizer: Literal["sgd", "adamw"] = "sgd"  # of the server's steps on phi; a client's are SGD
-    momentum: float = 0.9  # momentum of the server's steps; AdamW: beta_1
+    momentum: Fraction = 0.9  # momentum of the server's steps; AdamW: beta_1
     weight_decay: Rate = 1e-3  # weight decay of the server's steps; embeddings decay, chosen or not; AdamW: decoupled
     embedding_optimizer: Literal["sgd", "adam"] = "sgd"  # of embeddings; by Adam, those of chosen clients alone move
     embedding_scale: Rate = 1.0  # standard deviation of embeddings at the start
-    embedding_momentum: float | None = None  # momentum of the steps on the embeddings; that of phi by default
+    embedding_momentum: Fraction | None = None  # momentum of the steps on the embeddings; that of phi by default
     embedding_weight_decay: Rate | None = None  # weight decay of the embeddings; that of phi by default
-    averaging: Rate | None = None  # how much of its past the served average keeps per step; None serves the newest
-    local_momentum: float = 0.9  # momentum of a client's steps; starts at rest in every round, but for personal layers
+    averaging: Share | None = None  # how much of its past the served average keeps per step; None serves the newest
+    local_momentum: Fraction = 0.9  # momentum of a client's steps; at rest when a round starts, but for personal layers
     local_weight_decay: float = 5e-5  # weight decay of a client's steps
     clip: float | None = 50.0  # largest norm of the server's gradient, over phi and embeddings together
     local_clip: float | None = 50.0  # largest norm of a client's gradient, personal layers left out
