@@ -3,7 +3,7 @@
 import itertools
 import math
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import check
 from pfedhn.experiments.grid import from_table
-from pfedhn.params import take
+from pfedhn.model import Model
+from pfedhn.params import Params, take
 from pfedhn.privacy import Cost, Privacy, Protection, keyed_normal, num_places, protecting, spent
 from pfedhn.sgd import SGD, Batches
 
@@ -100,6 +101,22 @@ def test_methods_with_other_gradients_are_refused(federation: Federation, method
     with pytest.raises(UserError, match="train by plain SGD"):
         finish(simulation)
     finish(replace(simulation, privacy=Privacy(1.0, 1.0)))  # of whole clients it is offered
+
+
+@dataclass(frozen=True)
+class ByItself(FedAvg):
+    """Differentiates the loss without asking anybody."""
+
+    def train(self, model: Model, received: Params, private: Params, batches: Batches) -> tuple[Params, Params]:
+        gradient = torch.func.grad(model.loss)(received, take(batches, 0))
+        return {name: self.local_lr * value for name, value in gradient.items()}, private
+
+
+def test_a_method_that_goes_around_the_private_steps_is_refused(federation: Federation) -> None:
+    simulation = simulate(ByItself(), federation)
+    finish(simulation)
+    with pytest.raises(UserError, match="train by plain SGD"):
+        finish(replace(simulation, privacy=Privacy(1.0, 1.0, level="example")))
 
 
 @pytest.mark.parametrize(

@@ -305,10 +305,8 @@ class Simulation:
             flight.now = work.due
             flight.replies.append(work)
             staleness = state.round - work.version
-            flight.max_staleness, flight.sum_staleness = (
-                max(flight.max_staleness, staleness),
-                flight.sum_staleness + staleness,
-            )
+            flight.sum_staleness += staleness
+            flight.max_staleness = max(flight.max_staleness, staleness)
             state.bytes_down += work.bytes_down
             state.memories.private[self.model_of(work.client).name].put([work.client], work.kept)
         if not flight.replies:
@@ -332,12 +330,9 @@ class Simulation:
 
     def _send(self, state: State, client: int) -> None:
         memories, number, flight = state.memories, state.flight.num_sent, state.flight
-        name = self.model_of(client).name
-        rows, kept = (
-            take(memories.rows, torch.tensor([client], device=self.device)),
-            memories.private[name].take([client]),
-        )
-        share = Share(name, number, [client], memories.shared, rows, kept)
+        name, index = self.model_of(client).name, torch.tensor([client], device=self.device)
+        kept = memories.private[name].take([client])
+        share = Share(name, number, [client], memories.shared, take(memories.rows, index), kept)
         trained = self.train(share)
         self._refuse_diverged(share, trained)
         due = flight.now + 0.5 + float(keys.uniform(keys.fold(self.seed, "duration", number), 1))
@@ -350,7 +345,8 @@ class Simulation:
 
     def form_of_work(self, state: State, client: int) -> tuple[Reply, Kept]:
         """What a client at work has, all [1, ...]; only the form counts."""
-        model, memories, zero = self.model_of(client), state.memories, torch.zeros((), dtype=torch.int64)
+        model, memories = self.model_of(client), state.memories
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
         kept = memories.private[model.name].make(client)
         offer = self.exchange.offer(model, memories.shared, take(memories.rows, client), zero, zero)
         update = self.download.decode(offer.weights, model.dtype)  # an update has the names that were sent
