@@ -27,6 +27,7 @@ _HOMES = {
     "PFedHN": "pfedhn.algorithms.pfedhn",
     "PFedMe": "pfedhn.algorithms.pfedme",
     "PerFedAvg": "pfedhn.algorithms.per_fedavg",
+    "Privacy": "pfedhn.privacy",
     "Run": "pfedhn.run",
     "UserError": "pfedhn.errors",
     "by_classes": "pfedhn.data.partition",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from pfedhn.kernels.conv import ConvBlock
     from pfedhn.kernels.linear import Linear
     from pfedhn.models import MLP, LeNet, OmniglotNet
+    from pfedhn.privacy import Privacy
     from pfedhn.process import set_up_process
     from pfedhn.run import NewClient, NewClients, Run, load, train
 
@@ -86,6 +88,7 @@ __all__ = [
     "PFedHN",
     "PFedMe",
     "PerFedAvg",
+    "Privacy",
     "Run",
     "UserError",
     "by_classes",

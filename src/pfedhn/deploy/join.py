@@ -21,7 +21,6 @@ from pfedhn import __version__
 from pfedhn.deploy import engine
 from pfedhn.deploy.invitations import Bundle, check_name
 from pfedhn.deploy.party import Party
-from pfedhn.deploy.privacy import Privacy
 from pfedhn.deploy.relay import read_bytes, write_bytes
 from pfedhn.deploy.signing import load_or_make_key, public_key, public_text
 from pfedhn.deploy.spec import listed, read_party, read_spec, to_plan
@@ -29,6 +28,7 @@ from pfedhn.deploy.wire import WireError
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.files import given_path, make_folder, read_text, write_atomically
 from pfedhn.portable import Portable, check_ending, write_model
+from pfedhn.privacy import Privacy
 from pfedhn.record import settings_of
 from pfedhn.reference import Code
 
@@ -91,7 +91,7 @@ def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None =
     Args:
         folder: The party's own.
         data: Where its data are now, if they have moved.
-        privacy: What is done to its updates.
+        privacy: What it does to keep its data from whoever sees its updates.
     """
     enrolled, own = (json.loads(read_text(folder / name)) for name in ("enrolled.json", "party.json"))
     spec = read_spec(enrolled["spec"], folder / "spec.toml")

@@ -57,8 +57,11 @@ def _rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
 
 
 def is_captured(simulation: Simulation) -> bool:
-    """Whether a captured round is meant; one whose clients are shared out is run operation by operation."""
-    if simulation.make_crew is not None:
+    """Whether a captured round is meant.
+
+    One whose clients are shared out, protected or not waited for is run operation by operation.
+    """
+    if simulation.make_crew is not None or simulation.privacy is not None or simulation.in_flight is not None:
         return False
     return simulation.executor == "captured" or (simulation.executor == "auto" and simulation.federation.x.is_cuda)
 

@@ -3,6 +3,7 @@
 Axes: [N] clients.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pfedhn.engine.evaluate import SplitResult
+from pfedhn.engine.round import Kept, Reply
 from pfedhn.errors import RunError
 from pfedhn.params import copy, put, stack, take
 
@@ -127,6 +129,30 @@ class Best:
     memories: Memories
 
 
+class Work(NamedTuple):
+    """A client at work on weights that the server sent it; what it will reply is known here already."""
+
+    client: int
+    number: int  # of the message
+    version: int  # steps that the server had taken when it sent the weights
+    due: float  # when the reply comes
+    bytes_down: int
+    reply: Reply  # [1, ...]
+    kept: Kept  # [1, ...]
+
+
+@dataclass
+class Flight:
+    """Who is at work in a run that does not wait for cohorts."""
+
+    num_sent: int = 0  # messages so far
+    now: float = 0.0  # the clock, in the mean time that a client takes
+    working: list[Work] = field(default_factory=list)
+    replies: list[Work] = field(default_factory=list)  # that came, and are not in a step yet
+    max_staleness: int = 0  # steps that the server took while a client was at work
+    sum_staleness: int = 0
+
+
 @dataclass
 class State:
     """Everything a run is at one moment: write it and read it back, and the run goes on with the same bits."""
@@ -136,6 +162,8 @@ class State:
     best: Best | None = None
     bytes_down: int = 0
     bytes_up: int = 0
+    num_updates: Counter[int] = field(default_factory=Counter)  # of each client, where they cost privacy
+    flight: Flight = field(default_factory=Flight)  # of a run that does not wait
     bad: Tensor | None = (
         None  # [2] of a captured run: the round and client at which it diverged unnoticed so far, or -1
     )
