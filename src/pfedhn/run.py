@@ -71,7 +71,7 @@ from pfedhn.record import (
     write_result,
 )
 from pfedhn.reference import Code
-from pfedhn.result import Moment, Result, Scores, Unadapted, from_json, to_json
+from pfedhn.result import Clients, Moment, Result, Scores, Unadapted, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import check_seed, checked_method, whole_number
 from pfedhn.stopping import Abandoned, stop_on_signal
@@ -81,6 +81,7 @@ logger = logging.getLogger("pfedhn")
 
 CHECKPOINT_SECONDS = 60.0
 NUM_CLIENTS_IN_METRICS = 1_000  # larger federations keep per-client scores of the chosen round only
+NUM_CLIENTS_DESCRIBED = 2_000  # of more, a result does not say who holds what
 
 AnyAlgorithm = Algorithm[Any, Any, Any]
 Precision = Literal["tf32", "fp32"]
@@ -273,6 +274,20 @@ class Run:
             raise UserError(f"last is {short(last)}; it must be True or False.")
         assert self.state.best is not None
         return self.state.memories if last else self.state.best.memories.to(self.simulation.federation.x.device)
+
+    def embeddings(self, last: bool = False) -> Tensor:
+        """[clients, D]: what the server learned of each client at the chosen round, or after the last one.
+
+        In double precision, on the CPU. Methods with a hypernetwork have embeddings; another method is refused.
+        """
+        memories, algorithm = self.memories(last), self.simulation.algorithm
+        rows = memories.rows
+        if not isinstance(getattr(rows, "embedding", None), Tensor):
+            raise UserError(f"{self.origin.method} has no embeddings of clients; methods with a hypernetwork have.")
+        if hasattr(algorithm, "up_to_date"):  # of embeddings that every step moves
+            rows = algorithm.up_to_date(rows, self.simulation.exchange.served(memories.shared))
+        embeddings: Tensor = rows.embedding
+        return embeddings.detach().double().cpu()
 
     def personal_weights(
         self, client: int | str, last: bool = False, architecture: str | None = None, data: Arrays | None = None
@@ -686,7 +701,35 @@ def _result(run: Run, digests: Mapping[str, str] | None = None, history: str | N
         unadapted,
         digests,
         history,
+        _clients(run),
     )
+
+
+def _clients(run: Run) -> Clients | None:
+    """Who the clients are, what they hold, and where their embeddings lie; of very many clients nothing."""
+    federation = run.simulation.federation
+    if federation.num_clients > NUM_CLIENTS_DESCRIBED:
+        return None
+    classes = place = share = None
+    if federation.num_classes is not None and len(federation.y):
+        counts = federation.class_counts.tolist()
+        classes = tuple({str(label): count for label, count in enumerate(row) if count} for row in counts)
+    if hasattr(run.memories().rows, "embedding"):
+        place, share = _plane(run.embeddings())
+    return Clients(federation.names, federation.class_names, classes, place, share)
+
+
+def _plane(embeddings: Tensor) -> tuple[tuple[tuple[float, ...], ...] | None, float | None]:
+    """[N, D] in the plane in which they differ most (principal components), and the share of the variance there."""
+    centered = nn.functional.pad(embeddings - embeddings.mean(0), (0, 1))  # one axis alone is a line in the plane
+    total = float(centered.square().sum())
+    if not 0 < total < math.inf:
+        return None, None
+    _, axes = torch.linalg.eigh(centered.T @ centered)  # rising: the last two are the widest
+    axes = axes[:, -2:].flip(1)
+    axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()  # an axis has no direction of its own
+    plane = centered @ axes
+    return tuple(tuple(round(part, 5) for part in row) for row in plane.tolist()), float(plane.square().sum()) / total
 
 
 def execute(

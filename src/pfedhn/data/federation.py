@@ -310,16 +310,21 @@ class Federation:
         return int(self.y.max()) + 1 if self.class_names is None else len(self.class_names)
 
     @cached_property
-    def class_shares(self) -> Tensor:
-        """[N, classes]: the fraction of each class in a client's training examples."""
+    def class_counts(self) -> Tensor:
+        """[N, classes]: how many training examples of each class a client has."""
         if self.num_classes is None:
             raise UserError("this federation has no class labels to describe clients by; give it descriptors.")
-        counts = torch.stack(
+        return torch.stack(
             [
                 torch.bincount(self.y[self.splits["train"].of(i)], minlength=self.num_classes)
                 for i in range(self.num_clients)
             ]
         )
+
+    @property
+    def class_shares(self) -> Tensor:
+        """[N, classes]: the fraction of each class in a client's training examples."""
+        counts = self.class_counts
         return (counts / counts.sum(1, keepdim=True)).to(self.x.dtype if self.x.is_floating_point() else torch.float32)
 
     @property

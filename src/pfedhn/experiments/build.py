@@ -191,6 +191,11 @@ def _made(cell: Cell) -> Callable[[], Federation]:
     for name in given:
         if name not in known:
             raise UserError(f"{cell.dataset} has no setting {name!r}; {closest(name, known)}")
+    try:
+        inspect.signature(function).bind(cell.clients, seed=0, **given)
+    except TypeError as error:
+        form = f"def {function.__name__}(clients, seed)"
+        raise UserError(f"{cell.dataset} cannot be called ({error}); it must begin with {form}.") from None
     return partial(function, cell.clients, **given)
 
 
