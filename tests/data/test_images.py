@@ -28,6 +28,16 @@ def photos(root: Path, sizes: tuple[int, ...] = (6, 9)) -> Path:
     return root
 
 
+def test_an_image_of_another_format_than_its_name_is_refused(tmp_path: Path) -> None:
+    """Pillow knows many formats, and few of their readers are hardened."""
+    from PIL import Image
+
+    root = photos(tmp_path, sizes=(6,))
+    Image.new("RGB", (7, 6)).save(root / "lyon" / "cat" / "0.png", format="TIFF")
+    with pytest.raises(UserError, match=r"0\.png is no whole image"):
+        read_federation(root)
+
+
 def test_images_of_several_sizes_are_brought_to_one(tmp_path: Path) -> None:
     root = photos(tmp_path)
     federation = read_federation(root, resize=(5, 4), split=(0.5, 0.25, 0.25))

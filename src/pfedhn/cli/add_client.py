@@ -21,7 +21,9 @@ def add_client(
     data: Annotated[
         Path,
         typer.Option(
-            "--data", metavar="PATH", help="A folder with x.npy and y.npy, or a table (.csv, .tsv, .parquet)."
+            "--data",
+            metavar="PATH",
+            help="A folder with x.npy and y.npy, or with a folder of images per class, or a table.",
         ),
     ],
     label: Annotated[
@@ -64,7 +66,8 @@ def add_client(
     if out is not None:
         check_ending(out)
     trained = load(directory, run=run, device=device or "auto")
-    given, y = read_client(data, label, trained.simulation.federation.class_names)
+    federation = trained.simulation.federation
+    given, y = read_client(data, label, federation.class_names, tuple(federation.x.shape[1:]))
     x = prepared(trained, given)
     began = time.monotonic()
     settings: dict[str, Any] = {"architecture": architecture, "name": name, "seed": seed}
