@@ -1,5 +1,6 @@
 """A server and parties that share nothing but messages are the simulator, whatever is lost on the way."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -720,3 +721,42 @@ def test_noise_has_the_deviation_it_says() -> None:
             replace(privacy, **wrong)
     with pytest.raises(UserError, match="finite clip"):
         replace(privacy, clip=float("inf"))
+
+
+@pytest.mark.slow
+def test_a_server_from_an_older_copy_goes_on_with_what_parties_have(tmp_path: Path) -> None:
+    """It asks for versions that parties have left behind: they go on from their newest one."""
+    group = Group(simulation_of(small("pfedhn-pc"), rounds=6, cohort=6), tmp_path)
+    stop_after(group, "round", 2)
+    shutil.copytree(tmp_path / "server", tmp_path / "copy")
+    group.new_server()
+    stop_after(group, "round", 3)
+    shutil.rmtree(tmp_path / "server")
+    (tmp_path / "copy").rename(tmp_path / "server")
+    group.new_server()
+    assert group.server.state.round == 2
+    group.server.run()
+    assert group.server.state.round == 6
+    assert {(event["party"], event["base"]) for event in group.said("rebased")} == {(name, 4) for name in group.parties}
+    assert not group.said("set aside")
+
+
+def test_rounds_are_compared_by_the_parties_that_were_there_both_times(tmp_path: Path) -> None:
+    """A round is not chosen because a party that does badly was away."""
+    group = Group(simulation_of(small("fedavg")), tmp_path)
+    rules, state = group.server.store.rules, group.server.store.rules.initial()
+
+    def score(number: int, **correct: float) -> int:
+        splits = {
+            name: {split: [1.0, value, 10] for split in ("validation", "test")} for name, value in correct.items()
+        }
+        state.round = number
+        rules.apply(state, {"kind": "score", "round": number, "results": splits, "time": 0.0})
+        assert state.best is not None
+        return state.best.round
+
+    assert score(0, lyon=3.0, paris=6.0) == 0
+    assert score(1, lyon=4.0, paris=6.0) == 1
+    assert score(2, paris=6.0) == 1  # better on average, and not for those who are there
+    assert score(3, paris=7.0, nice=1.0) == 3
+    assert score(4, lyon=1.0) == 4  # nobody in common: the newer one
