@@ -50,6 +50,7 @@ from pfedhn.files import flush, given_path, make_folder, write_atomically
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params, take
 from pfedhn.portable import Card, Portable, check_ending, file_names, index, write_model
+from pfedhn.privacy import Privacy
 from pfedhn.process import advise_once
 from pfedhn.progress import Watch, bar, score_text
 from pfedhn.record import (
@@ -143,6 +144,8 @@ def assemble(
     download: str | Transform = "full",
     starts: Mapping[str, Params] | None = None,
     resize_every: int | None = None,
+    privacy: Privacy | None = None,
+    in_flight: int | None = None,
 ) -> Simulation:
     """Data, network, method, schedule and seed become a run here and nowhere else. Arguments as `train`.
 
@@ -185,8 +188,20 @@ def assemble(
     if not isinstance(executor, str):
         raise UserError(f"executor is {short(executor)}; give its name, such as 'auto'.")
     wire = find_transform(upload), find_transform(download)
+    if privacy is not None and not isinstance(privacy, Privacy):
+        raise UserError(f"privacy is {short(privacy)}; give a pfedhn.Privacy(clip=..., noise=...).")
     simulation = Simulation(
-        algorithm, models, federation, schedule, seed, executor, starts, *wire, resize_every=resize_every
+        algorithm,
+        models,
+        federation,
+        schedule,
+        seed,
+        executor,
+        starts,
+        *wire,
+        resize_every=resize_every,
+        privacy=privacy,
+        in_flight=None if in_flight is None else whole_number("in_flight", in_flight),
     )
     refuse_too_large(simulation)
     return simulation
@@ -232,6 +247,18 @@ class Run:
             values: NDArray[numpy.float64] = sums / numpy.array(test.client_examples)
         return values
 
+    @property
+    def epsilon(self) -> NDArray[numpy.float64]:
+        """[clients]: the privacy that each has spent, all rounds counted; infinite where there is no privacy."""
+        simulation, counts = self.simulation, self.state.num_updates
+        privacy, num_clients = simulation.privacy, simulation.federation.num_clients
+        if privacy is None:
+            return numpy.full(num_clients, numpy.inf)
+        if isinstance(simulation.federation, AbsentFederation):
+            raise UserError("what was spent depends on how many examples a client has, and a run's directory has none.")
+        costs = [simulation.privacy_cost(client) for client in range(num_clients)]
+        return numpy.array([privacy.spent(cost, counts[client]) for client, cost in enumerate(costs)])
+
     def to_frame(self) -> Any:
         """The history as a pandas table: a line per evaluation, its number of steps as the index."""
         try:
@@ -246,7 +273,7 @@ class Run:
         if not isinstance(last, bool):
             raise UserError(f"last is {short(last)}; it must be True or False.")
         assert self.state.best is not None
-        return self.state.memories if last else self.state.best.memories
+        return self.state.memories if last else self.state.best.memories.to(self.simulation.federation.x.device)
 
     def embeddings(self, last: bool = False) -> Tensor:
         """[clients, D]: what the server learned of each client at the chosen round, or after the last one.
@@ -896,6 +923,8 @@ def train(
     executor: str = "auto",
     upload: str | Transform = "full",
     download: str | Transform = "full",
+    privacy: Privacy | None = None,
+    in_flight: int | None = None,
     precision: Precision = "tf32",
     deterministic: bool = False,
     progress: bool = True,
@@ -926,6 +955,9 @@ def train(
         upload: What is done to updates on their way: "full" sends every number as it is, "half" 16 bits of it, "8-bit"
             8 bits; or a transform of your own.
         download: What is done to weights on their way to a client, likewise.
+        privacy: What clients do to keep their data from those who see their updates: `pfedhn.Privacy`.
+        in_flight: How many clients are at work at once in a run that does not wait for its cohorts: the server steps
+            whenever `cohort_size` of them have replied, on updates for weights that are some steps old. None waits.
         precision: Of products on a GPU: "tf32" rounds their factors to 10 bits and is faster, "fp32" does not. It holds
             while the run goes on.
         deterministic: On a GPU, the same bits from the same GPU and versions.
@@ -967,6 +999,8 @@ def train(
         executor=executor,
         upload=upload,
         download=download,
+        privacy=privacy,
+        in_flight=in_flight,
     )
     if checkpoint_every is not None:
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every)
