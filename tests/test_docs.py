@@ -108,7 +108,7 @@ def test_tutorials_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pyte
         elif language == "python":
             exec(compile(fewer_steps(body), page.name, "exec"), names)
         elif language == "sh":
-            for line in body.splitlines():
+            for line in body.replace("\\\n", " ").splitlines():
                 program, *words = shlex.split(line, comments=True) or [""]
                 if program == "pfedhn":
                     said = CliRunner().invoke(app, words, prog_name="pfedhn")
@@ -125,10 +125,10 @@ def test_the_tutorial_on_a_real_federation(tmp_path: Path) -> None:
     def command(line: str) -> None:
         words = shlex.split(line.replace("9443", port))[1:]
         words += ["--port", port] if words[0] == "serve" else []
-        log = (tmp_path / f"{len(started)}-{words[0]}.log").open("wb")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pfedhn", *words], cwd=tmp_path, env=environment, stdout=log, stderr=log
-        )
+        with (tmp_path / f"{len(started)}-{words[0]}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pfedhn", *words], cwd=tmp_path, env=environment, stdout=log, stderr=log
+            )
         if words[0] in ("serve", "join"):
             started.append(process)
             while words[0] == "serve" and not (tmp_path / "clinics" / "ca.crt").exists():  # until it is up
@@ -398,7 +398,7 @@ def find(words: list[str]) -> tuple[str, ...]:
 @each_page
 def test_commands_exist(page: Path) -> None:
     text = page.read_text()
-    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`((?:pfedhn|make) [^`\n]+)`", FENCE.sub("", text))
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in lines:
@@ -461,7 +461,7 @@ def test_used_examples_of_the_two_shares() -> None:
             used = [
                 numpy.floor(rule.assign(one_each, key).shares * (40_000 // num_classes)).sum() for key in range(400)
             ]
-            # The mean of 400 partitions is good to a tenth of a per cent, and the page rounds to a whole one.
+            # The mean of 400 partitions is good to a tenth of a percent, and the page rounds to a whole one.
             assert float(cell.removesuffix(" %")) == pytest.approx(numpy.mean(used) / 400, abs=0.5), (clients, shares)
 
 

@@ -674,7 +674,7 @@ def execute(
     threads: int | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Generator[None, None, Run]:
-    """Run to the end, from the newest sound checkpoint in `directory` if there is one.
+    """Run to the end, from the newest intact checkpoint in `directory` if there is one.
 
     It pauses after every round, so that several runs can take turns.
 
@@ -748,7 +748,7 @@ def _refuse_blind_choice(evaluation: Evaluation) -> None:
     if int(validation.count.sum()) and validation.metric is not None and math.isnan(validation.score):
         raise RunError(
             f"the metric is NaN on validation examples at step {evaluation.step}, so that no round can be chosen by "
-            "it; mend the metric."
+            "it; fix the metric."
         )
 
 
@@ -762,7 +762,7 @@ class _Files:
 
     @staticmethod
     def open(directory: Path, simulation: Simulation, run: Run, say: Callable[[str], None]) -> "_Files":
-        """Claim a directory, and let the run stand where the newest sound checkpoint there left it."""
+        """Claim a directory, and let the run stand where the newest intact checkpoint there left it."""
         spec = open_directory(directory, simulation, run.origin)
         stored = load_state(directory, simulation, identity(spec))
         for sentence in stored.refused:
