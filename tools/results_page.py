@@ -22,7 +22,7 @@ from pfedhn.experiments.paper import EXPERIMENTS, RATES_TAKEN_FROM
 from pfedhn.experiments.spec import Cell
 from pfedhn.files import write_atomically
 from pfedhn.report.entries import Column, Entry, Report, Summary, display_name, to_reports
-from pfedhn.report.figures import draw_curves
+from pfedhn.report.figures import draw_curves, to_png
 from pfedhn.report.pairs import caption, difference, pairs
 from pfedhn.report.results import Runs, read_file
 from pfedhn.report.tables import bytes_text, number_text, seconds_text, steps_text
@@ -530,9 +530,9 @@ def draw(reports: Sequence[Report]) -> dict[str, bytes]:
     figures = {}
     for report in reports:
         for column, name in pictured(report).items():
-            content = draw_curves(compared(report), column, dpi=DPI)
-            assert content is not None
-            figures[name] = content
+            figure = draw_curves(compared(report), column)
+            assert figure is not None
+            figures[name] = to_png(figure, DPI)
     return figures
 
 

@@ -27,6 +27,7 @@ _HOMES = {
     "PFedHN": "pfedhn.algorithms.pfedhn",
     "PFedMe": "pfedhn.algorithms.pfedme",
     "PerFedAvg": "pfedhn.algorithms.per_fedavg",
+    "Privacy": "pfedhn.privacy",
     "Run": "pfedhn.run",
     "TabularMLP": "pfedhn.models",
     "UserError": "pfedhn.errors",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from pfedhn.kernels.conv import ConvBlock
     from pfedhn.kernels.linear import Linear
     from pfedhn.models import MLP, LeNet, OmniglotNet, TabularMLP
+    from pfedhn.privacy import Privacy
     from pfedhn.process import set_up_process
     from pfedhn.run import NewClient, NewClients, Run, load, train
 
@@ -87,6 +89,7 @@ __all__ = [
     "PFedHN",
     "PFedMe",
     "PerFedAvg",
+    "Privacy",
     "Run",
     "TabularMLP",
     "UserError",

@@ -183,6 +183,15 @@ def claimed(folder: Path, seconds: float) -> Iterator[None]:
         lock.release()
 
 
+def is_claimed(folder: Path) -> bool:
+    """Whether a process holds the folder of a run, as `claimed` does."""
+    try:
+        with claimed(folder, 0.0):
+            return False
+    except UserError:
+        return True
+
+
 def write_trouble(folder: Path) -> str | None:
     """Why nothing can be written there; None if it can. Nothing is made."""
     try:

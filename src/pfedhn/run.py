@@ -50,6 +50,7 @@ from pfedhn.files import flush, given_path, make_folder, write_atomically
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params, take
 from pfedhn.portable import Card, Portable, check_ending, file_names, index, write_model
+from pfedhn.privacy import Privacy
 from pfedhn.process import advise_once
 from pfedhn.progress import Watch, bar, score_text
 from pfedhn.record import (
@@ -70,7 +71,7 @@ from pfedhn.record import (
     write_result,
 )
 from pfedhn.reference import Code
-from pfedhn.result import Moment, Result, Scores, Unadapted, from_json, to_json
+from pfedhn.result import Clients, Moment, Result, Scores, Unadapted, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import check_seed, checked_method, whole_number
 from pfedhn.stopping import Abandoned, stop_on_signal
@@ -80,6 +81,7 @@ logger = logging.getLogger("pfedhn")
 
 CHECKPOINT_SECONDS = 60.0
 NUM_CLIENTS_IN_METRICS = 1_000  # larger federations keep per-client scores of the chosen round only
+NUM_CLIENTS_DESCRIBED = 2_000  # of more, a result does not say who holds what
 
 AnyAlgorithm = Algorithm[Any, Any, Any]
 Precision = Literal["tf32", "fp32"]
@@ -142,6 +144,8 @@ def assemble(
     download: str | Transform = "full",
     starts: Mapping[str, Params] | None = None,
     resize_every: int | None = None,
+    privacy: Privacy | None = None,
+    in_flight: int | None = None,
 ) -> Simulation:
     """Data, network, method, schedule and seed become a run here and nowhere else. Arguments as `train`.
 
@@ -184,8 +188,20 @@ def assemble(
     if not isinstance(executor, str):
         raise UserError(f"executor is {short(executor)}; give its name, such as 'auto'.")
     wire = find_transform(upload), find_transform(download)
+    if privacy is not None and not isinstance(privacy, Privacy):
+        raise UserError(f"privacy is {short(privacy)}; give a pfedhn.Privacy(clip=..., noise=...).")
     simulation = Simulation(
-        algorithm, models, federation, schedule, seed, executor, starts, *wire, resize_every=resize_every
+        algorithm,
+        models,
+        federation,
+        schedule,
+        seed,
+        executor,
+        starts,
+        *wire,
+        resize_every=resize_every,
+        privacy=privacy,
+        in_flight=None if in_flight is None else whole_number("in_flight", in_flight),
     )
     refuse_too_large(simulation)
     return simulation
@@ -231,6 +247,18 @@ class Run:
             values: NDArray[numpy.float64] = sums / numpy.array(test.client_examples)
         return values
 
+    @property
+    def epsilon(self) -> NDArray[numpy.float64]:
+        """[clients]: the privacy that each has spent, all rounds counted; infinite where there is no privacy."""
+        simulation, counts = self.simulation, self.state.num_updates
+        privacy, num_clients = simulation.privacy, simulation.federation.num_clients
+        if privacy is None:
+            return numpy.full(num_clients, numpy.inf)
+        if isinstance(simulation.federation, AbsentFederation):
+            raise UserError("what was spent depends on how many examples a client has, and a run's directory has none.")
+        costs = [simulation.privacy_cost(client) for client in range(num_clients)]
+        return numpy.array([privacy.spent(cost, counts[client]) for client, cost in enumerate(costs)])
+
     def to_frame(self) -> Any:
         """The history as a pandas table: a line per evaluation, its number of steps as the index."""
         try:
@@ -245,7 +273,21 @@ class Run:
         if not isinstance(last, bool):
             raise UserError(f"last is {short(last)}; it must be True or False.")
         assert self.state.best is not None
-        return self.state.memories if last else self.state.best.memories
+        return self.state.memories if last else self.state.best.memories.to(self.simulation.federation.x.device)
+
+    def embeddings(self, last: bool = False) -> Tensor:
+        """[clients, D]: what the server learned of each client at the chosen round, or after the last one.
+
+        In double precision, on the CPU. Methods with a hypernetwork have embeddings; another method is refused.
+        """
+        memories, algorithm = self.memories(last), self.simulation.algorithm
+        rows = memories.rows
+        if not isinstance(getattr(rows, "embedding", None), Tensor):
+            raise UserError(f"{self.origin.method} has no embeddings of clients; methods with a hypernetwork have.")
+        if hasattr(algorithm, "up_to_date"):  # of embeddings that every step moves
+            rows = algorithm.up_to_date(rows, self.simulation.exchange.served(memories.shared))
+        embeddings: Tensor = rows.embedding
+        return embeddings.detach().double().cpu()
 
     def personal_weights(
         self, client: int | str, last: bool = False, architecture: str | None = None, data: Arrays | None = None
@@ -659,7 +701,35 @@ def _result(run: Run, digests: Mapping[str, str] | None = None, history: str | N
         unadapted,
         digests,
         history,
+        _clients(run),
     )
+
+
+def _clients(run: Run) -> Clients | None:
+    """Who the clients are, what they hold, and where their embeddings lie; of very many clients nothing."""
+    federation = run.simulation.federation
+    if federation.num_clients > NUM_CLIENTS_DESCRIBED:
+        return None
+    classes = place = share = None
+    if federation.num_classes is not None and len(federation.y):
+        counts = federation.class_counts.tolist()
+        classes = tuple({str(label): count for label, count in enumerate(row) if count} for row in counts)
+    if hasattr(run.memories().rows, "embedding"):
+        place, share = _plane(run.embeddings())
+    return Clients(federation.names, federation.class_names, classes, place, share)
+
+
+def _plane(embeddings: Tensor) -> tuple[tuple[tuple[float, ...], ...] | None, float | None]:
+    """[N, D] in the plane in which they differ most (principal components), and the share of the variance there."""
+    centered = nn.functional.pad(embeddings - embeddings.mean(0), (0, 1))  # one axis alone is a line in the plane
+    total = float(centered.square().sum())
+    if not 0 < total < math.inf:
+        return None, None
+    _, axes = torch.linalg.eigh(centered.T @ centered)  # rising: the last two are the widest
+    axes = axes[:, -2:].flip(1)
+    axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()  # an axis has no direction of its own
+    plane = centered @ axes
+    return tuple(tuple(round(part, 5) for part in row) for row in plane.tolist()), float(plane.square().sum()) / total
 
 
 def execute(
@@ -848,6 +918,8 @@ def train(
     executor: str = "auto",
     upload: str | Transform = "full",
     download: str | Transform = "full",
+    privacy: Privacy | None = None,
+    in_flight: int | None = None,
     precision: Precision = "tf32",
     deterministic: bool = False,
     progress: bool = True,
@@ -878,6 +950,9 @@ def train(
         upload: What is done to updates on their way: "full" sends every number as it is, "half" 16 bits of it, "8-bit"
             8 bits; or a transform of your own.
         download: What is done to weights on their way to a client, likewise.
+        privacy: What clients do to keep their data from those who see their updates: `pfedhn.Privacy`.
+        in_flight: How many clients are at work at once in a run that does not wait for its cohorts: the server steps
+            whenever `cohort_size` of them have replied, on updates for weights that are some steps old. None waits.
         precision: Of products on a GPU: "tf32" rounds their factors to 10 bits and is faster, "fp32" does not. It holds
             while the run goes on.
         deterministic: On a GPU, the same bits from the same GPU and versions.
@@ -919,6 +994,8 @@ def train(
         executor=executor,
         upload=upload,
         download=download,
+        privacy=privacy,
+        in_flight=in_flight,
     )
     if checkpoint_every is not None:
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every)

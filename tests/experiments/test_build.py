@@ -186,6 +186,10 @@ def test_a_function_makes_the_data(tmp_path: Path) -> None:
         check(Experiment("made", (replace(cell, partition={"row": 12}),)))
     with pytest.raises(UserError, match="has no function 'hospitals'"):
         check(Experiment("made", (replace(cell, dataset=f"{file}:hospitals"),)))
+    other = tmp_path / "other.py"
+    other.write_text("def houses():\n    return None\n")
+    with pytest.raises(UserError, match=r"other.py:houses cannot be called .* begin with def houses\(clients, seed\)"):
+        check(Experiment("made", (replace(cell, dataset=f"{other}:houses", partition={}),)))
 
 
 NETWORKS = """

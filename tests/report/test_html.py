@@ -21,7 +21,7 @@ from pfedhn.report.entries import Entry, Report, collect
 from pfedhn.report.page import best_cells, differing_settings, to_html
 from pfedhn.result import Curve, Environment, Measures, Result, Scores
 
-VOID = {"meta", "img", "br", "input"}
+VOID = {"meta", "img", "br", "input", "link", "source"}
 
 
 class Reader(HTMLParser):
@@ -69,7 +69,7 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
     reader = Reader()
     reader.feed(page)
     assert reader.open == []
-    assert reader.loaded == []
+    assert all(re.match(r"#|data:", place) for place in reader.loaded), reader.loaded
     assert not re.findall(r"fetch\(|XMLHttpRequest|import\(|@import|url\((?!#)", page)
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', page)
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
@@ -83,7 +83,7 @@ def test_every_client_is_there_by_name() -> None:
     named = replace(made, client_names=("Berlin", "Lyon", "Rome"))
     ((column,),) = data_of(to_html([Report("made", [named])]))
     (series,) = column["series"]
-    assert series["names"] == ["Berlin", "Lyon", "Rome"]
+    assert column["names"] == ["Berlin", "Lyon", "Rome"]
     assert series["clients"]["0"]["score"] == [0.0, 10.0, 20.0]
     assert series["curves"]["score"]["step"] == [0, 1, 2, 3]
     assert series["bytesPerStep"] == 10.0
@@ -99,7 +99,7 @@ def test_runs_of_a_directory_bring_names_and_losses(tmp_path: Path) -> None:
     )  # fmt: skip
     ((column,),) = data_of(to_html(collect([tmp_path / "mine"])))
     (series,) = column["series"]
-    assert series["names"] == ["Berlin", "Lyon"]
+    assert column["names"] == ["Berlin", "Lyon"]
     losses = [round(moment.validation.loss, 4) for moment in run.history]
     assert series["curves"]["loss"]["mean"] == losses
     assert series["clients"]["0"]["score"] == pytest.approx((100 * run.accuracy).round(2).tolist())

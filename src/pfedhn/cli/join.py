@@ -22,12 +22,22 @@ def join(
     ],
     size: Annotated[str, typer.Option("--size", metavar="S", help="Which of several networks to run.")] = "",
     folder: FolderOption = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", metavar="FILE", help="A private key of yours; made where none is given.")
+    ] = None,
     clip: Annotated[
-        float | None, typer.Option("--clip", metavar="C", help="Privacy: the largest norm of an update that is sent.")
+        float | None,
+        typer.Option(
+            "--clip", metavar="C", help="Privacy: the largest norm of an update, or of an example's gradient."
+        ),
     ] = None,
     noise: Annotated[
         float | None, typer.Option("--noise", metavar="S", help="Privacy: noise of deviation S * C on every number.")
     ] = None,
+    level: Annotated[
+        str,
+        typer.Option("--level", metavar="L", help="Privacy: protects all that you have (client), or any one example."),
+    ] = "client",
     epsilon: Annotated[
         float | None, typer.Option("--epsilon", metavar="E", help="Privacy: the budget; then nothing more is sent.")
     ] = None,
@@ -43,32 +53,32 @@ def join(
     [bold]Examples[/]
       pfedhn join lyon.invite --data visits.csv
       pfedhn join lyon.invite --data visits.csv --clip 1 --noise 8 --epsilon 10
+      pfedhn join lyon.invite --data visits.csv --clip 1 --noise 1.2 --epsilon 8 --level example
     """
     need_the_extra()
     import threading
 
     from pfedhn.deploy.invitations import read_bundle
     from pfedhn.deploy.join import Joined, enroll, load_party, remember
-    from pfedhn.deploy.privacy import Privacy
     from pfedhn.files import claimed, given_path, make_folder
+    from pfedhn.privacy import Privacy
     from pfedhn.stopping import stop_requests
 
     privacy = None
     if (clip, noise, epsilon) != (None, None, None):
         if clip is None or noise is None or epsilon is None:
             raise UserError("privacy needs all three: --clip, --noise and --epsilon.")
-        privacy = Privacy(clip, noise, epsilon, delta)
-        privacy.spent(1)  # says now if the accountant is missing
+        privacy = Privacy(clip, noise, epsilon, delta, level)  # type: ignore[arg-type]  # which it checks
     given, stop, show = read_bundle(given_path(bundle)), threading.Event(), sayer(as_json)
     own = (folder or Path(f"pfedhn-{given.name}")).absolute()
     make_folder(own)
     with claimed(own, 5.0), stop_requests(lambda number: stop.set()):
-        enroll(given, own, stop, show)
+        enroll(given, own, stop, show, None if key is None else given_path(key))
         if stop.is_set():
             return
         remember(own, given.name, given_path(data, is_resolved=True), size)
         party = load_party(own, privacy=privacy)
         show({"event": "taking part", "party": given.name, "examples": int(party.size)})
         Joined(party, given, own, show).run(stop, stay)
-    if (party.folder / "chosen.json").exists():
+    if not as_json and (party.folder / "chosen.json").exists():
         say(f"Your model: pfedhn export {own} --to model.safetensors")

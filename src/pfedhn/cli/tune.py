@@ -66,7 +66,8 @@ def tune(
     the same command resumes.
 
     The choice is kept in DIR/rates.toml. For mine.toml it is also kept beside
-    it, in mine.rates.toml, where `pfedhn run mine.toml` finds it.
+    it, in mine.rates.toml, where `pfedhn run mine.toml` finds it. A grid of your
+    own stands in mine.toml under a heading tune.METHOD.
 
     \b
     [bold]Examples[/]
@@ -78,11 +79,11 @@ def tune(
     from pfedhn.cli.running import choose_device_on
     from pfedhn.experiments.build import check
     from pfedhn.experiments.directory import Options
-    from pfedhn.experiments.grid import refuse_without_effect, with_assignments
+    from pfedhn.experiments.grid import grids_from_toml, refuse_without_effect, with_assignments
     from pfedhn.experiments.paper import EXPERIMENTS
     from pfedhn.experiments.rates import rates_file, save_rates
     from pfedhn.experiments.tasks import connected
-    from pfedhn.experiments.tune import Findings, plan, read_record, refuse_other, tunable, write_record
+    from pfedhn.experiments.tune import Findings, plan, read_record, refuse_other, write_record
     from pfedhn.files import given_path
     from pfedhn.settings import parse_assignments
 
@@ -91,7 +92,8 @@ def tune(
     chosen = with_assignments(chosen, values)
     check(chosen)
     numbers = whole_numbers(seeds)
-    study = plan(chosen, only or [], numbers, fraction=fraction, finalists=finalists, assigned=values)
+    grids = grids_from_toml(Path(source)) if source.endswith(".toml") else {}
+    study = plan(chosen, only or [], numbers, fraction=fraction, finalists=finalists, assigned=values, own_grids=grids)
     points = [point for method in study.methods for point in study.points_of(method)]
     refuse_without_effect(assignments or [], [point.cell for point in points])
     if save is None and experiment not in EXPERIMENTS:
@@ -117,7 +119,7 @@ def tune(
         save_rates(file, chosen.name, found.rates())
         say(f"Learning rates: {file}")
     present = {cell.method for cell in chosen.cells}
-    left = [method for method in tunable() if method in present and method not in study.methods]
+    left = [method for method in study.grids if method in present and method not in study.methods]
     if left and not any("method=" in text for text in only or []):  # who names methods knows
         how = ",".join(f"method={method}" for method in left)
         say(f"Not tuned, and kept as it was: {', '.join(left)} (--only {how} tunes it).")

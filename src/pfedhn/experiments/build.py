@@ -26,9 +26,10 @@ from pfedhn.errors import UserError, closest
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
 from pfedhn.params import Params
+from pfedhn.privacy import Privacy
 from pfedhn.reference import find_code
 from pfedhn.run import AnyAlgorithm, assemble, build_algorithm
-from pfedhn.settings import describe, fits
+from pfedhn.settings import build, describe, fits
 
 logger = logging.getLogger("pfedhn")
 
@@ -56,7 +57,7 @@ def check(experiment: Experiment) -> None:
             _made(cell)
         elif cell.dataset not in datasets.DATASETS and not is_own_data(cell.dataset):
             raise UserError(f"there is no data set {cell.dataset!r}; {closest(cell.dataset, datasets.DATASETS)}")
-        for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size", "resize_every"):
+        for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size", "resize_every", "in_flight"):
             if (value := getattr(cell, name)) is not None and value < 1:
                 raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
         if not is_made(cell.dataset):
@@ -66,6 +67,7 @@ def check(experiment: Experiment) -> None:
         _check_sizes(cell)
         for transform in (cell.upload, cell.download):
             find_transform(transform)
+        cell_privacy(cell)
         if cell.pretrain is not None:
             if cell.pretrain not in ALGORITHMS:
                 raise UserError(f"pretrain names no method: {cell.pretrain!r}; {closest(cell.pretrain, ALGORITHMS)}")
@@ -93,6 +95,16 @@ def _check_sizes(cell: Cell) -> None:
 
 def cell_algorithm(cell: Cell) -> AnyAlgorithm:
     return build_algorithm(cell.method, cell.settings)
+
+
+def cell_privacy(cell: Cell) -> Privacy | None:
+    """How the clients of a cell keep their data private, if they do."""
+    if not cell.privacy:
+        return None
+    for name in ("clip", "noise"):
+        if name not in cell.privacy:
+            raise UserError(f"privacy needs {name}; write privacy = {{clip = 1.0, noise = 1.0}}, say.")
+    return build(Privacy, cell.privacy, "privacy")
 
 
 def build_partition(cell: Cell) -> partition.Partition:
@@ -183,6 +195,11 @@ def _made(cell: Cell) -> Callable[[], Federation]:
     for name in given:
         if name not in known:
             raise UserError(f"{cell.dataset} has no setting {name!r}; {closest(name, known)}")
+    try:
+        inspect.signature(function).bind(cell.clients, seed=0, **given)
+    except TypeError as error:
+        form = f"def {function.__name__}(clients, seed)"
+        raise UserError(f"{cell.dataset} cannot be called ({error}); it must begin with {form}.") from None
     return partial(function, cell.clients, **given)
 
 
@@ -312,4 +329,6 @@ def build_simulation(run: RunSpec, options: Options, starts: Mapping[str, Params
         download=cell.download,
         starts=starts,
         resize_every=cell.resize_every,
+        privacy=cell_privacy(cell),
+        in_flight=cell.in_flight,
     )

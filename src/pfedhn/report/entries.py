@@ -1,11 +1,13 @@
 """What is known of the cells of experiments: what every table and figure is made of."""
 
+import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy
 from numpy.typing import NDArray
@@ -17,6 +19,8 @@ from pfedhn.result import Curve, Environment, Moment, Result
 
 Average: TypeAlias = Literal["clients", "samples"]
 
+
+Cost: TypeAlias = Literal["steps", "bytes_up", "bytes_down", "seconds"]
 
 Column: TypeAlias = tuple[str, int]
 """A data set and its number of clients."""
@@ -70,7 +74,7 @@ class Entry:
             return summarize(result.test.loss for result in self.results.values())
         return summarize(100 * getattr(result.test, MEANS[average]) for result in self.results.values())
 
-    def total(self, cost: Literal["steps", "bytes_up", "bytes_down", "seconds"]) -> Summary | None:
+    def total(self, cost: Cost) -> Summary | None:
         """Steps, bytes or seconds of a run, with those of the run it starts from."""
         parts = [[result, *([result.pretrain] if result.pretrain else [])] for result in self.results.values()]
         return summarize(sum(getattr(part, cost) for part in both) for both in parts)
@@ -117,6 +121,7 @@ class Report:
 
     title: str
     entries: list[Entry] = field(default_factory=list)
+    experiments: tuple[Experiment, ...] = ()  # that its entries are of
 
     @property
     def columns(self) -> list[Column]:
@@ -155,17 +160,36 @@ def to_reports(sources: Iterable[Runs]) -> list[Report]:
         else:
             same.append(runs)
     reports: list[Report] = []
-    for experiment, parts in found:
-        entries = _entries(experiment, parts)
+    told_apart = _told_apart([_entries(experiment, parts) for experiment, parts in found])
+    for (experiment, _), entries in zip(found, told_apart, strict=True):
         taken = {(entry.label, entry.column) for entry in entries}
         home = next((r for r in reports if not taken & {(e.label, e.column) for e in r.entries}), None)
-        title = experiment.title or experiment.name
         if home is None:
-            reports.append(Report(title, entries))
+            reports.append(Report(_joined_titles(entries), entries, (experiment,)))
         else:
-            number = reports.index(home)
-            reports[number] = Report(f"{home.title}; {title}", [*home.entries, *entries])
+            together = [*home.entries, *entries]
+            experiments = (*home.experiments, experiment)
+            reports[reports.index(home)] = Report(_joined_titles(together), together, experiments)
     return reports
+
+
+def _told_apart(groups: Sequence[list[Entry]]) -> list[list[Entry]]:
+    """Cells of several experiments that have one label and column get a label that says in what they differ."""
+    places = Counter((entry.label, entry.column) for entries in groups for entry in entries)
+    alike = [entry for entries in groups for entry in entries if places[entry.label, entry.column] > 1]
+    labels = {
+        id(entry): _label(entry.cell, different)
+        for entry, different in zip(alike, distinctions([entry.cell for entry in alike]), strict=True)
+    }
+    return [[replace(e, label=labels.get(id(e), e.label)) for e in entries] for entries in groups]
+
+
+def _joined_titles(entries: Sequence[Entry]) -> str:
+    return "; ".join(dict.fromkeys(entry.title for entry in entries))
+
+
+def _label(cell: Cell, different: Mapping[str, Any]) -> str:
+    return " ".join([cell.method, *(f"{name}={value}" for name, value in different.items())])
 
 
 def asked_for(report: Report) -> Report:
@@ -194,14 +218,26 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
                     curves.setdefault(run.seed, part.curves[run.name])
         histories = {r.seed: part.histories[r.name] for r in runs for part in parts if r.name in part.histories}
         own_names = (part.client_names[r.name] for r in runs for part in parts if r.name in part.client_names)
-        label = " ".join([cell.method, *(f"{name}={value}" for name, value in different.items())])
+        described = (result.clients.names for result in results.values() if result.clients is not None)
+        label = _label(cell, different)
         published = experiment.published
         known = published.get(f"{cell.method}/{cell.dataset}/{cell.clients}") or published.get(
             f"{cell.method}/{cell.clients}"
         )
         before = pretraining_cell(experiment, cell).steps if cell.pretrain is not None else 0
         entries.append(
-            Entry(label, cell, results, curves, len(runs), known, before, title, histories, next(own_names, None))
+            Entry(
+                label,
+                cell,
+                results,
+                curves,
+                len(runs),
+                known,
+                before,
+                title,
+                histories,
+                next(filter(None, itertools.chain(own_names, described)), None),
+            )
         )
     return entries
 

@@ -38,9 +38,9 @@ class Finding:
         return f"{self.name}-{figure}" if figure else self.name
 
 
-def pngs(finding: Finding, dpi: int = 150) -> dict[str, bytes]:
+def pngs(finding: Finding, dpi: int = 150, is_dark: bool = False) -> dict[str, bytes]:
     """Every figure as PNG, by file name."""
-    return {f"{finding.stem(name)}.png": to_png(draw(), dpi) for name, draw in finding.figures.items()}
+    return {f"{finding.stem(name)}.png": to_png(draw(), dpi, is_dark) for name, draw in finding.figures.items()}
 
 
 def svgs(finding: Finding) -> dict[str, bytes]:
