@@ -350,7 +350,7 @@ def test_toml_examples_are_experiments() -> None:
     check(experiment)
     methods = [cell.method for cell in experiment.cells]
     assert {name: methods.count(name) for name in methods} == {"local": 2, "fedavg": 2, "lg-fedavg": 2, "pfedhn": 4}
-    assert len(own_data) == 4  # and a network of one's own
+    assert len(own_data) == 5  # with a network of one's own, and grids for tuning
     for table in own_data:
         from_table(table, "mine")
 

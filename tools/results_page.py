@@ -22,7 +22,7 @@ from pfedhn.experiments.paper import EXPERIMENTS, RATES_TAKEN_FROM
 from pfedhn.experiments.spec import Cell
 from pfedhn.files import write_atomically
 from pfedhn.report.entries import Column, Entry, Report, Summary, display_name, to_reports
-from pfedhn.report.figures import draw_curves, to_png
+from pfedhn.report.figures import draw_curves, to_svg
 from pfedhn.report.pairs import caption, difference, pairs
 from pfedhn.report.results import Runs, read_file
 from pfedhn.report.tables import bytes_text, number_text, seconds_text, steps_text
@@ -35,7 +35,6 @@ NUM_PAPER_RUNS = 3
 SEEDS = EXPERIMENTS[TABLES[0]].seeds
 FAR = 2.0  # points of accuracy: further from the paper than this, a baseline needs an explanation
 OURS = ("pfedhn", "pfedhn-pc")
-DPI = 90  # legible at the width of a page, and under 150 kB
 
 # What a faithful re-implementation of pFedHN reached: accuracy over samples, deviation, number of runs.
 REACHED: Mapping[tuple[str, str, int], tuple[float, float | None, int]] = {
@@ -258,7 +257,8 @@ def page(every: Sequence[Report], notes: str, tuning: Sequence[Mapping[str, Any]
     for report in reports:
         parts += [f"## {report.title}", markdown(grid(report))]
         for (dataset, clients), name in pictured(report).items():
-            parts.append(f"![{dataset}, {clients} clients: accuracy against communication](figures/{name})")
+            alt = f"{dataset}, {clients} clients: accuracy against communication"
+            parts.append(f"![{alt}](figures/{name}.svg#only-light)\n![{alt}](figures/{name}-dark.svg#only-dark)")
         if _finished(report):
             parts += [markdown(costs(report)), markdown(origins(report))]
             tables = [(column, pairs(report, column)) for column in report.columns]
@@ -521,19 +521,20 @@ def _unbroken(cell: str) -> str:
 
 
 def pictured(report: Report) -> dict[Column, str]:
-    """The data sets and numbers of clients that a run is stored of, with the names of their figures."""
+    """The data sets and numbers of clients that a run is stored of, with the names of their figures' files."""
     columns = dict.fromkeys(entry.column for entry in _finished(report))
-    return {(dataset, clients): f"results-{dataset}-{clients}.png" for dataset, clients in columns}
+    return {(dataset, clients): f"results-{dataset}-{clients}" for dataset, clients in columns}
 
 
 def draw(reports: Sequence[Report]) -> dict[str, bytes]:
-    """Accuracy against communication for every method."""
+    """Accuracy against communication for every method, for light and for dark pages."""
     figures = {}
     for report in reports:
         for column, name in pictured(report).items():
-            figure = draw_curves(compared(report), column)
-            assert figure is not None
-            figures[name] = to_png(figure, DPI)
+            for ending, is_dark in (("", False), ("-dark", True)):
+                figure = draw_curves(compared(report), column)
+                assert figure is not None
+                figures[f"{name}{ending}.svg"] = to_svg(figure, is_dark)
     return figures
 
 
@@ -552,7 +553,7 @@ def read_tuning(folder: Path) -> list[dict[str, Any]]:
 def build(results: Path, docs: Path) -> None:
     reports, notes = read_results(results), (results / "notes.md").read_text()
     figures = draw(reports)
-    for file in (docs / "figures").glob("results-*.png"):
+    for file in (docs / "figures").glob("results-*.*"):
         if file.name not in figures:
             file.unlink()
     for name, content in figures.items():

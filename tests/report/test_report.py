@@ -559,3 +559,19 @@ def test_every_number_for_scripts(found: Report) -> None:
     assert (fedavg["seeds"], fedavg["over_clients_mean"], fedavg["runs"]) == (0, None, [])
     assert pfedhn["published_mean"] == 80.0
     json.dumps(table, allow_nan=False)
+
+
+def test_a_setting_left_at_its_default_is_named_where_others_change_it(tmp_path: Path) -> None:
+    cells = (CELLS[2], replace(CELLS[2], settings={"lr": 0.5}))
+    experiment = Experiment("rates", cells, (0,))
+    Directory(tmp_path / "rates").open(experiment, experiment.runs())
+    for run, lr in zip(experiment.runs(), (0.01, 0.5), strict=True):
+        put_run(tmp_path / "rates", run.name, [4, 4, 2, 0], settings={"lr": lr, "clip": 50.0})
+    (report,) = collect([tmp_path / "rates"])
+    assert report.labels == ["pfedhn lr=0.01", "pfedhn lr=0.5"]
+    axes = new_figure(5.0, 5.0).subplots()
+    plot_clients(axes, report.entries)
+    assert [text.get_text().split("\n")[:2] for text in axes.get_xticklabels()] == [
+        ["pFedHN", "lr=0.01"],
+        ["pFedHN", "lr=0.5"],
+    ]

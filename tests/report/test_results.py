@@ -500,8 +500,9 @@ def test_the_page_is_what_the_command_makes() -> None:
     for file, text in made.items():
         assert file.read_text() == text, f"`make results` writes {file.name} anew"
     assert len(made[ROOT / "docs" / "results.md"].split()) < 900  # one screen
-    pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "figures").glob("results-*.png")}
-    assert set(pictures) == {name for report in reports for name in generator.pictured(report).values()}
+    pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "figures").glob("results-*.*")}
+    stems = [name for report in reports for name in generator.pictured(report).values()]
+    assert set(pictures) == {f"{stem}{ending}.svg" for stem in stems for ending in ("", "-dark")}
     assert all(size < 200_000 for size in pictures.values())
     assert generator.unexplained(reports, notes) == []
 
@@ -666,13 +667,14 @@ def test_the_command_writes_the_page_and_its_pictures(tmp_path: Path) -> None:
     (tmp_path / "docs" / "figures").mkdir(parents=True)
     (tmp_path / "docs" / "figures" / "results-gone-7.png").touch()
     generator.build(results, tmp_path / "docs")
-    (picture,) = (tmp_path / "docs" / "figures").iterdir()
-    assert picture.name == "results-cifar10-50.png"
-    assert picture.read_bytes()[:4] == b"\x89PNG"
+    pictures = sorted((tmp_path / "docs" / "figures").iterdir())
+    assert [file.name for file in pictures] == ["results-cifar10-50-dark.svg", "results-cifar10-50.svg"]
+    assert all(b"<svg" in file.read_bytes() for file in pictures)
     assert "| pFedHN |" in (tmp_path / "docs" / "results.md").read_text()
     assert len((results / "results.csv").read_text().splitlines()) == 3
     text = (tmp_path / "docs" / "results-log.md").read_text()
-    assert "(figures/results-cifar10-50.png)" in text
+    assert "(figures/results-cifar10-50.svg#only-light)\n" in text
+    assert "(figures/results-cifar10-50-dark.svg#only-dark)" in text
     tables = re.split(r"\n\n(?=\|)", text)[1:]
     for table in tables:
         lines = [line for line in table.split("\n\n")[0].splitlines()]

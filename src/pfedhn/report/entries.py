@@ -206,7 +206,11 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
         planned.setdefault(run.cell_name, {})[run.name] = run
     title = experiment.title or experiment.name
     names = [run.cell_name for run in experiment.runs([0])]
-    for name, cell, different in zip(names, experiment.cells, distinctions(experiment.cells), strict=True):
+    differences = distinctions(experiment.cells)
+    differing: dict[tuple[str, str, int], dict[str, None]] = {}  # by method, data set and number of clients
+    for cell, different in zip(experiment.cells, differences, strict=True):
+        differing.setdefault((cell.method, cell.dataset, cell.clients), {}).update(dict.fromkeys(different))
+    for name, cell, different in zip(names, experiment.cells, differences, strict=True):
         results: dict[int, Result] = {}
         curves: dict[int, Curve] = {}
         runs = list(planned.get(name, {}).values())
@@ -219,7 +223,10 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
         histories = {r.seed: part.histories[r.name] for r in runs for part in parts if r.name in part.histories}
         own_names = (part.client_names[r.name] for r in runs for part in parts if r.name in part.client_names)
         described = (result.clients.names for result in results.values() if result.clients is not None)
-        label = _label(cell, different)
+        # What a cell leaves at its default, and others of its kind do not, is in its name too.
+        chosen = dict(next(iter(results.values())).settings) | different if results else different
+        mine = differing[cell.method, cell.dataset, cell.clients]
+        label = _label(cell, {name: chosen[name] for name in mine if chosen.get(name) is not None})
         published = experiment.published
         known = published.get(f"{cell.method}/{cell.dataset}/{cell.clients}") or published.get(
             f"{cell.method}/{cell.clients}"

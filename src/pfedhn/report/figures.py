@@ -64,7 +64,8 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
     axes.set_xlim(0, right)
     if accuracy:
         low = max(lowest_shown([last for *_, last in drawn], min(spread)), 0.0)
-        axes.set_ylim(low, min(100.0, max(spread) + max(0.03 * (max(spread) - low), 0.3)))
+        high = min(100.0, max(spread) + max(0.03 * (max(spread) - low), 0.3))
+        axes.set_ylim(min(low, high - 1), high)  # where everybody is at 100 %, a scale needs some height
     for _, color, end, last in drawn:
         if end < right and axes.get_ylim()[0] <= last:  # its last value, so that its name finds it at the edge
             axes.plot([end, right], [last, last], color=color, linestyle=":", linewidth=0.8, alpha=0.7)
@@ -136,14 +137,13 @@ def plot_clients(axes: Any, entries: Sequence[Entry], against: Entry | None = No
         mean = entry.test()
         assert mean is not None
         axes.plot([place - 0.42, place + 0.42], [mean.mean] * 2, color="black", linewidth=1.8, zorder=3)
-        labels.append(
-            "\n".join([printable(display_name(entry.label)), f"{mean.mean:.1f} %", *_counts_text(entry, against)])
-        )
+        name = re.sub(r" (?=\S+=)", "\n", printable(display_name(entry.label)))  # settings under the method
+        labels.append("\n".join([name, f"{mean.mean:.1f} %", *_counts_text(entry, against)]))
     axes.set_xticks(range(len(labels)), labels, fontsize=9)
     axes.set_xlim(-0.55, len(labels) - 0.45)
     axes.set_ylabel("a client's own test accuracy in %")
     axes.set_yticks(range(0, 101, 10))
-    axes.set_ylim(10 * math.floor(lowest / 10), 100)
+    axes.set_ylim(min(10 * math.floor(lowest / 10), 90), 100)
     tidy(axes)
     axes.grid(axis="x", visible=False)
 
@@ -187,7 +187,8 @@ def draw_curves(report: Report, column: Column, average: Average = "clients") ->
     axes = figure.subplots()
     plot_curves(axes, report.in_column(column), average)
     titles = dict.fromkeys(entry.title for entry in report.in_column(column))
-    axes.set_title("\n".join([*titles, column_text(column)]), loc="left", fontsize=11)
+    lines = [line for title in titles for line in textwrap.wrap(title, 72)]
+    axes.set_title("\n".join([*lines, column_text(column)]), loc="left", fontsize=11)
     return figure
 
 
@@ -238,7 +239,8 @@ def to_svg(figure: Any, is_dark: bool = False) -> bytes:
     if is_dark:
         _for_dark_pages(figure)
     with matplotlib.rc_context({"svg.hashsalt": "pfedhn", "svg.fonttype": "none"}):
-        return _saved(figure, format="svg", metadata={"Date": None}, transparent=True)
+        content = _saved(figure, format="svg", metadata={"Date": None}, transparent=True)
+    return re.sub(rb"(\d\.\d\d)\d+", rb"\1", content)  # a hundredth of a point is enough, and half the file
 
 
 def _for_dark_pages(figure: Any) -> None:
