@@ -235,7 +235,9 @@ def test_relative_links_resolve(page: Path) -> None:
         file = (page.parent / path) if path else page
         assert file.exists(), target
         assert ROOT in file.resolve().parents
-        if anchor:
+        if anchor in ("only-light", "only-dark"):  # which color scheme a figure is for
+            assert file.suffix == ".svg"
+        elif anchor:
             headings = re.findall(r"^#+ (.+)$", FENCE.sub("", file.read_text()), re.MULTILINE)
             assert anchor in map(slug, headings), target
 
@@ -352,6 +354,8 @@ def test_toml_examples_are_experiments() -> None:
     assert {name: methods.count(name) for name in methods} == {"local": 2, "fedavg": 2, "lg-fedavg": 2, "pfedhn": 4}
     assert len(own_data) == 5  # with a network of one's own, and grids for tuning
     for table in own_data:
+        for method, grid in table.pop("tune", {}).items():
+            assert set(grid) <= {item.name for item in fields(ALGORITHMS[method]())}
         from_table(table, "mine")
 
 
