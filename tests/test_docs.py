@@ -441,6 +441,29 @@ def test_api_page_has_every_export() -> None:
     assert named == set(pfedhn.__all__) - {"ALGORITHMS", "datasets"}
 
 
+def described_on_the_api_page() -> Iterator[tuple[str, Any]]:
+    """Functions and methods; the arguments of a dataclass are its fields, which have comments."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name, options in re.findall(r"^::: pfedhn\.([\w.]+)\n((?:    .*\n)*)", page, re.MULTILINE):
+        found: Any = pfedhn
+        for part in name.split("."):
+            found = getattr(found, part)
+        if not isinstance(found, type):
+            yield name, found
+        for member in re.findall(r"^        - (\w+)$", options, re.MULTILINE):
+            part = inspect.getattr_static(found, member)
+            if callable(part) or isinstance(part, staticmethod | classmethod):
+                yield f"{name}.{member}", getattr(part, "__func__", part)
+
+
+@pytest.mark.parametrize(("name", "function"), list(described_on_the_api_page()))
+def test_every_argument_of_the_api_is_documented(name: str, function: Any) -> None:
+    text = inspect.getdoc(function) or ""
+    arguments = [argument for argument in inspect.signature(function).parameters if argument not in ("self", "cls")]
+    missing = [word for word in arguments if not re.search(rf"^    (\w+, )*{word}(, \w+)*:", text, re.MULTILINE)]
+    assert not missing, f"{name} does not say what {missing} mean"
+
+
 def test_the_tree_is_the_source() -> None:
     (tree,) = (block for block in blocks(ROOT / "docs" / "architecture.md", "text") if "keys.py" in block)
     source = ROOT / "src" / "pfedhn"
