@@ -1,11 +1,13 @@
 """Names for tensors and code."""
 
+import copy
 import functools
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,6 +50,17 @@ def test_code_is_named_by_what_it_does_and_calls(monkeypatch: pytest.MonkeyPatch
     assert name == fingerprint.of_code(loss)
     monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
     assert fingerprint.of_code(loss) != name, "a value that a function it calls refers to"
+
+
+@pytest.mark.parametrize(
+    "values", [({"a": 1}, {"a": 2}), ([1, {"a": 1}], [1, {"a": 2}]), ({1}, {2}), (np.zeros(2), np.ones(2))]
+)
+def test_what_a_value_holds_counts(values: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for value in (*values, copy.deepcopy(values[0])):
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", value)
+        names.add(fingerprint.of_code(loss))
+    assert len(names) == 2
 
 
 def scaled(factor: float) -> Callable[[Tensor], Tensor]:

@@ -108,6 +108,8 @@ def test_no_method_takes_a_negative_number(method: str, name: str, value: float)
         ({"lr": "fast"}, "lr = 'fast' does not fit; it must be a number"),
         ({"local_steps": 1.5}, "local_steps = 1.5 does not fit; it must be a whole number"),
         ({"num_hidden": 10**6}, r"num_hidden = 1e\+06 does not fit; it must be at most 1000"),
+        ({"averaging": 1.5}, "averaging = 1.5 does not fit; it must be at most 1"),
+        ({"momentum": 1.1}, "momentum = 1.1 does not fit; it must be at most 1"),
         pytest.param(
             {"hidden_dim": 10**8},
             "the server's model, with these settings, would need .* GB of memory",
@@ -140,7 +142,7 @@ def run() -> pfedhn.Run:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda run: run.add_client(X[:1], Y[:1]), "no client has validation or test examples"),
+        (lambda run: run.add_client(X[:1], Y[:1]), r"split = .* of so few examples \(1\) leaves none for validation"),
         (lambda run: run.add_client(X, Y, rounds=-1), "rounds is -1; give a whole number of at least 0"),
         (lambda run: run.add_client(X, Y, rounds=1.5), "rounds is 1.5"),
         (lambda run: run.add_client(X, Y, split=None), "split None must be three fractions"),

@@ -1,7 +1,9 @@
-"""Writes the tables of docs/methods.md: what each method moves and keeps, what fewer bits cost, and all settings.
+"""Writes the tables of docs/methods.md, docs/privacy.md and docs/deployment.md.
 
-`make docs` runs it. A table stands between two markers and is made from a method's file and its row of `ALGORITHMS`, so
-that a new method appears by itself. What a setting means is the comment behind it in the dataclass.
+What each method moves and keeps, what fewer bits cost, and all settings; accuracy against epsilon; accuracy against
+clients at work. `make docs` runs it. A table stands between two markers and is made from a method's file and its row of
+`ALGORITHMS`, so that a new method appears by itself, or from the stored runs of an experiment. What a setting means is
+the comment behind it in the dataclass.
 """
 
 import ast
@@ -135,20 +137,59 @@ def compression_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"wire": wire_table, "compression": compression_table, "settings": settings_sections}
+def privacy_table() -> str:
+    """Accuracy against epsilon of the stored runs of the experiment `privacy`."""
+    (report,) = to_reports(read_file(PAGE.parents[1] / "results" / "privacy.jsonl"))
+    lines = ["| method | epsilon | noise | test accuracy, over clients | over examples |", "|---|---:|---:|---:|---:|"]
+    for entry in report.entries:
+        privacy = entry.cell.privacy
+        budget = [f"{privacy['epsilon']:g}", f"{privacy['noise']:g}"] if privacy else ["no privacy", ""]
+        scores = [number_text(entry.test("clients")), number_text(entry.test("samples"))]
+        name = ALGORITHMS[entry.cell.method].name
+        lines.append(
+            f"| {' | '.join([name if entry.cell.method != 'local' else f'{name} (sends nothing)', *budget, *scores])} |"
+        )
+    return "\n".join(lines)
 
 
-def made(page: str) -> str:
-    """The page with every table made anew."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- made: {name} -->\n", f"\n<!-- end: {name} -->"
+def staleness_table() -> str:
+    """Accuracy against clients at work of the stored runs of the experiment `staleness`."""
+    (report,) = to_reports(read_file(PAGE.parents[1] / "results" / "staleness.jsonl"))
+    accuracies: dict[str, dict[int, str]] = {}
+    for entry in report.entries:
+        accuracies.setdefault(entry.cell.method, {})[entry.cell.in_flight or 0] = number_text(entry.test("clients"))
+    counts = sorted({count for row in accuracies.values() for count in row})
+    lines = [
+        f"| method | replies for a step | {' | '.join(f'{count} at work' for count in counts)} |",
+        f"|---|---:|{'---:|' * len(counts)}",
+    ]
+    for method, row in accuracies.items():
+        size = ALGORITHMS[method].algorithm.usual_cohort_size
+        lines.append(f"| {ALGORITHMS[method].name} | {size} | {' | '.join(row[count] for count in counts)} |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "methods.md": {"wire": wire_table, "compression": compression_table, "settings": settings_sections},
+    "privacy.md": {"privacy": privacy_table},
+    "deployment.md": {"staleness": staleness_table},
+}
+"""By page and marker."""
+
+
+def made(name: str) -> str:
+    """The text of a page with every table made anew."""
+    page = (PAGE.parent / name).read_text()
+    for marker, table in TABLES[name].items():
+        begin, end = f"<!-- made: {marker} -->\n", f"\n<!-- end: {marker} -->"
         before, _, rest = page.partition(begin)
         _, _, after = rest.partition(end)
         if not after:
-            raise SystemExit(f"docs/methods.md needs the markers {begin.strip()} and {end.strip()}.")
+            raise SystemExit(f"docs/{name} needs the markers {begin.strip()} and {end.strip()}.")
         page = f"{before}{begin}\n{table()}\n{end}{after}"
     return page
 
 
 if __name__ == "__main__":
-    PAGE.write_text(made(PAGE.read_text()))
+    for page in TABLES:
+        (PAGE.parent / page).write_text(made(page))

@@ -27,7 +27,9 @@ _HOMES = {
     "PFedHN": "pfedhn.algorithms.pfedhn",
     "PFedMe": "pfedhn.algorithms.pfedme",
     "PerFedAvg": "pfedhn.algorithms.per_fedavg",
+    "Privacy": "pfedhn.privacy",
     "Run": "pfedhn.run",
+    "TabularMLP": "pfedhn.models",
     "UserError": "pfedhn.errors",
     "by_classes": "pfedhn.data.partition",
     "by_coarse_class": "pfedhn.data.partition",
@@ -60,7 +62,8 @@ if TYPE_CHECKING:
     from pfedhn.errors import UserError
     from pfedhn.kernels.conv import ConvBlock
     from pfedhn.kernels.linear import Linear
-    from pfedhn.models import MLP, LeNet, OmniglotNet
+    from pfedhn.models import MLP, LeNet, OmniglotNet, TabularMLP
+    from pfedhn.privacy import Privacy
     from pfedhn.process import set_up_process
     from pfedhn.run import NewClient, NewClients, Run, load, train
 
@@ -86,7 +89,9 @@ __all__ = [
     "PFedHN",
     "PFedMe",
     "PerFedAvg",
+    "Privacy",
     "Run",
+    "TabularMLP",
     "UserError",
     "by_classes",
     "by_coarse_class",

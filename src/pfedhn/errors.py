@@ -1,14 +1,16 @@
-"""What a person can mend: one kind of error, whose message is a sentence that says what to do."""
+"""What a person can fix: one kind of error, whose message is a sentence that says what to do."""
 
 import difflib
 import reprlib
+import sys
+import traceback
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 
 class UserError(ValueError):
-    """Something the person at the keyboard can mend; the message is one sentence that says how.
+    """Something the person at the keyboard can fix; the message is one sentence that says how.
 
     Only this becomes a sentence on the command line. Every other exception is a defect of ours and keeps its traceback.
     """
@@ -61,6 +63,17 @@ def _escaped(letter: str) -> str:
 def first_line(error: BaseException) -> str:
     """An exception of another library in one line, to stand inside a sentence."""
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(".: ")[:200]
+
+
+def place_in_own_code(error: BaseException) -> str | None:
+    """Where code that is neither ours nor a library's raised an error, or called what did; None if there is none."""
+    place = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
+        is_installed = "site-packages" in file or "dist-packages" in file or file.startswith("<")
+        if not is_installed and package not in ("pfedhn", "__main__") and package not in sys.stdlib_module_names:
+            place = f"{file}, line {line}"
+    return place
 
 
 def missing_extra(purpose: str, extra: str) -> UserError:

@@ -12,12 +12,15 @@ from functools import partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 BYTES_AT_ONCE = 1 << 24
 LIBRARIES = ("torch", "numpy", "pfedhn")  # their code is not looked at: a run's directory names their versions
+
+PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, np.ndarray, Tensor)
 
 VERSION = f"python {sys.version_info.major}.{sys.version_info.minor}"
 
@@ -94,8 +97,16 @@ def _facts(thing: Any, seen: set[int]) -> Iterator[str]:
     if thing is None or isinstance(thing, bool | int | float | complex | str | bytes):
         yield repr(thing)
         return
-    if isinstance(thing, list | tuple):
+    if isinstance(thing, np.ndarray) and thing.dtype.kind in "biufc":
+        yield f"{thing.dtype} {thing.shape} {hashlib.sha256(np.ascontiguousarray(thing).data).hexdigest()}"
+        return
+    if isinstance(thing, list | tuple | set | frozenset | dict):
+        if id(thing) in seen:  # it may hold itself
+            return
+        seen.add(id(thing))
         yield f"{type(thing).__name__} {len(thing)}"
+        if not isinstance(thing, list | tuple):  # in an order that is not that of their making
+            thing = sorted(thing.items() if isinstance(thing, dict) else thing, key=repr)
         for value in thing:
             yield from _facts(value, seen)
         return
@@ -141,7 +152,7 @@ def _of_class(kind: type, seen: set[int]) -> Iterator[str]:
                 value = value.__func__
             values = (value.fget, value.fset) if isinstance(value, property) else (value,)
             for part in values:
-                if isinstance(part, FunctionType) or part is None or isinstance(part, bool | int | float | str | tuple):
+                if isinstance(part, FunctionType) or part is None or isinstance(part, PLAIN):
                     yield name
                     yield from _facts(part, seen)
 

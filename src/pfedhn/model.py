@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.params import Params, take
+from pfedhn.privacy import NO_GRADIENT, protected
 from pfedhn.sgd import Batches
 from pfedhn.statistics import collecting, copied, masked, statistics_of, training_pass
 
@@ -100,6 +102,8 @@ class Model:
 
     def loss(self, weights: Params, batch: Batches) -> Tensor:
         """Mean loss over the examples of one batch [B, ...] that the mask keeps."""
+        if protected() is not None and batch.mask.shape[0] > 1:
+            raise UserError(NO_GRADIENT)  # a method of one's own may differentiate it in its own way
         if self.statistics:
             with training_pass(self.statistics, batch.mask):
                 outputs = functional_call(self.training_module, weights, (batch.x,))

@@ -42,6 +42,7 @@ from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.files import append, claimed, make_folder, read_bytes, write_atomically
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params
+from pfedhn.privacy import Privacy
 from pfedhn.reference import Code, find, name_of
 from pfedhn.result import Cost, Environment, Moment, Result, SchemaError, from_json, to_json
 from pfedhn.seal import (
@@ -111,6 +112,8 @@ class Spec:
     environment: Environment
     cell: Mapping[str, Any] | None = None
     plan: Mapping[str, Any] | None = None
+    privacy: Mapping[str, Any] | None = None
+    in_flight: int | None = None
 
 
 def describe(simulation: Simulation, origin: Origin) -> Spec:
@@ -138,6 +141,8 @@ def describe(simulation: Simulation, origin: Origin) -> Spec:
         replace(environment(simulation.federation.x.device), finished=None),
         origin.cell or None,
         origin.plan,
+        None if simulation.privacy is None else settings_of(simulation.privacy),
+        simulation.in_flight,
     )
 
 
@@ -157,6 +162,10 @@ def _digests(simulation: Simulation) -> dict[str, str]:
     }
     if simulation.resize_every is not None:
         digests["resizing"] = digest(simulation.resize_every)
+    if simulation.privacy is not None:
+        digests["privacy"] = digest(settings_of(simulation.privacy))
+    if simulation.in_flight is not None:
+        digests["in flight"] = digest(simulation.in_flight)
     if simulation.starts is not None:
         digests["start"] = hashlib.sha256(_start_content(simulation.starts)).hexdigest()
     return digests
@@ -280,6 +289,8 @@ WORDS = {
     "metric": "the metric is another",
     "method code": "the code of the method or of a transform is another",
     "resizing": "the clients go on to another network after other steps",
+    "privacy": "its clients keep their data private in another way",
+    "in flight": "another number of clients is at work at once",
     "start": "it starts from other weights",
 }
 """What it means that two runs differ in a digest."""
@@ -434,7 +445,7 @@ def _moment_of(line: bytes, before: str) -> tuple[Moment, str]:
 
 
 def _history_of_newest(directory: Path, run: Mapping[str, str]) -> Sequence[Any]:
-    """The evaluations that the newest sound checkpoint knows."""
+    """The evaluations that the newest intact checkpoint knows."""
     for path in checkpoints(directory):
         try:
             history: Sequence[Any] = verified(path, run)["history"]
@@ -515,6 +526,8 @@ def to_simulation(
         _read_start(directory / "start.safetensors", models, device) if "start" in spec.digests else None,
         _transform(directory, "upload", spec.upload),
         _transform(directory, "download", spec.download),
+        privacy=None if spec.privacy is None else build(Privacy, spec.privacy, "privacy"),
+        in_flight=spec.in_flight,
     )
 
 

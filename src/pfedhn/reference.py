@@ -113,7 +113,7 @@ def load_file(path: Path) -> ModuleType:
         sys.modules[name] = module  # first: a dataclass in it asks for its module
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[name]
             raise UserError(f"{path} cannot be run ({first_line(error)}).") from error
     return sys.modules[name]

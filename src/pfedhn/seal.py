@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-SEAL = "# sha256 "  # begins the last line of a sealed TOML file, where it is a comment
+SEAL = "# sha256 "  # begins a sealed TOML file, where it is a comment; what is cut off is the end
 
 
 class DamagedError(ValueError):
@@ -47,22 +47,19 @@ def parsed(content: bytes) -> dict[str, Any]:
 
 
 def sealed_text(text: str) -> bytes:
-    """A TOML file with its digest in the last line."""
-    return f"{text}{SEAL}{_text_digest(text)}\n".encode()
+    """A TOML file with its digest in the first line."""
+    return f"{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode()
 
 
 def unsealed_text(content: bytes) -> str:
     """The text of such a file, unless a byte of it has changed."""
     try:
-        text, found, rest = content.decode().rpartition(SEAL)
+        text = content.decode()
     except UnicodeDecodeError:
         raise DamagedError("is damaged") from None
-    if not found:
-        raise DamagedError("is damaged: its last line, which vouches for the others, is missing")
-    if rest != f"{_text_digest(text)}\n":
+    if not text.startswith(SEAL):
+        raise DamagedError("is damaged: its first line, which vouches for the others, is missing")
+    text = text.partition("\n")[2]
+    if content != sealed_text(text):
         raise DamagedError("was changed after it was written")
     return text
-
-
-def _text_digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

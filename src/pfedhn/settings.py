@@ -35,6 +35,7 @@ class Bounds(NamedTuple):
 
 
 ZeroOrMore: TypeAlias = Annotated[int, Bounds(0)]
+Fraction: TypeAlias = Annotated[float, Bounds(0, 1)]
 
 
 def build(spec: type[Spec], values: Mapping[str, Any], what: str) -> Spec:
@@ -80,7 +81,8 @@ def check_bounds(spec: type[Any], values: Mapping[str, Any], what: str) -> None:
             continue
         counts = int in (hints[item.name], *get_args(hints[item.name]))
         usual = Bounds(1 if counts and item.default != 0 else 0, LARGEST_COUNT if counts else LARGEST_NUMBER)
-        declared = getattr(hints[item.name], "__metadata__", ())
+        options = (hints[item.name], *get_args(hints[item.name]))  # the type itself, or one of several
+        declared = [part for option in options for part in getattr(option, "__metadata__", ())]
         bounds = next((part for part in declared if isinstance(part, Bounds)), usual)
         if value < bounds.least:
             raise UserError(f"{what}: {item.name} = {value} does not fit; it must be at least {bounds.least}.")

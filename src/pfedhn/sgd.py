@@ -7,16 +7,21 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from pfedhn.errors import UserError
 from pfedhn.params import Params, pack, pick, take
+from pfedhn.privacy import NO_GRADIENT, protected
+from pfedhn.settings import Bounds
 from pfedhn.statistics import collecting, tracked
 
 Rate: TypeAlias = float | Tensor
 """A number that a grid varies; the engine passes it as a 0-d tensor so that a grid compiles once."""
+Share: TypeAlias = Annotated[Rate, Bounds(0, 1)]
+"""Such a number that is a part of a whole."""
 
 Carry = TypeVar("Carry")
 Loss: TypeAlias = Callable[[Params, "Batches"], Tensor]
@@ -124,6 +129,9 @@ class SGD:
             clipped: The names whose gradient is clipped together; all of them by default.
             frozen: Names that stay as they are; a method that trains its layers in phases freezes some in each.
 
+        Where the client's examples are protected (`privacy.protecting`), every step takes the private gradient, and
+        what follows is as it would be without: `clip`, weight decay, momentum.
+
         Returns:
             The weights and the velocity after the last step.
         """
@@ -141,7 +149,20 @@ class SGD:
             clipped_gradient = clip_vector(gradient_of(carry[0], batch), self.clip, num_clipped)
             return SGD(lr, self.momentum, self.weight_decay).step(*carry, clipped_gradient)
 
-        vector, speed = scan(step, (vector, speed), batches, (self.lr, held))
+        def private_step(
+            carry: tuple[Tensor, Tensor], data: tuple[Batches, Tensor], constants: tuple[Rate, Params, Rate]
+        ) -> tuple[Tensor, Tensor]:
+            (batch, noise), (lr, held, expected) = data, constants
+            total = clipped_sum(lambda weights, batch: loss(weights | held, batch), unpack, limit)(carry[0], batch)
+            clipped_gradient = clip_vector((total + noise) / expected, self.clip, num_clipped)
+            return SGD(lr, self.momentum, self.weight_decay).step(*carry, clipped_gradient)
+
+        if (protection := protected()) is None:
+            vector, speed = scan(step, (vector, speed), batches, (self.lr, held))
+        else:
+            limit, noise = protection.privacy.clip, protection.step_noise(batches.mask.shape[0], vector)
+            constants = (self.lr, held, protection.expected)
+            vector, speed = scan(private_step, (vector, speed), (batches, noise), constants)
         return unpack(vector) | held, unpack(speed) | pick(velocity, held)
 
 
@@ -156,6 +177,9 @@ def gradient(
         is_tested: Whether the client will use these weights: its batch statistics are then those of these passes. A
             method that trains two models on a client says no for the other one.
     """
+
+    if protected() is not None:
+        raise UserError(NO_GRADIENT)
 
     def of_vector(vector: Tensor, batch: Batches) -> Tensor:
         return loss(unpack(vector), batch)
@@ -174,6 +198,29 @@ def gradient(
         return result
 
     return gradient_of
+
+
+def clipped_sum(loss: Loss, unpack: Callable[[Tensor], Params], limit: float) -> Callable[[Tensor, Batches], Tensor]:
+    """The sum over a minibatch of every example's own gradient, each scaled down to a norm of at most `limit`.
+
+    Args:
+        loss: Of all weights on one batch; here, on batches of one example.
+        unpack: From a vector to weights.
+        limit: The largest norm.
+    """
+
+    def of_one(vector: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        mask = torch.ones(1, dtype=torch.bool, device=vector.device)
+        return loss(unpack(vector), Batches(x.unsqueeze(0), y.unsqueeze(0), mask))
+
+    def total(vector: Tensor, batch: Batches) -> Tensor:
+        one_by_one = torch.vmap(torch.func.grad(of_one), in_dims=(None, 0, 0), randomness="different")
+        each: Tensor = one_by_one(vector, batch.x, batch.y)
+        factors = (limit / torch.linalg.vector_norm(each, dim=1)).clamp(max=1.0)
+        # Not a matrix product: on a GPU that would round the factors, and the bound must hold.
+        return (torch.where(batch.mask, factors, 0.0).unsqueeze(1) * each).sum(0)
+
+    return total
 
 
 def clip_vector(vector: Tensor, limit: float | None, length: int) -> Tensor:

@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -33,7 +34,6 @@ from pfedhn.experiments import directory as directory_module
 from pfedhn.experiments import paper, runner
 from pfedhn.experiments.grid import with_assignments
 from pfedhn.experiments.paper import DEMO, EXPERIMENTS
-from pfedhn.experiments.spec import Experiment
 from pfedhn.experiments.tune import plan
 from pfedhn.report.page import FORMATS
 
@@ -324,7 +324,7 @@ def test_runs_that_are_left_keep_the_threads_of_those_before(monkeypatch: pytest
         patch.setattr(runner, "run_side_by_side", interrupt)
         result = invoke(*short)
         assert result.exit_code == 130
-        assert result.stderr.strip() == "stopped; `pfedhn run --resume some` goes on."
+        assert result.stderr.strip() == "stopped; `pfedhn run --resume some` continues."
     assert invoke(*short, "--only", "method=fedavg").exit_code == 0
     assert invoke("run", "--resume", "some").exit_code == 0
     for method in METHODS:
@@ -531,7 +531,7 @@ def test_a_full_disk_is_said_with_code_1_and_the_run_goes_on_later(monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        refused(1, "no space left on device; make room, and the same command goes on", *arguments)
+        refused(1, "no space left on device; make room, and the same command resumes", *arguments)
     assert checkpoint.checkpoints(Path("runs/mine/fedavg-digits-6-seed0"))
     assert invoke(*arguments).exit_code == 0
 
@@ -560,11 +560,22 @@ def test_debug_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_of_ours_is_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> Experiment:
-        raise KeyError("oops")
-
-    monkeypatch.setattr(find, "find_experiment", fail)
+    monkeypatch.setattr(find, "find_experiment", Mock(side_effect=KeyError("oops")))
     refused(1, "KeyError: 'oops' (an error inside pfedhn; `pfedhn --debug ...` shows where).", "run", "demo")
+
+
+def test_an_error_of_a_persons_own_code_says_where() -> None:
+    Path("mine.py").write_text(
+        "import sys\ndef clinics(clients, seed):\n    return 1 / 0\ndef leaves(clients, seed):\n    sys.exit(3)\n"
+    )
+    Path("leaves.py").write_text("import sys\nsys.exit(3)\n")
+    for data, sentence in (
+        ("mine.py:clinics", "ZeroDivisionError: division by zero (MINE, line 3; `pfedhn --debug ...` shows the way"),
+        ("mine.py:leaves", "SystemExit: 3 (MINE, line 5; `pfedhn --debug ...` shows the way there)."),
+        ("leaves.py:clinics", "leaves.py cannot be run (SystemExit: 3)."),
+    ):
+        Path("own.toml").write_text(f'dataset = "{data}"\n')
+        refused(2, sentence.replace("MINE", str(Path("mine.py").resolve())), "run", "own.toml")
 
 
 # Stopping and killing, in real processes
@@ -619,7 +630,7 @@ def test_ctrl_c_says_how_to_go_on_and_ends_with_130(finished: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the parent and every worker
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "stopped; `pfedhn run --resume stopped` goes on." in errors
+    assert "stopped; `pfedhn run --resume stopped` continues." in errors
     assert "Traceback" not in errors + output
     for run in runs:  # written at the moment of stopping: by itself there would be one a minute
         records = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]

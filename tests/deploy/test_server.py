@@ -21,24 +21,28 @@ from parties import (
     simulation_of,
     small,
 )
-from support import assert_close, assert_same_bits, model, mostly_slow
+from support import BATCH_SIZE, TRAIN_SIZES, assert_close, assert_same_bits, model, mostly_slow
 
 from pfedhn import keys
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedper import FedPer
+from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.plan import Plan
-from pfedhn.deploy.privacy import Privacy
+from pfedhn.deploy.privacy import system_normal
 from pfedhn.deploy.server import Arrival, Policy
 from pfedhn.deploy.signing import new_key, opened, sealed
 from pfedhn.deploy.state import Store
 from pfedhn.deploy.virtual import Virtual
-from pfedhn.deploy.wire import Message, WireError
+from pfedhn.deploy.wire import Message, WireError, from_envelope, unpacked
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.engine.transform import TRANSFORMS
 from pfedhn.errors import RunError, UserError
 from pfedhn.params import stack, take
+from pfedhn.privacy import Privacy, Protection
+
+SEED = 5
 
 
 @pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedhn-pc"))
@@ -488,6 +492,31 @@ def test_without_waiting_one_at_a_time_is_the_simulator(tmp_path: Path) -> None:
     assert group.server.state.max_staleness == 0
 
 
+class Timed(Virtual):
+    """Training takes the time that the simulator draws for its message; everything else takes none."""
+
+    def post(self, party: str, kind: str, content: bytes) -> None:
+        number = unpacked(from_envelope(content)[1]).values.get("round", 0)
+        drawn = 0.5 + float(keys.uniform(keys.fold(SEED, "duration", number), 1))
+        self.seconds = lambda name: drawn if kind == "train" else 0.0
+        super().post(party, kind, content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cohort", [1, 2])
+def test_without_waiting_many_at_a_time_are_the_simulator(cohort: int, tmp_path: Path) -> None:
+    """Who is asked when, for which weights, and when the server steps: all as in the simulator."""
+    simulation = simulation_of(small("pfedhn-pc"), rounds=12, cohort=cohort, evaluate_every=1_000, seed=SEED)
+    group = Group(simulation, tmp_path, Policy(in_flight=4), make_transport=Timed)
+    group.server.run()
+    expected = simulated(replace(simulation, in_flight=4))
+    assert_close(group.server.state.shared, expected.memories.shared)
+    for client in range(simulation.federation.num_clients):
+        row = group.server.state.rows[simulation.federation.name_of(client)]
+        assert_close(row, take(expected.memories.rows, client))
+    assert group.server.state.max_staleness == expected.flight.max_staleness > 0
+
+
 @pytest.mark.slow
 def test_without_waiting_a_slow_party_holds_up_nobody(tmp_path: Path) -> None:
     """Many at work at once: the time is that of the fast ones, and updates come late by a few steps."""
@@ -587,10 +616,15 @@ def test_fixed_descriptions_travel(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_party_with_noise_stops_when_its_budget_is_spent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", ["client", "example"])
+def test_a_party_with_noise_stops_when_its_budget_is_spent(level: str, tmp_path: Path) -> None:
     """Its updates are bounded and differ from what it trained, it sends no scores, and its last update is within."""
-    privacy = Privacy(clip=0.5, noise=4.0, epsilon=6.0)
-    allowed = next(count for count in range(100) if privacy.spent(count + 1) > privacy.epsilon)
+    if level == "client":
+        privacy = Privacy(clip=0.5, noise=4.0, epsilon=6.0)
+    else:
+        privacy = Privacy(clip=0.5, noise=1.5, epsilon=4.0, level="example")
+    cost = privacy.cost(TRAIN_SIZES[2], BATCH_SIZE, 3)
+    allowed = next(count for count in range(100) if privacy.spent(cost, count + 1) > privacy.epsilon)
     assert 0 < allowed < 8
     simulation = simulation_of(small("pfedhn"), rounds=8, cohort=6, evaluate_every=1_000)
     group = Group(simulation, tmp_path, Policy(patience=2, aside_seconds=1e9))
@@ -607,23 +641,55 @@ def test_a_party_with_noise_stops_when_its_budget_is_spent(tmp_path: Path) -> No
     again = replace(party, heard=[])  # after a restart it remembers
     assert again.budget is not None
     assert again.budget.num_updates == allowed
+    assert privacy.spent(cost, allowed) == again.budget.spent <= privacy.epsilon
+    more = replace(party, privacy=replace(privacy, noise=2 * privacy.noise, epsilon=20.0), heard=[]).budget
+    assert more is not None
+    before = more.spent
+    more.pay(more.privacy.cost(TRAIN_SIZES[2], BATCH_SIZE, 3))  # other noise adds up
+    assert [cost.noise for cost in more.history] == [cost.noise, 2 * cost.noise]
+    assert before == again.budget.spent < more.spent < 20.0
+    other = {"client": "example", "example": "client"}[level]
     with pytest.raises(UserError, match="so that what was spent can be added up"):
-        replace(party, privacy=replace(privacy, noise=9.0))
+        replace(party, privacy=replace(privacy, level=other))
+
+
+def test_a_party_without_noise_on_whole_batches_trains_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The private way through a party is the ordinary one, but for what it clips, noises and draws."""
+    monkeypatch.setattr(secrets, "spent", lambda history, delta: 0.0)
+    simulation = simulation_of(small("pfedhn-pc"), rounds=2, cohort=6, batch_size=20)
+    group = Group(simulation, tmp_path)
+    privacy = Privacy(clip=float("inf"), noise=0.0, epsilon=1.0, level="example")
+    for name, party in group.parties.items():
+        group.answers[name] = replace(party, privacy=privacy, heard=[]).answer
+    group.server.run()
+    expected = simulated(simulation)
+    assert_close(group.server.state.shared, expected.memories.shared)
+
+
+def test_privacy_refuses_what_leaks_beside_it(tmp_path: Path) -> None:
+    privacy = Privacy(clip=1.0, noise=1.0, epsilon=1.0, level="example")
+    group = Group(simulation_of(replace(small("pfedhn"), embedding="fixed", embedding_dim=None)), tmp_path)
+    with pytest.raises(UserError, match="which classes a client has"):
+        replace(group.parties["party-0"], privacy=privacy)
+    with pytest.raises(UserError, match="say how much epsilon"):
+        replace(Group(simulation_of(small("fedavg")), tmp_path).parties["party-0"], privacy=Privacy(1.0, 1.0))
 
 
 def test_noise_has_the_deviation_it_says() -> None:
     privacy = Privacy(clip=2.0, noise=3.0, epsilon=1.0)
     given = {"a": torch.full((300, 100), 5.0), "b": torch.zeros(7, dtype=torch.float64)}
-    one, other = (privacy.noised(given) for _ in range(2))
+    one, other = (Protection(privacy, 1.0, system_normal).released(given) for _ in range(2))
     assert not torch.equal(one["a"], other["a"])
     noise = one["a"] - 2.0 / given["a"].numel() ** 0.5  # the clipped update has a norm of 2
     # 30,000 numbers: mean and deviation are known to within five of their own deviations.
     assert abs(float(noise.mean())) < 5 * 6 / 30_000**0.5
     assert abs(float(noise.std()) - 6) < 5 * 6 / 60_000**0.5
     assert one["b"].dtype == torch.float64
-    for wrong in ({"clip": 0.0}, {"noise": -1.0}, {"epsilon": float("inf")}, {"delta": 1.0}):
+    for wrong in ({"clip": 0.0}, {"noise": -1.0}, {"epsilon": float("inf")}, {"delta": 1.0}, {"level": "all"}):
         with pytest.raises(UserError, match="must be"):
             replace(privacy, **wrong)
+    with pytest.raises(UserError, match="finite clip"):
+        replace(privacy, clip=float("inf"))
 
 
 @pytest.mark.slow

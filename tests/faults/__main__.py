@@ -1,5 +1,6 @@
 """`make test-faults`: all faults, bounded and seeded, and one table of what came of them."""
 
+import argparse
 import sys
 import time
 
@@ -10,19 +11,25 @@ from faults.messages import try_messages
 from faults.network import try_network
 from faults.table import to_text
 
-SEED = 0
+KINDS = {
+    "network": lambda seed: try_network(),
+    "messages": lambda seed: try_messages(3, seed),
+    "files": lambda seed: try_damage(500, seed),
+    "kills": lambda seed: try_kills(100, seed),
+    "starts": lambda seed: try_starts(50, seed),
+    "inputs": lambda seed: try_inputs(FULL, seed),
+}
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"{', '.join(KINDS)}; all by default")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if unknown := set(options.kinds) - set(KINDS):
+        parser.error(f"there is no kind {unknown.pop()!r}")
     began = time.monotonic()
-    rows = [
-        *try_network(),
-        *try_messages(3, SEED),
-        *try_damage(500, SEED),
-        *try_kills(100, SEED),
-        *try_starts(50, SEED),
-        *try_inputs(FULL, SEED),
-    ]
+    rows = [row for kind in options.kinds or KINDS for row in KINDS[kind](options.seed)]
     print(to_text(rows))
     bad = [line for row in rows for line in row.bad]
     print(*bad, sep="\n")

@@ -18,6 +18,7 @@ from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.layers import Roles, assign_roles
 from pfedhn.model import Model
 from pfedhn.params import Params, pick, subtract, take
+from pfedhn.settings import Fraction
 from pfedhn.sgd import Batches
 
 
@@ -26,8 +27,8 @@ class FedRep(FedAvg):
     """FedRep; all heads start equal, so a client that was never chosen has an untrained one."""
 
     personal: tuple[str, ...] = ("last",)  # layers of the head, which stays with the client; "last" is the last layer
-    head_share: float = 0.8  # of the local steps, taken first, that train the head; the others train the body
-    rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
+    head_share: Fraction = 0.8  # of the local steps, taken first, that train the head; the others train the body
+    rule: Rule = "mean"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
 
     def roles(self, model: Model) -> Roles:
         return assign_roles(model, rest="shared", personal=self.personal)

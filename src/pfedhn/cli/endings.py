@@ -1,4 +1,4 @@
-"""How a command ends: what a person can mend is one sentence and an exit code; a defect says how to see where."""
+"""How a command ends: what a person can fix is one sentence and an exit code; a defect says how to see where."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import typer.core
 from rich.markup import escape
 
 from pfedhn.cli.interrupt import STOPPED, unwinding
-from pfedhn.errors import UserError, first_line
+from pfedhn.errors import UserError, first_line, place_in_own_code
 from pfedhn.screen import Screen, say
 
 BAD_INPUT, FAILED = 2, 1  # exit codes
@@ -55,8 +55,8 @@ def _one_sentence(command: str, is_debugged: bool = False) -> Iterator[None]:
     except BrokenPipeError:  # the reader of `pfedhn list | head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
-    except (Exception, KeyboardInterrupt) as error:
-        if is_debugged:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        if is_debugged or (isinstance(error, SystemExit) and place_in_own_code(error) is None):
             raise
         raise typer.Exit(_say_why(error)) from None
 
@@ -69,6 +69,9 @@ def _say_why(error: BaseException) -> int:
     if isinstance(error, UserError):
         complain(str(error))
         return error.exit_code
+    if (place := place_in_own_code(error)) is not None:
+        complain(f"{first_line(error)} ({place}; `pfedhn --debug ...` shows the way there).")
+        return BAD_INPUT
     complain(f"{first_line(error)} (an error inside pfedhn; `pfedhn --debug ...` shows where).")
     return FAILED
 

@@ -26,11 +26,18 @@ def join(
         Path | None, typer.Option("--key", metavar="FILE", help="A private key of yours; made where none is given.")
     ] = None,
     clip: Annotated[
-        float | None, typer.Option("--clip", metavar="C", help="Privacy: the largest norm of an update that is sent.")
+        float | None,
+        typer.Option(
+            "--clip", metavar="C", help="Privacy: the largest norm of an update, or of an example's gradient."
+        ),
     ] = None,
     noise: Annotated[
         float | None, typer.Option("--noise", metavar="S", help="Privacy: noise of deviation S * C on every number.")
     ] = None,
+    level: Annotated[
+        str,
+        typer.Option("--level", metavar="L", help="Privacy: protects all that you have (client), or any one example."),
+    ] = "client",
     epsilon: Annotated[
         float | None, typer.Option("--epsilon", metavar="E", help="Privacy: the budget; then nothing more is sent.")
     ] = None,
@@ -46,22 +53,22 @@ def join(
     [bold]Examples[/]
       pfedhn join lyon.invite --data visits.csv
       pfedhn join lyon.invite --data visits.csv --clip 1 --noise 8 --epsilon 10
+      pfedhn join lyon.invite --data visits.csv --clip 1 --noise 1.2 --epsilon 8 --level example
     """
     need_the_extra()
     import threading
 
     from pfedhn.deploy.invitations import read_bundle
     from pfedhn.deploy.join import Joined, enroll, load_party, remember
-    from pfedhn.deploy.privacy import Privacy
     from pfedhn.files import claimed, given_path, make_folder
+    from pfedhn.privacy import Privacy
     from pfedhn.stopping import stop_requests
 
     privacy = None
     if (clip, noise, epsilon) != (None, None, None):
         if clip is None or noise is None or epsilon is None:
             raise UserError("privacy needs all three: --clip, --noise and --epsilon.")
-        privacy = Privacy(clip, noise, epsilon, delta)
-        privacy.spent(1)  # says now if the accountant is missing
+        privacy = Privacy(clip, noise, epsilon, delta, level)  # type: ignore[arg-type]  # which it checks
     given, stop, show = read_bundle(given_path(bundle)), threading.Event(), sayer(as_json)
     own = (folder or Path(f"pfedhn-{given.name}")).absolute()
     make_folder(own)

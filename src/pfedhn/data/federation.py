@@ -32,6 +32,7 @@ from pfedhn.data.dealing import check_split, share_out, split_examples
 from pfedhn.data.partition import Assignment, Partition
 from pfedhn.errors import UserError, closest, short, some
 from pfedhn.keys import Key
+from pfedhn.privacy import num_places
 from pfedhn.settings import check_seed
 from pfedhn.sgd import Batches
 
@@ -309,16 +310,21 @@ class Federation:
         return int(self.y.max()) + 1 if self.class_names is None else len(self.class_names)
 
     @cached_property
-    def class_shares(self) -> Tensor:
-        """[N, classes]: the fraction of each class in a client's training examples."""
+    def class_counts(self) -> Tensor:
+        """[N, classes]: how many training examples of each class a client has."""
         if self.num_classes is None:
             raise UserError("this federation has no class labels to describe clients by; give it descriptors.")
-        counts = torch.stack(
+        return torch.stack(
             [
                 torch.bincount(self.y[self.splits["train"].of(i)], minlength=self.num_classes)
                 for i in range(self.num_clients)
             ]
         )
+
+    @property
+    def class_shares(self) -> Tensor:
+        """[N, classes]: the fraction of each class in a client's training examples."""
+        counts = self.class_counts
         return (counts / counts.sum(1, keepdim=True)).to(self.x.dtype if self.x.is_floating_point() else torch.float32)
 
     @property
@@ -334,6 +340,10 @@ class Federation:
         """The same federation with its data on a device, its floating-point data in `dtype`, images channels last.
 
         The shape of an image stays [C, H, W]; only its order in memory changes, which convolutions run faster on.
+
+        Args:
+            device: Where the data go.
+            dtype: The type of floating-point data; None keeps theirs.
         """
 
         def move(value: Tensor) -> Tensor:
@@ -433,13 +443,21 @@ class Federation:
         return replace(self, splits=splits)
 
     def name_of(self, number: int) -> str:
-        """What a client is called: its own name, or its number."""
+        """What a client is called: its own name, or its number.
+
+        Args:
+            number: Its position in every table.
+        """
         if self.names is not None:
             return self.names[number]
         return str(number if self.identities is None else int(self.identities[number]))
 
     def number_of(self, client: int | str) -> int:
-        """The place in the table of a client that is given by its name, or by its place already."""
+        """A client's number: its position in every table.
+
+        Args:
+            client: Its name, or its number.
+        """
         if isinstance(client, str) and self.names is not None:
             if client not in self._places:
                 raise UserError(f"there is no client {client!r}; {closest(client, self.names)}")
@@ -468,6 +486,16 @@ class Federation:
         width = min(batch_size, self.largest_train_size)
         steps = torch.arange(num_batches, device=clients.device)
         numbers, mask = draw_examples(self.splits["train"], clients, key, steps, width, self.identity(clients))
+        return Batches(*self.examples(numbers), mask)
+
+    def sampled_batches(self, clients: Tensor, key: Key, num_batches: int, batch_size: int) -> Batches:
+        """Minibatches [C, K, ...] that every training example joins by itself, `batch_size` of them on average.
+
+        A client with fewer examples uses all of them. What an accountant of privacy calls Poisson sampling.
+        """
+        table, largest = self.splits["train"], self.largest_train_size
+        steps = torch.arange(num_batches, device=clients.device)
+        numbers, mask = sample_examples(table, clients, key, steps, batch_size, largest, self.identity(clients))
         return Batches(*self.examples(numbers), mask)
 
     def examples(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -521,6 +549,19 @@ def draw_examples(
     numbers = table.numbers(offset[:, None, None] + places)
     mask = torch.arange(width, device=clients.device) < size[:, None, None]
     return numbers, mask.expand(numbers.shape)
+
+
+def sample_examples(
+    table: Examples, clients: Tensor, key: Key, steps: Tensor, batch_size: int, largest: int, identities: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The numbers [C, K, ...] of the examples that join minibatches by themselves, and which of them count."""
+    size, offset = table.size[clients, None, None], table.offset[clients, None, None]
+    step_keys = keys.fold(torch.as_tensor(keys.fold(key, identities)).unsqueeze(-1), steps, "sample")
+    places = torch.arange(largest, device=clients.device)
+    joins = (keys.uniform(step_keys, largest, clients.device) * size < batch_size) & (places < size)
+    first = joins.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : num_places(batch_size)]
+    mask = joins.gather(-1, first)
+    return table.numbers(offset + torch.where(mask, first, 0)), mask
 
 
 def in_fast_order(x: Tensor) -> Tensor:

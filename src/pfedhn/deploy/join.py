@@ -23,7 +23,6 @@ from pfedhn import __version__
 from pfedhn.deploy import engine
 from pfedhn.deploy.invitations import Bundle, check_name
 from pfedhn.deploy.party import Party
-from pfedhn.deploy.privacy import Privacy
 from pfedhn.deploy.relay import read_message, write_message
 from pfedhn.deploy.signing import (
     KEY_HEADER,
@@ -39,6 +38,7 @@ from pfedhn.deploy.wire import WireError
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.files import given_path, make_folder, read_bytes, read_text, write_atomically
 from pfedhn.portable import Portable, check_ending, write_model
+from pfedhn.privacy import Privacy
 from pfedhn.record import settings_of
 from pfedhn.reference import Code
 from pfedhn.seal import digest
@@ -138,7 +138,7 @@ def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None =
     Args:
         folder: The party's own.
         data: Where its data are now, if they have moved.
-        privacy: What is done to its updates.
+        privacy: What it does to keep its data from whoever sees its updates.
     """
     enrolled, own = (json.loads(read_text(folder / name)) for name in (ENROLLED, "party.json"))
     spec = read_spec(enrolled["spec"], folder / "spec.toml")

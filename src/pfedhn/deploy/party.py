@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pfedhn import keys
 from pfedhn.data.federation import Federation
 from pfedhn.deploy.plan import Phase, Plan
-from pfedhn.deploy.privacy import Budget, Privacy
+from pfedhn.deploy.privacy import Budget, system_key, system_normal
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
 from pfedhn.deploy.trees import SHA256, filled, named, read_tensors, write_tensors
 from pfedhn.deploy.wire import Message, WireError, from_envelope
@@ -31,7 +31,9 @@ from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.files import make_folder, read_bytes, write_atomically
 from pfedhn.model import Model
 from pfedhn.params import Params, take
+from pfedhn.privacy import Privacy, Protection, refuse_leaks
 from pfedhn.seal import DamagedError, sealed_json, unsealed_json
+from pfedhn.sgd import Batches
 
 logger = logging.getLogger("pfedhn")
 
@@ -56,8 +58,8 @@ class Party:
         key: The party's own, which signs its replies.
         server_key: The server's: nobody else is answered.
         architecture: Which of the plan's networks it runs; the first by default.
-        privacy: What is done to its updates before they leave, and how much of that there may be; then the party also
-            keeps its scores to itself.
+        privacy: What it does to keep its data from whoever sees its updates, and how much it may spend; then the party
+            also keeps its scores to itself.
     """
 
     plan: Plan
@@ -77,6 +79,7 @@ class Party:
         if self.architecture not in self.plan.models:
             raise UserError(f"there is no size {self.architecture!r}; there are {', '.join(self.plan.models)}.")
 
+        refuse_leaks(self.privacy, bool(self.model.statistics), self.plan.algorithm.needs_descriptors)
         self.budget = None if self.privacy is None else Budget(self.privacy, self.folder / "privacy.json")
 
     @property
@@ -161,14 +164,10 @@ class Party:
         received = self.plan.download.decode(offer.weights, self.model.dtype)
         kept = self._kept(phase, base, received)
         scores = self._scores(phase, number, received, kept, ("validation",))
-        key = keys.fold(exchange.seed, "batches", number)
-        batches = self.data.batches(
-            torch.tensor([0]), key, exchange.algorithm.num_batches, self.plan.schedule.batch_size
-        )
+        protection = self._paid_protection()
+        batches = self._batches(keys.fold(exchange.seed, "batches", number))
         with self.model.seeded(torch.as_tensor(keys.fold(exchange.seed, "noise", number, self.identity))):
-            update, kept = exchange.train(self.model, offer, kept, take(batches, 0))
-        if self.budget is not None:
-            update = self.budget.released(update)
+            update, kept = exchange.train(self.model, offer, kept, batches, protection)
         reply, kept = exchange.reply(offer, update, kept, self.size, self.identity)
         if not bool(reply.metrics["is_finite"]):
             raise RunError(f"training diverged in round {number}; the learning rates are too high for these data.")
@@ -185,6 +184,21 @@ class Party:
         spent = None if self.budget is None else round(self.budget.spent, 4)
         self._note({"kind": "train", "round": number, "phase": phase, "scores": scores, "epsilon": spent})
         return Message("train", self.run, self.name, values, reply.update)
+
+    def _paid_protection(self) -> Protection | None:
+        """What protects the data in one more round, if the budget allows one."""
+        if self.budget is None:
+            return None
+        privacy, size = self.budget.privacy, self.plan.schedule.batch_size
+        self.budget.pay(privacy.cost(int(self.size), size, self.plan.algorithm.num_batches))
+        return Protection(privacy, min(int(self.size), size), system_normal)
+
+    def _batches(self, key: keys.Key) -> Batches:
+        """The minibatches of a round; those of private steps are as secret as the noise."""
+        is_secret = self.privacy is not None and self.privacy.level == "example"
+        draw = self.data.sampled_batches if is_secret else self.data.batches
+        key = system_key() if is_secret else key
+        return take(draw(torch.tensor([0]), key, self.plan.algorithm.num_batches, self.plan.schedule.batch_size), 0)
 
     def _evaluate(self, message: Message) -> Message:
         """Score the weights that the server would have this party use, and remember them in case they are chosen."""

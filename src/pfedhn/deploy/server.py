@@ -23,6 +23,7 @@ from pfedhn.deploy.plan import Phase, Plan
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
 from pfedhn.deploy.state import Member, Rules, State, Store, split_results, step_order
 from pfedhn.deploy.wire import Message, WireError, is_finite, layout, norm, packed
+from pfedhn.engine.simulate import next_of
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.params import Params, num_bytes, zeros_like
 
@@ -311,7 +312,7 @@ class Server:
             idle = [one for one in self._ready() if one.name not in working and one.name not in state.replies]
             if not idle:
                 break
-            place = int(cohort(keys.fold(self.plan.seed, "rounds"), state.num_sent, len(idle), 1))
+            place = next_of(self.plan.seed, state.num_sent, len(idle))
             self._offer(idle[place], state.num_sent)
             state.num_sent += 1
             working.append(idle[place].name)

@@ -19,7 +19,7 @@ reply_seconds = 300.0
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +114,13 @@ def read_spec(text: str, path: Path) -> Spec:
     (cell,) = experiment.cells
     if cell.pretrain is not None:
         raise UserError("pretrain is for experiments; a federation starts fresh, so leave it out.")
+    if cell.privacy:
+        raise UserError("privacy is each party's own choice (`pfedhn join --help`); leave it out of this file.")
     data = build(Data, own["data"], "[data]")
-    spec = Spec(cell, experiment.seeds[0], data, build(Policy, own["policy"], "[policy]"), own["sizes"], joining_rounds)
+    policy = build(Policy, own["policy"], "[policy]")
+    if cell.in_flight is not None:
+        policy = replace(policy, in_flight=cell.in_flight)
+    spec = Spec(cell, experiment.seeds[0], data, policy, own["sizes"], joining_rounds)
     _check(spec)
     return spec
 

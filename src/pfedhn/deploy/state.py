@@ -289,7 +289,7 @@ class Store:
         self.rules.apply(state, table, message)
 
     def load(self) -> State:
-        """The newest sound checkpoint, with every record since then applied."""
+        """The newest intact checkpoint, with every record since then applied."""
         state, numbers = None, self._numbers()
         for number in numbers:
             state = self._read(number)

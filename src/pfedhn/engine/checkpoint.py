@@ -6,6 +6,7 @@ not match, the checkpoint does not count and the one before it is used.
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import Best, Diverged, Evaluation, Memories, PrivateTable, State
+from pfedhn.engine.state import Best, Diverged, Evaluation, Flight, Memories, PrivateTable, State, Work
 from pfedhn.errors import RunError
 from pfedhn.files import read_bytes, write_atomically
 from pfedhn.fingerprint import differ
@@ -78,9 +79,13 @@ def save_state(
         "step": step,
         "bytes_down": state.bytes_down,
         "bytes_up": state.bytes_up,
+        **({"num_updates": sorted(state.num_updates.items())} if state.num_updates else {}),
+        **({"flight": _flight_record(state.flight)} if state.flight.num_sent else {}),
         "slots": slots,
         "best": None,
     }
+    for work in state.flight.working:
+        tensors |= dict(_named(f"flight/{work.number}", (work.reply, work.kept)))
     if state.best is not None:
         best_tensors, best_slots = _memories_to_tensors("best", state.best.memories)
         tensors |= best_tensors
@@ -124,7 +129,7 @@ def load_state(directory: Path, simulation: Simulation, run: Mapping[str, str] |
         return Loaded(_to_state(tensors, record, simulation), refused, record["history"])
     if refused:
         raise CheckpointError(
-            f"{refused[0]} No sound checkpoint is left in {directory}; move or remove that folder, and the same "
+            f"{refused[0]} No intact checkpoint is left in {directory}; move or remove that folder, and the same "
             "command runs it anew."
         )
     return Loaded(None, [], [])
@@ -187,16 +192,44 @@ def _to_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any], simulati
             for split in ("validation", "test")
         }
         evaluation = Evaluation(record["best"]["step"], record["best"]["round"], splits)
-        best = Best(evaluation, _to_memories("best", tensors, record["best"]["slots"], template.memories))
-    return State(record["round"], memories, best, record["bytes_down"], record["bytes_up"])
+        best = Best(evaluation, _to_memories("best", tensors, record["best"]["slots"], template.memories, on_host=True))
+    num_updates = Counter(dict(record.get("num_updates", [])))
+    flight = _to_flight(tensors, record.get("flight"), simulation, template)
+    return State(record["round"], memories, best, record["bytes_down"], record["bytes_up"], num_updates, flight)
+
+
+def _flight_record(flight: Flight) -> dict[str, Any]:
+    """Who is at work, as JSON can hold it; between rounds no reply waits for a step."""
+    assert not flight.replies
+    table = {name: value for name, value in vars(flight).items() if name not in ("working", "replies")}
+    return table | {"working": [work[: Work._fields.index("reply")] for work in flight.working]}
+
+
+def _to_flight(
+    tensors: Mapping[str, Tensor], record: Mapping[str, Any] | None, simulation: Simulation, template: State
+) -> Flight:
+    if record is None:
+        return Flight()
+    working = []
+    for client, number, *rest in record["working"]:
+        form = simulation.form_of_work(template, client)
+        leaves = [tensors[name].clone().to(leaf.device) for name, leaf in _named(f"flight/{number}", form)]
+        working.append(Work(client, number, *rest, *pytree.tree_unflatten(leaves, pytree.tree_structure(form))))
+    return Flight(**{**record, "working": working})
 
 
 def _to_memories(
-    prefix: str, tensors: Mapping[str, Tensor], slots: Mapping[str, Sequence[int]], template: Memories
+    prefix: str,
+    tensors: Mapping[str, Tensor],
+    slots: Mapping[str, Sequence[int]],
+    template: Memories,
+    on_host: bool = False,
 ) -> Memories:
     def fill(part: str, tree: Any) -> Any:
         # Cloned into memory of their own: libraries choose kernels by alignment, and a file's tensors lie anywhere.
-        leaves = [tensors[name].clone().to(leaf.device) for name, leaf in _named(f"{prefix}/{part}", tree)]
+        leaves = [tensors[name].clone() for name, _ in _named(f"{prefix}/{part}", tree)]
+        if not on_host:
+            leaves = [value.to(leaf.device) for value, leaf in zip(leaves, pytree.tree_leaves(tree), strict=True)]
         return pytree.tree_unflatten(leaves, pytree.tree_structure(tree))
 
     private = {}

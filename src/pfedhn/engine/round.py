@@ -23,6 +23,7 @@ from pfedhn.engine.transform import FULL, Full, Transform
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, num_bytes, pick, subtract, take, weighted_sum
+from pfedhn.privacy import Protection, protecting
 from pfedhn.sgd import Batches
 from pfedhn.statistics import COUNT, tracking
 
@@ -145,18 +146,17 @@ class Exchange:
         )
         return Kept(private, self.upload.init_state(received), pick(model.statistics | start, model.statistics))
 
-    def train(self, model: Model, offer: Offer, kept: Kept, batches: Batches) -> tuple[Params, Kept]:
-        """The client's half, first part: the local steps."""
+    def train(
+        self, model: Model, offer: Offer, kept: Kept, batches: Batches, protection: Protection | None = None
+    ) -> tuple[Params, Kept]:
+        """The client's half, first part: the local steps, and an update that may leave the client."""
         received = self.download.decode(offer.weights, model.dtype)
-        if not model.statistics:
-            update, private = self.algorithm.train(model, received, kept.private, batches)
-            return update, kept._replace(private=private)
-        shared = pick(received, model.statistics)
-        with tracking(kept.statistics | shared) as tracker:
-            weights = pick(received, model.shapes)
+        weights, shared = pick(received, model.shapes), pick(received, model.statistics)
+        with protecting(protection), tracking(kept.statistics | shared) as tracker:
             update, private = self.algorithm.train(model, weights, kept.private, batches)
         update = update | subtract(shared, tracker.now)
-        return update, kept._replace(private=private, statistics=tracker.now)
+        kept = kept._replace(private=private, statistics=tracker.now)
+        return (update if protection is None else protection.released(update)), kept
 
     def reply(self, offer: Offer, update: Params, kept: Kept, size: Tensor, identity: Tensor) -> tuple[Reply, Kept]:
         """The client's half, second part: what it sends, and what it keeps."""

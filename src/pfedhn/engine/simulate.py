@@ -31,15 +31,22 @@ from pfedhn.engine.state import (
     Progress,
     Schedule,
     State,
+    Work,
 )
 from pfedhn.engine.transform import FULL, Transform
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, copy, put, stack, take
+from pfedhn.privacy import Cost, Privacy, Protection, keyed_normal, refuse_leaks
 from pfedhn.sgd import Batches
 
 ROWS_AT_ONCE = 50_000  # made together: making one takes ten times its memory
+
+
+def next_of(seed: int, number: int, num_idle: int) -> int:
+    """Which of the clients that are idle, in their order, is sent message `number` of a run that does not wait."""
+    return int(cohort(keys.fold(seed, "rounds"), number, num_idle, 1))
 
 
 class Inputs(NamedTuple):
@@ -52,6 +59,7 @@ class Inputs(NamedTuple):
     batches: Batches
     size: Tensor
     noise: Tensor  # the key of what its network draws by itself
+    secret: Tensor  # the key of what protects its data
 
 
 class Joining(NamedTuple):
@@ -77,6 +85,8 @@ class Simulation:
     download: Transform = FULL
     joins: Joining | None = None  # a trained federation that these clients join; its shared memory is frozen
     resize_every: int | None = None  # communication steps after which every client goes on to the next network
+    privacy: Privacy | None = None  # what clients do to keep their data from those who see their updates
+    in_flight: int | None = None  # clients at work at once in a run that does not wait for its cohorts; None waits
     make_crew: Callable[["Simulation"], Trainer] | None = None  # who shares the clients of a round; nobody where None
     _chosen: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # which executor runs which network
     _executors: dict[str, Executor] = field(default_factory=dict, init=False, repr=False)  # they keep their graphs
@@ -89,9 +99,26 @@ class Simulation:
             raise UserError("steps, evaluate_every and batch_size must be at least 1.")
         if self.download.init_state({}) != ():
             raise UserError("a transform that remembers cannot be used for downloads; use it for uploads.")
+        if self.in_flight is not None:
+            self._check_in_flight(self.in_flight)
+        has_statistics = any(model.statistics for model in self.models.values())
+        refuse_leaks(self.privacy, has_statistics, self.algorithm.needs_descriptors)
         known = ("auto", *EXECUTORS, "captured")
         if self.executor not in known:
             raise UserError(f"there is no executor {self.executor!r}; there are {', '.join(known)}.")
+
+    def _check_in_flight(self, in_flight: int) -> None:
+        if in_flight < 1:
+            raise UserError(f"in_flight is {in_flight}; at least one client must be at work.")
+        if not self.algorithm.communicates:
+            raise UserError(
+                f"clients of {type(self.algorithm).__name__} send nothing to wait for; leave in_flight out."
+            )
+        if self.resize_every is not None or self.make_crew is not None:
+            raise UserError(
+                "a run that does not wait trains one client at a time, on one network each; leave out either in_flight "
+                "or what resizes clients or shares them out."
+            )
 
     def joining(self, federation: Federation, memories: Memories, rounds: int, seed: int) -> "Simulation":
         """The clients of `federation` join this run as it stands in `memories`: all of them train in every round."""
@@ -100,7 +127,9 @@ class Simulation:
             self.schedule, steps=rounds * num_clients, cohort_size=num_clients, evaluate_every=num_clients
         )
         joins = Joining(memories.shared, memories.rows, self.initial_models())
-        return replace(self, federation=federation, schedule=schedule, seed=seed, joins=joins, make_crew=None)
+        return replace(
+            self, federation=federation, schedule=schedule, seed=seed, joins=joins, in_flight=None, make_crew=None
+        )
 
     @property
     def exchange(self) -> Exchange:
@@ -194,7 +223,10 @@ class Simulation:
         if state.round == 0 and state.best is None:
             yield Progress(0, self.choose(state, self.evaluate(state)))
         for number in range(state.round, self.num_rounds):
-            self._round(state, number)
+            if self.in_flight is None:
+                self._round(state, number)
+            else:
+                self._step_without_waiting(state, self.in_flight)
             before, after = number * self.clients_per_round, (number + 1) * self.clients_per_round
             state.round = number + 1
             is_evaluated = self.schedule.is_evaluated(before, after)
@@ -204,9 +236,23 @@ class Simulation:
         key = keys.fold(self.seed, "rounds")
         return cohort(key, number, self.federation.num_clients, self.clients_per_round).tolist()
 
+    def privacy_cost(self, client: int) -> Cost:
+        """What a round costs a client."""
+        assert self.privacy is not None
+        size = int(self.federation.splits["train"].size[client])
+        return self.privacy.cost(size, self.schedule.batch_size, self.algorithm.num_batches)
+
+    def has_budget(self, state: State, client: int) -> bool:
+        """Whether a client may send one more update."""
+        if self.privacy is None:
+            return True
+        return state.num_updates[client] < self.privacy.num_rounds(self.privacy_cost(client))
+
     def _round(self, state: State, number: int) -> None:
         memories = state.memories
-        members = self.cohort(number)
+        members = [client for client in self.cohort(number) if self.has_budget(state, client)]
+        if not members:
+            return  # nobody of this cohort has budget left, and the server has nothing to step by
         returned: list[Returned] = []
         weights_down = 0
         remembered: list[tuple[list[int], Kept]] = []
@@ -218,20 +264,93 @@ class Simulation:
             kept = memories.private[model.name].take(clients)
             share = Share(model.name, number, clients, memories.shared, rows, kept)
             trained = self._work_on(share)() if self._crew is None else self._crew.train(share)
-            is_finite = trained.replies.metrics["is_finite"]
-            if not bool(is_finite.all()):
-                first = clients[int((~is_finite).nonzero()[0])]
-                raise Diverged.at(number, self.federation.name_of(first))
+            self._refuse_diverged(share, trained)
             returned.append(Returned(model, rows, trained.replies))
             weights_down += trained.bytes_down
             remembered.append((clients, trained.kept))
-        shared, new_rows = self._step(memories.shared, returned)
-        state.memories = memories._replace(shared=shared)
+        self._server_step(state, returned, [clients for clients, _ in remembered])
         state.bytes_down += weights_down
-        state.bytes_up += bytes_up(part.replies for part in returned)
-        for part, (clients, kept), rows in zip(returned, remembered, new_rows, strict=True):
-            put(memories.rows, torch.tensor(clients, device=self.federation.x.device), rows)
+        for part, (clients, kept) in zip(returned, remembered, strict=True):
             memories.private[part.model.name].put(clients, kept)
+        if self.privacy is not None:
+            state.num_updates.update(members)
+
+    def _refuse_diverged(self, share: Share, trained: Trained) -> None:
+        is_finite = trained.replies.metrics["is_finite"]
+        if not bool(is_finite.all()):
+            first = share.clients[int((~is_finite).nonzero()[0])]
+            raise Diverged.at(share.number, self.federation.name_of(first))
+
+    def _server_step(self, state: State, returned: list[Returned], clients: list[list[int]]) -> None:
+        """The server's step from the replies of some clients, of each architecture."""
+        shared, new_rows = self._step(state.memories.shared, returned)
+        state.memories = state.memories._replace(shared=shared)
+        state.bytes_up += bytes_up(part.replies for part in returned)
+        for some, rows in zip(clients, new_rows, strict=True):
+            put(state.memories.rows, torch.tensor(some, device=self.device), rows)
+
+    def _step_without_waiting(self, state: State, in_flight: int) -> None:
+        """Keep many clients at work, and step when enough of them have replied, as a server over a network does.
+
+        How long a client takes is drawn from half the mean time to one and a half of it.
+        """
+        flight = state.flight
+        while len(flight.replies) < self.clients_per_round:
+            while len(flight.working) < in_flight and (idle := self._idle(state)):
+                self._send(state, idle[next_of(self.seed, flight.num_sent, len(idle))])
+            if not flight.working:
+                break  # nobody has budget left
+            work = min(flight.working, key=lambda work: (work.due, work.number))
+            flight.working.remove(work)
+            flight.now = work.due
+            flight.replies.append(work)
+            staleness = state.round - work.version
+            flight.sum_staleness += staleness
+            flight.max_staleness = max(flight.max_staleness, staleness)
+            state.bytes_down += work.bytes_down
+            state.memories.private[self.model_of(work.client).name].put([work.client], work.kept)
+        if not flight.replies:
+            return
+        groups = [[w for w in flight.replies if self.model_of(w.client) is model] for model in self.models.values()]
+        groups = [group for group in groups if group]
+        clients = [[work.client for work in group] for group in groups]
+        returned = []
+        for group, some in zip(groups, clients, strict=True):
+            replies = pytree.tree_map(lambda *leaves: torch.cat(leaves), *(work.reply for work in group))
+            rows = take(state.memories.rows, torch.tensor(some, device=self.device))
+            returned.append(Returned(self.model_of(some[0]), rows, replies))
+        self._server_step(state, returned, clients)
+        flight.replies = []
+
+    def _idle(self, state: State) -> list[int]:
+        """Who can be sent weights."""
+        busy = {work.client for work in (*state.flight.working, *state.flight.replies)}
+        everybody = range(self.federation.num_clients)
+        return [client for client in everybody if client not in busy and self.has_budget(state, client)]
+
+    def _send(self, state: State, client: int) -> None:
+        memories, number, flight = state.memories, state.flight.num_sent, state.flight
+        name, index = self.model_of(client).name, torch.tensor([client], device=self.device)
+        kept = memories.private[name].take([client])
+        share = Share(name, number, [client], memories.shared, take(memories.rows, index), kept)
+        trained = self.train(share)
+        self._refuse_diverged(share, trained)
+        due = flight.now + 0.5 + float(keys.uniform(keys.fold(self.seed, "duration", number), 1))
+        flight.working.append(
+            Work(client, number, state.round, due, trained.bytes_down, *copy((trained.replies, trained.kept)))
+        )
+        flight.num_sent += 1
+        if self.privacy is not None:
+            state.num_updates[client] += 1
+
+    def form_of_work(self, state: State, client: int) -> tuple[Reply, Kept]:
+        """What a client at work has, all [1, ...]; only the form counts."""
+        model, memories = self.model_of(client), state.memories
+        zero = torch.zeros((), dtype=torch.int64, device=self.device)
+        kept = memories.private[model.name].make(client)
+        offer = self.exchange.offer(model, memories.shared, take(memories.rows, client), zero, zero)
+        update = self.download.decode(offer.weights, model.dtype)  # an update has the names that were sent
+        return stack([self.exchange.reply(offer, update, kept, zero, zero)])
 
     @cached_property
     def _crew(self) -> Trainer | None:
@@ -266,14 +385,17 @@ class Simulation:
         index = torch.tensor(share.clients, device=self.device)
         identities = self.federation.identity(index)
         key = keys.fold(self.seed, "batches", number)
+        is_sampled = self.privacy is not None and self.privacy.level == "example"
+        draw = self.federation.sampled_batches if is_sampled else self.federation.batches
         return Inputs(
             identities,
             torch.full_like(index, number),
             share.rows,
             share.kept,
-            self.federation.batches(index, key, self.algorithm.num_batches, self.schedule.batch_size),
+            draw(index, key, self.algorithm.num_batches, self.schedule.batch_size),
             self.federation.splits["train"].size[index],
             torch.as_tensor(keys.fold(self.seed, "noise", number, identities)),
+            torch.as_tensor(keys.fold(self.seed, "privacy", number, identities)),
         )
 
     def _one_client(self, model: Model, shared: Any) -> Callable[..., tuple[Offer, Reply, Kept]]:
@@ -288,10 +410,16 @@ class Simulation:
             mine = Inputs(*given)
             offer = make_offer(shared, mine.row, mine.number, mine.identity)
             with model.seeded(mine.noise), executor.running(model.name, "train", (offer, mine.kept, mine.batches)):
-                update, kept = exchange.train(model, offer, mine.kept, mine.batches)
+                update, kept = exchange.train(model, offer, mine.kept, mine.batches, self._protection(mine))
             return offer, *exchange.reply(offer, update, kept, mine.size, mine.identity)
 
         return one_client
+
+    def _protection(self, mine: Inputs) -> Protection | None:
+        if self.privacy is None:
+            return None
+        expected = mine.size.clamp(max=self.schedule.batch_size)
+        return Protection(self.privacy, expected, keyed_normal(mine.secret))
 
     def _step(self, shared: Any, returned: list[Returned]) -> tuple[Any, list[Any]]:
         models = [part.model for part in returned]
@@ -319,13 +447,8 @@ class Simulation:
         validation = splits["validation"]
         is_blind = int(validation.count.sum()) == 0
         if state.best is None or is_blind or validation.score > state.best.evaluation.splits["validation"].score:
-            memories, older = state.memories, None if state.best is None else state.best.memories
-            kept = Memories(
-                copy(memories.shared, older and older.shared),
-                copy(memories.rows, older and older.rows),
-                {name: table.copy(older and older.private[name]) for name, table in memories.private.items()},
-            )
-            state.best = Best(evaluation, kept)
+            older = None if state.best is None else state.best.memories
+            state.best = Best(evaluation, state.memories.kept(older))
         return evaluation
 
     def evaluate(self, state: State) -> dict[str, SplitResult]:

@@ -3,6 +3,7 @@
 Axes: [N] clients.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pfedhn.engine.evaluate import SplitResult
+from pfedhn.engine.round import Kept, Reply
 from pfedhn.errors import RunError
 from pfedhn.params import copy, put, stack, take
 
@@ -63,6 +65,19 @@ class Memories(NamedTuple):
     rows: Any  # [N, ...]
     private: dict[str, "PrivateTable"]  # by architecture: what its clients keep
 
+    def kept(self, older: "Memories | None" = None) -> "Memories":
+        """A copy in the host's memory, where it costs a GPU nothing; an older one lends its place."""
+        return Memories(
+            copy(self.shared, older and older.shared, on_host=True),
+            copy(self.rows, older and older.rows, on_host=True),
+            {name: table.kept(older and older.private[name]) for name, table in self.private.items()},
+        )
+
+    def to(self, device: torch.device) -> "Memories":
+        """The same memories where a run computes."""
+        shared, rows = pytree.tree_map(lambda leaf: leaf.to(device), (self.shared, self.rows))
+        return Memories(shared, rows, {name: table.to(device) for name, table in self.private.items()})
+
 
 @dataclass
 class PrivateTable:
@@ -80,8 +95,12 @@ class PrivateTable:
         places = self._places(clients)
         put(self.tree, places, values)
 
-    def copy(self, into: "PrivateTable | None" = None) -> "PrivateTable":
-        tree = None if self.tree is None else copy(self.tree, into and into.tree)
+    def kept(self, older: "PrivateTable | None" = None) -> "PrivateTable":
+        tree = None if self.tree is None else copy(self.tree, older and older.tree, on_host=True)
+        return PrivateTable(self.make, dict(self.slots), tree)
+
+    def to(self, device: torch.device) -> "PrivateTable":
+        tree = pytree.tree_map(lambda leaf: leaf.to(device), self.tree)
         return PrivateTable(self.make, dict(self.slots), tree)
 
     def _places(self, clients: Sequence[int]) -> Tensor:
@@ -104,10 +123,34 @@ class PrivateTable:
 
 @dataclass
 class Best:
-    """The first evaluation with the strictly best validation score, and the memories of that round."""
+    """The first evaluation with the strictly best validation score, and the memories of that round, on the host."""
 
     evaluation: Evaluation
     memories: Memories
+
+
+class Work(NamedTuple):
+    """A client at work on weights that the server sent it; what it will reply is known here already."""
+
+    client: int
+    number: int  # of the message
+    version: int  # steps that the server had taken when it sent the weights
+    due: float  # when the reply comes
+    bytes_down: int
+    reply: Reply  # [1, ...]
+    kept: Kept  # [1, ...]
+
+
+@dataclass
+class Flight:
+    """Who is at work in a run that does not wait for cohorts."""
+
+    num_sent: int = 0  # messages so far
+    now: float = 0.0  # the clock, in the mean time that a client takes
+    working: list[Work] = field(default_factory=list)
+    replies: list[Work] = field(default_factory=list)  # that came, and are not in a step yet
+    max_staleness: int = 0  # steps that the server took while a client was at work
+    sum_staleness: int = 0
 
 
 @dataclass
@@ -119,6 +162,8 @@ class State:
     best: Best | None = None
     bytes_down: int = 0
     bytes_up: int = 0
+    num_updates: Counter[int] = field(default_factory=Counter)  # of each client, where they cost privacy
+    flight: Flight = field(default_factory=Flight)  # of a run that does not wait
     bad: Tensor | None = (
         None  # [2] of a captured run: the round and client at which it diverged unnoticed so far, or -1
     )

@@ -1,6 +1,8 @@
 """A cell as data, network and method: what a run of it needs."""
 
 import inspect
+import logging
+import multiprocessing
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,9 +26,12 @@ from pfedhn.errors import UserError, closest
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
 from pfedhn.params import Params
+from pfedhn.privacy import Privacy
 from pfedhn.reference import find_code
 from pfedhn.run import AnyAlgorithm, assemble, build_algorithm
-from pfedhn.settings import describe, fits
+from pfedhn.settings import build, describe, fits
+
+logger = logging.getLogger("pfedhn")
 
 PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
     "by_classes": partition.by_classes,
@@ -52,7 +57,7 @@ def check(experiment: Experiment) -> None:
             _made(cell)
         elif cell.dataset not in datasets.DATASETS and not is_own_data(cell.dataset):
             raise UserError(f"there is no data set {cell.dataset!r}; {closest(cell.dataset, datasets.DATASETS)}")
-        for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size", "resize_every"):
+        for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size", "resize_every", "in_flight"):
             if (value := getattr(cell, name)) is not None and value < 1:
                 raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
         if not is_made(cell.dataset):
@@ -62,6 +67,7 @@ def check(experiment: Experiment) -> None:
         _check_sizes(cell)
         for transform in (cell.upload, cell.download):
             find_transform(transform)
+        cell_privacy(cell)
         if cell.pretrain is not None:
             if cell.pretrain not in ALGORITHMS:
                 raise UserError(f"pretrain names no method: {cell.pretrain!r}; {closest(cell.pretrain, ALGORITHMS)}")
@@ -89,6 +95,16 @@ def _check_sizes(cell: Cell) -> None:
 
 def cell_algorithm(cell: Cell) -> AnyAlgorithm:
     return build_algorithm(cell.method, cell.settings)
+
+
+def cell_privacy(cell: Cell) -> Privacy | None:
+    """How the clients of a cell keep their data private, if they do."""
+    if not cell.privacy:
+        return None
+    for name in ("clip", "noise"):
+        if name not in cell.privacy:
+            raise UserError(f"privacy needs {name}; write privacy = {{clip = 1.0, noise = 1.0}}, say.")
+    return build(Privacy, cell.privacy, "privacy")
 
 
 def build_partition(cell: Cell) -> partition.Partition:
@@ -179,6 +195,11 @@ def _made(cell: Cell) -> Callable[[], Federation]:
     for name in given:
         if name not in known:
             raise UserError(f"{cell.dataset} has no setting {name!r}; {closest(name, known)}")
+    try:
+        inspect.signature(function).bind(cell.clients, seed=0, **given)
+    except TypeError as error:
+        form = f"def {function.__name__}(clients, seed)"
+        raise UserError(f"{cell.dataset} cannot be called ({error}); it must begin with {form}.") from None
     return partial(function, cell.clients, **given)
 
 
@@ -196,7 +217,29 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
         raise UserError(f'{cell.dataset} is a table; say which column is the {missing}: columns.{missing} = "...".')
     how: dict[str, Any] = {"client_column": columns[0], "label_column": columns[1], "task": cell.task}
     how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed, **reading_options(cell)}
-    return read_federation(cell.dataset, **how)
+    federation = read_federation(cell.dataset, **how)
+    if cell.dataset.lower().endswith(TABLE_ENDINGS) and cell.model.startswith(("mlp", "linear")):
+        warn_of_scales(Path(cell.dataset).name, cell.model, federation)
+    return federation
+
+
+LARGE = 20  # of a column's mean or deviation; networks are made for 1
+_warned: set[str] = set()  # of which files; an experiment reads each several times
+
+
+def warn_of_scales(file: str, model: str, federation: Federation) -> None:
+    """Columns as large as ages or prices drown the others, and nothing else than a low accuracy would say so."""
+    values = federation.x.double()
+    mean, deviation = values.mean(0), values.std(0, correction=0)
+    (large,) = torch.nonzero(torch.maximum(mean.abs(), deviation) > LARGE, as_tuple=True)
+    if len(large) and file not in _warned and multiprocessing.parent_process() is None:
+        _warned.add(file)
+        number = int(large[0])
+        logger.warning(
+            "%s is not scaled: its feature %d has mean %.4g and standard deviation %.4g, which %s learns badly from. "
+            'Scale the columns, or set model = "tabular-32", which scales them by each client\'s own data.',
+            *(file, number + 1, mean[number], deviation[number], model),
+        )
 
 
 READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted")
@@ -286,4 +329,6 @@ def build_simulation(run: RunSpec, options: Options, starts: Mapping[str, Params
         download=cell.download,
         starts=starts,
         resize_every=cell.resize_every,
+        privacy=cell_privacy(cell),
+        in_flight=cell.in_flight,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from pfedhn.engine.state import Diverged
-from pfedhn.errors import RunError, UserError, first_line
+from pfedhn.errors import RunError, UserError, first_line, place_in_own_code
 from pfedhn.experiments.build import build_simulation, preprocessing
 from pfedhn.experiments.directory import Options, plain
 from pfedhn.experiments.provenance import rerun_command
@@ -136,12 +136,13 @@ class Queue:
 def failure(error: Exception, folder: Path) -> Failure:
     failure = failure_from(error)
     if failure is None:
-        log = folder / "error.txt"
-        failure = Failure(f"{first_line(error)} (an error inside pfedhn; the details are in {log}).", False)
+        log, place = folder / "error.txt", place_in_own_code(error)
+        where = place or "an error inside pfedhn"
+        failure = Failure(f"{first_line(error)} ({where}; the details are in {log}).", place is not None)
         try:
             log.write_text("".join(traceback.format_exception(error)))
         except OSError:  # the disk may be what failed
-            failure = Failure(f"{first_line(error)} (an error inside pfedhn).", False)
+            failure = Failure(f"{first_line(error)} ({where}).", place is not None)
     return failure
 
 

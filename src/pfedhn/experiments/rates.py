@@ -18,8 +18,8 @@ Rates: TypeAlias = dict[str, dict[str, Any]]
 
 RATES_HEADING = """\
 # Learning rates that `pfedhn tune` chose on validation examples: a heading for each experiment and method.
-# It writes this file anew and keeps the headings that it did not tune; comments are lost. The last line vouches for
-# the others: take it out when you change a rate.
+# It writes this file anew and keeps the headings that it did not tune; comments are lost. A first line
+# `sha256` vouches for the others: take it out when you change a rate.
 """
 
 
@@ -32,11 +32,11 @@ def read_rates(file: Path) -> dict[str, Rates]:
     """The rates of a file by experiment, every method and setting checked."""
     try:
         text = read_text(file)
-        table = parse_toml(unsealed_text(text.encode()) if SEAL in text else text, file)
+        table = parse_toml(unsealed_text(text.encode()) if text.startswith(SEAL) else text, file)
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is damaged ({error}); mend or remove it.") from None
+        raise UserError(f"{file} is damaged ({error}); fix or remove it.") from None
     except DamagedError as error:
-        raise UserError(f"{file} {error}; if that was you, take its last line out, or else tune again.") from None
+        raise UserError(f"{file} {error}; if that was you, take its first line out, or else tune again.") from None
     for experiment, by_method in table.items():
         if not isinstance(by_method, Mapping) or not all(isinstance(part, Mapping) for part in by_method.values()):
             raise UserError(f"{file}: {experiment!r} does not fit; write rates under headings [EXPERIMENT.METHOD].")

@@ -62,6 +62,8 @@ class Cell:
     evaluate_every: int = 30
     upload: str = "full"  # what is done to updates on their way: full, half or 8-bit
     download: str = "full"  # and to the weights on their way down
+    in_flight: int | None = None  # clients at work at once in a run that does not wait for its cohorts; none waits
+    privacy: Mapping[str, Any] = field(default_factory=dict)  # how clients keep their data private (`Privacy`)
     pretrain: str | None = None  # the method whose last model every client starts from
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
 
@@ -210,6 +212,8 @@ YOUNGER_FIELDS: tuple[tuple[str, Any], ...] = (
     ("descriptors", "client"),
     ("network", {}),
     ("read", {}),
+    ("privacy", {}),
+    ("in_flight", None),
 )
 """Fields that stored runs do not have, with what they then are: names with a digest must stay what they were."""
 
@@ -229,6 +233,7 @@ CELL_TABLES = (
     "columns",
     "network",
     "read",
+    "privacy",
 )  # fields that are tables, which "partition.alpha" reaches into
 
 
@@ -273,7 +278,7 @@ def with_pretraining(experiment: Experiment, runs: Iterable[RunSpec]) -> list[Ru
         chain = [run]
         while (earlier := pretraining_run(experiment, chain[0])) is not None:
             if earlier in chain:
-                raise UserError(f"{run.name} would start from itself; mend its pretrain.")
+                raise UserError(f"{run.name} would start from itself; fix its pretrain.")
             chain.insert(0, earlier)
         ordered |= {part.name: part for part in chain}
     return list(ordered.values())
