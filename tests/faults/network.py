@@ -216,7 +216,9 @@ def try_network() -> list[Row]:
                     outcome, said = "broken", repr(error)
                 print(f"  {said}", flush=True)
                 rows.append(row_of(f"federation: {kind}", [(outcome, said)]))
-            rows.append(row_of("federation: the end", [ending(world)]))
+            outcome, said = ending(world)
+            print(f"the end: {said}", flush=True)
+            rows.append(row_of("federation: the end", [(outcome, said)]))
         finally:
             for process in world.started:
                 process.terminate()
