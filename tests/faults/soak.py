@@ -75,7 +75,7 @@ def soak(minutes: float, seed: int) -> int:
         growth[pid] = first, value
     print("memory of the server's process:", *(f"{first:.0f} to {last:.0f} MB" for first, last in growth.values()))
     has_grown = any(last - first > 100 for first, last in growth.values())
-    is_right = status["accepted"] == len(said) and difference < network.MAX_DIFFERENCE
+    is_right = status["accepted"] >= len(said) and difference < network.MAX_DIFFERENCE
     return 0 if is_right and not has_grown else 1
 
 
