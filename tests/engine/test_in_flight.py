@@ -73,6 +73,7 @@ def test_more_at_work_are_staler(federation: Federation) -> None:
         assert in_flight - 1 < flight.max_staleness < 3 * in_flight
 
 
+@pytest.mark.slow
 def test_a_stop_and_go_changes_nothing(federation: Federation, tmp_path: Path) -> None:
     """Also with clients of two networks, whose replies have other shapes, and budgets that run out."""
     privacy = Privacy(1.0, 3.0, epsilon=5.0)
