@@ -37,14 +37,34 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
 from pfedhn.environment import commit
 from pfedhn.model import Model
-from pfedhn.models import MLP, LeNet, OmniglotNet, cross_entropy, is_correct
+from pfedhn.models import MLP, LeNet, OmniglotNet, ResNet, cross_entropy, is_correct
 from pfedhn.params import pack, take
 
 DEVICE = torch.device("cuda")
 TARGETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
     **{f"lenet-{size}": ((3, 32, 32), partial(LeNet, 10, kernels)) for size, kernels in bench.SIZES.items()},
+    "lenet-plain": ((3, 32, 32), bench.PlainLeNet),
     "omniglot": ((1, 28, 28), partial(OmniglotNet, 1623)),
+    "resnet18": ((3, 32, 32), partial(ResNet, 10)),  # too large for a dense hypernetwork: --method fedavg
+    "transformer": ((3, 32, 32), lambda: Transformer()),
 }
+
+
+class Transformer(nn.Module):
+    """A small vision transformer: patches of 4 x 4 pixels, 64 numbers each, four layers of four heads."""
+
+    def __init__(self, width: int = 64, num_classes: int = 10) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.places = nn.Parameter(torch.randn(64, width) / 10)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.out = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2) + self.places
+        output: Tensor = self.out(self.layers(tokens).mean(1))
+        return output
 
 
 def images(num_clients: int, num_examples: int, shape: tuple[int, ...], num_classes: int, seed: int = 0) -> Federation:
@@ -82,6 +102,7 @@ def check_equal(write: Any, methods: list[str]) -> None:
     targets = {
         "mlp": (images(8, 60, (1, 8, 8), 4), lambda: MLP(64, 32, 4)),
         "lenet": (images(6, 100, (3, 32, 32), 4), lambda: LeNet(4)),
+        "lenet-plain": (images(6, 100, (3, 32, 32), 4), bench.PlainLeNet),
     }
     for target, (federation, factory) in targets.items():
         federation = federation.to(DEVICE)
@@ -237,7 +258,7 @@ def roads(device: torch.device, workload: bench.Workload) -> tuple[Road, Road]:
 
 
 def generic(write: Any, counts: tuple[int, ...] = (1, 16), replays: int = 30) -> None:
-    """A target without kernels of its own: the engine's graph against one captured by hand, in turns."""
+    """A target of ordinary layers, on no kernels of ours: the engine's graph against one captured by hand, in turns."""
     set_up_gpu("tf32", is_deterministic=False)
     workload = bench.Workload()
     by_engine, by_hand = roads(DEVICE, workload)

@@ -52,7 +52,7 @@ if __name__ == "__main__":
     if len(sys.argv) == 3:
         measure(sys.argv[1], float(sys.argv[2]))
     else:
-        print("| generated weights | head | remembered, MB | peak, MB |\n|---|---|---|---|", flush=True)
+        print("| generated weights | head | state, MB | peak, MB |\n|---|---|---|---|", flush=True)
         for size in TARGETS:
             for head in ("dense", "low-rank", "chunked"):
                 subprocess.run([sys.executable, __file__, head, str(size)], check=True)

@@ -1,6 +1,7 @@
 """What README and docs say is what the code does: their code runs, their links resolve, their tables are complete.
 
 Code blocks run as they stand, but for the number of steps: what they show does not depend on it, and time does.
+Tutorials are followed from top to bottom: files are written, Python runs, commands run.
 """
 
 import ast
@@ -9,9 +10,13 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import pkgutil
 import re
 import shlex
+import subprocess
+import sys
+import time
 import tomllib
 import xml.etree.ElementTree
 from collections.abc import Iterator
@@ -31,6 +36,7 @@ from pfedhn.algorithm import Method, Rule
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.cli.app import app
 from pfedhn.data.partition import Labels, by_classes
+from pfedhn.deploy.engine import free_port
 from pfedhn.experiments.build import build_federation, check
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.paper import DEMO, EXPERIMENTS
@@ -40,14 +46,19 @@ from pfedhn.sgd import python_loop, scanning
 from pfedhn.studies import STUDIES
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
-FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return [body for name, body in FENCE.findall(page.read_text()) if name == language]
+    return [body for name, _, body in FENCE.findall(page.read_text()) if name == language]
+
+
+def fewer_steps(code: str) -> str:
+    return re.sub(r"\b(steps|rounds)( ?= ?)[\d_]+", r"\1\g<2>4", code)
 
 
 def rows_after(text: str, mark: str) -> list[list[str]]:
@@ -70,7 +81,8 @@ def code(cell: str) -> str:
 @pytest.mark.parametrize(
     "page",
     mostly_slow(
-        [page for page in PAGES if blocks(page, "python")], ROOT / "README.md", ROOT / "docs" / "architecture.md"
+        [page for page in PAGES if page not in TUTORIALS and blocks(page, "python")],
+        *(ROOT / "README.md", ROOT / "docs" / "how-it-works.md"),
     ),
     ids=lambda page: page.name,
 )
@@ -79,8 +91,117 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     code = "\n".join(blocks(page, "python"))
     for module in re.findall(r"^from (peft|transformers) import", code, re.MULTILINE):
         pytest.importorskip(module)
-    code = re.sub(r"\b(steps|rounds)=[\d_]+", r"\1=4", code)
-    exec(compile(code, page.name, "exec"), {"__name__": "__main__"})
+    exec(compile(fewer_steps(code), page.name, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in TUTORIALS if page.stem != "federation"], ids=lambda page: page.name)
+def test_tutorials_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Titled blocks are files, Python runs in one session, lines of a shell that call pfedhn run in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for language, title, body in FENCE.findall(page.read_text()):
+        if title:
+            (file,) = re.findall(r'title="([^"]+)"', title)
+            Path(file).write_text(fewer_steps(body))
+        elif language == "python":
+            exec(compile(fewer_steps(body), page.name, "exec"), names)
+        elif language == "sh":
+            for line in body.replace("\\\n", " ").splitlines():
+                program, *words = shlex.split(line, comments=True) or [""]
+                if program == "pfedhn":
+                    said = CliRunner().invoke(app, words, prog_name="pfedhn")
+                    assert said.exit_code == 0, f"{line}\n{said.output}"
+
+
+@pytest.mark.slow
+def test_the_tutorial_on_a_real_federation(tmp_path: Path) -> None:
+    """Servers and parties are processes, as in three terminals; another port, since 9443 may be taken."""
+    page, port = ROOT / "docs" / "tutorials" / "federation.md", str(free_port())
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    started: list[subprocess.Popen[bytes]] = []
+
+    def command(line: str) -> None:
+        words = shlex.split(line.replace("9443", port))[1:]
+        words += ["--port", port] if words[0] == "serve" else []
+        with (tmp_path / f"{len(started)}-{words[0]}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pfedhn", *words], cwd=tmp_path, env=environment, stdout=log, stderr=log
+            )
+        if words[0] in ("serve", "join"):
+            started.append(process)
+            while words[0] == "serve" and not (tmp_path / "clinics" / "ca.crt").exists():  # until it is up
+                assert process.poll() is None, logs()
+                time.sleep(0.3)
+        else:
+            assert process.wait(300) == 0, logs()
+
+    def logs() -> str:
+        return "\n".join(f"== {file.name}\n{file.read_text()[-2000:]}" for file in sorted(tmp_path.glob("*.log")))
+
+    try:
+        for language, title, body in FENCE.findall(page.read_text()):
+            if title:
+                (tmp_path / re.findall(r'title="([^"]+)"', title)[0]).write_text(fewer_steps(body))
+            elif language == "python":
+                subprocess.run([sys.executable, "-c", body], cwd=tmp_path, env=environment, check=True)
+            elif language == "sh":
+                for line in body.splitlines():
+                    if line.startswith("pfedhn export"):
+                        for process in started:
+                            assert process.wait(600) == 0, logs()
+                    if line.startswith("pfedhn"):
+                        command(line)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(120)
+    assert (tmp_path / "lyon.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code cells in order, in one session, as Jupyter would; no library of Jupyter is needed for that."""
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "docs" / "tutorials" / "quickstart.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["metadata"]["language_info"]) == (4, {"name": "python"})
+    names: dict[str, Any] = {"__name__": "__main__"}
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] for cell in cells), "outputs of somebody's machine do not belong in it"
+    for number, cell in enumerate(cells):
+        exec(compile(fewer_steps("".join(cell["source"])), f"cell {number}", "exec"), names)
+    assert set(names["runs"]) == {"local", "fedavg", "pfedhn"}
+
+
+def test_numbers_in_the_advice_are_those_of_the_results() -> None:
+    advice = (ROOT / "docs" / "choosing.md").read_text().split("## What our runs say")[1].split("\n## ")[0]
+    results = (ROOT / "docs" / "results.md").read_text()
+    quoted = re.findall(r"\d\d\.\d", advice)
+    assert quoted
+    for number in quoted:
+        assert re.search(rf"[|*] ?{re.escape(number)}\b", results), number
+
+
+@pytest.mark.slow
+def test_the_readme_can_be_followed_with_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    section = (ROOT / "README.md").read_text().split("## Your own data, without Python")[1].split("\n## ")[0]
+    (toml, shell) = (body for _, _, body in FENCE.findall(section))
+    Path("clinics.toml").write_text(fewer_steps(toml))
+    random, names = numpy.random.default_rng(0), ("Berlin", "Lyon", "Metz", "Oslo", "Porto", "Riga")
+    rows = [f"{random.normal(50, 15):.0f},{random.normal():.2f}" for _ in range(240)]
+    lines = [f"{names[i % 6]},{row},{('ill', 'well')[i // 6 % 2]}" for i, row in enumerate(rows)]
+    Path("visits.csv").write_text("\n".join(["clinic,age,dose,outcome", *lines]))
+    Path("new.csv").write_text("\n".join(["age,dose", *rows[:3]]))
+    for line in shell.splitlines():
+        if "--to" in line:
+            pytest.importorskip("onnxscript")
+        said = CliRunner().invoke(app, shlex.split(line, comments=True)[1:], prog_name="pfedhn")
+        assert said.exit_code == 0, f"{line}\n{said.output}"
+        assert "is not scaled" not in said.output
+    assert Path("berlin.onnx").exists()
 
 
 def test_readme_code_is_short() -> None:
@@ -114,14 +235,16 @@ def test_relative_links_resolve(page: Path) -> None:
         file = (page.parent / path) if path else page
         assert file.exists(), target
         assert ROOT in file.resolve().parents
-        if anchor:
+        if anchor in ("only-light", "only-dark"):  # which color scheme a figure is for
+            assert file.suffix == ".svg"
+        elif anchor:
             headings = re.findall(r"^#+ (.+)$", FENCE.sub("", file.read_text()), re.MULTILINE)
             assert anchor in map(slug, headings), target
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    named = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
+    named = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert named == {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
 
 
 @pytest.mark.parametrize("method", ["pfedhn", "local"])
@@ -229,8 +352,10 @@ def test_toml_examples_are_experiments() -> None:
     check(experiment)
     methods = [cell.method for cell in experiment.cells]
     assert {name: methods.count(name) for name in methods} == {"local": 2, "fedavg": 2, "lg-fedavg": 2, "pfedhn": 4}
-    assert len(own_data) == 4  # and a network of one's own
+    assert len(own_data) == 5  # with a network of one's own, and grids for tuning
     for table in own_data:
+        for method, grid in table.pop("tune", {}).items():
+            assert set(grid) <= {item.name for item in fields(ALGORITHMS[method]())}
         from_table(table, "mine")
 
 
@@ -277,7 +402,7 @@ def find(words: list[str]) -> tuple[str, ...]:
 @each_page
 def test_commands_exist(page: Path) -> None:
     text = page.read_text()
-    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`((?:pfedhn|make) [^`\n]+)`", FENCE.sub("", text))
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in lines:
@@ -316,6 +441,29 @@ def test_api_page_has_every_export() -> None:
     assert named == set(pfedhn.__all__) - {"ALGORITHMS", "datasets"}
 
 
+def described_on_the_api_page() -> Iterator[tuple[str, Any]]:
+    """Functions and methods; the arguments of a dataclass are its fields, which have comments."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name, options in re.findall(r"^::: pfedhn\.([\w.]+)\n((?:    .*\n)*)", page, re.MULTILINE):
+        found: Any = pfedhn
+        for part in name.split("."):
+            found = getattr(found, part)
+        if not isinstance(found, type):
+            yield name, found
+        for member in re.findall(r"^        - (\w+)$", options, re.MULTILINE):
+            part = inspect.getattr_static(found, member)
+            if callable(part) or isinstance(part, staticmethod | classmethod):
+                yield f"{name}.{member}", getattr(part, "__func__", part)
+
+
+@pytest.mark.parametrize(("name", "function"), list(described_on_the_api_page()))
+def test_every_argument_of_the_api_is_documented(name: str, function: Any) -> None:
+    text = inspect.getdoc(function) or ""
+    arguments = [argument for argument in inspect.signature(function).parameters if argument not in ("self", "cls")]
+    missing = [word for word in arguments if not re.search(rf"^    (\w+, )*{word}(, \w+)*:", text, re.MULTILINE)]
+    assert not missing, f"{name} does not say what {missing} mean"
+
+
 def test_the_tree_is_the_source() -> None:
     (tree,) = (block for block in blocks(ROOT / "docs" / "architecture.md", "text") if "keys.py" in block)
     source = ROOT / "src" / "pfedhn"
@@ -340,7 +488,7 @@ def test_used_examples_of_the_two_shares() -> None:
             used = [
                 numpy.floor(rule.assign(one_each, key).shares * (40_000 // num_classes)).sum() for key in range(400)
             ]
-            # The mean of 400 partitions is good to a tenth of a per cent, and the page rounds to a whole one.
+            # The mean of 400 partitions is good to a tenth of a percent, and the page rounds to a whole one.
             assert float(cell.removesuffix(" %")) == pytest.approx(numpy.mean(used) / 400, abs=0.5), (clients, shares)
 
 

@@ -519,7 +519,7 @@ def test_a_report_of_one_run_whoever_made_it(
     assert report.title == "mine"
     assert (entry.label, entry.column) == ("pfedhn", ("own-data", 6))
     assert details(report)[1][1] == f"{100 * (run.result.test.client_mean or 0):.2f}"
-    assert list(figures_of([report])) == ["curves-own-data-6.png", "clients-own-data-6.png"]
+    assert list(figures_of([report])) == ["curves-own-data-6", "clients-own-data-6"]
     (report,) = collect([experiment / "fedavg-digits-6-seed1"])
     assert [entry.column for entry in report.entries] == [("digits", 6)]
     assert list(report.entries[0].results) == [1]

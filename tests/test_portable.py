@@ -24,6 +24,7 @@ TARGETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lenet-l": (functools.partial(models.build, "lenet-l", 10, (1, 32, 32)), (1, 32, 32)),
     "omniglot": (functools.partial(models.build, "omniglot", 55, (1, 28, 28)), (1, 28, 28)),
     "mlp": (functools.partial(models.build, "mlp-32-16", 10, (8, 8)), (8, 8)),
+    "tabular": (functools.partial(models.build, "tabular-32-16", 10, (7,)), (7,)),
     "linear": (functools.partial(models.build, "linear", 3, (7,)), (7,)),
 }
 

@@ -249,3 +249,38 @@ def test_a_server_that_is_too_large_says_what_would_fit(monkeypatch: pytest.Monk
         pfedhn.PFedHN(head=head).for_clients(6)
         with pytest.raises(UserError, match="goes with neither linear nor spectral_norm"):
             pfedhn.PFedHN(head=head, linear=True).for_clients(6)
+
+
+def test_a_result_says_who_the_clients_are() -> None:
+    x, y = numpy.random.default_rng(0).normal(size=(40, 3)), numpy.arange(40) % 4
+    halves = {name: (x[y // 2 == number], y[y // 2 == number]) for number, name in enumerate(("Berlin", "Lyon"))}
+    clients = {**halves, "Rome": (x, y)}
+    federation = pfedhn.Federation.from_clients(clients, class_names=("cat", "dog", "cow", "hen"))
+    run = pfedhn.train(
+        pfedhn.PFedHN(embedding_dim=5), federation, lambda: pfedhn.MLP(3, 4), steps=6, progress=False, device="cpu"
+    )
+    assert run.result is not None
+    found = run.result.clients
+    assert found is not None
+    assert found.names == ("Berlin", "Lyon", "Rome")
+    assert found.class_names == ("cat", "dog", "cow", "hen")
+    assert found.classes is not None
+    assert [set(held) for held in found.classes] == [{"0", "1"}, {"2", "3"}, {"0", "1", "2", "3"}]
+    assert [sum(held.values()) for held in found.classes] == federation.splits["train"].size.tolist()
+
+    # The plane keeps as much of the distances as any plane can: with three points, all of them.
+    embeddings, place = run.embeddings(), torch.tensor(found.map, dtype=torch.float64)
+    assert embeddings.shape[0] == 3
+    assert torch.allclose(torch.cdist(place, place), torch.cdist(embeddings, embeddings), atol=1e-4)
+    assert found.map_variance == pytest.approx(1.0)
+
+
+def test_a_method_without_embeddings_says_so() -> None:
+    x, y = numpy.zeros((40, 3)), numpy.arange(40) % 2
+    federation = pfedhn.Federation.from_arrays(x, y, pfedhn.by_classes(1, num_clients=2))
+    run = pfedhn.train("fedavg", federation, lambda: pfedhn.MLP(3, 2), steps=2, progress=False, device="cpu")
+    with pytest.raises(UserError, match="fedavg has no embeddings of clients"):
+        run.embeddings()
+    assert run.result is not None
+    assert run.result.clients is not None
+    assert run.result.clients.map is None

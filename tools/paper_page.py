@@ -8,13 +8,13 @@ from pathlib import Path
 
 from pfedhn.errors import UserError
 from pfedhn.files import write_atomically
-from pfedhn.report.findings import Finding, pngs
+from pfedhn.report.findings import Finding, svgs
 from pfedhn.report.results import read_file
 from pfedhn.report.tables import markdown_table
 from pfedhn.studies import STUDIES, findings
 
 ROOT = Path(__file__).resolve().parent.parent
-DPI = 90  # legible at the width of a page, and under 150 kB
+KINDS = (".svg#only-light", "-dark.svg#only-dark")  # of which the site shows one
 LONG = 14  # lines of a table; a longer one stands on the page of numbers
 
 OPENING = """\
@@ -46,7 +46,9 @@ def page(shown: Sequence[Finding]) -> str:
     parts = [OPENING, commands()]
     for finding in shown:
         parts += [f"## {finding.title}", finding.sentence, f"`pfedhn run {finding.name}`"]
-        parts += [f"![{finding.title}](figures/{_file(finding, name)})" for name in finding.figures]
+        for stem in map(finding.stem, finding.figures):
+            light, dark = (f"![{finding.title}](figures/paper-{stem}{kind})" for kind in KINDS)
+            parts.append(f"{light}\n{dark}")
         for lines, caption in finding.tables:
             if len(lines) <= LONG:
                 parts += [markdown_table(lines), caption]
@@ -71,18 +73,19 @@ def commands() -> str:
     return "\n".join(["| command | shows |", "|---|---|", *lines])
 
 
-def _file(finding: Finding, figure: str) -> str:
-    return f"paper-{finding.stem(figure)}.png"
-
-
 def _anchor(finding: Finding) -> str:
     return finding.name
 
 
 def build(results: Path, docs: Path) -> None:
     shown = found(results)
-    figures = {f"paper-{name}": content for finding in shown for name, content in pngs(finding, DPI).items()}
-    for file in (docs / "figures").glob("paper-*.png"):
+    figures = {
+        f"paper-{name}": content
+        for finding in shown
+        for is_dark in (False, True)
+        for name, content in svgs(finding, is_dark).items()
+    }
+    for file in (docs / "figures").glob("paper-*.*"):
         if file.name not in figures:
             file.unlink()
     for name, content in figures.items():

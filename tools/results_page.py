@@ -1,15 +1,18 @@
-"""Writes docs/results.md and its figures from the lines in results/, and results/notes.md into the middle of it.
+"""Writes what results/ says: docs/results.md in short, docs/results-log.md in full, figures, and results/results.csv.
 
-`make results` runs it. Nothing on the page is typed in: what has no line is shown as not run yet.
+`make results` runs it. No number on the pages is typed in: what has no line is shown as not run yet. results/notes.md
+goes into the middle of the log.
 """
 
+import csv
+import io
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from pfedhn.algorithms import ALGORITHMS
@@ -19,8 +22,8 @@ from pfedhn.experiments.paper import EXPERIMENTS, RATES_TAKEN_FROM
 from pfedhn.experiments.spec import Cell
 from pfedhn.files import write_atomically
 from pfedhn.report.entries import Column, Entry, Report, Summary, display_name, to_reports
-from pfedhn.report.figures import draw_curves
-from pfedhn.report.pairs import caption, pairs
+from pfedhn.report.figures import draw_curves, to_svg
+from pfedhn.report.pairs import caption, difference, pairs
 from pfedhn.report.results import Runs, read_file
 from pfedhn.report.tables import bytes_text, number_text, seconds_text, steps_text
 from pfedhn.result import Curve, Result
@@ -32,7 +35,6 @@ NUM_PAPER_RUNS = 3
 SEEDS = EXPERIMENTS[TABLES[0]].seeds
 FAR = 2.0  # points of accuracy: further from the paper than this, a baseline needs an explanation
 OURS = ("pfedhn", "pfedhn-pc")
-DPI = 90  # legible at the width of a page, and under 150 kB
 
 # What a faithful re-implementation of pFedHN reached: accuracy over samples, deviation, number of runs.
 REACHED: Mapping[tuple[str, str, int], tuple[float, float | None, int]] = {
@@ -126,13 +128,137 @@ def compared(report: Report) -> Report:
     return replace(report, entries=[common(entry) for entry in report.entries])
 
 
+def summary(every: Sequence[Report]) -> str:
+    """The page of one screen: our accuracies, how far they are from the paper's, and what that says."""
+    reports = [compared(report) for report in every if report.entries[0].cell.dataset in SUMMARIZED]
+    columns = [(report, column) for report in reports for column in report.columns]
+    entries = [entry for report in reports for entry in report.entries]
+    labels = dict.fromkeys(entry.label for entry in entries if entry.results)
+    best = {column: leaders(report, column) for report, column in columns}
+
+    def ours(label: str, report: Report, column: Column) -> str:
+        entry = report.entry(label, column)
+        found = entry and entry.test()
+        if not found:
+            return ""
+        text = f"{found.mean:.1f}" if found.deviation is None else f"{found.mean:.1f} ± {found.deviation:.1f}"
+        return f"**{text}**" if label in best[column] else text
+
+    def from_paper(label: str, report: Report, column: Column) -> str:
+        entry = report.entry(label, column)
+        found = None if entry is None else entry.difference()
+        return "" if found is None else f"{found:+.1f}"
+
+    heading = ["method", *(f"{SUMMARIZED[dataset]}, {clients}" for _, (dataset, clients) in columns)]
+    table, differences = (
+        [heading, *([display_name(label), *(cell(label, *place) for place in columns)] for label in labels)]
+        for cell in (ours, from_paper)
+    )
+    known = [line for line in differences if any(line[1:])]
+    parts = [SUMMARY_OPENING, said(entries, best), SUMMARY_TABLE, markdown(table)]
+    parts += ["Minus the paper's number, in points:", markdown(known), SUMMARY_END]
+    return "\n\n".join(parts) + "\n"
+
+
+SUMMARIZED = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "omniglot": "Omniglot"}
+
+SUMMARY_OPENING = """\
+<!-- Made by `make results` from the files in results/. Do not edit. -->
+
+# Results
+
+The paper's Table 1, run by this package. In short:"""
+
+SUMMARY_TABLE = """\
+Test accuracy of each client's own model on its own test examples, in percent, averaged over clients, at the round
+chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the same splits for all methods. Columns are
+data sets and numbers of clients. **Bold**: the best of a column, and what three seeds cannot tell from it (the 95 %
+interval of the paired difference holds zero). Empty: not run."""
+
+SUMMARY_END = """\
+The [log](results-log.md) has every cell with both averages, bytes, time, rates, commit and paired intervals, MNIST, the
+learning curves, what explains each difference from the paper, and how to rerun any number. `results/results.csv` in the
+repository has a line for every run. The paper's other experiments are on [their own page](paper.md)."""
+
+
+def leaders(report: Report, column: Column) -> set[str]:
+    """The best method of a column, and those that the seeds cannot tell from it."""
+    found = {entry.label: entry for entry in report.in_column(column) if entry.test()}
+    means = {label: summary.mean for label, entry in found.items() if (summary := entry.test())}
+    if len(means) < 2:
+        return set()
+    best = max(means, key=lambda label: means[label])
+    apart = {label: difference(entry, found[best]) for label, entry in found.items() if label != best}
+    return {best, *(label for label, gap in apart.items() if gap is not None and gap.holds_zero)}
+
+
+def said(entries: Sequence[Entry], best: Mapping[Column, set[str]]) -> str:
+    """What the numbers come to, in sentences that are made of them."""
+    lines = []
+    for names, what in ((True, "pFedHN and pFedHN-PC, with their authors' rates,"), (False, "The six baselines")):
+        gaps = [gap for entry in entries if (entry.cell.method in OURS) is names and (gap := entry.difference())]
+        if gaps:
+            more = "" if names else ", with rates tuned on the paper's grids,"
+            lines.append(
+                f"- {what}{more} come out {min(gaps):+.1f} to {max(gaps):+.1f} points from the paper "
+                f"(median {median(gaps):+.1f})."
+            )
+    decided = [found for found in best.values() if found]
+    ahead = sum(bool(found & set(OURS)) for found in decided)
+    lines.append(f"- pFedHN or pFedHN-PC is best, or tied with the best, in {ahead} of {len(decided)} columns.")
+    fedavg = {entry.column: entry for entry in entries if entry.label == "fedavg"}
+    local = {entry.column: entry for entry in entries if entry.label == "local"}
+    over = [a.mean - b.mean for at in local if (a := local[at].test()) and at in fedavg and (b := fedavg[at].test())]
+    if over:
+        lines.append(
+            f"- Training alone (Local) beats one shared model (FedAvg) by {min(over):.0f} to {max(over):.0f} points: "
+            "on splits like these, compare with Local."
+        )
+    return "\n".join(lines)
+
+
+CSV_COLUMNS = (
+    *("experiment", "method", "dataset", "clients", "seed", "test_over_clients", "test_over_examples"),
+    *("validation_over_examples", "test_loss", "chosen_step", "steps", "bytes_up", "bytes_down", "seconds"),
+    *("device", "precision", "torch", "commit", "finished", "settings", "command"),
+)
+
+
+def table_of_runs(folder: Path) -> str:
+    """Every stored run as a line of CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for file in sorted(folder.glob("*.jsonl")):
+        for runs in read_file(file):
+            for result in runs.results.values():
+                test, where, cell = result.test, result.environment, result.cell
+                writer.writerow(
+                    [
+                        *(runs.experiment.name, cell["method"], cell["dataset"], cell["clients"], result.seed),
+                        *(test.client_mean, test.sample_mean, result.validation.sample_mean, test.loss),
+                        *(
+                            result.chosen_step,
+                            result.steps,
+                            result.bytes_up,
+                            result.bytes_down,
+                            round(result.seconds, 1),
+                        ),
+                        *(where.device, where.precision, where.torch, where.commit, where.finished),
+                        *(json.dumps(result.settings, sort_keys=True), result.command),
+                    ]
+                )
+    return text.getvalue()
+
+
 def page(every: Sequence[Report], notes: str, tuning: Sequence[Mapping[str, Any]]) -> str:
     reports = [compared(report) for report in every]
     parts = [OPENING]
     for report in reports:
         parts += [f"## {report.title}", markdown(grid(report))]
         for (dataset, clients), name in pictured(report).items():
-            parts.append(f"![{dataset}, {clients} clients: accuracy against communication](figures/{name})")
+            alt = f"{dataset}, {clients} clients: accuracy against communication"
+            parts.append(f"![{alt}](figures/{name}.svg#only-light)\n![{alt}](figures/{name}-dark.svg#only-dark)")
         if _finished(report):
             parts += [markdown(costs(report)), markdown(origins(report))]
             tables = [(column, pairs(report, column)) for column in report.columns]
@@ -149,14 +275,15 @@ def page(every: Sequence[Report], notes: str, tuning: Sequence[Mapping[str, Any]
 OPENING = f"""\
 <!-- Made by `make results` from the files in results/. Do not edit: the text on differences is results/notes.md. -->
 
-# Results
+# Results: the log
 
-The paper's tables, run by this package. Every number of ours in them comes from a line in `results/` of the repository,
-and the line names the command that makes it again ([how](#how-a-result-is-stored-and-rerun)).
+The long form of the [results](results.md). Every number of ours comes from a line in `results/` of the repository, and
+the line names the command that makes it again ([how](#how-a-result-is-stored-and-rerun)).
 
-Accuracy is that of each client's own model on its own test rows, in per cent, at the round chosen on validation.
-*Over clients* is the mean of the clients' accuracies, as the paper defines it; *over samples* counts every test row
-once, as the authors' code does. ± is the sample deviation over seeds (n - 1). The paper's ± is over three seeds.
+Accuracy is that of each client's own model on its own test examples, in percent, at the round chosen on validation.
+*Over clients* is the mean of the clients' accuracies, as the paper defines it; *over samples* counts every test
+example once, as the authors' code does. ± is the sample standard deviation over seeds (n - 1); the paper's is over
+three seeds.
 
 A cell of the tables has our accuracy over clients (and the number of seeds), the paper's, and the difference. {NOT_RUN}
 means *not run yet*; *1 seed* marks a number that no second seed has confirmed. Tables and figures have the seeds 0, 1
@@ -394,19 +521,20 @@ def _unbroken(cell: str) -> str:
 
 
 def pictured(report: Report) -> dict[Column, str]:
-    """The data sets and numbers of clients that a run is stored of, with the names of their figures."""
+    """The data sets and numbers of clients that a run is stored of, with the names of their figures' files."""
     columns = dict.fromkeys(entry.column for entry in _finished(report))
-    return {(dataset, clients): f"results-{dataset}-{clients}.png" for dataset, clients in columns}
+    return {(dataset, clients): f"results-{dataset}-{clients}" for dataset, clients in columns}
 
 
 def draw(reports: Sequence[Report]) -> dict[str, bytes]:
-    """Accuracy against communication for every method."""
+    """Accuracy against communication for every method, for light and for dark pages."""
     figures = {}
     for report in reports:
         for column, name in pictured(report).items():
-            content = draw_curves(compared(report), column, dpi=DPI)
-            assert content is not None
-            figures[name] = content
+            for ending, is_dark in (("", False), ("-dark", True)):
+                figure = draw_curves(compared(report), column)
+                assert figure is not None
+                figures[f"{name}{ending}.svg"] = to_svg(figure, is_dark)
     return figures
 
 
@@ -425,12 +553,14 @@ def read_tuning(folder: Path) -> list[dict[str, Any]]:
 def build(results: Path, docs: Path) -> None:
     reports, notes = read_results(results), (results / "notes.md").read_text()
     figures = draw(reports)
-    for file in (docs / "figures").glob("results-*.png"):
+    for file in (docs / "figures").glob("results-*.*"):
         if file.name not in figures:
             file.unlink()
     for name, content in figures.items():
         write_atomically(docs / "figures" / name, content)
-    write_atomically(docs / "results.md", page(reports, notes, read_tuning(results)).encode())
+    write_atomically(docs / "results.md", summary(reports).encode())
+    write_atomically(docs / "results-log.md", page(reports, notes, read_tuning(results)).encode())
+    write_atomically(results / "results.csv", table_of_runs(results).encode())
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ _HOMES = {
     "PerFedAvg": "pfedhn.algorithms.per_fedavg",
     "Privacy": "pfedhn.privacy",
     "Run": "pfedhn.run",
+    "TabularMLP": "pfedhn.models",
     "UserError": "pfedhn.errors",
     "by_classes": "pfedhn.data.partition",
     "by_coarse_class": "pfedhn.data.partition",
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from pfedhn.errors import UserError
     from pfedhn.kernels.conv import ConvBlock
     from pfedhn.kernels.linear import Linear
-    from pfedhn.models import MLP, LeNet, OmniglotNet
+    from pfedhn.models import MLP, LeNet, OmniglotNet, TabularMLP
     from pfedhn.privacy import Privacy
     from pfedhn.process import set_up_process
     from pfedhn.run import NewClient, NewClients, Run, load, train
@@ -90,6 +91,7 @@ __all__ = [
     "PerFedAvg",
     "Privacy",
     "Run",
+    "TabularMLP",
     "UserError",
     "by_classes",
     "by_coarse_class",

@@ -114,7 +114,7 @@ def writing(path: Path, way_out: str = ANOTHER_PLACE) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        way_out = "make room, and the same command goes on" if error.errno in NO_ROOM else way_out
+        way_out = "make room, and the same command resumes" if error.errno in NO_ROOM else way_out
         raise RunError(f"{path}: {_reason(error)}; {way_out}.") from error
 
 
@@ -181,6 +181,15 @@ def claimed(folder: Path, seconds: float) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a process holds the folder of a run, as `claimed` does."""
+    try:
+        with claimed(folder, 0.0):
+            return False
+    except UserError:
+        return True
 
 
 def write_trouble(folder: Path) -> str | None:

@@ -90,6 +90,24 @@ class MLP(nn.Module):
         return x
 
 
+class TabularMLP(MLP):
+    """An MLP for the columns of a table, as they are: each is first scaled by its mean and standard deviation.
+
+    These are running statistics of the client's own minibatches (`nn.BatchNorm1d`), so that they stay with the client
+    and go along with its model: raw rows go in, in training, prediction and export alike.
+
+    Args:
+        sizes: Columns, units of each hidden layer, outputs: `TabularMLP(10, 32, 2)` has one hidden layer of 32.
+    """
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.scale = nn.BatchNorm1d(sizes[0], affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.scale(x.flatten(1)))
+
+
 class LinearModel(nn.Module):
     """One linear map without a bias: linear regression, or softmax regression for several classes.
 
@@ -195,7 +213,8 @@ FILLED_IN = ("num_classes", "shape")  # what a function that makes a network is 
 def check_name(name: str, settings: Mapping[str, Any] | None = None) -> None:
     """Refuse a name that is none of ours, or settings that the function which it names does not take.
 
-    Ours are lenet-s, lenet (m), lenet-l, resnet18, resnet18-gn, omniglot, linear, and mlp-32-16 for two hidden layers.
+    Ours are lenet-s, lenet (m), lenet-l, resnet18, resnet18-gn, omniglot, linear, mlp-32-16 for two hidden layers, and
+    tabular-32-16 for the same on raw columns of a table.
     """
     if ":" in name:
         _check_settings(name, settings or {})
@@ -204,8 +223,8 @@ def check_name(name: str, settings: Mapping[str, Any] | None = None) -> None:
         key = next(iter(settings))
         raise UserError(f"network.{key} is for a function that makes the network, and model = {name!r} is none.")
     names = [*LENET_SIZES, *RESNETS, "omniglot", "linear"]
-    if name not in names and not re.fullmatch(r"mlp(-[1-9][0-9]{0,8})*", name):
-        raise UserError(f"there is no target network {name!r}; {closest(name, [*names, 'mlp-32'])}")
+    if name not in names and not re.fullmatch(r"(mlp|tabular)(-[1-9][0-9]{0,8})*", name):
+        raise UserError(f"there is no target network {name!r}; {closest(name, [*names, 'mlp-32', 'tabular-32'])}")
 
 
 def _check_settings(name: str, settings: Mapping[str, Any]) -> None:
@@ -238,7 +257,7 @@ def build(name: str, num_classes: int, shape: Sequence[int]) -> nn.Module:
         return LinearModel(math.prod(shape), num_classes)
     sizes = [math.prod(shape), *map(int, name.split("-")[1:]), num_classes]
     check_room(4 * sum((a + 1) * b for a, b in pairwise(sizes)), f"the network {name!r}")
-    return MLP(*sizes)
+    return TabularMLP(*sizes) if name.startswith("tabular") else MLP(*sizes)
 
 
 def factory(name: str, num_classes: int, shape: tuple[int, ...], settings: Mapping[str, Any] | None = None) -> Factory:

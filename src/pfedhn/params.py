@@ -84,8 +84,11 @@ def stack(trees: Sequence[Tree]) -> Tree:
     return result
 
 
-def copy(tree: Tree, into: Tree | None = None) -> Tree:
-    """A copy at every leaf; `into`, an older copy that nobody needs, lends its memory where the shapes are the same."""
+def copy(tree: Tree, into: Tree | None = None, on_host: bool = False) -> Tree:
+    """A copy at every leaf; `into`, an older copy that nobody needs, lends its memory where the shapes are the same.
+
+    With `on_host`, what is on a GPU is copied to the host's memory.
+    """
     leaves, spec = pytree.tree_flatten(tree)
     if into is not None:
         olds = pytree.tree_leaves(into)
@@ -93,8 +96,13 @@ def copy(tree: Tree, into: Tree | None = None) -> Tree:
             for old, leaf in zip(olds, leaves, strict=True):
                 old.copy_(leaf)
             return into
-    result: Tree = pytree.tree_unflatten([leaf.clone() for leaf in leaves], spec)
+    copies = [_on_host(leaf) if on_host and leaf.is_cuda else leaf.clone() for leaf in leaves]
+    result: Tree = pytree.tree_unflatten(copies, spec)
     return result
+
+
+def _on_host(leaf: Tensor) -> Tensor:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf)
 
 
 def num_bytes(tree: Any) -> int:

@@ -221,7 +221,8 @@ def _trained_on(card: Card) -> str:
 def _preprocessing(steps: Mapping[str, Any] | None) -> str:
     if not steps:
         return ""
-    return f"pixels divided by {steps['scale']}, less {list(steps['mean'])}, divided by {list(steps['std'])}"
+    scaled = f"less {list(steps['mean'])}, divided by {list(steps['std'])}"
+    return scaled if steps["scale"] == 1 else f"pixels divided by {steps['scale']}, {scaled}"
 
 
 def _outputs(card: Card) -> str:

@@ -182,6 +182,22 @@ class Unadapted:
 
 
 @dataclass(frozen=True)
+class Clients:
+    """Who the clients are, for whoever looks at a run; a run of very many, or over a network, has less of it."""
+
+    names: tuple[str, ...] | None = None
+    class_names: tuple[str, ...] | None = None
+    classes: tuple[Mapping[str, int], ...] | None = None  # each one's training examples of each class that it has
+    map: tuple[tuple[float, ...], ...] | None = None  # each one's embedding in the plane
+    map_variance: float | None = None  # the share of the embeddings' variance that the plane shows
+
+    def __post_init__(self) -> None:
+        sizes = {len(part) for part in (self.names, self.classes, self.map) if part is not None}
+        if len(sizes) > 1 or any(len(place) != 2 for place in self.map or ()):
+            raise SchemaError("'clients' is not whole")
+
+
+@dataclass(frozen=True)
 class Result:
     """What a finished run found at the round chosen on validation, what it cost, and how to make it again."""
 
@@ -206,6 +222,7 @@ class Result:
     unadapted: Unadapted | None = None  # where clients adapt; `validation` and `test` are then what they score after it
     digests: Mapping[str, str] | None = None  # names for all that the run was made of
     history: str | None = None  # the digest of the last line of metrics.jsonl
+    clients: Clients | None = None  # earlier versions did not say who they are
 
     def __post_init__(self) -> None:
         if self.test.clients is None or self.test.client_examples is None:

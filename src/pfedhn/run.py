@@ -71,7 +71,7 @@ from pfedhn.record import (
     write_result,
 )
 from pfedhn.reference import Code
-from pfedhn.result import Moment, Result, Scores, Unadapted, from_json, to_json
+from pfedhn.result import Clients, Moment, Result, Scores, Unadapted, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import check_seed, checked_method, whole_number
 from pfedhn.stopping import Abandoned, stop_on_signal
@@ -81,6 +81,7 @@ logger = logging.getLogger("pfedhn")
 
 CHECKPOINT_SECONDS = 60.0
 NUM_CLIENTS_IN_METRICS = 1_000  # larger federations keep per-client scores of the chosen round only
+NUM_CLIENTS_DESCRIBED = 2_000  # of more, a result does not say who holds what
 
 AnyAlgorithm = Algorithm[Any, Any, Any]
 Precision = Literal["tf32", "fp32"]
@@ -272,7 +273,24 @@ class Run:
         if not isinstance(last, bool):
             raise UserError(f"last is {short(last)}; it must be True or False.")
         assert self.state.best is not None
-        return self.state.memories if last else self.state.best.memories
+        return self.state.memories if last else self.state.best.memories.to(self.simulation.federation.x.device)
+
+    def embeddings(self, last: bool = False) -> Tensor:
+        """[clients, D]: what the server learned of each client at the chosen round, or after the last one.
+
+        Args:
+            last: After the last round instead of the chosen one.
+
+        In double precision, on the CPU. Methods with a hypernetwork have embeddings; another method is refused.
+        """
+        memories, algorithm = self.memories(last), self.simulation.algorithm
+        rows = memories.rows
+        if not isinstance(getattr(rows, "embedding", None), Tensor):
+            raise UserError(f"{self.origin.method} has no embeddings of clients; methods with a hypernetwork have.")
+        if hasattr(algorithm, "up_to_date"):  # of embeddings that every step moves
+            rows = algorithm.up_to_date(rows, self.simulation.exchange.served(memories.shared))
+        embeddings: Tensor = rows.embedding
+        return embeddings.detach().double().cpu()
 
     def personal_weights(
         self, client: int | str, last: bool = False, architecture: str | None = None, data: Arrays | None = None
@@ -465,6 +483,11 @@ class Run:
         seed = check_seed(seed)
         model = simulation.model_of(0) if architecture is None else self._network(architecture)
         data = Federation.from_clients([(x, y)] if name is None else {name: (x, y)}, split=split, seed=seed)
+        if not sum(int(data.splits[part].size.sum()) for part in EVALUATED_SPLITS):
+            raise UserError(
+                f"split = {split} of so few examples ({len(data.x)}) leaves none for validation or test; give more "
+                "examples, or a split that keeps some of them for these."
+            )
         if name is None:
             data = replace(data, identities=torch.tensor([_identity(data)]))
         if simulation.federation.architectures is not None:
@@ -566,7 +589,11 @@ class NewClient:
     portable: Portable = field(repr=False)
 
     def export(self, path: str | Path) -> Path:
-        """Write its model to a file that runs without this package, as `Run.export` does."""
+        """Write its model to a file that runs without this package, as `Run.export` does.
+
+        Args:
+            path: As for `Run.export`.
+        """
         file = given_path(path)
         write_model(file, self.portable.content(self.model, check_ending(file), self.card), self.card)
         return file
@@ -597,7 +624,11 @@ class NewClients:
         return self.simulation.personal_weights(self.memories, self.simulation.model_of(place), place, self.round)
 
     def personal_model(self, client: int | str) -> nn.Module:
-        """A plain module with this client's weights, in evaluation mode."""
+        """A plain module with this client's weights, in evaluation mode.
+
+        Args:
+            client: By name or number.
+        """
         place = self.simulation.federation.number_of(client)
         return self.simulation.model_of(place).with_weights(self.personal_weights(client))
 
@@ -686,7 +717,35 @@ def _result(run: Run, digests: Mapping[str, str] | None = None, history: str | N
         unadapted,
         digests,
         history,
+        _clients(run),
     )
+
+
+def _clients(run: Run) -> Clients | None:
+    """Who the clients are, what they hold, and where their embeddings lie; of very many clients nothing."""
+    federation = run.simulation.federation
+    if federation.num_clients > NUM_CLIENTS_DESCRIBED:
+        return None
+    classes = place = share = None
+    if federation.num_classes is not None and len(federation.y):
+        counts = federation.class_counts.tolist()
+        classes = tuple({str(label): count for label, count in enumerate(row) if count} for row in counts)
+    if hasattr(run.memories().rows, "embedding"):
+        place, share = _plane(run.embeddings())
+    return Clients(federation.names, federation.class_names, classes, place, share)
+
+
+def _plane(embeddings: Tensor) -> tuple[tuple[tuple[float, ...], ...] | None, float | None]:
+    """[N, D] in the plane in which they differ most (principal components), and the share of the variance there."""
+    centered = nn.functional.pad(embeddings - embeddings.mean(0), (0, 1))  # one axis alone is a line in the plane
+    total = float(centered.square().sum())
+    if not 0 < total < math.inf:
+        return None, None
+    _, axes = torch.linalg.eigh(centered.T @ centered)  # rising: the last two are the widest
+    axes = axes[:, -2:].flip(1)
+    axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()  # an axis has no direction of its own
+    plane = centered @ axes
+    return tuple(tuple(round(part, 5) for part in row) for row in plane.tolist()), float(plane.square().sum()) / total
 
 
 def execute(
@@ -701,7 +760,7 @@ def execute(
     threads: int | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Generator[None, None, Run]:
-    """Run to the end, from the newest sound checkpoint in `directory` if there is one.
+    """Run to the end, from the newest intact checkpoint in `directory` if there is one.
 
     It pauses after every round, so that several runs can take turns.
 
@@ -775,7 +834,7 @@ def _refuse_blind_choice(evaluation: Evaluation) -> None:
     if int(validation.count.sum()) and validation.metric is not None and math.isnan(validation.score):
         raise RunError(
             f"the metric is NaN on validation examples at step {evaluation.step}, so that no round can be chosen by "
-            "it; mend the metric."
+            "it; fix the metric."
         )
 
 
@@ -789,7 +848,7 @@ class _Files:
 
     @staticmethod
     def open(directory: Path, simulation: Simulation, run: Run, say: Callable[[str], None]) -> "_Files":
-        """Claim a directory, and let the run stand where the newest sound checkpoint there left it."""
+        """Claim a directory, and let the run stand where the newest intact checkpoint there left it."""
         spec = open_directory(directory, simulation, run.origin)
         stored = load_state(directory, simulation, identity(spec))
         for sentence in stored.refused:
@@ -895,28 +954,28 @@ def train(
         cohort_size: Clients per round; 1 for pFedHN, 5 for the averaging methods by default.
         batch_size: Examples in a minibatch.
         evaluate_every: Communication steps between evaluations.
-        seed: Of everything that is drawn.
+        seed: Seed of all random draws.
         loss: (outputs, y) -> one value per example; cross-entropy for class labels, squared error for numbers by
             default.
         metric: (outputs, y) -> one value per example, higher is better; accuracy for class labels by default.
-        directory: Where to keep the run; the same call on the same directory goes on where it stopped, `pfedhn.load`
-            gives the run back and `pfedhn report` shows it.
+        directory: Where to keep the run; the same call on the same directory resumes it, `pfedhn.load` gives the run
+            back and `pfedhn report` shows it.
         device: "auto" is the GPU if PyTorch finds one, else the CPU. Several, as "cuda:0,cuda:1", share the clients of
             every round, which pays for large cohorts only: such rounds are not captured.
         executor: How a cohort is computed: "auto", "loop", "traced", "vectorized" or "captured".
         upload: What is done to updates on their way: "full" sends every number as it is, "half" 16 bits of it, "8-bit"
             8 bits; or a transform of your own.
-        download: What is done to weights on their way to a client, likewise.
+        download: The same for weights on their way to a client.
         privacy: What clients do to keep their data from those who see their updates: `pfedhn.Privacy`.
         in_flight: How many clients are at work at once in a run that does not wait for its cohorts: the server steps
             whenever `cohort_size` of them have replied, on updates for weights that are some steps old. None waits.
-        precision: Of products on a GPU: "tf32" rounds their factors to 10 bits and is faster, "fp32" does not. It holds
-            while the run goes on.
-        deterministic: On a GPU, the same bits from the same GPU and versions.
-        progress: Whether to show a bar.
+        precision: Precision of products on a GPU: "tf32" rounds their factors to 10 bits and is faster, "fp32" does
+            not. It applies while the run lasts.
+        deterministic: Whether a GPU gives the same bits whenever GPU and versions are the same; slower.
+        progress: Whether to show a progress bar.
         checkpoint_every: Communication steps between checkpoints; one a minute by default.
-        on: A Ray cluster whose workers share the clients of every round: "ray" for one of this machine's cores,
-            "ray:ADDRESS" for one that is there. It pays for large cohorts, best of clients that are loaded when needed.
+        on: A Ray cluster whose workers share the clients of every round: "ray" for a local one,
+            "ray:ADDRESS" for a running one. It pays for large cohorts, best with clients that are loaded when needed.
         callbacks: Functions (run, moment) that are called after every evaluation; `moment` is also the last of
             `run.history`. `pfedhn.tracking` has some: `TensorBoard("logs")`.
 

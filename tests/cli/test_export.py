@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from safetensors import safe_open
+from support import encoded
 from typer.testing import CliRunner, Result
 
 import pfedhn
@@ -89,6 +90,40 @@ def test_predictions_of_features_alone_go_to_a_file() -> None:
     assert len(Path("said.csv").read_text().splitlines()) == 2
 
 
+def test_images_are_predicted_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a person has them: a folder per client and class, of several sizes; then new ones, and a client that joins."""
+    monkeypatch.chdir(tmp_path)
+    random = numpy.random.default_rng(0)
+    for client in ("Berlin", "Lyon"):
+        for place, kind in enumerate(("cat", "dog")):
+            folder = Path("photos", client, kind)
+            folder.mkdir(parents=True)
+            for number in range(10):
+                pixels = random.integers(100 * place, 100 * place + 80, size=(6 + number % 2, 6, 3)).astype(numpy.uint8)
+                (folder / f"{number}.png").write_bytes(encoded(pixels))
+    Path("photos.toml").write_text(
+        CLINICS.replace('"visits.csv"', '"photos"')
+        .replace('columns = {client = "clinic", label = "outcome"}', "read = {resize = [4, 4]}")
+        .replace("clients = 3", "clients = 2")
+    )
+    assert invoke("run", "photos.toml", "--out", "runs", "--device", "cpu").exit_code == 0
+    result = invoke("predict", "runs", "--client", "Lyon", "--data", "photos/Lyon")
+    assert result.exit_code == 0, result.output
+    said = list(csv.DictReader(io.StringIO(result.stdout)))
+    assert [row["file"] for row in said[8:12]] == ["cat/8.png", "cat/9.png", "dog/0.png", "dog/1.png"]
+    federation = pfedhn.datasets.read_federation("photos", resize=(4, 4))
+    own = [federation.splits[part].of(1) for part in federation.splits]
+    x = federation.x[torch.cat(own).sort().values]  # as the files come
+    with torch.no_grad():
+        best = pfedhn.load("runs", device="cpu").personal_model("Lyon")(x).argmax(-1)
+    assert [row["prediction"] for row in said] == [("cat", "dog")[place] for place in best.tolist()]
+    alone = invoke("predict", "runs", "--client", "Lyon", "--data", "photos/Lyon/dog/3.png")
+    assert list(csv.DictReader(io.StringIO(alone.stdout))) == [{**said[13], "file": "3.png"}]
+    joined = invoke("add-client", "runs", "--data", "photos/Berlin", "--rounds", "1", "--device", "cpu")
+    assert joined.exit_code == 0, joined.output
+    assert "of 20 examples" in joined.output
+
+
 @pytest.mark.parametrize(
     ("sentence", "arguments"),
     [
@@ -104,10 +139,12 @@ def test_predictions_of_features_alone_go_to_a_file() -> None:
             "predict runs --client Lyon --data visits.csv --label outcom",
         ),
         ("this run's have (2,)", "predict runs --client Lyon --data wide.csv"),
+        ("cat.png is an image, and this run's examples have shape (2,)", "predict runs --client Lyon --data cat.png"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(sentence: str, arguments: str) -> None:
     Path("wide.csv").write_text("a,b,c\n1,2,3\n")
+    Path("cat.png").write_bytes(encoded(numpy.zeros((4, 4, 3), numpy.uint8)))
     result = invoke(*arguments.split())
     assert result.exit_code == 2, result.output
     assert sentence in " ".join(result.stderr.split())

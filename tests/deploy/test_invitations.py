@@ -59,12 +59,38 @@ def test_who_is_taken_out_or_invited_anew_has_no_key(tmp_path: Path) -> None:
         known.revoke("nice")
 
 
-def test_two_parties_with_one_key_are_neither(tmp_path: Path) -> None:
+def test_a_key_is_of_one_party(tmp_path: Path) -> None:
+    """Who hands in the key of another does not knock that one out."""
     known = Invitations(tmp_path)
-    for name in ("lyon", "paris"):
-        known.invite(name, "server:1", "ca", key=ONE)
+    known.invite("lyon", "server:1", "ca", key=ONE)
+    known.invite("lyon", "server:1", "ca", key=ONE)
+    with pytest.raises(UserError, match="is that of lyon"):
+        known.invite("paris", "server:1", "ca", key=ONE)
+    token = known.invite("paris", "server:1", "ca").token
+    with pytest.raises(UserError, match="not invited"):
+        known.enroll("paris", token, ONE)
+    known.enroll("paris", token, OTHER)
+    assert {name: public_text(key) for name, key in known.enrolled().items()} == {"lyon": ONE, "paris": OTHER}
+    known.revoke("lyon")
+    known.invite("nice", "server:1", "ca", key=ONE)
+    assert set(known.enrolled()) == {"nice", "paris"}
+
+
+def test_files_that_give_two_parties_one_key_give_neither_any(tmp_path: Path) -> None:
+    known = Invitations(tmp_path)
+    known.invite("lyon", "server:1", "ca", key=ONE)
+    table = json.loads((tmp_path / "lyon.json").read_text())
+    (tmp_path / "paris.json").write_text(json.dumps({**table, "name": "paris"}))
     known.invite("nice", "server:1", "ca", key=OTHER)
     assert set(known.enrolled()) == {"nice"}
+
+
+def test_a_party_whose_key_is_known_needs_no_token(tmp_path: Path) -> None:
+    known = Invitations(tmp_path)
+    assert known.invite("lyon", "server:1", "ca", key=ONE).token == ""
+    assert known.enroll("lyon", "", ONE) == ONE
+    with pytest.raises(UserError, match="not invited"):
+        known.enroll("lyon", "", OTHER)
 
 
 def test_names_and_bundles_that_are_none(tmp_path: Path) -> None:

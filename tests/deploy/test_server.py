@@ -1,5 +1,6 @@
 """A server and parties that share nothing but messages are the simulator, whatever is lost on the way."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from parties import KEYS, RUN, Group, alone, named_federation, simulation_of, small
+from parties import (
+    KEYS,
+    RUN,
+    Group,
+    Killed,
+    alone,
+    assert_simulated,
+    named_federation,
+    received_by,
+    simulated,
+    simulation_of,
+    small,
+)
 from support import BATCH_SIZE, TRAIN_SIZES, assert_close, assert_same_bits, model, mostly_slow
 
 from pfedhn import keys
@@ -30,45 +43,6 @@ from pfedhn.params import stack, take
 from pfedhn.privacy import Privacy, Protection
 
 SEED = 5
-
-
-def simulated(simulation: Simulation) -> State:
-    state = simulation.initial_state()
-    for _ in simulation.rounds(state):
-        pass
-    return state
-
-
-def assert_simulated(group: Group, expected: State) -> None:
-    """The server's memories, what every party keeps, bytes, and the chosen round are the simulator's."""
-    state, federation = group.server.state, group.simulation.federation
-    assert state.has_ended
-    assert_close(state.shared, expected.memories.shared)
-    for client in range(federation.num_clients):
-        name = federation.name_of(client)
-        assert_close(state.rows[name], take(expected.memories.rows, client))
-        party, member = group.parties[name], state.members[name]
-        table = expected.memories.private[party.architecture]
-        if client in table.slots and member.base is not None:
-            kept = party._kept("training", member.base, received_by(group, name))
-            assert_close(kept, take(table.tree, table.slots[client]))
-    assert (state.bytes_down, state.bytes_up) == (expected.bytes_down, expected.bytes_up)
-    assert state.best is not None
-    assert expected.best is not None
-    assert state.best.round == expected.best.evaluation.round
-    splits = expected.best.evaluation.splits
-    for client in range(federation.num_clients):
-        scores = state.best.results[federation.name_of(client)]
-        for split in ("validation", "test"):
-            loss, metric, count = scores[split]
-            assert loss == pytest.approx(float(splits[split].loss[client]), rel=1e-6)
-            assert (metric, count) == (float(splits[split].metric[client]), int(splits[split].count[client]))
-
-
-def received_by(group: Group, name: str) -> Any:
-    member = group.server.state.members[name]
-    model = group.plan.models[member.architecture]
-    return group.plan.exchange("training").publish(model, group.server.state.shared, group.server.state.rows[name])
 
 
 @pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedhn-pc"))
@@ -115,10 +89,6 @@ def test_half_the_bytes_and_several_networks_over_the_wire(tmp_path: Path) -> No
     group = Group(simulation, tmp_path)
     group.server.run()
     assert_simulated(group, simulated(simulation))
-
-
-class Killed(BaseException):
-    """As kill -9: nothing after it runs."""
 
 
 @pytest.fixture(scope="module")
@@ -720,3 +690,42 @@ def test_noise_has_the_deviation_it_says() -> None:
             replace(privacy, **wrong)
     with pytest.raises(UserError, match="finite clip"):
         replace(privacy, clip=float("inf"))
+
+
+@pytest.mark.slow
+def test_a_server_from_an_older_copy_goes_on_with_what_parties_have(tmp_path: Path) -> None:
+    """It asks for versions that parties have left behind: they go on from their newest one."""
+    group = Group(simulation_of(small("pfedhn-pc"), rounds=6, cohort=6), tmp_path)
+    stop_after(group, "round", 2)
+    shutil.copytree(tmp_path / "server", tmp_path / "copy")
+    group.new_server()
+    stop_after(group, "round", 3)
+    shutil.rmtree(tmp_path / "server")
+    (tmp_path / "copy").rename(tmp_path / "server")
+    group.new_server()
+    assert group.server.state.round == 2
+    group.server.run()
+    assert group.server.state.round == 6
+    assert {(event["party"], event["base"]) for event in group.said("rebased")} == {(name, 4) for name in group.parties}
+    assert not group.said("set aside")
+
+
+def test_rounds_are_compared_by_the_parties_that_were_there_both_times(tmp_path: Path) -> None:
+    """A round is not chosen because a party that does badly was away."""
+    group = Group(simulation_of(small("fedavg")), tmp_path)
+    rules, state = group.server.store.rules, group.server.store.rules.initial()
+
+    def score(number: int, **correct: float) -> int:
+        splits = {
+            name: {split: [1.0, value, 10] for split in ("validation", "test")} for name, value in correct.items()
+        }
+        state.round = number
+        rules.apply(state, {"kind": "score", "round": number, "results": splits, "time": 0.0})
+        assert state.best is not None
+        return state.best.round
+
+    assert score(0, lyon=3.0, paris=6.0) == 0
+    assert score(1, lyon=4.0, paris=6.0) == 1
+    assert score(2, paris=6.0) == 1  # better on average, and not for those who are there
+    assert score(3, paris=7.0, nice=1.0) == 3
+    assert score(4, lyon=1.0) == 4  # nobody in common: the newer one

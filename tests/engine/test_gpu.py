@@ -14,6 +14,7 @@ from support import ClosesOver, assert_close, finish, memories_of, model, simula
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
@@ -52,6 +53,17 @@ def test_captured_is_the_loop(method: str, cohort: int, federation: Federation) 
     settings = {"rounds": 5, "cohort": cohort, "evaluate_every": 2}
     expected = finish(on_card(algorithm, federation, executor="loop", **settings))
     assert_close(memories_of(captured(on_card(algorithm, federation, **settings))), memories_of(expected))
+
+
+def test_the_chosen_round_lies_on_the_host(federation: Federation) -> None:
+    settings = {"rounds": 4, "evaluate_every": 1}
+    expected = finish(on_card(PFedHN(local_steps=3), federation, executor="loop", **settings)).best
+    best = captured(on_card(PFedHN(local_steps=3), federation, **settings)).best
+    assert best is not None
+    assert expected is not None
+    assert {leaf.device.type for leaf in pytree.tree_leaves(best.memories[:2])} == {"cpu"}
+    assert best.evaluation.round == expected.evaluation.round
+    assert_close(best.memories[:2], expected.memories[:2])
 
 
 @pytest.mark.parametrize("cohort", [1, 3])

@@ -56,6 +56,19 @@ def test_a_setting_that_never_was_is_refused_whatever_its_value() -> None:
             build_partition(Cell(partition={**NOVEL, "normal": value}))
 
 
+def test_columns_that_need_scaling_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    random = numpy.random.default_rng(0)
+    lines = [f"{'ab'[i % 2]},{random.normal():.3f},{random.normal(60, 15):.1f},{i % 2}" for i in range(60)]
+    (tmp_path / "ages.csv").write_text("\n".join(["client,dose,age,label", *lines]))
+    cell = Cell(dataset=str(tmp_path / "ages.csv"), columns={"client": "client", "label": "label"}, clients=2)
+    build_federation(replace(cell, model="tabular-32"), seed=0)
+    assert not caplog.messages  # that network scales by itself
+    for seed in (0, 1):
+        build_federation(cell, seed)
+    (message,) = caplog.messages
+    assert message.startswith("ages.csv is not scaled: its feature 2 has mean ")
+
+
 def test_own_data_keep_their_names(tmp_path: Path) -> None:
     for name in ("metz", "lyon"):
         (tmp_path / name).mkdir()
@@ -173,6 +186,10 @@ def test_a_function_makes_the_data(tmp_path: Path) -> None:
         check(Experiment("made", (replace(cell, partition={"row": 12}),)))
     with pytest.raises(UserError, match="has no function 'hospitals'"):
         check(Experiment("made", (replace(cell, dataset=f"{file}:hospitals"),)))
+    other = tmp_path / "other.py"
+    other.write_text("def houses():\n    return None\n")
+    with pytest.raises(UserError, match=r"other.py:houses cannot be called .* begin with def houses\(clients, seed\)"):
+        check(Experiment("made", (replace(cell, dataset=f"{other}:houses", partition={}),)))
 
 
 NETWORKS = """

@@ -19,14 +19,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pfedhn import run as run_module
+from pfedhn.algorithm import Method
 from pfedhn.algorithms import ALGORITHMS, LEARNING_RATES
+from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.cli import app as cli
 from pfedhn.errors import UserError
 from pfedhn.experiments import directory as directory_module
 from pfedhn.experiments import paper, tune
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.execute import Outcome
-from pfedhn.experiments.grid import from_toml, with_assignments
+from pfedhn.experiments.grid import from_toml, grids_from_toml, with_assignments
 from pfedhn.experiments.paper import BEYOND_THE_PAPER, EXPERIMENTS
 from pfedhn.experiments.rates import apply_rates, rates_for, read_rates, save_rates
 from pfedhn.experiments.spec import Cell, Experiment
@@ -78,6 +80,44 @@ def refused(sentence: str, *arguments: str) -> None:
 
 
 # Which points
+
+
+GRID = """
+[tune.fedavg]
+local_lr = [0.3, 0.1]
+local_steps = [1, 2, 3]
+"""
+
+
+def test_the_grid_of_an_experiment_file_is_tried_instead() -> None:
+    Path("mine.toml").write_text(MINE + GRID)
+    study = plan(from_toml(Path("mine.toml")), ["method=fedavg"], own_grids=grids_from_toml(Path("mine.toml")))
+    points = [dict(point.rates) for point in study.points_of("fedavg")]
+    assert points == [{"local_lr": lr, "local_steps": steps} for lr in (0.3, 0.1) for steps in (1, 2, 3)]
+    assert dict(study.points_of("pfedhn")[0].rates) == {"lr": 0.1, "local_lr": 0.05}  # ours
+
+
+def test_a_method_of_ones_own_is_tuned_on_the_grid_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, "mine", Method("Mine", FedAvg, is_tuned=False))  # it brings no grid
+    Path("mine.toml").write_text('method = ["mine"]\nclients = 4\nsteps = 10\n[tune.mine]\nlocal_lr = [0.3, 0.1]\n')
+    study = plan(from_toml(Path("mine.toml")), own_grids=grids_from_toml(Path("mine.toml")))
+    assert study.methods == ("mine",)  # though nobody named it
+    assert [point.cell.settings["local_lr"] for point in study.points] == [0.3, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("grid", "sentence"),
+    [
+        ("[tune.fedavgg]\nlocal_lr = [0.1]", "[tune.fedavgg] names no method; did you mean 'fedavg'?"),
+        ("[tune.fedavg]\nlocal_lt = [0.1]", "fedavg has no field 'local_lt'; did you mean 'local_lr'?"),
+        ("[tune.fedavg]\nlocal_lr = 0.1", "[tune.fedavg] local_lr = 0.1 does not fit; it must be a list of values."),
+        ("[tune.lg-fedavg]\nlocal_lr = [0.1]", "lg-fedavg takes the rates of fedavg; tune that instead."),
+        ("[tune.fedavg]", "tune does not fit; write lines such as"),
+    ],
+)
+def test_a_grid_that_cannot_be_tried_is_refused(grid: str, sentence: str) -> None:
+    Path("mine.toml").write_text(f"{MINE}\n{grid}\n")
+    refused(sentence, "tune", "mine.toml")
 
 
 def test_each_method_has_its_settings_on_the_grids_of_the_paper() -> None:

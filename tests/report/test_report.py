@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import math
 import re
 import statistics
@@ -21,7 +22,16 @@ from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.record import FORMAT, Part, Spec, identity, write_history, write_result, write_spec
 from pfedhn.report.entries import Report, collect, compare, summarize
-from pfedhn.report.figures import draw_demo, figures_of, plot_curves
+from pfedhn.report.figures import (
+    draw_demo,
+    figures_of,
+    lowest_shown,
+    new_figure,
+    plot_clients,
+    plot_curves,
+    spaced,
+    to_svg,
+)
 from pfedhn.report.page import write
 from pfedhn.report.tables import (
     accuracy_text,
@@ -33,11 +43,12 @@ from pfedhn.report.tables import (
     sentence,
     steps_text,
     to_csv,
+    to_json,
     to_latex,
     to_markdown,
     to_terminal,
 )
-from pfedhn.result import Cost, Environment, Moment, Result, Scores
+from pfedhn.result import Cost, Curve, Environment, Moment, Result, Scores
 from pfedhn.seal import digest
 
 ROWS = [4, 4, 2, 0]  # test rows of each client; the last has none
@@ -230,13 +241,23 @@ def test_two_directories_of_one_experiment_are_put_together(directory: Path, tmp
     assert accuracy_text(report.entries[1]) == "100.00 (1 of 3 seeds)"
 
 
-def test_different_experiments_share_a_table_unless_they_collide(directory: Path, tmp_path: Path) -> None:
+def test_different_experiments_share_a_table_and_say_in_what_they_differ(directory: Path, tmp_path: Path) -> None:
     elsewhere = replace(EXPERIMENT, name="mnist", cells=tuple(replace(cell, dataset="mnist") for cell in CELLS))
-    collides = replace(EXPERIMENT, name="longer", cells=tuple(replace(cell, steps=30) for cell in CELLS))
-    for experiment in (elsewhere, collides):
+    longer = replace(EXPERIMENT, name="longer", cells=tuple(replace(cell, steps=30) for cell in CELLS))
+    for experiment in (elsewhere, longer):
         Directory(tmp_path / experiment.name).open(experiment, [])
-    reports = collect([directory, tmp_path / "mnist", tmp_path / "longer"])
-    assert [len(report.columns) for report in reports] == [2, 1]
+    (report,) = collect([directory, tmp_path / "mnist", tmp_path / "longer"])
+    assert report.title == "Made by hand"  # all three are called so
+    assert [entry.label for entry in report.in_column(("digits", 4))] == [
+        *("local steps=20", "fedavg steps=20", "pfedhn steps=20"),
+        *("local steps=30", "fedavg steps=30", "pfedhn steps=30"),
+    ]
+    assert [entry.label for entry in report.in_column(("mnist", 4))] == ["local", "fedavg", "pfedhn"]
+
+
+def test_experiments_that_differ_in_nothing_a_table_shows_stand_apart(directory: Path, tmp_path: Path) -> None:
+    Directory(tmp_path / "again").open(replace(EXPERIMENT, name="again"), [])
+    assert [len(report.entries) for report in collect([directory, tmp_path / "again"])] == [3, 3]
 
 
 def test_a_run_that_starts_from_another_counts_both(tmp_path: Path) -> None:
@@ -334,14 +355,16 @@ def test_the_terminal_breaks_a_long_method_before_its_settings_and_no_heading(tm
     assert any(line.strip() == "lr=0.01" for line in lines)
 
 
-def test_a_method_that_sends_nothing_is_drawn_across(found: Report) -> None:
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
-    plot_curves(axes, found.entries)
-    across = [line for line in axes.get_lines() if list(line.get_xdata()) == [0, 1]]
-    last = statistics.fmean(client_means("local", 3))
-    assert [float(line.get_ydata()[0]) for line in across] == [pytest.approx(last)]
+def test_a_method_that_ends_early_is_drawn_across(found: Report) -> None:
+    local, _, pfedhn = found.entries
+    early = {seed: Curve.of(history[:1]) for seed, history in local.histories.items()}
+    axes = new_figure(8.0, 5.0).subplots()
+    plot_curves(axes, [replace(local, curves=early), pfedhn])
+    first = 100 * (record([1, 1, 0, 0]).client_mean or 0.0)
+    (across,) = (line for line in axes.get_lines() if line.get_linestyle() == ":" and len(line.get_xdata()) == 2)
+    assert list(across.get_xdata()) == [10, 20]
+    assert list(across.get_ydata()) == [pytest.approx(first)] * 2
+    assert any(text.get_text() == f"Local {first:.1f}" for text in axes.texts)
 
 
 def test_markdown_has_a_table_that_renders(found: Report) -> None:
@@ -399,18 +422,19 @@ def test_a_task_without_accuracy_is_reported_by_its_loss(tmp_path: Path) -> None
     (report,) = collect([path])
     assert report.measure == "test loss"
     assert details(report)[1][1] == f"0.6000 ± {statistics.stdev([0.5, 0.7]):.4f}"
-    assert list(figures_of([report])) == ["curves-digits-4.png"]
+    assert list(figures_of([report])) == ["curves-digits-4"]
     assert sentence(report) == ""
 
 
 def test_the_report_is_written_in_every_format(found: Report, tmp_path: Path) -> None:
     files = write([found], tmp_path / "out")
     assert {file.name for file in files} == {
-        *("report.md", "report.csv", "report.tex", "report.html", "curves-digits-4.png", "clients-digits-4.png")
+        *("report.md", "report.csv", "report.tex", "report.html", "curves-digits-4.png", "clients-digits-4.png"),
+        *("curves-digits-4.svg", "clients-digits-4.svg"),
     }
     assert all(file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for file in files if file.suffix == ".png")
     page = (tmp_path / "out" / "report.html").read_text()
-    assert not re.search(r'(src|href)="(?!data:)', page)  # nothing is loaded from elsewhere
+    assert not re.search(r'(src|href)="(?!data:|#)', page)  # nothing is loaded from elsewhere
     assert draw_demo(found)[:4] == b"\x89PNG"
 
 
@@ -490,3 +514,64 @@ def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
         collect([tmp_path])
     with pytest.raises(UserError, match="there is nothing to report"):
         write([], tmp_path)
+
+
+def test_names_beside_curves_are_moved_as_little_as_possible() -> None:
+    assert spaced([1.0, 5.0], 1.0, 0.0, 10.0) == [1.0, 5.0]
+    assert spaced([4.0, 4.0, 4.0], 1.0, 0.0, 10.0) == [3.0, 4.0, 5.0]  # to both sides
+    assert spaced([9.9, 10.0], 1.0, 0.0, 10.0) == [9.0, 10.0]  # what would leave the figure comes back
+    assert spaced([0.0, 0.0, 5.0], 1.0, 0.0, 10.0) == [0.0, 1.0, 5.0]
+
+
+def test_the_scale_follows_the_methods_that_compete() -> None:
+    assert lowest_shown([90.0, 89.0, 88.0, 60.0], least=10.0) == 89.0 - 2 * 1.0 - 5
+    assert lowest_shown([90.0, 60.0], least=10.0) == 10.0  # nobody can say which of two is the odd one
+    assert lowest_shown([90.0, 89.0, 88.0], least=86.0) == 86.0
+
+
+def test_a_client_stands_at_its_own_accuracy(found: Report) -> None:
+    axes = new_figure(5.0, 5.0).subplots()
+    plot_clients(axes, found.in_column(found.columns[0]))
+    heights = [float(y) for dots in axes.collections for _, y in dots.get_offsets()]
+    known = [found.entry(label, found.columns[0]) for label in ("local", "pfedhn")]
+    wanted = [value for entry in known if entry for seed in entry.results for value in entry.client_accuracy(seed)]
+    assert sorted(heights) == sorted(value for value in wanted if value == value)
+    assert axes.get_ylim()[1] == 100
+
+
+def test_figures_as_svg_and_for_dark_pages(found: Report, tmp_path: Path) -> None:
+    files = write([found], tmp_path, ["svg"])
+    assert {file.name for file in files} == {"curves-digits-4.svg", "clients-digits-4.svg"}
+    assert all(b"<svg" in file.read_bytes() for file in files)
+    light, dark = (to_svg(figures_of([found])["curves-digits-4"], is_dark) for is_dark in (False, True))
+    assert light != dark
+    assert b"fill: #ffffff" not in light  # the ground is transparent
+
+
+def test_every_number_for_scripts(found: Report) -> None:
+    (table,) = to_json([found])
+    local, fedavg, pfedhn = table["cells"]
+    assert local["over_clients_mean"] == pytest.approx(statistics.fmean(client_means("local", 3)))
+    assert [run["client_accuracy"] for run in local["runs"]] == [
+        [right / rows if rows else None for right, rows in zip(correct, ROWS, strict=True)]
+        for correct in CORRECT["local"]
+    ]
+    assert (fedavg["seeds"], fedavg["over_clients_mean"], fedavg["runs"]) == (0, None, [])
+    assert pfedhn["published_mean"] == 80.0
+    json.dumps(table, allow_nan=False)
+
+
+def test_a_setting_left_at_its_default_is_named_where_others_change_it(tmp_path: Path) -> None:
+    cells = (CELLS[2], replace(CELLS[2], settings={"lr": 0.5}))
+    experiment = Experiment("rates", cells, (0,))
+    Directory(tmp_path / "rates").open(experiment, experiment.runs())
+    for run, lr in zip(experiment.runs(), (0.01, 0.5), strict=True):
+        put_run(tmp_path / "rates", run.name, [4, 4, 2, 0], settings={"lr": lr, "clip": 50.0})
+    (report,) = collect([tmp_path / "rates"])
+    assert report.labels == ["pfedhn lr=0.01", "pfedhn lr=0.5"]
+    axes = new_figure(5.0, 5.0).subplots()
+    plot_clients(axes, report.entries)
+    assert [text.get_text().split("\n")[:2] for text in axes.get_xticklabels()] == [
+        ["pFedHN", "lr=0.01"],
+        ["pFedHN", "lr=0.5"],
+    ]

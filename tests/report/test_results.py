@@ -365,7 +365,7 @@ def test_a_damaged_line_is_named(file: Path, number: int, damage: Callable[[str]
     said = " ".join(result.stderr.split())
     assert said.startswith(f"error: {file}, line {number}: ")
     assert sentence in said
-    assert said.endswith("mend or remove the line.")
+    assert said.endswith("fix or remove the line.")
 
 
 def test_the_command_line_packs_and_reads(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,13 +492,50 @@ def test_stored_accuracies_follow_from_the_stored_clients() -> None:
 def test_the_page_is_what_the_command_makes() -> None:
     results = ROOT / "results"
     reports, notes = generator.read_results(results), (results / "notes.md").read_text()
-    assert (ROOT / "docs" / "results.md").read_text() == generator.page(
-        reports, notes, generator.read_tuning(results)
-    ), "`make results` writes docs/results.md anew"
-    pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "figures").glob("results-*.png")}
-    assert set(pictures) == {name for report in reports for name in generator.pictured(report).values()}
+    made = {
+        ROOT / "docs" / "results.md": generator.summary(reports),
+        ROOT / "docs" / "results-log.md": generator.page(reports, notes, generator.read_tuning(results)),
+        results / "results.csv": generator.table_of_runs(results),
+    }
+    for file, text in made.items():
+        assert file.read_text() == text, f"`make results` writes {file.name} anew"
+    assert len(made[ROOT / "docs" / "results.md"].split()) < 900  # one screen
+    pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "figures").glob("results-*.*")}
+    stems = [name for report in reports for name in generator.pictured(report).values()]
+    assert set(pictures) == {f"{stem}{ending}.svg" for stem in stems for ending in ("", "-dark")}
     assert all(size < 200_000 for size in pictures.values())
     assert generator.unexplained(reports, notes) == []
+
+
+def test_the_summary_marks_the_best_and_what_cannot_be_told_from_it(tmp_path: Path) -> None:
+    runs = pretended(
+        {
+            "pfedhn": {0: 90.0, 1: 91.0, 2: 92.0},
+            "fedper": {0: 89.0, 1: 92.5, 2: 90.5},  # on average 0.33 less, by -1 to +1.5
+            "fedavg": {0: 80.0, 1: 81.1, 2: 82.0},
+            "local": {0: 85.0, 1: 86.1, 2: 87.0},
+        }
+    )
+    text = generator.summary(generator.read_results(stored(tmp_path, runs)))
+    table, differences = text.replace("\N{NO-BREAK SPACE}", " ").split("Minus the paper's number")
+    assert row(table, "pFedHN")[2] == "**90.0 ± 1.0**"  # over clients a point less than over samples
+    assert row(table, "FedPer")[2].startswith("**89.7")
+    assert row(table, "FedAvg")[1:4] == ["", "80.0 ± 1.0", ""]
+    assert "| pFedHN-PC |" not in table  # not run
+    assert row(differences, "pFedHN")[2] == f"{90.0 - 88.38:+.1f}"
+    assert "is best, or tied with the best, in 1 of 1 columns" in table
+    assert "by 5 to 5 points" in table
+
+
+def test_every_stored_run_has_a_line_of_csv(tmp_path: Path) -> None:
+    runs = pretended({"pfedhn": {0: 88.0, 1: 89.0}, "fedavg": {0: 50.0}})
+    lines = list(csv.DictReader(io.StringIO(generator.table_of_runs(stored(tmp_path, runs)))))
+    assert [(line["method"], line["seed"], line["test_over_examples"]) for line in lines] == [
+        ("pfedhn", "0", "0.88"),
+        ("pfedhn", "1", "0.89"),
+        ("fedavg", "0", "0.5"),
+    ]
+    assert json.loads(lines[0]["settings"])["lr"] == 0.01
 
 
 def test_the_bound_of_a_cell(tmp_path: Path) -> None:
@@ -630,11 +667,14 @@ def test_the_command_writes_the_page_and_its_pictures(tmp_path: Path) -> None:
     (tmp_path / "docs" / "figures").mkdir(parents=True)
     (tmp_path / "docs" / "figures" / "results-gone-7.png").touch()
     generator.build(results, tmp_path / "docs")
-    (picture,) = (tmp_path / "docs" / "figures").iterdir()
-    assert picture.name == "results-cifar10-50.png"
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    text = (tmp_path / "docs" / "results.md").read_text()
-    assert "(figures/results-cifar10-50.png)" in text
+    pictures = sorted((tmp_path / "docs" / "figures").iterdir())
+    assert [file.name for file in pictures] == ["results-cifar10-50-dark.svg", "results-cifar10-50.svg"]
+    assert all(b"<svg" in file.read_bytes() for file in pictures)
+    assert "| pFedHN |" in (tmp_path / "docs" / "results.md").read_text()
+    assert len((results / "results.csv").read_text().splitlines()) == 3
+    text = (tmp_path / "docs" / "results-log.md").read_text()
+    assert "(figures/results-cifar10-50.svg#only-light)\n" in text
+    assert "(figures/results-cifar10-50-dark.svg#only-dark)" in text
     tables = re.split(r"\n\n(?=\|)", text)[1:]
     for table in tables:
         lines = [line for line in table.split("\n\n")[0].splitlines()]

@@ -30,8 +30,9 @@ def test_the_pages_are_what_the_command_makes() -> None:
     shown = generator.found(ROOT / "results")
     assert (ROOT / "docs" / "paper.md").read_text() == generator.page(shown)
     assert (ROOT / "docs" / "paper-numbers.md").read_text() == generator.numbers(shown)
-    named = {generator._file(finding, figure) for finding in shown for figure in finding.figures}
-    assert {file.name for file in (ROOT / "docs" / "figures").glob("paper-*.png")} == named
+    stems = [finding.stem(figure) for finding in shown for figure in finding.figures]
+    named = {f"paper-{stem}{ending}.svg" for stem in stems for ending in ("", "-dark")}
+    assert {file.name for file in (ROOT / "docs" / "figures").glob("paper-*.*")} == named
 
 
 def test_long_tables_stand_on_the_second_page() -> None:
@@ -39,7 +40,8 @@ def test_long_tables_stand_on_the_second_page() -> None:
     finding = Finding("depth", "Depth", "See.", [(short, "Short."), (long, "Long.")], {"": object})
     page, numbers = generator.page([finding]), generator.numbers([finding])
     assert "See." in page
-    assert "figures/paper-depth.png" in page
+    assert "(figures/paper-depth.svg#only-light)\n" in page
+    assert "(figures/paper-depth-dark.svg#only-dark)" in page
     assert "| 1 | 2 |" in page
     assert "long" not in page
     assert "paper-numbers.md#depth" in page

@@ -21,30 +21,33 @@ def add_client(
     data: Annotated[
         Path,
         typer.Option(
-            "--data", metavar="PATH", help="A folder with x.npy and y.npy, or a table (.csv, .tsv, .parquet)."
+            "--data",
+            metavar="PATH",
+            help="A folder with x.npy and y.npy, or with a folder of images per class, or a table.",
         ),
     ],
     label: Annotated[
-        str | None, typer.Option("--label", metavar="COLUMN", help="Of a table: the column that holds the label.")
+        str | None, typer.Option("--label", metavar="COLUMN", help="For a table: the column that holds the label.")
     ] = None,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="Of an experiment: which of its runs.")
+        str | None, typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs.")
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Rounds that the client takes part in.")] = 100,
     architecture: Annotated[
         str | None, typer.Option("--architecture", metavar="NAME", help="Which of a run's several target networks.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--name", help="The client's own; its draws depend on it.", show_default="none")
+        str | None,
+        typer.Option("--name", help="The client's name; its random draws depend on it.", show_default="none"),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the split and the draws.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the split and the draws.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FILE", help="Where the model is written: .safetensors, .onnx or .pt2."),
     ] = None,
     device: DeviceOption = None,
 ) -> None:
-    """Give a person who holds data a model of their own from a trained run.
+    """Give somebody with data of their own a model from a trained run.
 
     The run's hypernetwork stays as it is; only the new client's embedding learns,
     and its personal layers where the method has such. 70 % of the examples train,
@@ -64,7 +67,8 @@ def add_client(
     if out is not None:
         check_ending(out)
     trained = load(directory, run=run, device=device or "auto")
-    given, y = read_client(data, label, trained.simulation.federation.class_names)
+    federation = trained.simulation.federation
+    given, y = read_client(data, label, federation.class_names, tuple(federation.x.shape[1:]))
     x = prepared(trained, given)
     began = time.monotonic()
     settings: dict[str, Any] = {"architecture": architecture, "name": name, "seed": seed}

@@ -2,17 +2,20 @@
 
 import importlib.util
 import json
-import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
 
 from pfedhn.errors import missing_extra, printable
-from pfedhn.screen import say
+from pfedhn.screen import Screen, say
 
 StateOption = Annotated[
     Path, typer.Option("--state", metavar="DIR", help="The server's folder: keys, invitations, checkpoints, log.")
@@ -25,11 +28,7 @@ def need_the_extra() -> None:
         raise missing_extra("a federation of real parties", "federation")
 
 
-def own_address(port: int) -> str:
-    return f"{socket.getfqdn()}:{port}"
-
-
-def sayer(as_json: bool) -> Any:
+def sayer(as_json: bool) -> Callable[[Mapping[str, Any]], None]:
     """What shows events to a person."""
 
     def show(event: Mapping[str, Any]) -> None:
@@ -40,6 +39,56 @@ def sayer(as_json: bool) -> Any:
         sys.stdout.flush()
 
     return show
+
+
+@contextmanager
+def watched(
+    as_json: bool, look: Callable[[], Sequence[RenderableType]]
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """As `sayer`; at a terminal, what `look` gives stays below the events and is brought up to date."""
+    if as_json or not sys.stdout.isatty():
+        yield sayer(as_json)
+        return
+    live = Live(get_renderable=lambda: Group(*look()), console=Screen(), refresh_per_second=1)
+    with live:
+        yield sayer(as_json)  # its lines go above
+
+
+def standing(
+    known: Mapping[str, Any], invited: Sequence[str], revoked: Sequence[str] = (), is_served: bool = True
+) -> list[RenderableType]:
+    """Where a federation stands, line by line, and its parties as a table.
+
+    Args:
+        known: What its server last wrote; empty if it has not begun.
+        invited: The names of all parties.
+        revoked: Those that were taken out.
+        is_served: Whether its server is at work.
+    """
+    if not known:
+        return [f"Invited: {', '.join(invited) or 'nobody'}. The run has not begun."]
+    ended = f"; it has ended, and round {known['chosen']} was chosen" if known["has_ended"] else ""
+    lines: list[RenderableType] = [
+        f"Round {known['round']} of {known['num_rounds']}, {known['accepted']} updates accepted{ended}."
+    ]
+    if not is_served and not known["has_ended"]:
+        lines.insert(0, "No server is at work; `pfedhn serve --state DIR` goes on.")
+    if known["scores"]:
+        scores = ", ".join(f"{split} {value:.4f}" for split, value in known["scores"].items())
+        lines.append(f"At round {known['evaluated']}: {scores}.")
+    lines.append(f"Weights down {known['bytes_down']:,} bytes, updates up {known['bytes_up']:,}.")
+    table = Table("party", "there", "examples", "network", "last round", "refused", box=None)
+    for name in invited:
+        party = known["parties"].get(name)
+        if party is None:
+            table.add_row(name, "invited")
+            continue
+        there = "set aside" if party["is_aside"] else "yes" if party["is_present"] and is_served else "no"
+        there = "taken out" if name in revoked else there
+        refused = ", ".join(f"{reason} {count}" for reason, count in party["refused"].items())
+        last = "" if party["last_round"] is None else str(party["last_round"])
+        table.add_row(name, there, str(party["size"]), party["architecture"], last, refused)
+    return [*lines, table]
 
 
 def _sentence(event: Mapping[str, Any]) -> str | None:
@@ -53,6 +102,10 @@ def _sentence(event: Mapping[str, Any]) -> str | None:
     if kind == "evaluated":
         scores = ", ".join(f"{split} {event[split]:.4f}" for split in ("validation", "test") if split in event)
         return f"round {event['round']}: {event['parties']} parties tested; {scores}"
+    if kind == "round":
+        return f"round {event['round']}: {', '.join(event['parties'])}"
+    if kind == "away":
+        return str(event["why"])
     rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "time"))
     return f"{kind}: {rest}" if rest else str(kind)
 

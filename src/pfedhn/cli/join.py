@@ -22,6 +22,9 @@ def join(
     ],
     size: Annotated[str, typer.Option("--size", metavar="S", help="Which of several networks to run.")] = "",
     folder: FolderOption = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", metavar="FILE", help="A private key of yours; made where none is given.")
+    ] = None,
     clip: Annotated[
         float | None,
         typer.Option(
@@ -70,12 +73,12 @@ def join(
     own = (folder or Path(f"pfedhn-{given.name}")).absolute()
     make_folder(own)
     with claimed(own, 5.0), stop_requests(lambda number: stop.set()):
-        enroll(given, own, stop, show)
+        enroll(given, own, stop, show, None if key is None else given_path(key))
         if stop.is_set():
             return
         remember(own, given.name, given_path(data, is_resolved=True), size)
         party = load_party(own, privacy=privacy)
         show({"event": "taking part", "party": given.name, "examples": int(party.size)})
         Joined(party, given, own, show).run(stop, stay)
-    if (party.folder / "chosen.json").exists():
+    if not as_json and (party.folder / "chosen.json").exists():
         say(f"Your model: pfedhn export {own} --to model.safetensors")

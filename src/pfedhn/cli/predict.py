@@ -16,14 +16,16 @@ def predict(
     client: Annotated[str, typer.Option("--client", metavar="NAME", help="Whose model, by name or number.")],
     data: Annotated[
         Path,
-        typer.Option("--data", metavar="PATH", help="A table (.csv, .tsv, .parquet), x.npy, or a folder that has it."),
+        typer.Option("--data", metavar="PATH", help="A table (.csv, .tsv, .parquet), x.npy, or images."),
     ],
     label: Annotated[
         str | None,
-        typer.Option("--label", metavar="COLUMN", help="Of a table: a column with the right answers, to be compared."),
+        typer.Option(
+            "--label", metavar="COLUMN", help="For a table: a column with the right answers, to report the accuracy."
+        ),
     ] = None,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="Of an experiment: which of its runs.")
+        str | None, typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE.csv", help="Where the predictions go.", show_default="stdout")
@@ -33,12 +35,13 @@ def predict(
 
     For classes, a line has the class and the probability that the model gives it;
     else the numbers. A table has the features in the order of training; the client
-    and label columns of the run may be in it.
+    and label columns of the run may be in it. Images are brought to the run's size.
 
     \b
     [bold]Examples[/]
       pfedhn predict runs/clinics --client Berlin --data new.csv
       pfedhn predict runs/clinics --client Berlin --data visits.csv --label outcome --out predicted.csv
+      pfedhn predict runs/photos --client Berlin --data new-photos
       pfedhn predict runs/demo --run pfedhn-digits-50-seed0 --client 7 --data my-digits
     """
     import csv
@@ -54,7 +57,7 @@ def predict(
     trained = load(directory, run=run, device="cpu")
     described = trained.description
     columns = (trained.origin.cell.get("columns") or {}).values()
-    given, answers = read_inputs(data, label, leave_out=tuple(columns))
+    given, answers, files = read_inputs(data, label, leave_out=tuple(columns), shape=described.shape)
     x = torch.from_numpy(prepared(trained, given)).to(trained.simulation.model_of(0).dtype)
     if tuple(x.shape[1:]) != described.shape:
         raise UserError(
@@ -71,16 +74,21 @@ def predict(
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = described.class_names
+    lines: list[list[Any]]
     if described.classes is None:
         values = outputs.reshape(len(outputs), -1)
-        writer.writerow(["prediction"] if values.shape[1] == 1 else [f"prediction_{i}" for i in range(values.shape[1])])
-        writer.writerows(values.tolist())
+        header = ["prediction"] if values.shape[1] == 1 else [f"prediction_{i}" for i in range(values.shape[1])]
+        lines = values.tolist()
         said: list[Any] = values[:, 0].tolist()
     else:
         best = outputs.softmax(-1).max(-1)
         said = [names[place] if names else place for place in best.indices.tolist()]
-        writer.writerow(["prediction", "probability"])
-        writer.writerows([word, f"{value:.4f}"] for word, value in zip(said, best.values.tolist(), strict=True))
+        header = ["prediction", "probability"]
+        lines = [[word, f"{value:.4f}"] for word, value in zip(said, best.values.tolist(), strict=True)]
+    if files is not None:
+        header, lines = ["file", *header], [[file, *line] for file, line in zip(files, lines, strict=True)]
+    writer.writerow(header)
+    writer.writerows(lines)
     if out is None:
         sys.stdout.write(text.getvalue())
     else:

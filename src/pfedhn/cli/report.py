@@ -1,11 +1,13 @@
 """`pfedhn report`: tables and figures from the files of runs."""
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pfedhn.cli.options import JsonOption
 from pfedhn.errors import UserError
 from pfedhn.screen import Screen, say
 
@@ -25,7 +27,9 @@ def report(
     ] = None,
     formats: Annotated[
         list[str] | None,
-        typer.Option("--format", metavar="md,csv,...", help="Some of md, csv, tex, png, html.", show_default="all"),
+        typer.Option(
+            "--format", metavar="md,csv,...", help="Some of md, csv, tex, png, svg, html.", show_default="all"
+        ),
     ] = None,
     study: Annotated[
         Path | None,
@@ -43,13 +47,14 @@ def report(
             "its line.",
         ),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Make tables and figures of finished and unfinished runs, from their files alone.
+    """Make tables, figures and an HTML page from the files of finished and unfinished runs.
 
     Several directories of one experiment are put together seed by seed; those
     of different experiments stand side by side. Accuracy is that of each client's
     own model on its own test examples, at the round chosen on validation: the mean
-    over clients, then mean ± sample deviation over seeds.
+    over clients, then mean ± standard deviation over seeds.
 
     \b
     [bold]Examples[/]
@@ -60,6 +65,7 @@ def report(
       pfedhn report results/demo.jsonl
       pfedhn report runs/local-steps results/table1-cifar10.jsonl
       pfedhn report runs/mine --study mine.py
+      pfedhn report runs/demo --json
     """
     from pfedhn.cli.find import find_study
     from pfedhn.files import writing
@@ -67,12 +73,15 @@ def report(
     from pfedhn.report.entries import Average, to_reports
     from pfedhn.report.findings import to_terminal as finding_to_terminal
     from pfedhn.report.page import FORMATS, check_formats, write
-    from pfedhn.report.tables import to_terminal
+    from pfedhn.report.tables import to_json, to_terminal
     from pfedhn.studies import findings
 
     if average not in ("clients", "samples"):
         raise UserError(f"--average {average} does not fit; it takes clients or samples.")
     over: Average = "samples" if average == "samples" else "clients"
+    files_asked = [name for name, value in (("--out", out), ("--format", formats), ("--export", export)) if value]
+    if as_json and files_asked:
+        raise UserError(f"--json writes no files, so {files_asked[0]} cannot be given with it.")
     wanted = [part.strip() for text in formats or [] for part in text.split(",")]
     check_formats(wanted)
     if export is not None:
@@ -86,6 +95,9 @@ def report(
         return
     runs = [part for path in paths for part in results.read(path)]
     found = to_reports(runs)
+    if as_json:
+        say(json.dumps({"reports": to_json(found)}))
+        return
     own = [] if study is None else [find_study(str(study))]
     shown = findings(runs, [item for item in own if item is not None])
     console = Screen()
@@ -96,7 +108,7 @@ def report(
     if not wanted:
         wanted = list(FORMATS)
         if importlib.util.find_spec("matplotlib") is None:
-            wanted = [name for name in wanted if name != "png" and not (name == "html" and shown)]
+            wanted = [name for name in wanted if name not in ("png", "svg") and not (name == "html" and shown)]
             Screen(stderr=True).print("no figures: they need matplotlib (pip install 'pfedhn[report]').")
     is_one_directory = len(paths) == 1 and any((paths[0] / f"{name}.toml").exists() for name in ("experiment", "spec"))
     place = out or (paths[0] / "report" if is_one_directory else Path("report"))

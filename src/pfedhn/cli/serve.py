@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 
-from pfedhn.cli.federation import JsonOption, StateOption, need_the_extra, own_address, sayer
+from pfedhn.cli.federation import JsonOption, StateOption, need_the_extra, standing, watched
 from pfedhn.screen import say
 
 
@@ -14,8 +15,12 @@ def serve(
         Path | None, typer.Argument(metavar="[SPEC]", help="The federation's file; not needed to go on with one.")
     ] = None,
     state: StateOption = Path("federation"),
-    host: Annotated[str, typer.Option("--host", help="The network address to listen on.")] = "0.0.0.0",  # noqa: S104
-    port: Annotated[int, typer.Option("--port", help="The port; it is the only one that parties need.")] = 9443,
+    host: Annotated[
+        str | None, typer.Option("--host", help="The network address to listen on.", show_default="all")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", help="The port; it is the only one that parties need.", show_default="9443")
+    ] = None,
     address: Annotated[
         str | None, typer.Option("--address", metavar="HOST:PORT", help="Where parties find it; this machine's name.")
     ] = None,
@@ -27,7 +32,8 @@ def serve(
     """Serve a federation of real parties, each with data of its own.
 
     Makes certificates and keys at the first start. The same command again, after
-    whatever happened, goes on from the last update that was accepted.
+    whatever happened, goes on from the last update that was accepted; host, port and
+    address stay as they were unless others are given.
 
     \b
     [bold]Examples[/]
@@ -42,9 +48,16 @@ def serve(
     from pfedhn.files import claimed
     from pfedhn.stopping import stop_requests
 
-    site = Site.make(state, spec, address or own_address(port))
+    site = Site.make(state, spec, address, host, port)
     stop = threading.Event()
     with claimed(state, 5.0), stop_requests(lambda number: stop.set()):
-        say(f"Invite parties with: pfedhn invite NAME --state {state}")
-        Service(site, host, port, leave, sayer(as_json)).run(stop)
-    say(f"Where it stands: pfedhn status --state {state}")
+        if not as_json:
+            say(f"Invite parties with: pfedhn invite NAME --state {state}")
+
+        def look() -> list[RenderableType]:
+            return standing(site.known(), site.invitations.names(), site.invitations.revoked())
+
+        with watched(as_json, look) as show:
+            Service(site, leave, show).run(stop)
+    if not as_json:
+        say(f"Where it stands: pfedhn status --state {state}")

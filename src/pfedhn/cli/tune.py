@@ -34,10 +34,11 @@ def tune(
     ] = None,
     seeds: Annotated[
         list[str] | None,
-        typer.Option("--seeds", metavar="N,...", help="Scores are means over these.", show_default="0"),
+        typer.Option("--seeds", metavar="N,...", help="Scores are means over these seeds.", show_default="0"),
     ] = None,
     fraction: Annotated[
-        float, typer.Option("--fraction", metavar="F", help="Share of a cell's steps that every point gets first.")
+        float,
+        typer.Option("--fraction", metavar="F", help="Fraction of a cell's steps that every point gets at first."),
     ] = 0.2,
     finalists: Annotated[
         int, typer.Option("--finalists", metavar="N", help="Points of each method that then get all steps.")
@@ -45,7 +46,7 @@ def tune(
     save: Annotated[
         Path | None,
         typer.Option(
-            "--save", metavar="FILE", help="Put the chosen rates into this file too.", show_default="FILE.rates.toml"
+            "--save", metavar="FILE", help="Also write the chosen rates to this file.", show_default="FILE.rates.toml"
         ),
     ] = None,
     out: Annotated[
@@ -61,11 +62,12 @@ def tune(
     Every point of a method's grid is run for a fifth of the steps, the best
     three for all of them; the best validation score wins. pFedHN keeps its
     authors' rates unless --only names it. 50 clients are used if the experiment
-    has such a cell, else the middle one of its numbers. After Ctrl-C or a crash,
-    the same command goes on.
+    has such a cell, otherwise the median of its numbers of clients. After Ctrl-C or a crash,
+    the same command resumes.
 
     The choice is kept in DIR/rates.toml. For mine.toml it is also kept beside
-    it, in mine.rates.toml, where `pfedhn run mine.toml` finds it.
+    it, in mine.rates.toml, where `pfedhn run mine.toml` finds it. A grid of your
+    own stands in mine.toml under a heading tune.METHOD.
 
     \b
     [bold]Examples[/]
@@ -77,11 +79,11 @@ def tune(
     from pfedhn.cli.running import choose_device_on
     from pfedhn.experiments.build import check
     from pfedhn.experiments.directory import Options
-    from pfedhn.experiments.grid import refuse_without_effect, with_assignments
+    from pfedhn.experiments.grid import grids_from_toml, refuse_without_effect, with_assignments
     from pfedhn.experiments.paper import EXPERIMENTS
     from pfedhn.experiments.rates import rates_file, save_rates
     from pfedhn.experiments.tasks import connected
-    from pfedhn.experiments.tune import Findings, plan, read_record, refuse_other, tunable, write_record
+    from pfedhn.experiments.tune import Findings, plan, read_record, refuse_other, write_record
     from pfedhn.files import given_path
     from pfedhn.settings import parse_assignments
 
@@ -90,7 +92,8 @@ def tune(
     chosen = with_assignments(chosen, values)
     check(chosen)
     numbers = whole_numbers(seeds)
-    study = plan(chosen, only or [], numbers, fraction=fraction, finalists=finalists, assigned=values)
+    grids = grids_from_toml(Path(source)) if source.endswith(".toml") else {}
+    study = plan(chosen, only or [], numbers, fraction=fraction, finalists=finalists, assigned=values, own_grids=grids)
     points = [point for method in study.methods for point in study.points_of(method)]
     refuse_without_effect(assignments or [], [point.cell for point in points])
     if save is None and experiment not in EXPERIMENTS:
@@ -116,7 +119,7 @@ def tune(
         save_rates(file, chosen.name, found.rates())
         say(f"Learning rates: {file}")
     present = {cell.method for cell in chosen.cells}
-    left = [method for method in tunable() if method in present and method not in study.methods]
+    left = [method for method in study.grids if method in present and method not in study.methods]
     if left and not any("method=" in text for text in only or []):  # who names methods knows
         how = ",".join(f"method={method}" for method in left)
         say(f"Not tuned, and kept as it was: {', '.join(left)} (--only {how} tunes it).")
@@ -168,6 +171,6 @@ def _run_stage(
                 path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster
             )
     except Stopped:
-        raise Stopped("stopped; the same command goes on.") from None
+        raise Stopped("stopped; the same command continues.") from None
     end(Outcome(failures={name: why for name, why in outcome.failures.items() if not why.has_diverged}))
     return outcome

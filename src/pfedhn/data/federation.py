@@ -310,16 +310,21 @@ class Federation:
         return int(self.y.max()) + 1 if self.class_names is None else len(self.class_names)
 
     @cached_property
-    def class_shares(self) -> Tensor:
-        """[N, classes]: the fraction of each class in a client's training examples."""
+    def class_counts(self) -> Tensor:
+        """[N, classes]: how many training examples of each class a client has."""
         if self.num_classes is None:
             raise UserError("this federation has no class labels to describe clients by; give it descriptors.")
-        counts = torch.stack(
+        return torch.stack(
             [
                 torch.bincount(self.y[self.splits["train"].of(i)], minlength=self.num_classes)
                 for i in range(self.num_clients)
             ]
         )
+
+    @property
+    def class_shares(self) -> Tensor:
+        """[N, classes]: the fraction of each class in a client's training examples."""
+        counts = self.class_counts
         return (counts / counts.sum(1, keepdim=True)).to(self.x.dtype if self.x.is_floating_point() else torch.float32)
 
     @property
@@ -335,6 +340,10 @@ class Federation:
         """The same federation with its data on a device, its floating-point data in `dtype`, images channels last.
 
         The shape of an image stays [C, H, W]; only its order in memory changes, which convolutions run faster on.
+
+        Args:
+            device: Where the data go.
+            dtype: The type of floating-point data; None keeps theirs.
         """
 
         def move(value: Tensor) -> Tensor:
@@ -434,13 +443,21 @@ class Federation:
         return replace(self, splits=splits)
 
     def name_of(self, number: int) -> str:
-        """What a client is called: its own name, or its number."""
+        """What a client is called: its own name, or its number.
+
+        Args:
+            number: Its position in every table.
+        """
         if self.names is not None:
             return self.names[number]
         return str(number if self.identities is None else int(self.identities[number]))
 
     def number_of(self, client: int | str) -> int:
-        """The place in the table of a client that is given by its name, or by its place already."""
+        """A client's number: its position in every table.
+
+        Args:
+            client: Its name, or its number.
+        """
         if isinstance(client, str) and self.names is not None:
             if client not in self._places:
                 raise UserError(f"there is no client {client!r}; {closest(client, self.names)}")

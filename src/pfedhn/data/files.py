@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pfedhn.data.catalogue import Array
 from pfedhn.data.columns import PLAIN, Encode, Encoding, Fitted, Missing, encoded, filled
 from pfedhn.data.federation import Federation
-from pfedhn.data.images import Channels, Corrupt, image_files, read_images
+from pfedhn.data.images import Channels, Corrupt, image_files, images_below, read_images, read_like
 from pfedhn.errors import UserError, closest, first_line, short
 from pfedhn.files import given_path, reading
 
@@ -75,7 +75,7 @@ def read_federation(
         seed: The seed of the split.
         resize: Height and width that all images are brought to; needed where they are of several sizes.
         channels: Of images: "rgb", or "gray".
-        corrupt: Of images: whether a file that is no whole image is refused ("refuse") or left out and named ("skip").
+        corrupt: Of images: whether a damaged file is refused ("refuse") or left out with a warning ("skip").
         encode: Of a table: whether columns of texts are refused or become a column for each text ("one-hot").
         missing: Of a table: whether empty cells are refused or filled with their column's "median", or with "zero".
         fitted: Of a table: whether a median is that of the client's own training examples ("client") or of all clients'
@@ -443,16 +443,27 @@ def _as_identifiers(column: Array) -> Array:
     return text.astype(numpy.int64) if plain else text
 
 
-def read_client(path: str | Path, label_column: str | None, class_names: Sequence[str] | None) -> tuple[Array, Array]:
-    """The examples (x, y) of one client: a folder with x.npy and y.npy, or a table with a label column.
+def read_client(
+    path: str | Path,
+    label_column: str | None,
+    class_names: Sequence[str] | None,
+    shape: tuple[int, ...] = (),
+) -> tuple[Array, Array]:
+    """The examples (x, y) of one client: arrays, images in a folder per class, or a table with a label column.
 
     Args:
-        path: The folder, or the .csv, .tsv or .parquet file.
+        path: A folder with x.npy and y.npy, a folder with a folder of images per class, or a .csv, .tsv or .parquet
+            file.
         label_column: The column of a table that holds the label; all others are features.
         class_names: What the classes are called that text labels name.
+        shape: Of one example of the run that the client joins; images are brought to it.
     """
     place = given_path(path)
-    if place.is_dir():
+    x: Array
+    y: Array
+    if place.is_dir() and not (place / "x.npy").exists() and (listed := image_files(place)):
+        x, y = read_like([file for _, file in listed], shape), numpy.array([label for label, _ in listed])
+    elif place.is_dir():
         x, y = load_array(place / "x.npy", "biuf"), load_array(place / "y.npy", "biufUS")
     elif place.is_file():
         x, y = _table_of_one(place, label_column)
@@ -470,28 +481,42 @@ def read_client(path: str | Path, label_column: str | None, class_names: Sequenc
     return x, y
 
 
+class Inputs(NamedTuple):
+    """Examples to predict."""
+
+    x: Array
+    answers: Array | None = None  # the right ones, where they are known
+    files: tuple[str, ...] | None = None  # of images: where each was
+
+
 def read_inputs(
-    path: str | Path, label_column: str | None = None, leave_out: Sequence[str] = ()
-) -> tuple[Array, Array | None]:
+    path: str | Path, label_column: str | None = None, leave_out: Sequence[str] = (), shape: tuple[int, ...] = ()
+) -> Inputs:
     """Examples to predict, and the right answers if a column has them.
 
     Args:
-        path: A table, x.npy, or a folder that has it.
+        path: A table, x.npy, a folder that has it, an image, or a folder of images.
         label_column: The column of a table that holds the right answers.
         leave_out: Columns that are no features, where the table has them.
+        shape: Of one example of the run; images are brought to it.
     """
     place = given_path(path)
     with reading(place):
         is_folder, is_array = place.is_dir(), place.suffix.lower() == ".npy"
         if not place.exists():
-            raise UserError(f"there is no file {place}; give a table, x.npy, or a folder that has it.")
+            raise UserError(f"there is no file {place}; give a table, x.npy, images, or a folder that has them.")
+    is_array = is_array or (place / "x.npy").exists()
+    images = [] if is_array else images_below(place)
+    if (is_folder or is_array or images) and label_column is not None:
+        raise UserError(f"{place} is no table, so that it has no column {label_column!r}; leave --label out.")
+    if images:
+        names = tuple(str(file.relative_to(place) if is_folder else file.name) for file in images)
+        return Inputs(read_like(images, shape), files=names)
     if is_folder or is_array:
-        if label_column is not None:
-            raise UserError(f"{place} is no table, so that it has no column {label_column!r}; leave --label out.")
         x = load_array(place / "x.npy" if is_folder else place, "biuf")
         if x.ndim < 1 or not len(x):
             raise UserError(f"{place} has x of shape {x.shape}; give at least one example.")
-        return x, None
+        return Inputs(x)
     columns = read_columns(place)
     if label_column is not None and label_column not in columns:
         raise UserError(f"{place.name} has no column {label_column!r}; {closest(label_column, columns)}")
@@ -499,7 +524,7 @@ def read_inputs(
     features = [name for name in columns if name != label_column and name not in leave_out]
     if not features or not len(columns[features[0]]):
         raise UserError(f"{place.name} has no examples with features; give at least one.")
-    return numpy.stack([to_numbers(place, name, columns[name]) for name in features], axis=1), labels
+    return Inputs(numpy.stack([to_numbers(place, name, columns[name]) for name in features], axis=1), labels)
 
 
 def _table_of_one(file: Path, label_column: str | None) -> tuple[Array, Array]:

@@ -42,7 +42,7 @@ def read_images(
         folders: One for each client, with a folder per class.
         resize: Height and width that all images are brought to; None where they are of one size.
         channels: "rgb" has three, "gray" one.
-        corrupt: What is done about a file that is no whole image: it is refused by name, or skipped and named.
+        corrupt: What is done about a file that is not a complete image: it is refused by name, or skipped and named.
     """
     files = {folder.name: image_files(folder) for folder in folders}
     for folder in folders:
@@ -70,6 +70,22 @@ def read_images(
     return clients, names
 
 
+def images_below(place: Path) -> list[Path]:
+    """The image files of a folder and of the folders in it, in sorted order; or the file itself, if it is an image."""
+    with reading(place):
+        found = sorted(place.rglob("*")) if place.is_dir() else [place]
+        return [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
+
+
+def read_like(files: list[Path], shape: tuple[int, ...]) -> Array:
+    """Images as a run has them: brought to the shape [C, H, W] of its examples."""
+    if len(shape) != 3 or shape[0] not in (1, 3):
+        raise UserError(f"{files[0]} is an image, and this run's examples have shape {shape}; give arrays or a table.")
+    channels: Channels = "rgb" if shape[0] == 3 else "gray"
+    parts = [(file.parent.name, file) for file in files]
+    return numpy.stack([image for *_, image in _decoded(parts, (shape[1], shape[2]), channels, "refuse")])
+
+
 def _decoded(
     listed: list[tuple[str, Path]], resize: tuple[int, int] | None, channels: Channels, corrupt: Corrupt
 ) -> Iterator[tuple[str, Path, Array]]:
@@ -79,10 +95,10 @@ def _decoded(
         except (OSError, SyntaxError, ValueError) as error:  # as Pillow has it
             if corrupt == "refuse":
                 raise UserError(
-                    f"{file} is no whole image ({first_line(error)}); bring it back, or skip such files with "
+                    f"{file} is not a complete image ({first_line(error)}); bring it back, or skip such files with "
                     'corrupt = "skip".'
                 ) from error
-            logger.warning("%s is no whole image and was skipped (%s).", file, first_line(error))
+            logger.warning("%s is not a complete image and was skipped (%s).", file, first_line(error))
 
 
 def decode(image: Any, resize: tuple[int, int] | None, channels: Channels) -> Array:
@@ -92,7 +108,7 @@ def decode(image: Any, resize: tuple[int, int] | None, channels: Channels) -> Ar
     except ImportError as error:
         raise UserError("reading images needs Pillow: pip install 'pfedhn[data]'") from error
     try:
-        picture = Image.open(image) if isinstance(image, Path) else image
+        picture = Image.open(image, formats=("PNG", "JPEG")) if isinstance(image, Path) else image
         picture = picture.convert("RGB" if channels == "rgb" else "L")
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from error

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any, NamedTuple
 from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 
-from pfedhn.deploy.gate import key_text
+from pfedhn.deploy import simulated
 from pfedhn.deploy.relay import carried, content_of
 from pfedhn.deploy.server import Arrival, Server
-from pfedhn.deploy.signing import PublicKey
+from pfedhn.deploy.signing import PublicKey, key_text
 from pfedhn.deploy.site import Site
-from pfedhn.errors import first_line
+from pfedhn.errors import RunError, first_line
 from pfedhn.files import append, claimed, write_atomically
+from pfedhn.stopping import stop_requests
 
 SECONDS_BETWEEN_PULLS = 0.3
 SECONDS_BETWEEN_LOOKS = 2.0  # at who is there
@@ -100,18 +102,40 @@ class Flower:
         return found
 
 
+class Simulated(Flower):
+    """The grid of a simulation, whose nodes have no keys: each says once which party it is."""
+
+    def members(self) -> set[str]:
+        if not self.nodes:
+            ttl = 2 * self.seconds + 120.0
+            asked = [
+                Message(carried(simulated.WHO), node, MessageType.QUERY, ttl=ttl) for node in self.grid.get_node_ids()
+            ]
+            answers = self.grid.send_and_receive(asked, timeout=ttl)
+            names = {content_of(answer).decode(): answer for answer in answers if not answer.has_error()}
+            self.nodes = {name: names[name].metadata.src_node_id for name in self.roster() if name in names}
+            if absent := set(self.roster()) - set(self.nodes):
+                raise RunError(f"no node answers for {', '.join(sorted(absent))}; the engine's log says why.")
+        return set(self.nodes)
+
+
 app = ServerApp()
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Serve the federation of a folder to its end."""
-    site = Site(Path(str(context.run_config["state"])))
+    """Serve the federation of a folder to its end; where `pfedhn serve` did not start this, simulate one."""
+    config, make_transport = context.run_config, Flower
+    if config["served"]:
+        site = Site(Path(str(config["state"])))
+    else:
+        site, make_transport = simulated.prepare(config, context.run_id, len(list(grid.get_node_ids()))), Simulated
     with claimed(site.folder / "server", SECONDS_FOR_THE_LAST_ONE):
-        serve(grid, site, is_lingering=not context.run_config["leave"])
+        serve(grid, site, make_transport, is_lingering=bool(config["served"]) and not config["leave"])
 
 
-def serve(grid: Grid, site: Site, is_lingering: bool) -> None:
+def serve(grid: Grid, site: Site, make_transport: type[Flower], is_lingering: bool) -> None:
+    """Run the server of a site over a grid."""
     started = time.monotonic()
     transport: Flower
     server: Server | None = None
@@ -133,9 +157,11 @@ def serve(grid: Grid, site: Site, is_lingering: bool) -> None:
         write_atomically(site.status, json.dumps(table).encode())
 
     roster = site.invitations.enrolled
-    transport = Flower(grid, roster, site.spec.policy.reply_seconds, log)
+    transport = make_transport(grid, roster, site.spec.policy.reply_seconds, log)
     server = Server(site.plan, site.run, site.folder / "server", site.key, roster, transport, site.spec.policy, log)
-    log({"event": "running", "pid": os.getpid(), "round": server.state.round})
-    server.run(is_lingering=is_lingering)
+    stop = threading.Event()
+    with stop_requests(lambda number: stop.set()):
+        log({"event": "running", "pid": os.getpid(), "round": server.state.round})
+        server.run(stop, is_lingering)
     write_status()
-    log({"event": "left"})
+    log({"event": "stopped" if stop.is_set() else "left"})

@@ -16,26 +16,21 @@ from typing import Any
 
 import httpx
 import uvicorn
-from cryptography.hazmat.primitives import serialization
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from pfedhn.deploy.certificates import SERVER, SERVER_KEY
 from pfedhn.deploy.invitations import Invitations
-from pfedhn.deploy.signing import PublicKey
+from pfedhn.deploy.signing import KEY_HEADER, is_proven, key_text, public_key
 from pfedhn.errors import UserError, printable
+from pfedhn.files import read_text
 
-KEY_HEADER = "flwr-public-key"
 MAX_ENROLLMENT = 10_000  # bytes
 MAX_BODY = 1 << 30  # bytes of what a node sends; the engine sends large things in pieces
 SECONDS_TO_ENGINE = 300.0
-
-
-def key_text(key: PublicKey) -> bytes:
-    """A public key as the engine writes it."""
-    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def make_app(
@@ -56,7 +51,7 @@ def make_app(
         health: What anybody may know of the server.
         log: Told of who was turned away.
     """
-    context = ssl.create_default_context(cafile=str(authority))
+    context, authority_text = ssl.create_default_context(cafile=str(authority)), read_text(authority)
     client = httpx.AsyncClient(base_url=f"https://{engine}", verify=context, timeout=SECONDS_TO_ENGINE)
     strangers: dict[tuple[str, str], float] = {}  # when each was last mentioned
 
@@ -72,14 +67,16 @@ def make_app(
             return JSONResponse({"error": "too large"}, 413)
         try:
             table = json.loads(await request.body())
-            name, token, key = (str(table[part]) for part in ("name", "token", "key"))
+            name, token, key, proof = (str(table[part]) for part in ("name", "token", "key", "proof"))
+            if not is_proven(bytes.fromhex(proof), public_key(key), name, authority_text):
+                raise UserError(f"{name!r:.80} does not hold the key that it hands in; join with the key's own owner.")
             text = invitations.enroll(name, token, key)
         except UserError as error:
             turn_away(request, str(error))
             return JSONResponse({"error": str(error)}, 403)
         except (ValueError, KeyError, TypeError):
             return turn_away(request, "no enrollment")
-        return JSONResponse(dict(enrolled(name, text)))
+        return JSONResponse(dict(await run_in_threadpool(enrolled, name, text)))  # it may wait for the engine
 
     async def fleet(request: Request) -> Response:
         known = {key_text(key) for key in invitations.enrolled().values()}

@@ -67,13 +67,17 @@ class Invitations:
         token = "" if key is not None else secrets.token_urlsafe(32)
         enrolled = None if key is None else public_text(public_key(key))
         expires = time.time() + DAYS * 86_400
-        self._write(Invitation(name, None if key is not None else _digest(token), expires, enrolled))
+        with one_at_a_time(self.folder):
+            if enrolled is not None and (other := self._holder(enrolled)) not in (None, name):
+                raise UserError(f"this key is that of {other}; every party needs a key of its own.")
+            self._write(Invitation(name, None if key is not None else _digest(token), expires, enrolled))
         return Bundle(name, address, authority, token)
 
     def enroll(self, name: str, token: str, key: str) -> str:
         """Let a party in that holds its token, with this key from now on; its key as one line.
 
-        The token is good once. Who has lost an answer sends the same again, with the same key.
+        The token is good once. Who has lost an answer sends the same again, with the same key. A party whose key the
+        server has already needs no token: it has proven to the caller that it holds this one.
         """
         refused = UserError(
             f"{name!r:.80} is not invited, or its invitation was used or has run out; ask for a new one."
@@ -83,13 +87,15 @@ class Invitations:
             raise refused
         with one_at_a_time(self.folder):
             invitation = self._read(name)
-            if invitation is None or invitation.is_revoked or invitation.token is None:
+            if invitation is None or invitation.is_revoked:
                 raise refused
-            if not hmac.compare_digest(invitation.token, _digest(token)):
+            if invitation.token is None and invitation.key == text:
+                return text
+            if invitation.token is None or not hmac.compare_digest(invitation.token, _digest(token)):
                 raise refused
             if invitation.key == text:
                 return text
-            if invitation.key is not None or invitation.expires < time.time():
+            if invitation.key is not None or invitation.expires < time.time() or self._holder(text) is not None:
                 raise refused
             self._write(Invitation(name, invitation.token, invitation.expires, text))
         return text
@@ -100,6 +106,10 @@ class Invitations:
         if invitation is None:
             raise UserError(f"there is no party {name!r}; {closest(name, self.names())}")
         self._write(Invitation(name, None, invitation.expires, invitation.key, is_revoked=True))
+
+    def revoked(self) -> list[str]:
+        """Who was taken out."""
+        return [name for name in self.names() if (invitation := self._read(name)) and invitation.is_revoked]
 
     def names(self) -> list[str]:
         return sorted(file.stem for file in self.folder.glob("*.json"))
@@ -120,6 +130,11 @@ class Invitations:
         texts = [public_text(key) for key in found.values()]
         # Two parties with one key could speak for each other: neither is believed.
         return {name: key for name, key in found.items() if texts.count(public_text(key)) == 1}
+
+    def _holder(self, key: str) -> str | None:
+        """The party that has this key."""
+        invitations = (self._read(name) for name in self.names())
+        return next((one.name for one in invitations if one and one.key == key and not one.is_revoked), None)
 
     def _read(self, name: str) -> Invitation | None:
         file = self.folder / f"{name}.json"

@@ -1,5 +1,6 @@
 """`pfedhn join`: a party's own process. It has the data, the key and what the party keeps; it comes back for ever."""
 
+import base64
 import copy
 import json
 import shutil
@@ -12,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +23,61 @@ from pfedhn import __version__
 from pfedhn.deploy import engine
 from pfedhn.deploy.invitations import Bundle, check_name
 from pfedhn.deploy.party import Party
-from pfedhn.deploy.relay import read_bytes, write_bytes
-from pfedhn.deploy.signing import load_or_make_key, public_key, public_text
+from pfedhn.deploy.relay import read_message, write_message
+from pfedhn.deploy.signing import (
+    KEY_HEADER,
+    key_text,
+    load_or_make_key,
+    proof,
+    public_key,
+    public_text,
+    write_private,
+)
 from pfedhn.deploy.spec import listed, read_party, read_spec, to_plan
 from pfedhn.deploy.wire import WireError
 from pfedhn.errors import RunError, UserError, first_line
-from pfedhn.files import given_path, make_folder, read_text, write_atomically
+from pfedhn.files import given_path, make_folder, read_bytes, read_text, write_atomically
 from pfedhn.portable import Portable, check_ending, write_model
 from pfedhn.privacy import Privacy
 from pfedhn.record import settings_of
 from pfedhn.reference import Code
+from pfedhn.seal import digest
+
+ENROLLED = "enrolled.json"  # what the server told the party when it let it in
 
 SECONDS_BETWEEN_TRIES = 3.0
+SECONDS_BETWEEN_LOOKS = 20.0  # at the server, when nothing comes from it
 SECONDS_AFTER_THE_END = 10.0  # for the last answer to be carried away
 
 
-def enroll(bundle: Bundle, folder: Path, stop: threading.Event, say: Callable[[Mapping[str, Any]], None]) -> None:
-    """Make the party's key and hand in its public half; waits for the server as long as it takes."""
+def enroll(
+    bundle: Bundle,
+    folder: Path,
+    stop: threading.Event,
+    say: Callable[[Mapping[str, Any]], None],
+    own_key: Path | None = None,
+) -> None:
+    """Make the party's key and hand in its public half; waits for the server as long as it takes.
+
+    A new invitation gets a new key, and one that was used already is not used again.
+    """
     check_name(bundle.name)
     make_folder(folder)
     write_atomically(folder / "ca.crt", bundle.authority.encode())
-    key = load_or_make_key(folder / "key")
-    if (folder / "enrolled.json").exists():
-        return
+    invitation = digest(asdict(bundle))
+    file = _key_file(bundle, folder, own_key)
+    key = load_or_make_key(folder / file)
+    if (folder / ENROLLED).exists():
+        known = json.loads(read_text(folder / ENROLLED))
+        if (known["invitation"], known["key"]) == (invitation, file):
+            return
     context = ssl.create_default_context(cadata=bundle.authority)
-    table = {"name": bundle.name, "token": bundle.token, "key": public_text(key.public_key())}
+    table = {
+        "name": bundle.name,
+        "token": bundle.token,
+        "key": public_text(key.public_key()),
+        "proof": proof(key, bundle.name, bundle.authority).hex(),
+    }
     request = urllib.request.Request(
         f"https://{bundle.address}/enroll",
         data=json.dumps(table).encode(),
@@ -54,10 +86,10 @@ def enroll(bundle: Bundle, folder: Path, stop: threading.Event, say: Callable[[M
     is_said = False
     while not stop.is_set():
         try:
-            with urllib.request.urlopen(request, timeout=30, context=context) as answer:  # noqa: S310 - https alone
-                content = answer.read(1 << 24)
-            json.loads(content)
-            write_atomically(folder / "enrolled.json", content, mode=0o600)
+            with urllib.request.urlopen(request, timeout=60, context=context) as answer:  # noqa: S310 - https alone
+                told = json.loads(answer.read(1 << 24))
+            content = json.dumps({**told, "invitation": invitation, "key": file}).encode()
+            write_atomically(folder / ENROLLED, content, mode=0o600)
             say({"event": "enrolled", "party": bundle.name})
             return
         except urllib.error.HTTPError as error:
@@ -79,6 +111,21 @@ def enroll(bundle: Bundle, folder: Path, stop: threading.Event, say: Callable[[M
         stop.wait(SECONDS_BETWEEN_TRIES)
 
 
+def _key_file(bundle: Bundle, folder: Path, own_key: Path | None) -> str:
+    """The name of the file in the party's folder that has its key; named after the token that the key is for."""
+    if own_key is not None:
+        if not own_key.exists():
+            raise UserError(f"{own_key} does not exist; give the file of your private key.")
+        load_or_make_key(own_key)
+        write_private(folder / "key", read_bytes(own_key))
+        return "key"
+    if bundle.token:
+        return f"key-{digest(bundle.token)[:16]}"
+    if not (folder / "key").exists():
+        raise UserError("the server has a public key of yours; say where its private half is: --key FILE.")
+    return "key"
+
+
 def remember(folder: Path, name: str, data: Path, size: str) -> None:
     """What a party was started with, for the commands that look at its folder later."""
     table = {"name": name, "data": str(data), "size": size}
@@ -93,14 +140,14 @@ def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None =
         data: Where its data are now, if they have moved.
         privacy: What it does to keep its data from whoever sees its updates.
     """
-    enrolled, own = (json.loads(read_text(folder / name)) for name in ("enrolled.json", "party.json"))
+    enrolled, own = (json.loads(read_text(folder / name)) for name in (ENROLLED, "party.json"))
     spec = read_spec(enrolled["spec"], folder / "spec.toml")
     plan, name, size = to_plan(spec), own["name"], own["size"]
     if size and size not in plan.models:
         raise UserError(f"there is no size {size!r}; there are {', '.join(plan.models)}.")
     federation = read_party(data or own["data"], name, spec, plan, size)
-    key, server = load_or_make_key(folder / "key"), public_key(enrolled["server"])
-    return Party(plan, enrolled["run"], name, federation, folder / "kept", key, server, size, privacy)
+    key, server, run = load_or_make_key(folder / enrolled["key"]), public_key(enrolled["server"]), enrolled["run"]
+    return Party(plan, run, name, federation, folder / "kept" / run, key, server, size, privacy)
 
 
 def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
@@ -115,11 +162,11 @@ def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
     party = load_party(folder, data)
     module, chosen = party.personal_model(), party.chosen()
     loss, correct, count = chosen["scores"]["test"]
-    spec = read_spec(json.loads(read_text(folder / "enrolled.json"))["spec"], folder / "spec.toml")
+    spec = read_spec(json.loads(read_text(folder / ENROLLED))["spec"], folder / "spec.toml")
     shape, model = party.data.x.shape[1:], party.model
     scaling = None
     if spec.data.mean is not None or spec.data.std is not None:
-        scaling = {"scale": 1.0, "mean": listed(spec.data.mean), "std": listed(spec.data.std)}
+        scaling = {"scale": 1.0, "mean": listed(spec.data.mean) or (0.0,), "std": listed(spec.data.std) or (1.0,)}
     card = {
         "client": party.name,
         "run": party.run,
@@ -166,6 +213,8 @@ class Joined:
         self.node: subprocess.Popen[bytes] | None = None
         self.place = Path(tempfile.mkdtemp(prefix="pfedhn-"))  # short, as the path of a socket must be; ours alone
         self.last_heard = time.monotonic()
+        self.key_file = folder / json.loads(read_text(folder / ENROLLED))["key"]
+        self._trouble = ""  # that was said last
         self._lock = threading.Lock()
 
     def run(self, stop: threading.Event, is_staying: bool = False) -> None:
@@ -177,8 +226,12 @@ class Joined:
         worker = threading.Thread(target=self._listen, args=(listener, stop), daemon=True)
         worker.start()
         try:
+            looked = time.monotonic()
             while not stop.is_set():
                 self._keep_node()
+                if time.monotonic() - max(looked, self.last_heard) > SECONDS_BETWEEN_LOOKS:
+                    self._tell(self._trouble_there())
+                    looked = time.monotonic()
                 is_over = (self.party.folder / "chosen.json").exists()
                 if is_over and not is_staying and time.monotonic() - self.last_heard > SECONDS_AFTER_THE_END:
                     self.say({"event": "over", "party": self.party.name})
@@ -196,19 +249,41 @@ class Joined:
         if self.node is not None and self.node.poll() is None:
             return
         if self.node is not None:
-            self.say({"event": "reconnecting", "code": self.node.returncode})
             engine.stop(self.node)
+            self._tell(self._trouble_there() or "the server takes a minute to let go of the last connection")
             time.sleep(SECONDS_BETWEEN_TRIES)
         home = self.folder / "engine"
         make_folder(home)
         command = [
             engine.program("flower-supernode"), "--superlink", self.bundle.address,
             "--root-certificates", str(self.folder / "ca.crt"),
-            "--auth-supernode-private-key", str(self.folder / "key"),
+            "--auth-supernode-private-key", str(self.key_file),
             "--isolation", "subprocess", "--host", "127.0.0.1", "--port", str(engine.free_port()),
             "--node-config", f'socket="{self.place / "socket"}"',
         ]  # fmt: skip
         self.node = engine.start(command, home)
+
+    def _tell(self, trouble: str) -> None:
+        """Say once why nothing comes, and that it comes again; an empty text is no trouble."""
+        if trouble != self._trouble:
+            self._trouble = trouble
+            self.say({"event": "away", "why": f"{trouble}; it tries again"} if trouble else {"event": "connected"})
+
+    def _trouble_there(self) -> str:
+        """What is wrong at the server: it cannot be reached, or does not take this party's key; empty if nothing is."""
+        context = ssl.create_default_context(cadata=self.bundle.authority)
+        key = base64.b64encode(key_text(self.party.key.public_key())).decode()
+        request = urllib.request.Request(
+            f"https://{self.bundle.address}/v1/fleet/known", data=b"", headers={KEY_HEADER: key}
+        )
+        try:
+            urllib.request.urlopen(request, timeout=30, context=context).close()  # noqa: S310 - https alone
+        except urllib.error.HTTPError as error:
+            if error.code == 401:
+                return "the server does not take this party's key: ask for a new invitation"
+        except OSError as error:
+            return f"the server cannot be reached ({first_line(error)})"
+        return ""
 
     def _listen(self, listener: socket.socket, stop: threading.Event) -> None:
         while not stop.is_set():
@@ -223,7 +298,7 @@ class Joined:
     def _answer(self, stream: socket.socket) -> None:
         with stream, self._lock:  # one after the other
             try:
-                asked = read_bytes(stream)
+                asked = read_message(stream)
                 answer = self.party.answer(asked)
             except WireError as error:
                 self.say({"event": "refused", "sentence": f"somebody {error}."})
@@ -231,10 +306,10 @@ class Joined:
             except OSError:
                 return
             finally:
-                self.last_heard = time.monotonic()
+                self.last_heard, self._trouble = time.monotonic(), ""
             while self.party.heard:
                 self.say({"event": "heard", **self.party.heard.pop(0)})
             try:
-                write_bytes(stream, answer)
+                write_message(stream, answer)
             except OSError as error:
                 self.say({"event": "lost", "why": first_line(error)})

@@ -1,7 +1,9 @@
 """`pfedhn serve`: a server that stays up. It keeps the engine and the run alive, whatever dies."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -25,6 +27,8 @@ SECONDS_BETWEEN_TRIES = 3.0
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_TO_START = 120.0
 SECONDS_BETWEEN_QUESTIONS = 10.0  # to the engine, about the run; each starts a program
+SECONDS_TO_REGISTER = 30.0  # that a party waits until the engine knows its key, before it is told to come
+SECONDS_TO_LEAVE = 20.0  # that a run may take to write what it knows
 
 
 class Service:
@@ -32,16 +36,12 @@ class Service:
 
     Args:
         site: Its folder.
-        host: The address that the door listens on.
-        port: Its port.
         is_leaving: Whether it ends when training has and every party that is there knows; else it stays for others.
         say: Told what a person should see.
     """
 
-    def __init__(
-        self, site: Site, host: str, port: int, is_leaving: bool, say: Callable[[Mapping[str, Any]], None]
-    ) -> None:
-        self.site, self.host, self.port, self.is_leaving, self.say = site, host, port, is_leaving, say
+    def __init__(self, site: Site, is_leaving: bool, say: Callable[[Mapping[str, Any]], None]) -> None:
+        self.site, self.is_leaving, self.say = site, is_leaving, say
         self.home = site.folder / "engine"
         make_folder(self.home)
         # Found anew each time: only the door knows it, and parties know only the door.
@@ -51,6 +51,8 @@ class Service:
         self.registered: set[str] = set()
         self._place = self.site.events.stat().st_size if self.site.events.exists() else 0
         self._asked = 0.0
+        self._run_pid: int | None = None  # of the run's process
+        self._is_at_work = False  # the run, by its own word
         self._has_left = False  # the run has said that it is over
 
     def run(self, stop: threading.Event) -> None:
@@ -61,7 +63,7 @@ class Service:
             self.site.invitations, self.engine_address, self.site.folder / AUTHORITY, self._enrolled, self._health,
             self._log,
         )  # fmt: skip
-        gate = Gate(app, self.site.folder, self.host, self.port)
+        gate = Gate(app, self.site.folder, self.site.settings["host"], self.site.settings["port"])
         gate.start()
         self._log({"event": "serving", "address": self.site.address, "run": self.site.run})
         try:
@@ -71,6 +73,7 @@ class Service:
                 self._register()
                 self._show()
                 if self.is_leaving and self._has_left:
+                    self._count_traffic()
                     break
                 stop.wait(SECONDS_BETWEEN_LOOKS)
         finally:
@@ -161,12 +164,33 @@ class Service:
         shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))
         leave = "true" if self.is_leaving else "false"
         folder = json.dumps(str(self.site.folder.resolve()))
-        answer = self._ask("run", str(copied), CONNECTION, "-c", f"state={folder} leave={leave}", "--format", "json")
+        answer = self._ask(
+            "run", str(copied), CONNECTION, "-c", f"served=true state={folder} leave={leave}", "--format", "json"
+        )
         self.run_number = None if answer is None else str(answer["run-id"])
 
+    def _count_traffic(self) -> None:
+        """What the engine says that this run has carried, beside what the run itself has counted."""
+        answer = self._ask("list", CONNECTION, "--run-id", str(self.run_number), "--format", "json")
+        traffic = ((answer or {}).get("runs") or [{}])[0].get("network-traffic") or {}
+        status = self.site.known()
+        ours = {name: status.get(name) for name in ("wire_down", "wire_up")}
+        engines = {"engine_down": traffic.get("outbound-bytes"), "engine_up": traffic.get("inbound-bytes")}
+        self._log({"event": "traffic", **ours, **engines})
+
     def _stop_run(self) -> None:
-        if self.run_number is not None and self.superlink is not None and self.superlink.poll() is None:
-            self._ask("stop", self.run_number, CONNECTION, "--format", "json")
+        """Ask the run to write what it knows and to leave."""
+        self._show()
+        if self._run_pid is None:
+            return
+        with suppress(ProcessLookupError):
+            if self._is_at_work:
+                os.kill(self._run_pid, signal.SIGTERM)
+            end = time.monotonic() + SECONDS_TO_LEAVE
+            while self._is_at_work and time.monotonic() < end:
+                time.sleep(0.1)
+                self._show()
+            os.kill(self._run_pid, signal.SIGKILL)  # all is written; it would wait for an engine that is gone
 
     def _show(self) -> None:
         """Pass on what has happened."""
@@ -179,23 +203,28 @@ class Service:
         self._place += len(whole)
         for line in whole.splitlines():
             event = json.loads(line)
-            self._has_left = self._has_left or event["event"] == "left"
+            kind = event["event"]
+            self._has_left = self._has_left or kind == "left"
+            if kind == "running":
+                self._run_pid, self._is_at_work = event["pid"], True
+            elif kind in ("left", "stopped"):
+                self._is_at_work = False
+            elif kind == "run died":
+                self._run_pid, self._is_at_work = None, False
             self.say(event)
 
     def _log(self, event: Mapping[str, Any]) -> None:
         append(self.site.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n")
 
     def _enrolled(self, name: str, key: str) -> dict[str, Any]:
+        """What a party is told that may come; when the engine knows its key, or it would be sent away once more."""
         self._log({"event": "enrolled", "party": name})
+        end = time.monotonic() + SECONDS_TO_REGISTER
+        while key not in self.registered and time.monotonic() < end:
+            time.sleep(0.1)
         return {"run": self.site.run, "spec": self.site.spec_text, "server": public_text(self.site.key.public_key())}
 
     def _health(self) -> dict[str, Any]:
         is_up = self.superlink is not None and self.superlink.poll() is None
-        status = self._status()
+        status = self.site.known()
         return {"is_up": is_up, "round": status.get("round"), "has_ended": status.get("has_ended", False)}
-
-    def _status(self) -> dict[str, Any]:
-        if not self.site.status.exists():
-            return {}
-        table: dict[str, Any] = json.loads(read_text(self.site.status))
-        return table

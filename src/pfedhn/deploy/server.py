@@ -21,7 +21,7 @@ from pfedhn import keys
 from pfedhn.data.federation import cohort
 from pfedhn.deploy.plan import Phase, Plan
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
-from pfedhn.deploy.state import Member, Rules, State, Store, split_results
+from pfedhn.deploy.state import Member, Rules, State, Store, split_results, step_order
 from pfedhn.deploy.wire import Message, WireError, is_finite, layout, norm, packed
 from pfedhn.engine.simulate import next_of
 from pfedhn.engine.state import EVALUATED_SPLITS
@@ -222,8 +222,9 @@ class Server:
         enrolled = self.roster()
         self.present = self.transport.members() & enrolled.keys()
         for name, standing in self.standings.items():
-            if name not in self.present:
+            if name not in self.present and standing.is_greeted:
                 standing.is_greeted = False
+                self._say("gone", party=name)
         for name in sorted(self.present):
             standing = self.standings.setdefault(name, Standing())
             is_aside = standing.aside_until > self.clock()
@@ -276,8 +277,7 @@ class Server:
             self._collect()
             self._look()
         if state.replies and not stop.is_set():
-            self._commit({"kind": "step"})
-            self._say("round", round=state.round)
+            self._step()
 
     def _missing(self) -> list[str]:
         """Who of the cohort has neither answered nor failed in this round."""
@@ -319,8 +319,12 @@ class Server:
         self._collect()
         wanted = self.plan.schedule.clients_per_round(self.plan.num_clients, self.plan.algorithm.communicates)
         if state.replies and len(state.replies) >= min(wanted, len(self._ready()) or 1):
-            self._commit({"kind": "step"})
-            self._say("round", round=state.round)
+            self._step()
+
+    def _step(self) -> None:
+        names = step_order(self.state)
+        self._commit({"kind": "step"})
+        self._say("round", round=self.state.round, parties=names)
 
     # What is asked.
 
@@ -426,7 +430,7 @@ class Server:
         assert asked is not None
         if message.kind == "refusal":
             self._failed(asked, str(message.values.get("reason")), str(message.values.get("sentence")))
-            if message.values.get("reason") == "version" and asked.kind == "train":
+            if message.values.get("reason") == "version" and asked.kind in ("train", "evaluate"):
                 self._rebase(self.state.members[name], message.values.get("held"))
             return
         del self.asked[name, asked.kind]
@@ -514,8 +518,9 @@ class Server:
     def _rebase(self, member: Member, held: Any) -> None:
         """A party that lost what it kept goes on from its newest version, or begins again."""
         versions = [value for value in held if type(value) is int] if isinstance(held, list) else []
-        base = max((value for value in versions if value < max(self.state.num_sent, self.state.round)), default=None)
-        self._commit({"kind": "rebase", "party": member.name, "base": base})
+        base = max(versions, default=None)  # it may be of a round to come, if this server was brought back from a copy
+        best_base = member.best_base if member.best_base in (None, *versions) else base
+        self._commit({"kind": "rebase", "party": member.name, "base": base, "best_base": best_base})
         self._say("rebased", party=member.name, base=base)
 
     def _failed(self, asked: Asked, reason: str, sentence: str) -> None:

@@ -13,7 +13,11 @@ from pfedhn.deploy.wire import Message, WireError, enveloped, from_envelope, pac
 from pfedhn.errors import UserError
 from pfedhn.files import read_bytes, write_atomically
 
-PURPOSE = b"pfedhn message 1\0"  # what is signed begins with it, so that no signature means anything elsewhere
+# What is signed begins with what it is for, so that no signature means anything elsewhere.
+PURPOSE = b"pfedhn message 1\0"
+ENROLLMENT = b"pfedhn enrollment 1\0"
+
+KEY_HEADER = "flwr-public-key"  # in which the engine's nodes say their key
 
 PrivateKey = ec.EllipticCurvePrivateKey
 PublicKey = ec.EllipticCurvePublicKey
@@ -47,9 +51,32 @@ def opened(envelope: bytes, key: PublicKey, limit: int | None = None) -> Message
     return unpacked(content)
 
 
+def proof(key: PrivateKey, name: str, authority: str) -> bytes:
+    """What shows the server of an authority that a party holds the key that it hands in."""
+    return key.sign(_enrollment(name, authority), ec.ECDSA(hashes.SHA384()))
+
+
+def is_proven(signature: bytes, key: PublicKey, name: str, authority: str) -> bool:
+    """Whether such a proof is one."""
+    try:
+        key.verify(signature, _enrollment(name, authority), ec.ECDSA(hashes.SHA384()))
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _enrollment(name: str, authority: str) -> bytes:
+    return ENROLLMENT + name.encode() + b"\0" + authority.encode()
+
+
 def public_text(key: PublicKey) -> str:
     """A public key as one line, as OpenSSH writes it."""
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+
+
+def key_text(key: PublicKey) -> bytes:
+    """A public key as the engine writes it."""
+    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def public_key(text: str) -> PublicKey:

@@ -2,6 +2,7 @@
 
 import json
 import secrets
+import socket
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pfedhn.errors import UserError
 from pfedhn.files import make_folder, read_text, write_atomically
 
 SETTINGS = "serve.json"
+DEFAULTS = {"host": "0.0.0.0", "port": 9443}  # noqa: S104 - parties come from other machines
 
 
 class Site:
@@ -35,8 +37,18 @@ class Site:
             )
 
     @staticmethod
-    def make(folder: Path, spec: Path | None, address: str) -> "Site":
-        """The folder of a new federation, or of one that goes on: its SPEC must then be the same."""
+    def make(
+        folder: Path, spec: Path | None, address: str | None = None, host: str | None = None, port: int | None = None
+    ) -> "Site":
+        """The folder of a new federation, or of one that goes on: its SPEC must then be the same.
+
+        Args:
+            folder: Where it is.
+            spec: Its file; not needed to go on.
+            address: Where parties find the server, host:port; this machine's name by default.
+            host: The network address that it listens on; all by default.
+            port: Its port. What is not given stays as it was.
+        """
         make_folder(folder)
         kept = folder / "spec.toml"
         if spec is not None:
@@ -50,7 +62,9 @@ class Site:
             raise UserError(f"{folder} holds no federation yet; give its SPEC.")
         settings = folder / SETTINGS
         table: dict[str, Any] = json.loads(read_text(settings)) if settings.exists() else {}
-        table = {"run": secrets.token_hex(8)} | table | {"address": address}
+        given = {"address": address, "host": host, "port": port}
+        table = {"run": secrets.token_hex(8), **DEFAULTS, **table, **{k: v for k, v in given.items() if v is not None}}
+        table.setdefault("address", f"{socket.getfqdn()}:{table['port']}")
         write_atomically(settings, json.dumps(table).encode())
         return Site(folder)
 
@@ -84,6 +98,11 @@ class Site:
     def key(self) -> PrivateKey:
         """The server's own, which signs what it sends."""
         return load_or_make_key(self.folder / "key")
+
+    def known(self) -> dict[str, Any]:
+        """Where the run stands, as its server last wrote it; empty before that."""
+        table: dict[str, Any] = json.loads(read_text(self.status)) if self.status.exists() else {}
+        return table
 
     def invite(self, name: str, key: str | None = None) -> Bundle:
         return self.invitations.invite(name, self.address, read_text(self.folder / AUTHORITY), key)

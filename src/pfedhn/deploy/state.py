@@ -109,6 +109,13 @@ def score_of(results: Mapping[str, Any]) -> float | None:
     return validation.score if int(validation.count.sum()) else None
 
 
+def _is_better(results: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
+    """Whether an evaluation beats the best one, judged by the parties that were there both times."""
+    both = [name for name in results if name in best]
+    new, old = (score_of({name: found[name] for name in both}) if both else None for found in (results, best))
+    return new is None or old is None or new > old
+
+
 class Rules:
     """How a record moves the state. Each function is named after the kind of its record."""
 
@@ -182,11 +189,11 @@ class Rules:
 
     def _rebase(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """A party has lost what it kept: it goes on from what it has."""
-        state.members[table["party"]].base = table["base"]
+        member = state.members[table["party"]]
+        member.base, member.best_base = table["base"], table["best_base"]
 
     def _step(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
-        order = [name for name in state.cohort if name in state.replies]
-        order += [name for name in state.replies if name not in order]
+        order = step_order(state)
         groups = [
             (model, [name for name in order if state.members[name].architecture == model.name])
             for model in self.plan.models.values()
@@ -209,7 +216,7 @@ class Rules:
         state.evaluated = state.round
         state.history.append({name: table[name] for name in ("round", "results", "time")})
         score = score_of(table["results"])
-        if state.best is None or score is None or score > state.best.score:
+        if state.best is None or _is_better(table["results"], state.best.results):
             older = state.best
             state.best = Chosen(
                 state.round,
@@ -241,6 +248,12 @@ class Rules:
             assert state.best is not None
             state.best.rows[member.name] = copy(state.rows[member.name])
         member.has_joined = member.round >= self.plan.joining_rounds
+
+
+def step_order(state: State) -> list[str]:
+    """Whose updates the next step takes, in the order of its cohort."""
+    order = [name for name in state.cohort if name in state.replies]
+    return order + [name for name in state.replies if name not in order]
 
 
 def _opened(envelope: bytes) -> Message:
@@ -277,7 +290,7 @@ class Store:
         self.rules.apply(state, table, message)
 
     def load(self) -> State:
-        """The newest sound checkpoint, with every record since then applied."""
+        """The newest intact checkpoint, with every record since then applied."""
         state, numbers = None, self._numbers()
         for number in numbers:
             state = self._read(number)

@@ -129,7 +129,7 @@ def load_state(directory: Path, simulation: Simulation, run: Mapping[str, str] |
         return Loaded(_to_state(tensors, record, simulation), refused, record["history"])
     if refused:
         raise CheckpointError(
-            f"{refused[0]} No sound checkpoint is left in {directory}; move or remove that folder, and the same "
+            f"{refused[0]} No intact checkpoint is left in {directory}; move or remove that folder, and the same "
             "command runs it anew."
         )
     return Loaded(None, [], [])
@@ -192,7 +192,7 @@ def _to_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any], simulati
             for split in ("validation", "test")
         }
         evaluation = Evaluation(record["best"]["step"], record["best"]["round"], splits)
-        best = Best(evaluation, _to_memories("best", tensors, record["best"]["slots"], template.memories))
+        best = Best(evaluation, _to_memories("best", tensors, record["best"]["slots"], template.memories, on_host=True))
     num_updates = Counter(dict(record.get("num_updates", [])))
     flight = _to_flight(tensors, record.get("flight"), simulation, template)
     return State(record["round"], memories, best, record["bytes_down"], record["bytes_up"], num_updates, flight)
@@ -219,11 +219,17 @@ def _to_flight(
 
 
 def _to_memories(
-    prefix: str, tensors: Mapping[str, Tensor], slots: Mapping[str, Sequence[int]], template: Memories
+    prefix: str,
+    tensors: Mapping[str, Tensor],
+    slots: Mapping[str, Sequence[int]],
+    template: Memories,
+    on_host: bool = False,
 ) -> Memories:
     def fill(part: str, tree: Any) -> Any:
         # Cloned into memory of their own: libraries choose kernels by alignment, and a file's tensors lie anywhere.
-        leaves = [tensors[name].clone().to(leaf.device) for name, leaf in _named(f"{prefix}/{part}", tree)]
+        leaves = [tensors[name].clone() for name, _ in _named(f"{prefix}/{part}", tree)]
+        if not on_host:
+            leaves = [value.to(leaf.device) for value, leaf in zip(leaves, pytree.tree_leaves(tree), strict=True)]
         return pytree.tree_unflatten(leaves, pytree.tree_structure(tree))
 
     private = {}

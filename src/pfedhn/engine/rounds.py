@@ -72,7 +72,8 @@ def scores_of_adapted(simulation: Simulation, best: Best) -> dict[str, SplitResu
     is_random = any(model.is_random for model in simulation.models.values())
     if is_captured(simulation) and not is_random and not isinstance(simulation.federation, LazyFederation):
         executor = Executor("together", together, is_traced=True, make_scan=TogetherScan)
-    return simulation.scores(best.memories, best.evaluation.round, is_adapted=True, executor=executor)
+    memories = best.memories.to(simulation.federation.x.device)
+    return simulation.scores(memories, best.evaluation.round, is_adapted=True, executor=executor)
 
 
 def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:

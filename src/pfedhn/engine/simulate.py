@@ -450,13 +450,8 @@ class Simulation:
         validation = splits["validation"]
         is_blind = int(validation.count.sum()) == 0
         if state.best is None or is_blind or validation.score > state.best.evaluation.splits["validation"].score:
-            memories, older = state.memories, None if state.best is None else state.best.memories
-            kept = Memories(
-                copy(memories.shared, older and older.shared),
-                copy(memories.rows, older and older.rows),
-                {name: table.copy(older and older.private[name]) for name, table in memories.private.items()},
-            )
-            state.best = Best(evaluation, kept)
+            older = None if state.best is None else state.best.memories
+            state.best = Best(evaluation, state.memories.kept(older))
         return evaluation
 
     def evaluate(self, state: State) -> dict[str, SplitResult]:

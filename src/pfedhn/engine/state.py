@@ -65,6 +65,19 @@ class Memories(NamedTuple):
     rows: Any  # [N, ...]
     private: dict[str, "PrivateTable"]  # by architecture: what its clients keep
 
+    def kept(self, older: "Memories | None" = None) -> "Memories":
+        """A copy in the host's memory, where it costs a GPU nothing; an older one lends its place."""
+        return Memories(
+            copy(self.shared, older and older.shared, on_host=True),
+            copy(self.rows, older and older.rows, on_host=True),
+            {name: table.kept(older and older.private[name]) for name, table in self.private.items()},
+        )
+
+    def to(self, device: torch.device) -> "Memories":
+        """The same memories where a run computes."""
+        shared, rows = pytree.tree_map(lambda leaf: leaf.to(device), (self.shared, self.rows))
+        return Memories(shared, rows, {name: table.to(device) for name, table in self.private.items()})
+
 
 @dataclass
 class PrivateTable:
@@ -82,8 +95,12 @@ class PrivateTable:
         places = self._places(clients)
         put(self.tree, places, values)
 
-    def copy(self, into: "PrivateTable | None" = None) -> "PrivateTable":
-        tree = None if self.tree is None else copy(self.tree, into and into.tree)
+    def kept(self, older: "PrivateTable | None" = None) -> "PrivateTable":
+        tree = None if self.tree is None else copy(self.tree, older and older.tree, on_host=True)
+        return PrivateTable(self.make, dict(self.slots), tree)
+
+    def to(self, device: torch.device) -> "PrivateTable":
+        tree = pytree.tree_map(lambda leaf: leaf.to(device), self.tree)
         return PrivateTable(self.make, dict(self.slots), tree)
 
     def _places(self, clients: Sequence[int]) -> Tensor:
@@ -106,7 +123,7 @@ class PrivateTable:
 
 @dataclass
 class Best:
-    """The first evaluation with the strictly best validation score, and the memories of that round."""
+    """The first evaluation with the strictly best validation score, and the memories of that round, on the host."""
 
     evaluation: Evaluation
     memories: Memories

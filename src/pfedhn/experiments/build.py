@@ -1,6 +1,8 @@
 """A cell as data, network and method: what a run of it needs."""
 
 import inspect
+import logging
+import multiprocessing
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -28,6 +30,8 @@ from pfedhn.privacy import Privacy
 from pfedhn.reference import find_code
 from pfedhn.run import AnyAlgorithm, assemble, build_algorithm
 from pfedhn.settings import build, describe, fits
+
+logger = logging.getLogger("pfedhn")
 
 PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
     "by_classes": partition.by_classes,
@@ -191,6 +195,11 @@ def _made(cell: Cell) -> Callable[[], Federation]:
     for name in given:
         if name not in known:
             raise UserError(f"{cell.dataset} has no setting {name!r}; {closest(name, known)}")
+    try:
+        inspect.signature(function).bind(cell.clients, seed=0, **given)
+    except TypeError as error:
+        form = f"def {function.__name__}(clients, seed)"
+        raise UserError(f"{cell.dataset} cannot be called ({error}); it must begin with {form}.") from None
     return partial(function, cell.clients, **given)
 
 
@@ -208,7 +217,29 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
         raise UserError(f'{cell.dataset} is a table; say which column is the {missing}: columns.{missing} = "...".')
     how: dict[str, Any] = {"client_column": columns[0], "label_column": columns[1], "task": cell.task}
     how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed, **reading_options(cell)}
-    return read_federation(cell.dataset, **how)
+    federation = read_federation(cell.dataset, **how)
+    if cell.dataset.lower().endswith(TABLE_ENDINGS) and cell.model.startswith(("mlp", "linear")):
+        warn_of_scales(Path(cell.dataset).name, cell.model, federation)
+    return federation
+
+
+LARGE = 20  # of a column's mean or deviation; networks are made for 1
+_warned: set[str] = set()  # of which files; an experiment reads each several times
+
+
+def warn_of_scales(file: str, model: str, federation: Federation) -> None:
+    """Columns as large as ages or prices drown the others, and nothing else than a low accuracy would say so."""
+    values = federation.x.double()
+    mean, deviation = values.mean(0), values.std(0, correction=0)
+    (large,) = torch.nonzero(torch.maximum(mean.abs(), deviation) > LARGE, as_tuple=True)
+    if len(large) and file not in _warned and multiprocessing.parent_process() is None:
+        _warned.add(file)
+        number = int(large[0])
+        logger.warning(
+            "%s is not scaled: its feature %d has mean %.4g and standard deviation %.4g, which %s learns badly from. "
+            'Scale the columns, or set model = "tabular-32", which scales them by each client\'s own data.',
+            *(file, number + 1, mean[number], deviation[number], model),
+        )
 
 
 READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted")

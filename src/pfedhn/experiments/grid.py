@@ -24,6 +24,7 @@ def from_toml(path: Path) -> Experiment:
         table = parse_toml(read_text(path), path)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from None
+    table.pop("tune", None)  # of `pfedhn tune` alone
     experiment = from_table(table, path.stem)
     if not table.keys() - {"name", "title", "seeds", "published"}:
         raise UserError(f"{path} does not say what to run; name at least a method or a dataset (`pfedhn run --help`).")
@@ -34,6 +35,26 @@ def from_toml(path: Path) -> Experiment:
     experiment = replace(experiment, cells=tuple(cells))
     chosen = rates_file(path)
     return apply_rates(experiment, rates_for(experiment.name, chosen)) if chosen.exists() else experiment
+
+
+def grids_from_toml(path: Path) -> dict[str, dict[str, tuple[Any, ...]]]:
+    """What `[tune.METHOD]` says in an experiment file: which settings `pfedhn tune` varies, and over which values."""
+    table = parse_toml(read_text(path), path).get("tune", {})
+    if not isinstance(table, Mapping) or not all(isinstance(part, Mapping) and part for part in table.values()):
+        raise UserError("tune does not fit; write lines such as lr = [0.1, 0.01] under headings such as [tune.pfedhn].")
+    grids: dict[str, dict[str, tuple[Any, ...]]] = {}
+    for method, grid in table.items():
+        if method not in ALGORITHMS:
+            raise UserError(f"[tune.{method}] names no method; {closest(method, ALGORITHMS)}")
+        if (other := ALGORITHMS[method].rates_from) is not None:
+            raise UserError(f"[tune.{method}] has no effect: {method} takes the rates of {other}; tune that instead.")
+        for name, values in grid.items():
+            if not isinstance(values, list) or not values:
+                raise UserError(f"[tune.{method}] {name} = {values!r} does not fit; it must be a list of values.")
+            for value in values:
+                build_algorithm(method, {name: value})
+        grids[method] = {name: tuple(values) for name, values in grid.items()}
+    return grids
 
 
 def _absolute(dataset: str, base: Path) -> str:

@@ -32,9 +32,14 @@ FRACTION = 0.2  # of a cell's steps in the first stage: 1,000 of the paper's 5,0
 FINALISTS = 3
 
 
-def tunable(is_asked: bool = True) -> list[str]:
-    """The methods that have a grid; without being asked by name, only those whose authors did not choose for them."""
-    return [name for name, known in ALGORITHMS.items() if known.grid and (is_asked or known.is_tuned)]
+Grid: TypeAlias = Mapping[str, tuple[Any, ...]]
+"""Settings of a method and the values that are tried."""
+
+
+def all_grids(own: Mapping[str, Grid] | None = None) -> dict[str, Grid]:
+    """The grid of every method that has one; those of a person's experiment file stand for ours."""
+    grids = {name: (own or {}).get(name, known.grid) for name, known in ALGORITHMS.items()}
+    return {name: grid for name, grid in grids.items() if grid}
 
 
 Stage: TypeAlias = Literal["first", "finals"]
@@ -46,7 +51,7 @@ class Point:
     """One point of a method's grid, as the cell that is run in full."""
 
     method: str
-    rates: Mapping[str, float]
+    rates: Mapping[str, Any]
     cell: Cell
 
 
@@ -57,6 +62,7 @@ class Study:
     experiment: Experiment
     points: tuple[Point, ...]  # of every method that has a grid; those not tuned this time are never run
     methods: tuple[str, ...]  # that are tuned
+    grids: Mapping[str, Grid]
     seeds: tuple[int, ...] = (0,)
     fraction: float = FRACTION
     finalists: int = FINALISTS
@@ -139,14 +145,14 @@ class Findings:
             title = f"{method}, {points[0].cell.clients} clients: validation score"
             table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
             table.min_width = len(title)  # else a narrow table breaks its own heading
-            for name in ALGORITHMS[method].grid:
+            for name in self.study.grids[method]:
                 table.add_column(name, justify="right")
             for stage in STAGES:
                 table.add_column(f"after {self.study.steps(stage, points[0]):,} steps", justify="right")
             table.add_column("")
             for point in points:
                 table.add_row(
-                    *(f"{rate:g}" for rate in point.rates.values()),
+                    *(f"{rate:g}" if isinstance(rate, float) else str(rate) for rate in point.rates.values()),
                     _text(self.score("first", point)),
                     _text(self.score("finals", point)) if point in finalists else "",
                     "chosen" if point == winner else "",
@@ -161,7 +167,7 @@ class Findings:
         for method in study.methods:
             points, finalists, winner = study.points_of(method), self.finalists(method), self.winner(method)
             base = points[0].cell
-            fixed = {name: value for name, value in base.settings.items() if name not in ALGORITHMS[method].grid}
+            fixed = {name: value for name, value in base.settings.items() if name not in study.grids[method]}
             methods[method] = {
                 "chosen": None if winner is None else dict(winner.rates),
                 "points": [
@@ -220,6 +226,7 @@ def plan(
     fraction: float = FRACTION,
     finalists: int = FINALISTS,
     assigned: Iterable[str] = (),
+    own_grids: Mapping[str, Grid] | None = None,
 ) -> Study:
     """The points to try for an experiment, at 50 clients, or at the middle one of its numbers of clients.
 
@@ -230,6 +237,7 @@ def plan(
         fraction: Of a cell's steps that every point gets first.
         finalists: How many points of each method then get all steps.
         assigned: Names that `--set` changes; none of them may be what is to be chosen.
+        own_grids: By method, from the experiment's file, instead of those that methods come with.
     """
     if not 0 < fraction < 1:
         raise UserError(f"--fraction is {fraction:g}; it must be between 0 and 1.")
@@ -239,18 +247,19 @@ def plan(
     named = [part.partition("=")[2].strip() for part in parts if part.startswith("method=")]
     others = [part for part in parts if not part.startswith("method=")]
     cells = [run.cell for run in select(experiment, others, [0])]
-    numbers = sorted({cell.clients for cell in cells if cell.method in tunable()})
+    grids = all_grids(own_grids)
+    numbers = sorted({cell.clients for cell in cells if cell.method in grids})
     if numbers:
         clients = CLIENTS if CLIENTS in numbers else numbers[len(numbers) // 2]
         cells = [cell for cell in cells if cell.clients == clients]
-    methods = _methods_to_tune(experiment, [cell.method for cell in cells], named)
+    methods = _methods_to_tune(experiment, [cell.method for cell in cells], named, grids, own_grids or {})
     for name in assigned:
         head, _, rest = name.removeprefix("settings.").rpartition(".")
-        if any(rest in ALGORITHMS[method].grid for method in methods if head in ("", method)):
+        if any(rest in grids[method] for method in methods if head in ("", method)):
             raise UserError(f"--set {name} cannot be given: it is what is to be chosen.")
     points: list[Point] = []
-    for method in dict.fromkeys(cell.method for cell in cells if cell.method in tunable()):
-        bases = _bases(method, cells)
+    for method in dict.fromkeys(cell.method for cell in cells if cell.method in grids):
+        bases = _bases(method, cells, grids[method])
         if method in methods and len(bases) > 1:
             raise UserError(
                 f"{experiment.name!r} has {len(bases)} cells of {method} with {bases[0].clients} clients, which might "
@@ -260,38 +269,43 @@ def plan(
             raise UserError(f"{method} would be tuned on validation examples, and there are none; {LEAVE_SOME}.")
         if method in methods and bases[0].pretrain is not None:
             raise UserError(f"{method} starts from {bases[0].pretrain} here; only methods with no pretrain are tuned.")
-        points += [point for base in bases if base.pretrain is None for point in _grid_points(base)]
-    return Study(experiment, tuple(points), tuple(methods), tuple(seeds or (0,)), fraction, finalists)
+        points += [point for base in bases if base.pretrain is None for point in _grid_points(base, grids[method])]
+    return Study(experiment, tuple(points), tuple(methods), grids, tuple(seeds or (0,)), fraction, finalists)
 
 
-def _methods_to_tune(experiment: Experiment, present: Collection[str], named: Sequence[str]) -> list[str]:
-    """The methods in the order of their table."""
+def _methods_to_tune(
+    experiment: Experiment,
+    present: Collection[str],
+    named: Sequence[str],
+    grids: Mapping[str, Grid],
+    own: Mapping[str, Grid],
+) -> list[str]:
+    """The methods in the order of their table: those named, or those whose authors did not choose their rates."""
     for method in named:
         known = ALGORITHMS.get(method)
         if known is not None and known.rates_from is not None:
             raise UserError(f"{method} takes the rates of {known.rates_from}; tune that instead.")
-        if method not in tunable():
-            raise UserError(f"there is no grid for the method {method!r}; {closest(method, tunable())}")
+        if method not in grids:
+            raise UserError(f"there is no grid for the method {method!r}; {closest(method, grids)}")
         if method not in present:
             raise UserError(f"{experiment.name!r} has no such cell of {method} to tune.")
-    wanted = named or tunable(is_asked=False)
-    methods = [method for method in tunable() if method in wanted and method in present]
+    wanted = named or [method for method in grids if method in own or ALGORITHMS[method].is_tuned]
+    methods = [method for method in grids if method in wanted and method in present]
     if not methods:
-        others = [method for method in tunable() if method in present]
+        others = [method for method in grids if method in present]
         hint = f"; --only method={others[0]} tunes {others[0]}" if others else ""
         raise UserError(f"{experiment.name!r} has no method that is tuned unless it is named{hint}.")
     return methods
 
 
-def _bases(method: str, cells: Iterable[Cell]) -> list[Cell]:
+def _bases(method: str, cells: Iterable[Cell], grid: Grid) -> list[Cell]:
     """The cells of a method that differ in more than what is tuned."""
-    first_point = {name: values[0] for name, values in ALGORITHMS[method].grid.items()}
+    first_point = {name: values[0] for name, values in grid.items()}
     alike = [replace(c, settings={**c.settings, **first_point}) for c in cells if c.method == method]
     return list({cell_digest(cell): cell for cell in alike}.values())
 
 
-def _grid_points(base: Cell) -> Iterator[Point]:
-    grid = ALGORITHMS[base.method].grid
+def _grid_points(base: Cell, grid: Grid) -> Iterator[Point]:
     for values in itertools.product(*grid.values()):
         rates = dict(zip(grid, values, strict=True))
         yield Point(base.method, rates, replace(base, settings={**base.settings, **rates}))

@@ -1,11 +1,13 @@
 """What is known of the cells of experiments: what every table and figure is made of."""
 
+import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy
 from numpy.typing import NDArray
@@ -17,6 +19,8 @@ from pfedhn.result import Curve, Environment, Moment, Result
 
 Average: TypeAlias = Literal["clients", "samples"]
 
+
+Cost: TypeAlias = Literal["steps", "bytes_up", "bytes_down", "seconds"]
 
 Column: TypeAlias = tuple[str, int]
 """A data set and its number of clients."""
@@ -65,12 +69,12 @@ class Entry:
         return all(result.test.has_accuracy for result in self.results.values())
 
     def test(self, average: Average = "clients") -> Summary | None:
-        """Test accuracy in per cent at the chosen round; of a task without accuracy, the loss."""
+        """Test accuracy in percent at the chosen round; of a task without accuracy, the loss."""
         if not self.has_accuracy:
             return summarize(result.test.loss for result in self.results.values())
         return summarize(100 * getattr(result.test, MEANS[average]) for result in self.results.values())
 
-    def total(self, cost: Literal["steps", "bytes_up", "bytes_down", "seconds"]) -> Summary | None:
+    def total(self, cost: Cost) -> Summary | None:
         """Steps, bytes or seconds of a run, with those of the run it starts from."""
         parts = [[result, *([result.pretrain] if result.pretrain else [])] for result in self.results.values()]
         return summarize(sum(getattr(part, cost) for part in both) for both in parts)
@@ -96,14 +100,14 @@ class Entry:
         return bool(self.results) and not any(result.bytes_up or result.bytes_down for result in self.results.values())
 
     def client_accuracy(self, seed: int) -> NDArray[numpy.float64]:
-        """[clients]: each one's own test accuracy in per cent; NaN where it has no test examples."""
+        """[clients]: each one's own test accuracy in percent; NaN where it has no test examples."""
         test = self.results[seed].test
         examples = numpy.array(test.client_examples, dtype=numpy.float64)
         correct = numpy.array(test.clients, dtype=numpy.float64)
         return 100 * numpy.divide(correct, examples, out=numpy.full_like(examples, numpy.nan), where=examples > 0)
 
     def curve(self, seed: int, average: Average = "clients") -> dict[int, float]:
-        """Communication steps -> test accuracy in per cent (or loss); empty where there are no test examples."""
+        """Communication steps -> test accuracy in percent (or loss); empty where there are no test examples."""
         curve = self.curves[seed]
         means: Sequence[float] | None = getattr(curve.test, MEANS[average])
         values = [100 * mean for mean in means] if means is not None else curve.test.loss or ()
@@ -117,6 +121,7 @@ class Report:
 
     title: str
     entries: list[Entry] = field(default_factory=list)
+    experiments: tuple[Experiment, ...] = ()  # that its entries are of
 
     @property
     def columns(self) -> list[Column]:
@@ -155,17 +160,36 @@ def to_reports(sources: Iterable[Runs]) -> list[Report]:
         else:
             same.append(runs)
     reports: list[Report] = []
-    for experiment, parts in found:
-        entries = _entries(experiment, parts)
+    told_apart = _told_apart([_entries(experiment, parts) for experiment, parts in found])
+    for (experiment, _), entries in zip(found, told_apart, strict=True):
         taken = {(entry.label, entry.column) for entry in entries}
         home = next((r for r in reports if not taken & {(e.label, e.column) for e in r.entries}), None)
-        title = experiment.title or experiment.name
         if home is None:
-            reports.append(Report(title, entries))
+            reports.append(Report(_joined_titles(entries), entries, (experiment,)))
         else:
-            number = reports.index(home)
-            reports[number] = Report(f"{home.title}; {title}", [*home.entries, *entries])
+            together = [*home.entries, *entries]
+            experiments = (*home.experiments, experiment)
+            reports[reports.index(home)] = Report(_joined_titles(together), together, experiments)
     return reports
+
+
+def _told_apart(groups: Sequence[list[Entry]]) -> list[list[Entry]]:
+    """Cells of several experiments that have one label and column get a label that says in what they differ."""
+    places = Counter((entry.label, entry.column) for entries in groups for entry in entries)
+    alike = [entry for entries in groups for entry in entries if places[entry.label, entry.column] > 1]
+    labels = {
+        id(entry): _label(entry.cell, different)
+        for entry, different in zip(alike, distinctions([entry.cell for entry in alike]), strict=True)
+    }
+    return [[replace(e, label=labels.get(id(e), e.label)) for e in entries] for entries in groups]
+
+
+def _joined_titles(entries: Sequence[Entry]) -> str:
+    return "; ".join(dict.fromkeys(entry.title for entry in entries))
+
+
+def _label(cell: Cell, different: Mapping[str, Any]) -> str:
+    return " ".join([cell.method, *(f"{name}={value}" for name, value in different.items())])
 
 
 def asked_for(report: Report) -> Report:
@@ -182,7 +206,11 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
         planned.setdefault(run.cell_name, {})[run.name] = run
     title = experiment.title or experiment.name
     names = [run.cell_name for run in experiment.runs([0])]
-    for name, cell, different in zip(names, experiment.cells, distinctions(experiment.cells), strict=True):
+    differences = distinctions(experiment.cells)
+    differing: dict[tuple[str, str, int], dict[str, None]] = {}  # by method, data set and number of clients
+    for cell, different in zip(experiment.cells, differences, strict=True):
+        differing.setdefault((cell.method, cell.dataset, cell.clients), {}).update(dict.fromkeys(different))
+    for name, cell, different in zip(names, experiment.cells, differences, strict=True):
         results: dict[int, Result] = {}
         curves: dict[int, Curve] = {}
         runs = list(planned.get(name, {}).values())
@@ -194,14 +222,29 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
                     curves.setdefault(run.seed, part.curves[run.name])
         histories = {r.seed: part.histories[r.name] for r in runs for part in parts if r.name in part.histories}
         own_names = (part.client_names[r.name] for r in runs for part in parts if r.name in part.client_names)
-        label = " ".join([cell.method, *(f"{name}={value}" for name, value in different.items())])
+        described = (result.clients.names for result in results.values() if result.clients is not None)
+        # What a cell leaves at its default, and others of its kind do not, is in its name too.
+        chosen = dict(next(iter(results.values())).settings) | different if results else different
+        mine = differing[cell.method, cell.dataset, cell.clients]
+        label = _label(cell, {name: chosen[name] for name in mine if chosen.get(name) is not None})
         published = experiment.published
         known = published.get(f"{cell.method}/{cell.dataset}/{cell.clients}") or published.get(
             f"{cell.method}/{cell.clients}"
         )
         before = pretraining_cell(experiment, cell).steps if cell.pretrain is not None else 0
         entries.append(
-            Entry(label, cell, results, curves, len(runs), known, before, title, histories, next(own_names, None))
+            Entry(
+                label,
+                cell,
+                results,
+                curves,
+                len(runs),
+                known,
+                before,
+                title,
+                histories,
+                next(filter(None, itertools.chain(own_names, described)), None),
+            )
         )
     return entries
 

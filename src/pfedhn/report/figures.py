@@ -40,81 +40,87 @@ def style(entry: Entry, entries: Sequence[Entry]) -> tuple[str, Any]:
 def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients") -> None:
     """Accuracy against communication steps: the mean of the seeds, and a band from the lowest to the highest."""
     drawn: list[tuple[Entry, str, float, float]] = []
+    spread: list[float] = []
     for entry in entries:
         curves = [curve for seed in entry.curves if (curve := entry.curve(seed, average))]
         if not curves:
             continue
         steps = sorted(set.intersection(*(set(curve) for curve in curves)))
         values = numpy.array([[curve[step] for step in steps] for curve in curves])
+        spread += [float(values.min()), float(values.max())]
         color, dash = style(entry, entries)
         if len(curves) > 1:
             axes.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
         axes.plot(steps, values.mean(0), color=color, linestyle=dash, linewidth=1.8)
-        end, last = float(steps[-1]), float(values.mean(0)[-1])
-        if entry.sends_nothing:  # however long the others talk, it stays there
-            axes.axhline(last, color=color, linestyle=dash, linewidth=0.9)
-            end = 0.0
-        drawn.append((entry, color, end, last))
+        drawn.append((entry, color, float(steps[-1]), float(values.mean(0)[-1])))
     accuracy = all(entry.has_accuracy for entry in entries)
     axes.set(xlabel="communication steps (one client taking part once)")
     axes.set_ylabel(f"test accuracy in %, averaged over {average}" if accuracy else "test loss")
     tidy(axes)
     if not drawn:
         return
-    axes.set_xlim(left=0)
+    talking = [step for entry, _, step, _ in drawn if not entry.sends_nothing]
+    right = max(talking or [step for _, _, step, _ in drawn]) or 1.0
+    axes.set_xlim(0, right)
     if accuracy:
-        _show_upper_part(axes, entries, average)
+        low = max(lowest_shown([last for *_, last in drawn], min(spread)), 0.0)
+        high = min(100.0, max(spread) + max(0.03 * (max(spread) - low), 0.3))
+        axes.set_ylim(min(low, high - 1), high)  # where everybody is at 100 %, a scale needs some height
+    for _, color, end, last in drawn:
+        if end < right and axes.get_ylim()[0] <= last:  # its last value, so that its name finds it at the edge
+            axes.plot([end, right], [last, last], color=color, linestyle=":", linewidth=0.8, alpha=0.7)
     _label_ends(axes, drawn)
 
 
-MANY_EVALUATIONS = 20
-
-
-def _show_upper_part(axes: Any, entries: Sequence[Entry], average: Average) -> None:
-    """Every run starts near chance; leave that to the first steps and give the height to where they differ."""
-    curves = [entry.curve(seed, average) for entry in entries for seed in entry.curves]
-    if max(map(len, curves)) < MANY_EVALUATIONS:
-        return  # a short run is mostly its start
-    late = [value for curve in curves for step, value in curve.items() if step >= 0.15 * max(curve)]
-    lowest, highest = min(late), max(late)
-    margin = max(0.06 * (highest - lowest), 0.5)
-    axes.set_ylim(max(0.0, lowest - margin), min(100.0, highest + margin))
+def lowest_shown(ends: Sequence[float], least: float) -> float:
+    """Where the scale begins: it follows the methods that compete, and one that stays far behind them may leave it."""
+    if len(ends) < 3:
+        return least
+    ordered = sorted(ends, reverse=True)
+    best, middle = ordered[0], ordered[(len(ordered) - 1) // 2]
+    return max(least, middle - 2 * (best - middle) - 5)
 
 
 def _label_ends(axes: Any, drawn: Sequence[tuple[Entry, str, float, float]]) -> None:
-    """Each line's name at its end, pushed apart where they would overlap."""
+    """Each line's name and last value beside the figure, pushed apart where they would overlap."""
     low, high = axes.get_ylim()
-    height = axes.figure.get_size_inches()[1] * 0.75
-    gap = (high - low) * 0.17 / height
+    gap = (high - low) * 0.17 / (axes.figure.get_size_inches()[1] * 0.75)
     ordered = sorted(drawn, key=lambda item: item[3])
-    places: list[float] = []
-    for *_, value in ordered:
-        places.append(max(value, places[-1] + gap) if places else max(value, low))
-    # What was pushed over the top comes down again, and pushes the ones under it.
-    for number in reversed(range(len(places))):
-        limit = high if number == len(places) - 1 else places[number + 1] - gap
-        places[number] = min(places[number], limit)
-    right = max(step for _, _, step, _ in drawn) or axes.get_xlim()[1]
-    for (entry, color, step, value), place in zip(ordered, places, strict=True):
+    places = spaced([max(value, low) for *_, value in ordered], gap, low, high)
+    beside = axes.get_yaxis_transform()  # the width of the axes across, its values up
+    digits = 1 if all(entry.has_accuracy for entry, *_ in drawn) else 3
+    for (entry, color, _, value), place in zip(ordered, places, strict=True):
+        line = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0}
+        is_below = value < low
         axes.annotate(
-            display_name(entry.label),
-            xy=(step or right, value),  # a line across the figure ends with it
-            xytext=(right * 1.025, place),
+            f"{display_name(entry.label)} {value:.{digits}f}{' (below)' if is_below else ''}",
+            xy=(1.0, max(value, low)),
+            xycoords=beside,
+            xytext=(1.04, place),
+            textcoords=beside,
             color=color,
-            fontsize=9.5,
+            fontsize=9,
             fontweight="bold",
             va="center",
             annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": color,
-                "linewidth": 0.6,
-                "alpha": 0.6,
-                "relpos": (0, 0.5),
-                "shrinkA": 2,
-                "shrinkB": 0,
-            },
+            arrowprops=None if is_below else line,
         )
+
+
+def spaced(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Rising values moved as little as possible so that they lie at least `gap` apart, between `low` and `high`.
+
+    Values that come too close move as a block, to either side of where they were.
+    """
+    blocks: list[tuple[float, int]] = []  # the mean of (value - place in line * gap), and how many there are
+    for number, value in enumerate(values):
+        mean, count = value - number * gap, 1
+        while blocks and blocks[-1][0] >= mean:
+            before, others = blocks.pop()
+            mean, count = (mean * count + before * others) / (count + others), count + others
+        blocks.append((mean, count))
+    starts = [min(max(mean, low), high - (len(values) - 1) * gap) for mean, count in blocks for _ in range(count)]
+    return [start + number * gap for number, start in enumerate(starts)]
 
 
 def plot_clients(axes: Any, entries: Sequence[Entry], against: Entry | None = None) -> None:
@@ -127,17 +133,17 @@ def plot_clients(axes: Any, entries: Sequence[Entry], against: Entry | None = No
         values = values[~numpy.isnan(values)]
         lowest = min(lowest, float(values.min(initial=100.0)))
         color, _ = style(entry, entries)
-        sideways, up = _piles(values)
-        axes.scatter(place + sideways, values + up, s=9, color=color, alpha=0.6, linewidths=0)
+        axes.scatter(place + _side_by_side(values), values, s=9, color=color, alpha=0.6, linewidths=0, clip_on=False)
         mean = entry.test()
         assert mean is not None
         axes.plot([place - 0.42, place + 0.42], [mean.mean] * 2, color="black", linewidth=1.8, zorder=3)
-        labels.append("\n".join([display_name(entry.label), f"{mean.mean:.1f} %", *_counts_text(entry, against)]))
+        name = re.sub(r" (?=\S+=)", "\n", printable(display_name(entry.label)))  # settings under the method
+        labels.append("\n".join([name, f"{mean.mean:.1f} %", *_counts_text(entry, against)]))
     axes.set_xticks(range(len(labels)), labels, fontsize=9)
     axes.set_xlim(-0.55, len(labels) - 0.45)
     axes.set_ylabel("a client's own test accuracy in %")
     axes.set_yticks(range(0, 101, 10))
-    axes.set_ylim(10 * math.floor(lowest / 10) - 2, 107)
+    axes.set_ylim(min(10 * math.floor(lowest / 10), 90), 100)
     tidy(axes)
     axes.grid(axis="x", visible=False)
 
@@ -154,18 +160,15 @@ def _counts_text(entry: Entry, against: Entry | None) -> list[str]:
     return [f"{counts.better} better", f"{counts.same} same", f"{counts.worse} worse"]
 
 
-def _piles(values: NDArray[numpy.float64]) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
-    """Places for dots of like height: side by side around the middle, and in rows above where there are many."""
-    row_length, apart = 21, 0.038
-    sideways, up = numpy.zeros(len(values)), numpy.zeros(len(values))
+def _side_by_side(values: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
+    """Places for dots: those of like height stand beside each other around the middle, closer where there are many."""
+    sideways = numpy.zeros(len(values))
     levels = numpy.round(values)
     for level in numpy.unique(levels):
         members = numpy.flatnonzero(levels == level)
-        for start in range(0, len(members), row_length):
-            row = members[start : start + row_length]
-            sideways[row] = apart * (numpy.arange(len(row)) - (len(row) - 1) / 2)
-            up[row] = 1.1 * (start // row_length)
-    return sideways, up
+        apart = min(0.038, 0.8 / len(members))
+        sideways[members] = apart * (numpy.arange(len(members)) - (len(members) - 1) / 2)
+    return sideways
 
 
 def tidy(axes: Any) -> None:
@@ -176,20 +179,21 @@ def tidy(axes: Any) -> None:
     axes.tick_params(length=0, labelsize=9)
 
 
-def draw_curves(report: Report, column: Column, average: Average = "clients", dpi: int = 150) -> bytes | None:
-    """None where no run has begun."""
+def draw_curves(report: Report, column: Column, average: Average = "clients") -> Any | None:
+    """A figure; None where no run has begun."""
     if not any(entry.curve(seed) for entry in report.in_column(column) for seed in entry.curves):
         return None
     figure = new_figure(8.0, 4.8)
     axes = figure.subplots()
     plot_curves(axes, report.in_column(column), average)
     titles = dict.fromkeys(entry.title for entry in report.in_column(column))
-    axes.set_title("\n".join([*titles, column_text(column)]), loc="left", fontsize=11)
-    return to_png(figure, dpi)
+    lines = [line for title in titles for line in textwrap.wrap(title, 72)]
+    axes.set_title("\n".join([*lines, column_text(column)]), loc="left", fontsize=11)
+    return figure
 
 
-def draw_clients(report: Report, column: Column) -> bytes | None:
-    """None where no run is finished, or none has accuracies."""
+def draw_clients(report: Report, column: Column) -> Any | None:
+    """A figure; None where no run is finished, or none has accuracies."""
     entries = [entry for entry in report.in_column(column) if entry.test() is not None and entry.has_accuracy]
     if not entries:
         return None
@@ -198,7 +202,7 @@ def draw_clients(report: Report, column: Column) -> bytes | None:
     alone = report.entry("local", column)
     plot_clients(axes, entries, alone if alone in entries else None)
     axes.set_title(f"{column_text(column)}: every client's own test accuracy", loc="left", fontsize=11)
-    return to_png(figure)
+    return figure
 
 
 def draw_demo(report: Report) -> bytes:
@@ -212,7 +216,7 @@ def draw_demo(report: Report) -> bytes:
     plot_clients(right, entries, report.entry("local", column))
     right.set_title(
         "What each client gets, and how many do better than alone\n"
-        f"dot: one of {column[1]} clients of one seed, piled where equal; bar: mean",
+        f"dot: one of {column[1]} clients of one seed; bar: mean",
         loc="left",
         fontsize=10,
     )
@@ -221,17 +225,53 @@ def draw_demo(report: Report) -> bytes:
     return to_png(figure)
 
 
-def to_png(figure: Any, dpi: int = 150) -> bytes:
-    """A figure as PNG."""
-    return _saved(figure, format="png", dpi=dpi)
+def to_png(figure: Any, dpi: int = 150, is_dark: bool = False) -> bytes:
+    """A figure as PNG; for a dark page its ground is transparent and its colors are light."""
+    if is_dark:
+        _for_dark_pages(figure)
+    return _saved(figure, format="png", dpi=dpi, transparent=is_dark)
 
 
-def to_svg(figure: Any) -> bytes:
-    """A figure as SVG, the same bytes from the same numbers."""
+def to_svg(figure: Any, is_dark: bool = False) -> bytes:
+    """A figure as SVG on a transparent ground, the same bytes from the same numbers."""
     import matplotlib
 
+    if is_dark:
+        _for_dark_pages(figure)
     with matplotlib.rc_context({"svg.hashsalt": "pfedhn", "svg.fonttype": "none"}):
-        return _saved(figure, format="svg", metadata={"Date": None})
+        content = _saved(figure, format="svg", metadata={"Date": None}, transparent=True)
+    return re.sub(rb"(\d\.\d\d)\d+", rb"\1", content)  # a hundredth of a point is enough, and half the file
+
+
+def _for_dark_pages(figure: Any) -> None:
+    """Every color of a figure as it is seen on a dark ground: grays turned round, dark hues mixed with white."""
+    for artist in figure.findobj():
+        for name in ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor"):
+            read, write = getattr(artist, f"get_{name}", None), getattr(artist, f"set_{name}", None)
+            if read is None or write is None or artist in (figure.patch, *(axes.patch for axes in figure.axes)):
+                continue
+            value = read()
+            if isinstance(value, str) and value in ("none", "auto", "inherit"):
+                continue
+            write(_on_dark(value))
+    for axes in figure.axes:
+        for spine in axes.spines.values():
+            spine.set_edgecolor("#8A9099")
+        for text in axes.texts:
+            if (arrow := getattr(text, "arrow_patch", None)) is not None:
+                arrow.set_color(text.get_color())
+
+
+def _on_dark(color: Any) -> Any:
+    from matplotlib.colors import to_rgba_array
+
+    colors = to_rgba_array(color)
+    rgb = colors[:, :3]
+    is_gray = (numpy.ptp(rgb, axis=1) < 0.08)[:, None]
+    light = rgb @ [0.3, 0.59, 0.11]
+    white = numpy.clip(0.6 - light, 0, 1)[:, None]
+    colors[:, :3] = numpy.where(is_gray, 0.1 + 0.82 * (1 - rgb), rgb + (1 - rgb) * white)
+    return colors[0] if len(colors) == 1 else colors
 
 
 def _saved(figure: Any, **how: Any) -> bytes:
@@ -247,16 +287,16 @@ def _saved(figure: Any, **how: Any) -> bytes:
     return stream.getvalue()
 
 
-def figures_of(reports: Sequence[Report], average: Average = "clients") -> dict[str, bytes]:
-    """PNG images by file name: for each data set and number of clients, the curves and the clients."""
-    drawn: dict[str, bytes] = {}
+def figures_of(reports: Sequence[Report], average: Average = "clients") -> dict[str, Any]:
+    """Figures by the names of their files: for each data set and number of clients, the curves and the clients."""
+    drawn: dict[str, Any] = {}
     for number, report in enumerate(reports):
         for column in report.columns:
             name = re.sub(r"[^\w.=+-]+", "_", column[0])[:80]  # of a file now
             ending = "-".join([name, str(column[1]), *([str(number + 1)] if len(reports) > 1 else [])])
             curves, clients = draw_curves(report, column, average), draw_clients(report, column)
             if curves is not None:
-                drawn[f"curves-{ending}.png"] = curves
+                drawn[f"curves-{ending}"] = curves
             if clients is not None:
-                drawn[f"clients-{ending}.png"] = clients
+                drawn[f"clients-{ending}"] = clients
     return drawn

@@ -38,14 +38,15 @@ class Finding:
         return f"{self.name}-{figure}" if figure else self.name
 
 
-def pngs(finding: Finding, dpi: int = 150) -> dict[str, bytes]:
+def pngs(finding: Finding, dpi: int = 150, is_dark: bool = False) -> dict[str, bytes]:
     """Every figure as PNG, by file name."""
-    return {f"{finding.stem(name)}.png": to_png(draw(), dpi) for name, draw in finding.figures.items()}
+    return {f"{finding.stem(name)}.png": to_png(draw(), dpi, is_dark) for name, draw in finding.figures.items()}
 
 
-def svgs(finding: Finding) -> dict[str, bytes]:
-    """Every figure as SVG, by file name."""
-    return {f"{finding.stem(name)}.svg": to_svg(draw()) for name, draw in finding.figures.items()}
+def svgs(finding: Finding, is_dark: bool = False) -> dict[str, bytes]:
+    """Every figure as SVG, by file name; those for dark pages are called so."""
+    ending = "-dark.svg" if is_dark else ".svg"
+    return {f"{finding.stem(name)}{ending}": to_svg(draw(), is_dark) for name, draw in finding.figures.items()}
 
 
 def to_terminal(finding: Finding) -> Group:

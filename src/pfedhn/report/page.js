@@ -3,6 +3,10 @@
 (() => {
   const SVG = "http://www.w3.org/2000/svg";
   const data = JSON.parse(document.getElementById("data").textContent);
+  const isDark = matchMedia("(prefers-color-scheme: dark)");
+  // Okabe and Ito, which color-blind people can tell apart.
+  const HUES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#6a51a3", "#999999", "#b2182b"];
+  const SCALE = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
 
   function make(name, attributes, parent, text) {
     const element = document.createElement(name);
@@ -20,255 +24,589 @@
     return element;
   }
 
+  function choice(parent, words, options) {
+    const select = make("select", { "aria-label": words }, parent);
+    for (const [value, text] of options) make("option", { value }, select, text);
+    return select;
+  }
+
   function short(value) {
-    const units = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
-    for (const [size, unit] of units) if (Math.abs(value) >= size) return +(value / size).toPrecision(3) + unit;
+    for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+      if (Math.abs(value) >= size) return +(value / size).toPrecision(3) + unit;
+    }
     return String(+value.toPrecision(3));
   }
 
   function ticks(low, high, count) {
     const rough = (high - low || 1) / count, power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].map((part) => part * power).find((part) => part >= rough);
+    const step = [1, 2, 5, 10].map((part) => part * power).find((part) => part >= rough * 0.999);
     const found = [];
-    for (let value = Math.ceil(low / step) * step; value <= high + step / 1e6; value += step) found.push(value);
+    for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step / 1e6; value += step) found.push(value);
     return found;
-  }
-
-  function showTip(tip, text, x, y, width) {
-    tip.textContent = text;
-    tip.style.display = "block";
-    tip.style.left = Math.max(0, Math.min(x + 14, width - tip.offsetWidth - 4)) + "px";
-    tip.style.top = Math.max(0, y - tip.offsetHeight - 8) + "px";
-  }
-
-  // The scale follows the methods that compete: one that stays far behind may leave it.
-  function lowest(ends, all, isUp) {
-    if (!isUp || ends.length < 3) return Math.min(...all);
-    const sorted = [...ends].sort((a, b) => b - a), middle = sorted[Math.floor((sorted.length - 1) / 2)];
-    return Math.max(Math.min(...all), middle - 2 * (sorted[0] - middle) - 5);
   }
 
   function extremes(lists) {
     let low = Infinity, high = -Infinity;
-    for (const list of lists) for (const value of list) { low = Math.min(low, value); high = Math.max(high, value); }
+    for (const list of lists) for (const value of list) {
+      if (value === null) continue;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
+    }
     return [low, high];
   }
 
+  function ink(name) {
+    return getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+  }
+
+  // Colors of methods are made for white paper; on a dark screen the dark ones are mixed with white.
+  const pen = make("canvas").getContext("2d");
+  function shade(color) {
+    if (!isDark.matches) return color;
+    pen.fillStyle = color;
+    const parts = [1, 3, 5].map((place) => parseInt(pen.fillStyle.slice(place, place + 2), 16));
+    const light = (0.3 * parts[0] + 0.59 * parts[1] + 0.11 * parts[2]) / 255;
+    const white = Math.max(0, 0.62 - light);
+    return "rgb(" + parts.map((part) => Math.round(part + (255 - part) * white)).join(" ") + ")";
+  }
+
+  function onScale(share) {
+    const at = Math.max(0, Math.min(1, share)) * (SCALE.length - 1), from = Math.min(Math.floor(at), SCALE.length - 2);
+    return "rgb(" + SCALE[from].map((part, place) => Math.round(part + (at - from) * (SCALE[from + 1][place] - part))).join(" ") + ")";
+  }
+
+  function hue(number, count) {
+    return count <= HUES.length ? shade(HUES[number]) : "hsl(" + ((number * 360) / count) + " 65% " + (number % 2 ? 62 : 45) + "%)";
+  }
+
+  // A canvas of the width that there is, sharp on every screen; its pixels are those of the page.
+  function sheet(canvas, width, height) {
+    const ratio = devicePixelRatio || 1, made = canvas.getContext("2d");
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+    canvas.style.width = width + "px";
+    canvas.style.height = height + "px";
+    made.setTransform(ratio, 0, 0, ratio, 0, 0);
+    made.font = "12px system-ui, sans-serif";
+    return made;
+  }
+
+  // Words beside the pointer, kept inside the chart.
+  function tipOf(chart) {
+    const tip = make("div", { class: "tip", role: "status" }, chart);
+    return {
+      hide() { tip.style.display = "none"; },
+      show(text, x, y) {
+        tip.textContent = text;
+        tip.style.display = "block";
+        const width = chart.clientWidth, isRight = x + 16 + tip.offsetWidth <= width;
+        tip.style.left = Math.max(0, isRight ? x + 16 : x - tip.offsetWidth - 16) + "px";
+        tip.style.top = Math.max(0, y - tip.offsetHeight - 8) + "px";
+      },
+    };
+  }
+
+  function onPointer(element, moved, left) {
+    const told = (event) => {
+      const area = element.getBoundingClientRect();
+      moved(event.clientX - area.left, event.clientY - area.top);
+    };
+    element.addEventListener("pointermove", told);
+    element.addEventListener("pointerdown", told);
+    element.addEventListener("pointerleave", left);
+  }
+
+  // The scale follows the methods that compete: one that stays far behind may leave it.
+  function lowest(ends, least, isUp) {
+    if (!isUp || ends.length < 3) return least;
+    const sorted = [...ends].sort((a, b) => b - a), middle = sorted[Math.floor((sorted.length - 1) / 2)];
+    return Math.max(least, middle - 2 * (sorted[0] - middle) - 5);
+  }
+
   function curves(place, column) {
-    const controls = make("div", { class: "controls" }, place);
-    const what = make("select", { "aria-label": "what is drawn" }, controls);
-    if (column.series.some((s) => s.curves.score)) {
-      make("option", { value: "score" }, what, column.isAccuracy ? "test accuracy in %" : "test loss");
-    }
-    if (column.isAccuracy && column.series.some((s) => s.curves.loss)) {
-      make("option", { value: "loss" }, what, "validation loss");
-    }
-    if (!what.options.length) { controls.remove(); return; }
-    const against = make("select", { "aria-label": "against what" }, controls);
-    make("option", { value: "steps" }, against, "against communication steps");
-    make("option", { value: "bytes" }, against, "against bytes on the wire");
+    const series = column.series.filter((part) => part.curves.score || part.curves.loss);
+    const kinds = [];
+    if (series.some((part) => part.curves.score)) kinds.push(["score", column.isAccuracy ? "test accuracy in %" : "test loss"]);
+    if (column.isAccuracy && series.some((part) => part.curves.loss)) kinds.push(["loss", "validation loss"]);
+    if (!kinds.length) return null;
+    make("h3", {}, place, "Learning curves");
+    const controls = make("div", { class: "controls" }, place), what = choice(controls, "what is drawn", kinds);
+    const against = choice(controls, "against what", [
+      ["steps", "against communication steps"], ["rounds", "against rounds"], ["bytes", "against bytes sent"],
+    ]);
     const label = make("label", {}, controls), whole = make("input", { type: "checkbox" }, label);
     label.append(" whole scale");
     const legend = make("div", { class: "legend" }, place), hidden = new Set();
-    const chart = make("div", { class: "chart curves" }, place), tip = make("div", { class: "tip" }, chart);
-    column.series.forEach((series, number) => {
+    const chart = make("div", { class: "chart curves" }, place), tip = tipOf(chart);
+    let svg = null, strong = null;
+    series.forEach((part, number) => {
       const button = make("button", { type: "button", "aria-pressed": "true" }, legend);
-      make("i", {}, button).style.background = series.color;
-      button.append(series.label);
+      part.mark = make("i", {}, button);
+      button.append(part.label);
       button.addEventListener("click", () => {
         if (!hidden.delete(number)) hidden.add(number);
         button.setAttribute("aria-pressed", String(!hidden.has(number)));
         redraw();
       });
+      const point = (found) => () => {
+        strong = found;
+        if (!svg) return;
+        for (const line of svg.querySelectorAll("[data-series]")) {
+          line.classList.toggle("faint", strong !== null && +line.dataset.series !== strong);
+        }
+      };
+      button.addEventListener("pointerenter", point(number));
+      button.addEventListener("pointerleave", point(null));
     });
-    make("p", { class: "note" }, place, "A line is the mean over seeds, its band goes from the lowest to the highest seed.");
-    let svg = null;
+    const seeds = Math.max(...series.map((part) => part.numSeeds));
+    make("p", { class: "note" }, place, (seeds > 1
+      ? "A line is the mean over seeds; its band goes from the lowest seed to the highest. "
+      : "One seed. ") + (series.some((part) => part.sendsNothing) ? "A thin line across: a method that sends nothing, where it ends. " : "")
+      + "Click a name to hide its line.");
 
     function redraw() {
       if (svg) svg.remove();
-      const width = Math.max(chart.clientWidth, 200), height = Math.min(380, Math.max(240, width * 0.5));
-      const box = { left: 52, right: width - 12, top: 10, bottom: height - 40 };
+      const width = Math.max(chart.clientWidth, 240), height = Math.min(400, Math.max(260, width * 0.5));
+      const box = { left: 46, right: width - 14, top: 24, bottom: height - 42 };
       svg = draw("svg", { viewBox: "0 0 " + width + " " + height, height, role: "img", "aria-label": "learning curves" }, chart);
-      const isBytes = against.value === "bytes";
-      const shown = column.series
-        .map((series, number) => ({ series, number, curve: series.curves[what.value] }))
-        .filter((part) => part.curve && part.curve.step.length && !hidden.has(part.number))
-        .map((part) => ({ ...part, x: part.curve.step.map((step) => (isBytes ? step * (part.series.bytesPerStep || 0) : step)) }));
+      const unit = (part) => (against.value === "bytes" ? part.bytesPerStep || 0 : against.value === "rounds" ? part.roundsPerStep || 0 : 1);
+      for (const part of series) {
+        const color = shade(part.color), dashes = "repeating-linear-gradient(90deg," + color + " 0 5px,transparent 5px 8px)";
+        part.mark.style.background = part.dashed ? dashes : color;
+      }
+      const shown = series
+        .map((part, number) => ({ part, number, curve: part.curves[what.value] }))
+        .filter(({ curve, number }) => curve && curve.step.length && !hidden.has(number))
+        .map((found) => ({ ...found, x: found.curve.step.map((step) => step * unit(found.part)) }));
       if (!shown.length) return;
-      const far = extremes(shown.map((part) => part.x))[1] || 1;
-      const [least, most] = extremes(shown.flatMap((part) => [part.curve.low, part.curve.high]));
+      const moving = shown.filter(({ part }) => !part.sendsNothing);
+      const far = extremes((moving.length ? moving : shown).map(({ x }) => x))[1] || 1;
       const isUp = what.value === "score" && column.isAccuracy;
-      const ends = shown.map((part) => part.curve.mean[part.curve.mean.length - 1]);
-      const low = whole.checked ? (isUp ? 0 : least) : lowest(ends, [least], isUp);
-      const high = whole.checked && isUp ? 100 : most + (most - low) * 0.03;
+      const [least, most] = extremes(shown.flatMap(({ curve }) => [curve.low, curve.high]));
+      const ends = shown.map(({ curve }) => curve.mean[curve.mean.length - 1]);
+      const low = whole.checked ? (isUp ? 0 : least) : lowest(ends, least, isUp);
+      const over = most + ((most - low) || 1) * 0.03;
+      const high = isUp ? (whole.checked ? 100 : Math.min(over, 100)) : over;
       const right = (x) => box.left + (x / far) * (box.right - box.left);
       const up = (y) => box.bottom - ((y - low) / (high - low || 1)) * (box.bottom - box.top);
-      for (const value of ticks(low, high, 7)) {
+      for (const value of ticks(low, high, 6)) {
         draw("line", { class: "axis", x1: box.left, x2: box.right, y1: up(value), y2: up(value) }, svg);
         draw("text", { x: box.left - 6, y: up(value) + 4, "text-anchor": "end" }, svg, short(value));
       }
       for (const value of ticks(0, far, width < 500 ? 3 : 6)) {
         draw("text", { x: right(value), y: box.bottom + 16, "text-anchor": "middle" }, svg, short(value));
       }
-      const words = isBytes ? "bytes up and down" : "communication steps (one client taking part once)";
-      draw("text", { x: (box.left + box.right) / 2, y: height - 6, "text-anchor": "middle" }, svg, words);
-      const name = "clip" + Math.random().toString(36).slice(2);
+      const words = { steps: "communication steps (one client taking part once)", rounds: "rounds", bytes: "bytes sent, up and down" };
+      draw("text", { x: (box.left + box.right) / 2, y: height - 6, "text-anchor": "middle" }, svg, words[against.value]);
+      draw("text", { x: 4, y: 12 }, svg, what.selectedOptions[0].textContent);
+      const name = "clip" + place.id;
       const clip = draw("clipPath", { id: name }, draw("defs", {}, svg));
-      draw("rect", { x: box.left, y: box.top, width: box.right - box.left, height: box.bottom - box.top }, clip);
+      draw("rect", { x: box.left, y: box.top - 2, width: box.right - box.left, height: box.bottom - box.top + 2 }, clip);
       const inside = draw("g", { "clip-path": "url(#" + name + ")" }, svg);
-      for (const { series, curve, x } of shown) {
-        const point = (value, place) => right(x[place]).toFixed(1) + " " + up(value).toFixed(1);
-        const over = curve.high.map(point), under = curve.low.map(point).reverse();
-        draw("path", { class: "band", fill: series.color, d: "M" + over.concat(under).join("L") + "Z" }, inside);
-        const line = { class: "line", stroke: series.color, d: "M" + curve.mean.map(point).join("L") };
-        if (series.dashed) line["stroke-dasharray"] = "6 4";
-        draw("path", line, inside);
+      for (const { part, number, curve, x } of shown) {
+        const color = shade(part.color), last = curve.mean[curve.mean.length - 1];
+        const dashes = part.dashed ? { "stroke-dasharray": "6 4" } : {};
+        const mark = { "data-series": number, stroke: color, ...dashes };
+        if (part.sendsNothing) draw("line", { ...mark, class: "line thin", x1: box.left, x2: box.right, y1: up(last), y2: up(last) }, inside);
+        if (part.sendsNothing && against.value === "bytes") continue;
+        const point = (value, at) => right(x[at]).toFixed(1) + " " + up(value).toFixed(1);
+        if (part.numSeeds > 1) {
+          const edge = curve.high.map(point).concat(curve.low.map(point).reverse());
+          draw("path", { class: "band", fill: color, "data-series": number, d: "M" + edge.join("L") + "Z" }, inside);
+        }
+        draw("path", { ...mark, class: "line", d: "M" + curve.mean.map(point).join("L") }, inside);
       }
       const rule = draw("line", { class: "rule", y1: box.top, y2: box.bottom, visibility: "hidden" }, svg);
-      svg.addEventListener("pointermove", (event) => {
-        const area = svg.getBoundingClientRect(), x = event.clientX - area.left, y = event.clientY - area.top;
+      const left = () => { tip.hide(); rule.setAttribute("visibility", "hidden"); };
+      onPointer(svg, (x, y) => {
         const at = ((x - box.left) / (box.right - box.left)) * far;
-        if (at < 0 || at > far) { tip.style.display = "none"; rule.setAttribute("visibility", "hidden"); return; }
-        const lines = shown.map((part) => {
-          let from = 0, to = part.x.length - 1;
-          while (from < to) { const half = (from + to) >> 1; if (part.x[half] < at) from = half + 1; else to = half; }
-          return [part.curve.mean[from], part.series.label + "  " + part.curve.mean[from].toFixed(isUp ? 2 : 4)];
+        if (at < 0 || at > far) return left();
+        const lines = shown.map(({ part, curve, x: steps }) => {
+          let from = 0, to = steps.length - 1;
+          while (from < to) { const half = (from + to) >> 1; if (steps[half] < at) from = half + 1; else to = half; }
+          if (part.sendsNothing) from = steps.length - 1;
+          const value = curve.mean[from], spread = (curve.high[from] - curve.low[from]) / 2;
+          const digits = isUp ? 1 : 3;
+          return [value, part.label + "  " + value.toFixed(digits) + (part.numSeeds > 1 ? " \u00b1 " + spread.toFixed(digits) : "")];
         });
         lines.sort((a, b) => (isUp ? b[0] - a[0] : a[0] - b[0]));
         rule.setAttribute("x1", x);
         rule.setAttribute("x2", x);
         rule.setAttribute("visibility", "visible");
-        const head = (isBytes ? "bytes " : "step ") + short(Math.round(at));
-        showTip(tip, [head, ...lines.map((line) => line[1])].join("\n"), x, y, width);
-      });
-      svg.addEventListener("pointerleave", () => { tip.style.display = "none"; rule.setAttribute("visibility", "hidden"); });
+        const head = { steps: "step ", rounds: "round ", bytes: "bytes " }[against.value] + short(Math.round(at));
+        tip.show([head, ...lines.map((line) => line[1])].join("\n"), x, y);
+      }, left);
     }
 
     for (const control of [what, against, whole]) control.addEventListener("change", redraw);
     return redraw;
   }
 
+  // What is known of the clients of a column with the seed that is chosen.
+  function people(column, seed) {
+    const series = column.series.filter((part) => part.clients[seed]);
+    const first = series[0].clients[seed], held = column.holds[first.split] || null;
+    const names = column.names, classNames = column.classNames;
+    const classWord = (number) => (classNames ? classNames[number] : "class " + number);
+    const rows = first.examples.map((tested, number) => {
+      const own = held ? [...held[number]].sort((a, b) => b[1] - a[1]) : [];
+      return {
+        number,
+        name: names ? names[number] : "client " + number,
+        tested,
+        trained: held ? own.reduce((sum, pair) => sum + pair[1], 0) : null,
+        held: own,
+        main: own.length ? own[0][0] : null,
+        scores: series.map((part) => part.clients[seed].score[number]),
+        said: own.map(([label, count]) => classWord(label) + " " + count).join(", "),
+        classes: own.map(([label]) => classWord(label)).join(", "),
+      };
+    });
+    return { series, rows, held, classWord };
+  }
+
+  function tellOf(row, lines) {
+    const counts = row.trained === null ? row.tested + " test examples" : row.trained + " training, " + row.tested + " test examples";
+    const classes = row.said.length > 60 ? row.said.slice(0, 58) + " \u2026" : row.said;
+    return [row.name, ...lines, counts, classes].filter(Boolean).join("\n");
+  }
+
   function clients(place, column) {
-    const measured = column.series.filter((series) => Object.keys(series.clients).length);
-    if (!measured.length) return;
-    const seeds = [...new Set(measured.flatMap((series) => Object.keys(series.clients)))].sort((a, b) => a - b);
+    const measured = column.series.filter((part) => Object.keys(part.clients).length);
+    if (!measured.length) return null;
+    const seeds = [...new Set(measured.flatMap((part) => Object.keys(part.clients)))].sort((a, b) => a - b);
+    make("h3", {}, place, "Clients");
     const controls = make("div", { class: "controls" }, place);
-    make("strong", {}, controls, "Clients");
-    const seed = make("select", { "aria-label": "seed" }, controls);
-    for (const value of seeds) make("option", { value }, seed, "seed " + value);
-    const find = make("input", { type: "search", placeholder: "find a client", "aria-label": "find a client" }, controls);
-    const chart = make("div", { class: "chart dots" }, place), tip = make("div", { class: "tip" }, chart);
-    const canvas = make("canvas", { role: "img", "aria-label": "test accuracy of every client" }, chart);
-    const frame = make("div", { class: "clients" }, place), table = make("table", {}, frame);
-    let order = { key: 0, isDown: false }, points = [];
+    const seed = choice(controls, "seed", seeds.map((value) => [value, "seed " + value]));
+    const find = make("input", { type: "search", placeholder: "find a client or a class", "aria-label": "find a client or a class" }, controls);
+    let now = people(column, seed.value), focus = null;
+    const redraws = [];
+    const all = () => redraws.forEach((redraw) => redraw());
+    const turnTo = (number) => { focus = focus === number ? null : number; all(); };
 
-    const named = measured.find((series) => series.names);
-    const nameOf = (number) => (named ? named.names[number] : "client " + number);
+    redraws.push(strip(), table(), held(), map());
+    seed.addEventListener("change", () => { now = people(column, seed.value); all(); });
+    return all;
 
-    function present() {
-      return measured.filter((series) => series.clients[seed.value]);
+    // Canvases share this: the nearest point within reach says who it is, and a click keeps it marked everywhere.
+    function hovering(canvas, tip, points) {
+      const nearest = (x, y) => {
+        let near = null, least = 200;
+        for (const point of points()) {
+          const far = (point.x - x) ** 2 + (point.y - y) ** 2;
+          if (far < least) { near = point; least = far; }
+        }
+        return near;
+      };
+      onPointer(canvas, (x, y) => {
+        const near = nearest(x, y);
+        canvas.style.cursor = near ? "pointer" : "";
+        if (near) tip.show(near.text, near.x, near.y); else tip.hide();
+      }, tip.hide);
+      canvas.addEventListener("click", (event) => {
+        const area = canvas.getBoundingClientRect(), near = nearest(event.clientX - area.left, event.clientY - area.top);
+        if (near) turnTo(near.number);
+      });
     }
 
-    function rows() {
-      const series = present(), examples = series[0].clients[seed.value].examples;
-      return examples.map((count, number) => ({
-        number, name: nameOf(number), count, scores: series.map((part) => part.clients[seed.value].score[number]),
-      }));
+    function strip() {
+      const chart = make("div", { class: "chart dots" }, place), tip = tipOf(chart);
+      const canvas = make("canvas", { role: "img", "aria-label": "test accuracy of every client" }, chart);
+      make("p", { class: "note" }, place, "A dot is a client's own test accuracy in %; the bar is the mean, as at the right. Click a dot to mark the client everywhere.");
+      let points = [];
+      hovering(canvas, tip, () => points);
+      return () => {
+        const { series, rows } = now, lane = series.length > 9 ? 30 : 36, width = Math.max(chart.clientWidth, 240);
+        const height = series.length * lane + 34, pen = sheet(canvas, width, height);
+        const words = Math.min(130, 12 + Math.max(...series.map((part) => pen.measureText(part.label).width)));
+        const box = { left: words, right: width - 46, bottom: height - 26 };
+        const least = extremes(rows.map((row) => row.scores))[0];
+        const low = Math.max(0, Math.floor((least - 3) / 10) * 10), right = (value) => box.left + ((value - low) / (100 - low || 1)) * (box.right - box.left);
+        pen.strokeStyle = ink("line");
+        pen.fillStyle = ink("soft");
+        pen.textAlign = "center";
+        for (const value of ticks(low, 100, width < 500 ? 4 : 8)) {
+          pen.beginPath();
+          pen.moveTo(right(value), 4);
+          pen.lineTo(right(value), box.bottom);
+          pen.stroke();
+          pen.fillText(short(value), right(value), height - 10);
+        }
+        points = [];
+        const marked = [];
+        series.forEach((part, at) => {
+          const middle = 4 + lane * (at + 0.5), known = rows.filter((row) => row.scores[at] !== null);
+          pen.fillStyle = ink("ink");
+          pen.textAlign = "right";
+          pen.fillText(part.label, words - 8, middle + 4, words - 10);
+          const mean = known.reduce((sum, row) => sum + row.scores[at], 0) / known.length;
+          pen.textAlign = "left";
+          if (known.length) pen.fillText(mean.toFixed(1), box.right + 10, middle + 4);
+          pen.fillStyle = shade(part.color);
+          pen.globalAlpha = Math.max(0.3, Math.min(0.85, 60 / rows.length));
+          for (const row of known) {
+            const score = row.scores[at], x = right(score), y = middle + (((row.number * 0.618034) % 1) - 0.5) * lane * 0.62;
+            const point = { x, y, number: row.number, text: tellOf(row, [part.label + "  " + score.toFixed(1) + " %"]) };
+            points.push(point);
+            if (row.number === focus) marked.push(point);
+            pen.beginPath();
+            pen.arc(x, y, 3, 0, 7);
+            pen.fill();
+          }
+          pen.globalAlpha = 1;
+          pen.fillStyle = ink("ink");
+          if (known.length) pen.fillRect(right(mean) - 1, middle - lane * 0.38, 2, lane * 0.76);
+        });
+        rings(pen, marked);
+      };
     }
 
-    function fill() {
-      const series = present(), found = rows();
-      const value = (row) => (order.key === "name" ? row.name : order.key === "count" ? row.count : row.scores[order.key]);
-      found.sort((a, b) => {
-        const one = value(a), other = value(b);
-        if (one === null || other === null) return (one === null) - (other === null);
-        const less = typeof one === "string" ? one.localeCompare(other, undefined, { numeric: true }) : one - other;
-        return order.isDown ? -less : less;
-      });
-      table.replaceChildren();
-      const heading = make("tr", {}, make("thead", {}, table));
-      const keys = ["name", "count", ...series.map((_, place) => place)];
-      const words = ["client", "test examples", ...series.map((part) => part.label)];
-      keys.forEach((key, place) => {
-        const cell = make("th", { scope: "col", tabindex: "0" }, heading, words[place]);
-        if (key === order.key) cell.setAttribute("aria-sort", order.isDown ? "descending" : "ascending");
-        const sort = () => { order = { key, isDown: key === order.key && !order.isDown }; fill(); };
-        cell.addEventListener("click", sort);
-        cell.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
-      });
-      const body = make("tbody", {}, table), wanted = find.value.toLowerCase();
-      for (const row of found) {
-        if (!row.name.toLowerCase().includes(wanted)) continue;
-        const line = make("tr", {}, body);
-        make("td", {}, line, row.name);
-        make("td", {}, line, String(row.count));
-        const best = Math.max(...row.scores.filter((score) => score !== null));
-        for (const score of row.scores) {
-          const cell = make("td", {}, line, score === null ? "" : score.toFixed(1));
-          if (score !== null && score === best && row.scores.length > 1) cell.className = "best";
+    function rings(pen, marked) {
+      pen.strokeStyle = ink("ink");
+      pen.lineWidth = 2;
+      for (const { x, y } of marked) { pen.beginPath(); pen.arc(x, y, 6, 0, 7); pen.stroke(); }
+      pen.lineWidth = 1;
+    }
+
+    function table() {
+      const frame = make("div", { class: "clients", tabindex: "0", role: "region", "aria-label": "every client" }, place), body = make("table", {}, frame);
+      const means = now.series.map((_, at) => now.rows.reduce((sum, row) => sum + (row.scores[at] || 0), 0));
+      let left = [], lines = null;
+      let order = { key: means.indexOf(Math.max(...means)), isDown: false };  // the best method's worst client first
+      make("p", { class: "note" }, place, "Worst first by the marked column; click a heading to sort by it, a line to mark the client. Green: the best method for that client.");
+
+      function fill() {
+        const { series, rows, held } = now;
+        const value = (row) => (typeof order.key === "string" ? row[order.key] : row.scores[order.key]);
+        const mean = (row) => row.scores.reduce((sum, score) => sum + (score || 0), 0);
+        const sorted = [...rows].sort((a, b) => {
+          const one = value(a), other = value(b);
+          if (one === null || other === null) return (one === null) - (other === null);
+          const less = typeof one === "string" ? one.localeCompare(other, undefined, { numeric: true }) : one - other;
+          return (order.isDown ? -less : less) || mean(a) - mean(b);
+        });
+        const keys = [["name", "client"], ...series.map((part, at) => [at, part.label]), ["tested", "test examples"]];
+        if (held) keys.push(["trained", "training examples"], ["classes", "classes held"]);
+        const heading = make("tr", {});
+        for (const [key, words] of keys) {
+          const cell = make("th", { scope: "col", tabindex: "0", ...(key === "classes" ? { class: "words" } : {}) }, heading, words);
+          if (key === order.key) cell.setAttribute("aria-sort", order.isDown ? "descending" : "ascending");
+          const sort = () => { order = { key, isDown: key === order.key && !order.isDown }; fill(); };
+          cell.addEventListener("click", sort);
+          cell.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
+        }
+        const wanted = find.value.toLowerCase();
+        left = sorted.filter((row) => row.name.toLowerCase().includes(wanted) || row.classes.toLowerCase().includes(wanted));
+        const head = make("thead", {});
+        head.append(heading);
+        lines = make("tbody", {});
+        body.replaceChildren(head, lines);
+        more();
+      }
+
+      // A browser takes long to lay out a table of thousands of lines: they come as one scrolls.
+      function more() {
+        const { held } = now;
+        for (const row of left.splice(0, 100)) {
+          const line = make("tr", row.number === focus ? { class: "marked" } : {}, lines);
+          make("th", { scope: "row" }, line, row.name);
+          const best = Math.max(...row.scores.filter((score) => score !== null)), isOpen = row.scores.some((score) => score !== best);
+          for (const score of row.scores) {
+            const isBest = isOpen && score !== null && score === best;
+            make("td", isBest ? { class: "best" } : {}, line, score === null ? "" : score.toFixed(1));
+          }
+          make("td", {}, line, String(row.tested));
+          if (held) {
+            make("td", {}, line, String(row.trained));
+            make("td", { class: "words", title: row.said }, line, row.classes.length > 60 ? row.classes.slice(0, 58) + " \u2026" : row.classes);
+          }
+          line.addEventListener("click", () => turnTo(row.number));
         }
       }
+
+      frame.addEventListener("scroll", () => { if (frame.scrollTop + frame.clientHeight > frame.scrollHeight - 600) more(); });
+      find.addEventListener("input", fill);
+      return fill;
     }
 
-    function redraw() {
-      const series = present(), width = Math.max(chart.clientWidth, 200), height = 260, ratio = devicePixelRatio || 1;
-      canvas.width = width * ratio;
-      canvas.height = height * ratio;
-      canvas.style.height = height + "px";
-      const pen = canvas.getContext("2d"), css = getComputedStyle(document.documentElement);
-      pen.scale(ratio, ratio);
-      pen.font = "12px system-ui, sans-serif";
-      const box = { left: 52, right: width - 12, top: 10, bottom: height - 34 };
-      const scores = series.map((part) => part.clients[seed.value].score);
-      const least = extremes(scores.map((list) => list.filter((score) => score !== null)))[0];
-      const low = Math.max(0, Math.floor((least - 3) / 10) * 10), up = (y) => box.bottom - ((y - low) / (100 - low || 1)) * (box.bottom - box.top);
-      pen.strokeStyle = css.getPropertyValue("--line");
-      pen.fillStyle = css.getPropertyValue("--soft");
-      pen.textAlign = "right";
-      for (const value of ticks(low, 100, 5)) {
-        pen.beginPath();
-        pen.moveTo(box.left, up(value));
-        pen.lineTo(box.right, up(value));
-        pen.stroke();
-        pen.fillText(short(value), box.left - 6, up(value) + 4);
+    function held() {
+      if (!Object.keys(column.holds).length) return () => {};
+      make("h3", {}, place, "Who holds which classes");
+      const bar = make("div", { class: "controls" }, place);
+      const order = choice(bar, "order of clients", [["number", "clients in their order"], ["name", "clients by name"], ["classes", "clients by classes held"]]);
+      const frame = make("div", { class: "chart classes" }, place), tip = tipOf(frame), scroll = make("div", { class: "scroll" }, frame);
+      const canvas = make("canvas", { role: "img", "aria-label": "training examples of each class that every client has" }, scroll);
+      make("p", { class: "note" }, place, "The stronger a field, the more training examples of that class the client has.");
+      let at = () => null;
+
+      function redraw() {
+        const { rows, held, classWord } = now;
+        frame.hidden = !held;
+        if (!held) return;
+        const count = column.numClasses, cell = count <= 12 ? 20 : count <= 30 ? 13 : count <= 110 ? 7 : 3;
+        const key = { number: (row) => row.number, name: (row) => row.name, classes: (row) => row.held.map((pair) => pair[0]).sort((a, b) => a - b).map((label) => String(label).padStart(5, "0")).join() }[order.value];
+        const sorted = [...rows].sort((a, b) => (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : a.number - b.number));
+        const probe = sheet(canvas, 10, 10), top = 5;
+        const labelled = Math.max(1, Math.ceil(13 / cell));
+        const names = Array.from({ length: count }, (_, label) => classWord(label));
+        const left = Math.min(140, 12 + Math.max(...names.map((name) => probe.measureText(name).width)));
+        const room = Math.max(frame.clientWidth, 240) - left - 4, wide = Math.max(3, Math.min(34, room / rows.length));
+        const isNamed = wide >= 13, under = isNamed ? Math.min(90, 10 + Math.max(...rows.map((row) => probe.measureText(row.name).width))) : 8;
+        const width = Math.ceil(left + wide * rows.length + 4), height = top + count * cell + under, pen = sheet(canvas, width, height);
+        const most = Math.max(1, ...rows.flatMap((row) => row.held.map((pair) => pair[1])));
+        pen.textAlign = "right";
+        names.forEach((name, label) => {
+          pen.fillStyle = ink("raised");
+          pen.fillRect(left, top + label * cell, wide * rows.length, cell - 1);
+          pen.fillStyle = ink("soft");
+          if (label % labelled === 0) pen.fillText(name, left - 8, top + label * cell + cell / 2 + 4, left - 10);
+        });
+        pen.fillStyle = shade("#0072b2");
+        const gap = wide > 6 ? 1 : 0;
+        sorted.forEach((row, column) => {
+          for (const [label, number] of row.held) {
+            pen.globalAlpha = 0.2 + 0.8 * Math.sqrt(number / most);
+            pen.fillRect(left + column * wide, top + label * cell, wide - gap, cell - 1);
+          }
+        });
+        pen.globalAlpha = 1;
+        sorted.forEach((row, column) => {
+          if (row.number === focus) {
+            pen.strokeStyle = ink("ink");
+            pen.lineWidth = 2;
+            pen.strokeRect(left + column * wide - 1, top - 1, wide + 1, count * cell + 1);
+          }
+          if (!isNamed) return;
+          pen.save();
+          pen.translate(left + (column + 0.5) * wide + 4, top + count * cell + 8);
+          pen.rotate(-Math.PI / 2);
+          pen.fillStyle = ink("soft");
+          pen.textAlign = "right";
+          pen.fillText(row.name, 0, 0, under);
+          pen.restore();
+        });
+        at = (x, y) => {
+          const row = sorted[Math.floor((x - left) / wide)], label = Math.floor((y - top) / cell);
+          if (!row || x < left) return null;
+          const pair = row.held.find((part) => part[0] === label), isClass = label >= 0 && label < count;
+          return { row, text: tellOf(row, isClass ? [classWord(label) + ": " + (pair ? pair[1] : 0) + " training examples"] : []) };
+        };
       }
-      points = [];
-      const wide = (box.right - box.left) / series.length;
-      pen.textAlign = "center";
-      series.forEach((part, place) => {
-        const middle = box.left + wide * (place + 0.5), list = scores[place];
-        pen.fillStyle = css.getPropertyValue("--soft");
-        const room = Math.max(3, Math.floor(wide / 7));
-        pen.fillText(part.label.length > room ? part.label.slice(0, room - 1) + "\u2026" : part.label, middle, height - 12);
-        pen.fillStyle = part.color;
-        pen.globalAlpha = Math.max(0.25, Math.min(0.8, 60 / list.length));
-        list.forEach((score, number) => {
-          if (score === null) return;
-          const x = middle + (((number * 0.618034) % 1) - 0.5) * wide * 0.7, y = up(score);
-          points.push({ x, y, text: nameOf(number) + "\n" + part.label + "  " + score.toFixed(1) + " %\n" + part.clients[seed.value].examples[number] + " test examples" });
+
+      onPointer(canvas, (x, y) => {
+        const found = at(x, y);
+        if (found) tip.show(found.text, x - scroll.scrollLeft, y); else tip.hide();
+      }, tip.hide);
+      canvas.addEventListener("click", (event) => {
+        const area = canvas.getBoundingClientRect(), found = at(event.clientX - area.left, event.clientY - area.top);
+        if (found) turnTo(found.row.number);
+      });
+      order.addEventListener("change", redraw);
+      return redraw;
+    }
+
+    function map() {
+      const mapped = column.series.filter((part) => Object.keys(part.maps).length);
+      if (!mapped.length) return () => {};
+      make("h3", {}, place, "Client map");
+      const bar = make("div", { class: "controls" }, place);
+      const which = choice(bar, "method", mapped.map((part, number) => [number, part.label]));
+      const by = choice(bar, "colored by", [
+        ["main", "colored by main class"], ["score", "colored by accuracy"], ["examples", "colored by number of examples"],
+      ]);
+      if (new Set(now.rows.map((row) => row.main)).size > 12) by.value = "score";  // too many colors to tell apart
+      const legend = make("div", { class: "legend" }, place);
+      const chart = make("div", { class: "chart map" }, place), tip = tipOf(chart);
+      const canvas = make("canvas", { role: "img", "aria-label": "the embeddings of all clients in a plane" }, chart);
+      const note = make("p", { class: "note" }, place);
+      let points = [];
+      hovering(canvas, tip, () => points);
+
+      function redraw() {
+        const part = mapped[+which.value], drawn = part.maps[seed.value], { rows, series, classWord, held } = now;
+        chart.hidden = legend.hidden = !drawn;
+        note.textContent = drawn
+          ? "Clients whose embeddings are alike lie together. The plane is the one in which they differ most (principal components); it shows " + Math.round(100 * drawn.variance) + " % of their variance."
+          : "There is no map of this seed.";
+        points = [];
+        if (!drawn) return;
+        if (!held) by.querySelector("[value=main]")?.remove();
+        const width = Math.max(240, Math.min(chart.clientWidth, 760)), height = Math.round(Math.min(width, 460)), pen = sheet(canvas, width, height);
+        const [left, right] = extremes([drawn.places.map((place) => place[0])]), [low, high] = extremes([drawn.places.map((place) => place[1])]);
+        const scale = Math.min((width - 60) / (right - left || 1), (height - 50) / (high - low || 1));  // the same for both
+        const x = (value) => width / 2 + (value - (left + right) / 2) * scale, y = (value) => height / 2 - (value - (low + high) / 2) * scale;
+        const number = series.indexOf(part), mains = [...new Set(rows.map((row) => row.main))].filter((main) => main !== null).sort((a, b) => a - b);
+        const value = { main: (row) => row.main, score: (row) => row.scores[number], examples: (row) => (row.trained === null ? row.tested : row.trained) }[by.value];
+        const [from, to] = by.value === "main" ? [0, 0] : extremes([rows.map(value)]);
+        const color = (row) => {
+          const found = value(row);
+          if (found === null) return ink("soft");
+          return by.value === "main" ? hue(mains.indexOf(found), mains.length) : onScale((found - from) / (to - from || 1));
+        };
+        legend.replaceChildren();
+        if (by.value === "main") {
+          mains.slice(0, 30).forEach((main, place) => {
+            const item = make("span", {}, legend);
+            make("i", { class: "dot" }, item).style.background = hue(place, mains.length);
+            item.append(classWord(main));
+          });
+          if (mains.length > 30) make("span", {}, legend, "and " + (mains.length - 30) + " more");
+        } else {
+          const unit = by.value === "score" ? " %" : "", item = make("span", {}, legend);
+          item.append(short(from) + unit + " ");
+          make("i", { class: "ramp" }, item).style.background = "linear-gradient(90deg," + [0, 0.25, 0.5, 0.75, 1].map(onScale).join() + ")";
+          item.append(short(to) + unit);
+        }
+        pen.strokeStyle = ink("line");
+        pen.strokeRect(0.5, 0.5, width - 1, height - 1);
+        const size = rows.length > 300 ? 3 : rows.length > 80 ? 4.5 : 6;
+        const marked = [];
+        rows.forEach((row) => {
+          const place = drawn.places[row.number], score = row.scores[number];
+          const point = { x: x(place[0]), y: y(place[1]), number: row.number, name: row.name, text: tellOf(row, score === null || score === undefined ? [] : [part.label + "  " + score.toFixed(1) + " %"]) };
+          points.push(point);
+          if (row.number === focus) marked.push(point);
+          pen.fillStyle = color(row);
+          pen.globalAlpha = rows.length > 300 ? 0.75 : 1;
           pen.beginPath();
-          pen.arc(x, y, 2.5, 0, 7);
+          pen.arc(point.x, point.y, size, 0, 7);
           pen.fill();
         });
         pen.globalAlpha = 1;
-      });
-    }
-
-    canvas.addEventListener("pointermove", (event) => {
-      const area = canvas.getBoundingClientRect(), x = event.clientX - area.left, y = event.clientY - area.top;
-      let near = null, least = 144;
-      for (const point of points) {
-        const far = (point.x - x) ** 2 + (point.y - y) ** 2;
-        if (far < least) { near = point; least = far; }
+        rings(pen, marked);
+        if (column.names || marked.length) named(pen, points, marked, size, width, height);
       }
-      if (near) showTip(tip, near.text, near.x, near.y, chart.clientWidth);
-      else tip.style.display = "none";
-    });
-    canvas.addEventListener("pointerleave", () => { tip.style.display = "none"; });
-    seed.addEventListener("change", () => { fill(); redraw(); });
-    find.addEventListener("input", fill);
-    fill();
-    return redraw;
+
+      // A name beside every point that has room for one.
+      function named(pen, points, marked, size, width, height) {
+        const taken = points.map((point) => [point.x - size, point.y - size, point.x + size, point.y + size]);
+        pen.fillStyle = ink("ink");
+        pen.textAlign = "left";
+        for (const point of [...marked, ...(points.length <= 120 ? points : [])]) {
+          const long = pen.measureText(point.name).width;
+          const boxes = [[point.x + size + 3, point.y + 4], [point.x - size - 3 - long, point.y + 4], [point.x - long / 2, point.y - size - 4], [point.x - long / 2, point.y + size + 13]];
+          const spot = boxes.find(([left, line]) => {
+            const box = [left - 1, line - 10, left + long + 1, line + 2];
+            if (box[0] < 2 || box[2] > width - 2 || box[1] < 2 || box[3] > height - 2) return false;
+            return taken.every((other) => box[2] < other[0] || box[0] > other[2] || box[3] < other[1] || box[1] > other[3]);
+          });
+          if (!spot) continue;
+          taken.push([spot[0] - 1, spot[1] - 10, spot[0] + long + 1, spot[1] + 2]);
+          pen.fillText(point.name, spot[0], spot[1]);
+        }
+      }
+
+      which.addEventListener("change", redraw);
+      by.addEventListener("change", redraw);
+      return redraw;
+    }
+  }
+
+  // "2.6 GB", "1 h 05 min", "5,000 + 1,000" and "88.1 ± 0.4" as numbers.
+  function size(text) {
+    const units = { TB: 1e12, GB: 1e9, MB: 1e6, kB: 1e3, B: 1, h: 3600, min: 60, s: 1 };
+    const parts = [...text.split(/\u00b1|paper| to |\(/)[0].matchAll(/(-?\d[\d,]*\.?\d*)(?:\s*(TB|GB|MB|kB|B|h|min|s)\b)?/g)];
+    return parts.length ? parts.reduce((sum, [, value, unit]) => sum + parseFloat(value.replace(/,/g, "")) * (units[unit] || 1), 0) : NaN;
   }
 
   function sortable(table) {
@@ -279,13 +617,14 @@
         const isDown = cell.getAttribute("aria-sort") === "ascending";
         for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
         cell.setAttribute("aria-sort", isDown ? "descending" : "ascending");
-        const key = (row) => row.cells[place].textContent, size = (text) => parseFloat(text.replace(/,/g, ""));
+        const key = (row) => row.cells[place].textContent;
         const sorted = [...first].sort((a, b) => {
+          if (place === 0) return (isDown ? -1 : 1) * key(a).localeCompare(key(b));
           const one = size(key(a)), other = size(key(b));
           if (isNaN(one) || isNaN(other)) return isNaN(one) && isNaN(other) ? key(a).localeCompare(key(b)) : isNaN(one) - isNaN(other);
-          return one - other;
+          return isDown ? other - one : one - other;
         });
-        body.append(...(isDown ? sorted.reverse() : sorted));
+        body.append(...sorted);
       };
       cell.addEventListener("click", sort);
       cell.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
@@ -299,8 +638,13 @@
   }
   document.querySelectorAll("table.sortable").forEach(sortable);
   const all = () => redraws.forEach((redraw) => redraw());
-  let waiting = 0;
-  addEventListener("resize", () => { cancelAnimationFrame(waiting); waiting = requestAnimationFrame(all); });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", all);
+  let waiting = 0, wide = innerWidth;
+  addEventListener("resize", () => {
+    if (innerWidth === wide) return;  // a phone's address bar comes and goes
+    wide = innerWidth;
+    cancelAnimationFrame(waiting);
+    waiting = requestAnimationFrame(all);
+  });
+  isDark.addEventListener("change", all);
   all();
 })();

@@ -5,7 +5,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,20 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from pfedhn.errors import UserError, closest, printable
-from pfedhn.experiments.spec import flat_fields
+from pfedhn.experiments.directory import plain
+from pfedhn.experiments.spec import Experiment, flat_fields
 from pfedhn.files import make_folder, write_atomically
-from pfedhn.report.entries import Average, Entry, Report, column_text, counted, display_name
-from pfedhn.report.figures import figures_of, style
+from pfedhn.report.entries import Average, Column, Entry, Report, column_text, counted, display_name
+from pfedhn.report.figures import figures_of, style, to_png, to_svg
 from pfedhn.report.findings import Finding, pngs, svgs
 from pfedhn.report.findings import to_markdown as finding_to_markdown
 from pfedhn.report.pairs import caption as pairs_caption
 from pfedhn.report.pairs import pairs
 from pfedhn.report.tables import caption, commands, details, grid, sentence, to_csv, to_latex, to_markdown
+from pfedhn.result import Result
+from pfedhn.settings import to_toml
 
-FORMATS = ("md", "csv", "tex", "png", "html")
+FORMATS = ("md", "csv", "tex", "png", "svg", "html")
 
 
 def _shown(value: Any) -> Any:
@@ -57,25 +61,13 @@ def to_html(
         {"title": finding.title, "sentence": finding.sentence, "tables": finding.tables, "figures": _encoded(finding)}
         for finding in findings
     ]
-    sections = [
-        {
-            "title": report.title,
-            "sentence": sentence(report) if report.columns else "",
-            "tables": [
-                *([(grid(report, average), caption(report, average))] if len(report.columns) > 1 else []),
-                (details(report, average), caption(report)),
-                *((lines, pairs_caption(c)) for c in report.columns if (lines := pairs(report, c, average))),
-            ],
-            "differences": differing_settings(report.entries),
-            "columns": list(map(column_text, report.columns)),
-        }
-        for report in reports
-    ]
+    sections = [_section(report, average) for report in reports]
     folder = Path(__file__).parent
     script = (folder / "page.js").read_text()
     return TEMPLATES.get_template("page.html").render(
         findings=shown,
         sections=sections,
+        specs=[(experiment.name, spec_text(experiment)) for report in reports for experiment in report.experiments],
         commands=[command for report in reports for command in commands(report)],
         versions=versions(reports),
         style=Markup((folder / "page.css").read_text()),  # noqa: S704 - our own file
@@ -86,23 +78,77 @@ def to_html(
     )
 
 
+def _section(report: Report, average: Average) -> dict[str, Any]:
+    """What the template shows of a report."""
+    finished = replace(report, entries=[entry for entry in report.entries if entry.results])
+    names = [display_name(label) for label in report.labels if label not in finished.labels]
+    heading, *lines = details(finished, average)
+    cost = [place for place, name in enumerate(heading) if name in ("method", "data set", "clients", *COSTS)]
+    if len(finished.columns) > 1:
+        results = grid(finished, average), caption(finished, average)
+        cost = list(range(len(heading)))
+    else:
+        kept = [place for place, name in enumerate(heading) if name not in COSTS]
+        results = _some_columns([heading, *lines], kept), caption(finished)
+    return {
+        "title": report.title,
+        "sentence": sentence(report) if report.columns else "",
+        "results": (_displayed(results[0]), results[1]),
+        "missing": ", ".join(names),
+        "cost": (_displayed(_some_columns([heading, *lines], cost)), COST_CAPTION),
+        "differences": differing_settings(report.entries),
+        "columns": [
+            {
+                "name": column_text(column),
+                "pairs": (found, pairs_caption(column)) if (found := pairs(report, column, average)) else None,
+            }
+            for column in report.columns
+        ],
+    }
+
+
+COSTS = ("steps", "up", "down", "time")
+COST_CAPTION = "Of one run, the mean over seeds: communication steps, bytes from and to the clients, wall time."
+
+
+def _some_columns(lines: Sequence[Sequence[str]], kept: Sequence[int]) -> list[list[str]]:
+    return [[line[place] for place in kept] for line in lines]
+
+
+def _displayed(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    """A table of methods, each as its paper writes it."""
+    return [list(lines[0]), *([display_name(line[0]), *line[1:]] for line in lines[1:])]
+
+
+def spec_text(experiment: Experiment) -> str:
+    """An experiment as a file that `pfedhn run` takes."""
+    return to_toml(plain(asdict(experiment)))
+
+
 def _json(value: Any) -> str:
     """JSON that stands inside a page: nothing in it can end the element that holds it."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def best_cells(lines: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
-    """The places (row, column) of the best numbers in a table of methods: accuracies, most; a loss, least."""
+    """The places (row, column) of the best numbers in a table of methods: accuracies, most; a loss, least.
+
+    Where a table has several data sets or numbers of clients one under the other, each has a best of its own.
+    """
     found = set()
+    apart = [place for place, name in enumerate(lines[0]) if name in ("data set", "clients")]
     for place, name in enumerate(lines[0]):
         is_loss = name == "test loss"
         if not is_loss and name not in ("over clients", "over samples") and not re.search(r", \d+ clients$", name):
             continue
-        numbers = [_first_number(line[place]) for line in lines[1:]]
-        known = [number for number in numbers if number is not None]
-        if len(known) > 1:
-            best = min(known) if is_loss else max(known)
-            found |= {(row, place) for row, number in enumerate(numbers) if number == best}
+        groups: dict[tuple[str, ...], dict[int, float]] = {}
+        for row, line in enumerate(lines[1:]):
+            if (number := _first_number(line[place])) is not None:
+                groups.setdefault(tuple(line[other] for other in apart), {})[row] = number
+        for numbers in groups.values():
+            if len(numbers) > 1:
+                best = (min if is_loss else max)(numbers.values())
+                found |= {(row, place) for row, number in numbers.items() if number == best}
     return found
 
 
@@ -115,15 +161,19 @@ TEMPLATES.globals["best_cells"] = best_cells
 
 
 def differing_settings(entries: Sequence[Entry]) -> list[list[str]]:
-    """A table of every setting in which the runs shown differ: a line per setting, a column per cell; or nothing."""
+    """A table of every setting in which the runs shown differ: a line per setting, a column per cell; or nothing.
+
+    A setting that only some of the methods have counts where these differ in it.
+    """
     known = [entry for entry in entries if entry.results or entry.curves]
     values = [flat_fields(entry.cell) | _settings(entry) for entry in known]
     names = [name for name in dict.fromkeys(name for part in values for name in part) if name != "method"]
-    differing = [name for name in names if len({repr(part.get(name)) for part in values}) > 1]
+    differing = [name for name in names if len({repr(part[name]) for part in values if name in part}) > 1]
     if not differing:
         return []
-    heading = ["setting", *(f"{display_name(entry.label)}, {column_text(entry.column)}" for entry in known)]
-    return [heading, *([name, *(_value(part.get(name)) for part in values)] for name in differing)]
+    is_one_column = len({entry.column for entry in known}) == 1
+    texts = [display_name(e.label) + ("" if is_one_column else f", {column_text(e.column)}") for e in known]
+    return [["setting", *texts], *([name, *(_value(part.get(name)) for part in values)] for name in differing)]
 
 
 def _settings(entry: Entry) -> dict[str, Any]:
@@ -133,6 +183,8 @@ def _settings(entry: Entry) -> dict[str, Any]:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_value, value)) or "none"
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -151,17 +203,33 @@ def versions(reports: Sequence[Report]) -> list[str]:
 
 def chart_data(reports: Sequence[Report], average: Average = "clients") -> list[list[dict[str, Any]]]:
     """What the charts draw: for each report and column, the curves of its cells and what every client has."""
-    return [
-        [
-            {
-                "name": printable(column_text(column)),
-                "isAccuracy": all(entry.has_accuracy for entry in report.in_column(column)),
-                "series": [_series(entry, report.in_column(column), average) for entry in report.in_column(column)],
-            }
-            for column in report.columns
-        ]
-        for report in reports
-    ]
+    return [[_column(report.in_column(column), column, average) for column in report.columns] for report in reports]
+
+
+def _column(entries: Sequence[Entry], column: Column, average: Average) -> dict[str, Any]:
+    results = [result for entry in entries for result in entry.results.values()]
+    described = {result.partition_sha256: result.clients for result in results if result.clients is not None}
+    holds = {
+        split: [[[int(label), count] for label, count in held.items()] for held in clients.classes]
+        for split, clients in described.items()
+        if clients.classes is not None
+    }
+    names = [entry.client_names for entry in entries] + [clients.names for clients in described.values()]
+    class_names = next((clients.class_names for clients in described.values() if clients.class_names), None)
+    labels = [label for rows in holds.values() for held in rows for label, _ in held]
+    return {
+        "name": printable(column_text(column)),
+        "isAccuracy": all(entry.has_accuracy for entry in entries),
+        "series": [_series(entry, entries, average) for entry in entries if entry.results or entry.curves],
+        "names": _words(next((found for found in names if found), None)),
+        "classNames": _words(class_names),
+        "numClasses": max(len(class_names or ()), max(labels, default=-1) + 1),
+        "holds": holds,
+    }
+
+
+def _words(names: Sequence[str] | None) -> list[str] | None:
+    return None if names is None else list(map(printable, names))
 
 
 def _series(entry: Entry, entries: Sequence[Entry], average: Average) -> dict[str, Any]:
@@ -170,8 +238,11 @@ def _series(entry: Entry, entries: Sequence[Entry], average: Average) -> dict[st
         "label": printable(display_name(entry.label)),
         "color": color if isinstance(color, str) and re.fullmatch(r"#[0-9a-fA-F]{3,8}|\w+", color) else "gray",
         "dashed": dash not in ("-", "solid"),
+        "numSeeds": len(entry.curves),
+        "sendsNothing": entry.sends_nothing,
         "curves": {"score": _spread(_scores(entry, average)), "loss": _spread(_losses(entry))},
-        "bytesPerStep": _bytes_per_step(entry),
+        "bytesPerStep": _per_step(entry, lambda result: result.bytes_up + result.bytes_down),
+        "roundsPerStep": _per_step(entry, lambda result: result.rounds),
         "clients": {
             str(seed): {
                 "score": [_plain(value) for value in entry.client_accuracy(seed).tolist()],
@@ -181,7 +252,11 @@ def _series(entry: Entry, entries: Sequence[Entry], average: Average) -> dict[st
             for seed, result in entry.results.items()
             if entry.has_accuracy
         },
-        "names": None if entry.client_names is None else list(map(printable, entry.client_names)),
+        "maps": {
+            str(seed): {"places": [list(place) for place in found.map], "variance": found.map_variance or 0.0}
+            for seed, result in entry.results.items()
+            if (found := result.clients) is not None and found.map is not None
+        },
     }
 
 
@@ -208,8 +283,8 @@ def _spread(curves: Sequence[Mapping[int, float]]) -> dict[str, list[float]] | N
     return {"step": list(steps), **{name: [round(float(v), 4) for v in row] for name, row in rows.items()}}
 
 
-def _bytes_per_step(entry: Entry) -> float | None:
-    parts = [(result.bytes_up + result.bytes_down) / result.steps for result in entry.results.values() if result.steps]
+def _per_step(entry: Entry, count: Callable[[Result], float]) -> float | None:
+    parts = [count(result) / result.steps for result in entry.results.values() if result.steps]
     return sum(parts) / len(parts) if parts else None
 
 
@@ -217,8 +292,14 @@ def _plain(value: float) -> float | None:
     return round(value, 2) if math.isfinite(value) else None
 
 
-def _encoded(finding: Finding) -> dict[str, str]:
-    return {name: base64.b64encode(content).decode() for name, content in pngs(finding).items()}
+def _encoded(finding: Finding) -> dict[str, tuple[str, str]]:
+    """Every figure twice: for a light and for a dark screen."""
+    dark = pngs(finding, is_dark=True)
+    return {name: (_base64(content), _base64(dark[name])) for name, content in pngs(finding).items()}
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
 
 
 def check_formats(names: Iterable[str]) -> None:
@@ -250,7 +331,6 @@ def write(
     check_formats(formats)
     if not reports:
         raise UserError("there is nothing to report; name a directory that `pfedhn run` made.")
-    figures = figures_of(reports, average) if "png" in formats else {}
     files: dict[str, bytes] = {}
     if "md" in formats:
         sections = [finding_to_markdown(finding) for finding in findings]
@@ -259,10 +339,11 @@ def write(
         files["report.csv"] = to_csv(reports).encode()
     if "tex" in formats:
         files["report.tex"] = to_latex(reports, average).encode()
-    if "png" in formats:
-        files |= figures
-        for finding in findings:
-            files |= pngs(finding) | svgs(finding)
+    for name, save, of_finding in (("png", to_png, pngs), ("svg", to_svg, svgs)):
+        if name in formats:
+            files |= {f"{stem}.{name}": save(figure) for stem, figure in figures_of(reports, average).items()}
+            for finding in findings:
+                files |= of_finding(finding)
     if "html" in formats:
         files["report.html"] = to_html(reports, average, findings).encode()
     make_folder(out)

@@ -14,7 +14,19 @@ from rich.table import Table
 from rich.text import Text
 
 from pfedhn.errors import printable
-from pfedhn.report.entries import Average, Column, Entry, Report, Summary, column_text, compare, display_name, summarize
+from pfedhn.experiments.spec import Cell
+from pfedhn.report.entries import (
+    Average,
+    Column,
+    Cost,
+    Entry,
+    Report,
+    Summary,
+    column_text,
+    compare,
+    display_name,
+    summarize,
+)
 from pfedhn.report.pairs import caption as pairs_caption
 from pfedhn.report.pairs import pairs
 
@@ -140,7 +152,7 @@ def caption(report: Report, average: Average | None = None) -> str:
     """What the numbers are, and where they were made."""
     over = f", averaged over {average}" if average and report.measure != "test loss" else ""
     text = (
-        f"{report.measure.capitalize()}{over}, at the round chosen on validation; mean ± sample deviation over seeds."
+        f"{report.measure.capitalize()}{over}, at the round chosen on validation; mean ± standard deviation over seeds."
     )
     singles = [entry.label for entry in report.entries if len(entry.results) == 1]
     if singles:
@@ -223,27 +235,64 @@ def commands(report: Report) -> list[str]:
 
 def to_csv(reports: Sequence[Report]) -> str:
     """A line per cell, all numbers unrounded."""
+    lines = [numbers(entry) for report in reports for entry in report.entries]
     stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(
-        ["method", "dataset", "clients", "seeds", "planned_seeds"]
-        + [f"{name}_{part}" for name in ("over_clients", "over_samples", "loss") for part in ("mean", "deviation")]
-        + ["published_mean", "published_deviation", "difference_over_clients", "difference_over_samples"]
-        + ["steps", "bytes_up", "bytes_down", "seconds", "hardware"]
-    )
-    for entry in (entry for report in reports for entry in report.entries):
-        averages: tuple[Average, ...] = ("clients", "samples")
-        accuracies = [entry.test(average) if entry.has_accuracy else None for average in averages]
-        loss = summarize(result.test.loss for result in entry.results.values())
-        cells: list[Any] = [entry.label, *entry.column, len(entry.results), entry.num_planned]
-        for value in (*accuracies, loss):
-            cells += ["", ""] if value is None else [value.mean, "" if value.deviation is None else value.deviation]
-        cells += [*(entry.published or ("", ""))]
-        cells += [entry.difference(average) if entry.has_accuracy else None for average in averages]
-        totals = [entry.total("steps"), entry.total("bytes_up"), entry.total("bytes_down"), entry.total("seconds")]
-        cells += [None if total is None else total.mean for total in totals]
-        writer.writerow([*cells, entry.hardware])
+    writer = csv.DictWriter(stream, list(numbers(Entry("", Cell(), {}, {}, 0))), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
     return stream.getvalue()
+
+
+def numbers(entry: Entry) -> dict[str, Any]:
+    """A cell as a line of a table for programs; what is not known is None."""
+    found: dict[str, Any] = {
+        "method": entry.label,
+        "dataset": entry.column[0],
+        "clients": entry.column[1],
+        "seeds": len(entry.results),
+        "planned_seeds": entry.num_planned,
+    }
+    averages: tuple[Average, ...] = ("clients", "samples")
+    measured = {f"over_{average}": entry.test(average) if entry.has_accuracy else None for average in averages}
+    measured["loss"] = summarize(result.test.loss for result in entry.results.values())
+    for name, value in measured.items():
+        found |= {f"{name}_mean": value and value.mean, f"{name}_deviation": value and value.deviation}
+    found["published_mean"], found["published_deviation"] = entry.published or (None, None)
+    for average in averages:
+        found[f"difference_over_{average}"] = entry.difference(average) if entry.has_accuracy else None
+    costs: tuple[Cost, ...] = ("steps", "bytes_up", "bytes_down", "seconds")
+    for cost in costs:
+        total = entry.total(cost)
+        found[cost] = total and total.mean
+    return found | {"hardware": entry.hardware}
+
+
+def to_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
+    """Every number for scripts: for each report its cells, and of each seed every client's accuracy by name."""
+    return [
+        {"title": report.title, "cells": [numbers(entry) | {"runs": _runs(entry)} for entry in report.entries]}
+        for report in reports
+    ]
+
+
+def _runs(entry: Entry) -> list[dict[str, Any]]:
+    return [
+        {
+            "seed": seed,
+            "name": result.name,
+            "chosen_step": result.chosen_step,
+            "over_clients": result.test.client_mean,
+            "over_samples": result.test.sample_mean,
+            "loss": result.test.loss,
+            "settings": result.settings,
+            "client_names": entry.client_names and list(entry.client_names),
+            "client_accuracy": [None if v != v else v / 100 for v in entry.client_accuracy(seed).tolist()]
+            if entry.has_accuracy
+            else None,
+            "command": result.command,
+        }
+        for seed, result in entry.results.items()
+    ]
 
 
 def to_latex(reports: Sequence[Report], average: Average = "clients") -> str:

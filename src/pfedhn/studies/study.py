@@ -54,10 +54,7 @@ class Finished:
 
     def embeddings(self, last: bool = False) -> Tensor:
         """[N, D]: what the server knows of each client at the chosen round, or after the last one."""
-        algorithm: Any = self.run.simulation.algorithm
-        rows: Any = algorithm.up_to_date(self.run.memories(last).rows, self.shared(last))  # every step moves them
-        embeddings: Tensor = rows.embedding
-        return embeddings.detach().double().cpu()
+        return self.run.embeddings(last)
 
     def scores(self, model: Model, weights: Params, client: int, split: str = "test") -> tuple[float, float, int]:
         """Summed loss and metric of some weights on a client's examples of a split, and the number of those."""

@@ -1,0 +1,76 @@
+"""The server's door: who has enrolled reaches the engine, and nothing but what a node needs."""
+
+import asyncio
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from parties import KEYS
+
+from pfedhn.deploy.certificates import AUTHORITY, make_certificates
+from pfedhn.deploy.gate import make_app
+from pfedhn.deploy.invitations import Invitations
+from pfedhn.deploy.signing import KEY_HEADER, key_text, proof, public_text
+
+
+class Door:
+    """A door with nothing behind it: what gets through finds no engine."""
+
+    def __init__(self, folder: Path) -> None:
+        make_certificates(folder, ["localhost"])
+        self.invitations, self.events = Invitations(folder / "parties"), list[Any]()
+        self.authority = (folder / AUTHORITY).read_text()
+        self.app = make_app(
+            self.invitations, "127.0.0.1:9", folder / AUTHORITY, lambda name, key: {"name": name},
+            lambda: {"is_up": True}, self.events.append,
+        )  # fmt: skip
+
+    def post(self, path: str, content: bytes = b"", **headers: str) -> httpx.Response:
+        async def ask() -> httpx.Response:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="https://door") as client:
+                return await client.post(path, content=content, headers=headers)
+
+        return asyncio.run(ask())
+
+    def enroll(self, name: str, token: str, key: Any, signer: Any = None, authority: str = "") -> int:
+        signature = proof(signer or key, name, authority or self.authority)
+        table = {"name": name, "token": token, "key": public_text(key.public_key()), "proof": signature.hex()}
+        return self.post("/enroll", json.dumps(table).encode()).status_code
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Door:
+    return Door(tmp_path)
+
+
+def test_who_enrolls_holds_the_key_that_it_hands_in(door: Door) -> None:
+    """A public key is no secret: it is worth nothing without its private half, nor a proof at another server."""
+    one, other = KEYS[:2]
+    token = door.invitations.invite("lyon", "server:1", door.authority).token
+    assert door.enroll("lyon", token, one, signer=other) == 403
+    assert door.enroll("lyon", token, one, authority="another") == 403
+    assert not door.invitations.enrolled()
+    assert [event["event"] for event in door.events] == ["stranger"]  # mentioned once a minute
+    assert door.enroll("lyon", token, one) == 200
+    door.invitations.invite("paris", "server:1", door.authority, key=public_text(other.public_key()))
+    assert door.enroll("paris", "", other) == 200
+    assert door.enroll("paris", "", other, signer=one) == 403
+
+
+def test_nothing_but_what_a_node_needs_gets_through(door: Door) -> None:
+    one, other = KEYS[:2]
+    door.invitations.invite("lyon", "server:1", door.authority, key=public_text(one.public_key()))
+    mine, stranger = (base64.b64encode(key_text(key.public_key())).decode() for key in (one, other))
+    assert door.post("/v1/fleet/pull-messages", **{KEY_HEADER: mine}).status_code == 503  # no engine is behind it
+    for header in (stranger, "no base64", ""):
+        assert door.post("/v1/fleet/pull-messages", **{KEY_HEADER: header}).status_code == 401
+    for path in ("/v1/control/start-run", "/v1/runtime/push-messages", "/v1/fleet/../control/start-run", "/"):
+        assert door.post(path, **{KEY_HEADER: mine}).status_code == 404
+    for content in (b"", b"[]", b"{}", b"x", b'{"name": "lyon", "token": "", "key": "", "proof": "zz"}'):
+        assert door.post("/enroll", content).status_code in (401, 403)
+    assert door.post("/enroll", b"x" * 20_000).status_code == 413
+    door.invitations.revoke("lyon")
+    assert door.post("/v1/fleet/pull-messages", **{KEY_HEADER: mine}).status_code == 401
