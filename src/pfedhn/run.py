@@ -483,6 +483,11 @@ class Run:
         seed = check_seed(seed)
         model = simulation.model_of(0) if architecture is None else self._network(architecture)
         data = Federation.from_clients([(x, y)] if name is None else {name: (x, y)}, split=split, seed=seed)
+        if not sum(int(data.splits[part].size.sum()) for part in EVALUATED_SPLITS):
+            raise UserError(
+                f"split = {split} of so few examples ({len(data.x)}) leaves none for validation or test; give more "
+                "examples, or a split that keeps some of them for these."
+            )
         if name is None:
             data = replace(data, identities=torch.tensor([_identity(data)]))
         if simulation.federation.architectures is not None:

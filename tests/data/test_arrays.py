@@ -220,3 +220,5 @@ def test_texts_and_datasets_are_refused_with_the_way_out() -> None:
     dataset = torch.utils.data.TensorDataset(torch.zeros(3, 2), torch.zeros(3))
     with pytest.raises(UserError, match=r"of a PyTorch Dataset, give x = torch\.stack"):
         as_tensor(dataset, "x")
+    with pytest.raises(UserError, match=r"client 0: its data is a TensorDataset; of a PyTorch Dataset, give x = "):
+        Federation.from_clients([dataset])  # type: ignore[list-item]

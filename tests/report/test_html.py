@@ -15,11 +15,13 @@ import numpy
 import pytest
 
 import pfedhn
+from pfedhn.experiments.grid import from_toml
+from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.spec import Cell
 from pfedhn.report import page as page_module
 from pfedhn.report.entries import Entry, Report, collect
-from pfedhn.report.page import best_cells, differing_settings, to_html
-from pfedhn.result import Curve, Environment, Measures, Result, Scores
+from pfedhn.report.page import best_cells, differing_settings, spec_text, to_html
+from pfedhn.result import Clients, Curve, Environment, Measures, Result, Scores
 
 VOID = {"meta", "img", "br", "input", "link", "source"}
 
@@ -131,3 +133,32 @@ def test_a_thousand_clients_and_ten_thousand_points_stay_small() -> None:
 def test_the_script_is_javascript() -> None:
     script = Path(page_module.__file__).with_name("page.js")
     subprocess.run(["node", "--check", str(script)], check=True)
+
+
+def test_the_experiment_on_the_page_is_one_that_can_be_run(tmp_path: Path) -> None:
+    experiment = EXPERIMENTS["table1-cifar10"]
+    (tmp_path / "again.toml").write_text(spec_text(experiment))
+    assert from_toml(tmp_path / "again.toml") == experiment
+
+
+def test_who_holds_what_and_where_clients_lie() -> None:
+    made = entry("pfedhn", 2)
+    who = Clients(("Berlin", "Lyon"), ("cat", "dog"), ({"0": 3}, {"0": 1, "1": 4}), ((0.0, 1.0), (2.0, 3.0)), 0.75)
+    known = replace(made, results={0: replace(made.results[0], clients=who)})
+    ((column,),) = data_of(to_html([Report("made", [known, entry("local", 2)])]))
+    assert (column["names"], column["classNames"]) == (["Berlin", "Lyon"], ["cat", "dog"])
+    assert column["numClasses"] == 2
+    assert column["holds"] == {"split": [[[0, 3]], [[0, 1], [1, 4]]]}
+    assert column["series"][0]["maps"] == {"0": {"places": [[0.0, 1.0], [2.0, 3.0]], "variance": 0.75}}
+    assert column["series"][1]["maps"] == {}
+
+
+def test_a_setting_that_only_some_methods_have_is_no_difference() -> None:
+    entries = [entry("pfedhn", 5, clip=50), entry("pfedhn-pc", 5, clip=50), entry("local", 5)]
+    assert differing_settings(entries) == []
+
+
+def test_each_number_of_clients_has_a_best_of_its_own() -> None:
+    lines = [["method", "clients", "over clients"], ["a", "10", "90.00"], ["b", "10", "91.00"]]
+    lines += [["a", "50", "70.00"], ["b", "50", "60.00"]]
+    assert best_cells(lines) == {(1, 2), (2, 2)}

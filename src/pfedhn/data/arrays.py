@@ -57,6 +57,8 @@ def _native(array: NDArray[Any]) -> NDArray[Any]:
 
 def as_pair(client: int | str, what: str, arrays: Any) -> Pair:
     """The x and y that a client brings."""
+    if isinstance(arrays, torch.utils.data.Dataset):
+        raise UserError(f"client {client}: {what} is a {type(arrays).__name__}{_way_out(arrays)}.")
     try:
         x, y = arrays
         pair = as_tensor(x, "x"), as_tensor(y, "y")

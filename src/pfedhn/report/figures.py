@@ -257,6 +257,9 @@ def _for_dark_pages(figure: Any) -> None:
     for axes in figure.axes:
         for spine in axes.spines.values():
             spine.set_edgecolor("#8A9099")
+        for text in axes.texts:
+            if (arrow := getattr(text, "arrow_patch", None)) is not None:
+                arrow.set_color(text.get_color())
 
 
 def _on_dark(color: Any) -> Any:
