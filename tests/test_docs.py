@@ -46,7 +46,7 @@ from pfedhn.sgd import python_loop, scanning
 from pfedhn.studies import STUDIES
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -267,6 +267,17 @@ def test_accuracies_on_the_way_are_those_of_the_stored_runs(method: str) -> None
         for step, cell in zip(steps, cells, strict=True):
             accuracies = 100 * numpy.array([curve[step] for curve in curves])
             assert cell == f"{accuracies.mean():.2f} ± {accuracies.std(ddof=1):.2f}", (name, step)
+
+
+def test_the_citation_is_that_of_the_readme() -> None:
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["cff-version"], citation["type"], citation["license"]) == ("1.2.0", "software", "Apache-2.0")
+    paper, readme = citation["preferred-citation"], (ROOT / "README.md").read_text()
+    assert f"= {{{paper['title']}}}" in readme
+    names = " and ".join(f"{author['family-names']}, {author['given-names']}" for author in paper["authors"])
+    assert f"= {{{names}}}" in readme
+    assert f"= {{{paper['start']}--{paper['end']}}}" in readme
 
 
 def test_figures_are_whole() -> None:
