@@ -12,7 +12,7 @@ help:
 	@echo "make demo        train on the embedded digits and draw what came out (one to two minutes after the install)"
 	@echo "make test        run the tests that are fast"
 	@echo "make test-all    run all tests"
-	@echo "make test-faults damage files, kill commands, generate inputs: a table of what came of it (ten minutes)"
+	@echo "make test-faults damage files, kill commands and federations, generate inputs: a table of what came of it (20 minutes)"
 	@echo "make soak        a federation of real parties whose processes are killed at random for 20 minutes"
 	@echo "make test-newest build the wheel, install it with the newest of everything but torch, test the command line"
 	@echo "make check       ruff, mypy --strict, import-linter"

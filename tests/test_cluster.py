@@ -116,7 +116,7 @@ def test_data_that_a_worker_cannot_load_are_said(nodes: Any, tmp_path: Path, mon
         return examples(client)
 
     simulation = large(load)
-    with pytest.raises(UserError, match=r"loading client \d+ failed \(KeyError: 'CLINICS'\); mend `load`"):
+    with pytest.raises(UserError, match=r"loading client \d+ failed \(KeyError: 'CLINICS'\); fix `load`"):
         a_round(simulation, Workers(simulation))
 
 

@@ -46,7 +46,7 @@ from pfedhn.sgd import python_loop, scanning
 from pfedhn.studies import STUDIES
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -108,7 +108,7 @@ def test_tutorials_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pyte
         elif language == "python":
             exec(compile(fewer_steps(body), page.name, "exec"), names)
         elif language == "sh":
-            for line in body.splitlines():
+            for line in body.replace("\\\n", " ").splitlines():
                 program, *words = shlex.split(line, comments=True) or [""]
                 if program == "pfedhn":
                     said = CliRunner().invoke(app, words, prog_name="pfedhn")
@@ -125,10 +125,10 @@ def test_the_tutorial_on_a_real_federation(tmp_path: Path) -> None:
     def command(line: str) -> None:
         words = shlex.split(line.replace("9443", port))[1:]
         words += ["--port", port] if words[0] == "serve" else []
-        log = (tmp_path / f"{len(started)}-{words[0]}.log").open("wb")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pfedhn", *words], cwd=tmp_path, env=environment, stdout=log, stderr=log
-        )
+        with (tmp_path / f"{len(started)}-{words[0]}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pfedhn", *words], cwd=tmp_path, env=environment, stdout=log, stderr=log
+            )
         if words[0] in ("serve", "join"):
             started.append(process)
             while words[0] == "serve" and not (tmp_path / "clinics" / "ca.crt").exists():  # until it is up
@@ -235,7 +235,9 @@ def test_relative_links_resolve(page: Path) -> None:
         file = (page.parent / path) if path else page
         assert file.exists(), target
         assert ROOT in file.resolve().parents
-        if anchor:
+        if anchor in ("only-light", "only-dark"):  # which color scheme a figure is for
+            assert file.suffix == ".svg"
+        elif anchor:
             headings = re.findall(r"^#+ (.+)$", FENCE.sub("", file.read_text()), re.MULTILINE)
             assert anchor in map(slug, headings), target
 
@@ -265,6 +267,17 @@ def test_accuracies_on_the_way_are_those_of_the_stored_runs(method: str) -> None
         for step, cell in zip(steps, cells, strict=True):
             accuracies = 100 * numpy.array([curve[step] for curve in curves])
             assert cell == f"{accuracies.mean():.2f} ± {accuracies.std(ddof=1):.2f}", (name, step)
+
+
+def test_the_citation_is_that_of_the_readme() -> None:
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["cff-version"], citation["type"], citation["license"]) == ("1.2.0", "software", "Apache-2.0")
+    paper, readme = citation["preferred-citation"], (ROOT / "README.md").read_text()
+    assert f"= {{{paper['title']}}}" in readme
+    names = " and ".join(f"{author['family-names']}, {author['given-names']}" for author in paper["authors"])
+    assert f"= {{{names}}}" in readme
+    assert f"= {{{paper['start']}--{paper['end']}}}" in readme
 
 
 def test_figures_are_whole() -> None:
@@ -350,8 +363,10 @@ def test_toml_examples_are_experiments() -> None:
     check(experiment)
     methods = [cell.method for cell in experiment.cells]
     assert {name: methods.count(name) for name in methods} == {"local": 2, "fedavg": 2, "lg-fedavg": 2, "pfedhn": 4}
-    assert len(own_data) == 4  # and a network of one's own
+    assert len(own_data) == 5  # with a network of one's own, and grids for tuning
     for table in own_data:
+        for method, grid in table.pop("tune", {}).items():
+            assert set(grid) <= {item.name for item in fields(ALGORITHMS[method]())}
         from_table(table, "mine")
 
 
@@ -398,7 +413,7 @@ def find(words: list[str]) -> tuple[str, ...]:
 @each_page
 def test_commands_exist(page: Path) -> None:
     text = page.read_text()
-    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`((?:pfedhn|make) [^`\n]+)`", FENCE.sub("", text))
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in lines:
@@ -437,6 +452,29 @@ def test_api_page_has_every_export() -> None:
     assert named == set(pfedhn.__all__) - {"ALGORITHMS", "datasets"}
 
 
+def described_on_the_api_page() -> Iterator[tuple[str, Any]]:
+    """Functions and methods; the arguments of a dataclass are its fields, which have comments."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name, options in re.findall(r"^::: pfedhn\.([\w.]+)\n((?:    .*\n)*)", page, re.MULTILINE):
+        found: Any = pfedhn
+        for part in name.split("."):
+            found = getattr(found, part)
+        if not isinstance(found, type):
+            yield name, found
+        for member in re.findall(r"^        - (\w+)$", options, re.MULTILINE):
+            part = inspect.getattr_static(found, member)
+            if callable(part) or isinstance(part, staticmethod | classmethod):
+                yield f"{name}.{member}", getattr(part, "__func__", part)
+
+
+@pytest.mark.parametrize(("name", "function"), list(described_on_the_api_page()))
+def test_every_argument_of_the_api_is_documented(name: str, function: Any) -> None:
+    text = inspect.getdoc(function) or ""
+    arguments = [argument for argument in inspect.signature(function).parameters if argument not in ("self", "cls")]
+    missing = [word for word in arguments if not re.search(rf"^    (\w+, )*{word}(, \w+)*:", text, re.MULTILINE)]
+    assert not missing, f"{name} does not say what {missing} mean"
+
+
 def test_the_tree_is_the_source() -> None:
     (tree,) = (block for block in blocks(ROOT / "docs" / "architecture.md", "text") if "keys.py" in block)
     source = ROOT / "src" / "pfedhn"
@@ -461,7 +499,7 @@ def test_used_examples_of_the_two_shares() -> None:
             used = [
                 numpy.floor(rule.assign(one_each, key).shares * (40_000 // num_classes)).sum() for key in range(400)
             ]
-            # The mean of 400 partitions is good to a tenth of a per cent, and the page rounds to a whole one.
+            # The mean of 400 partitions is good to a tenth of a percent, and the page rounds to a whole one.
             assert float(cell.removesuffix(" %")) == pytest.approx(numpy.mean(used) / 400, abs=0.5), (clients, shares)
 
 

@@ -83,7 +83,7 @@ def test_trouble_is_a_sentence_that_names_the_path_and_the_way_out(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match=r": no space left on device; make room, and the same command goes on\.$"):
+    with pytest.raises(RunError, match=r": no space left on device; make room, and the same command resumes\.$"):
         write_atomically(tmp_path / "a.txt", b"", "give another place")
 
 

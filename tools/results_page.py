@@ -280,9 +280,10 @@ OPENING = f"""\
 The long form of the [results](results.md). Every number of ours comes from a line in `results/` of the repository, and
 the line names the command that makes it again ([how](#how-a-result-is-stored-and-rerun)).
 
-Accuracy is that of each client's own model on its own test rows, in per cent, at the round chosen on validation.
-*Over clients* is the mean of the clients' accuracies, as the paper defines it; *over samples* counts every test row
-once, as the authors' code does. ± is the sample deviation over seeds (n - 1). The paper's ± is over three seeds.
+Accuracy is that of each client's own model on its own test examples, in percent, at the round chosen on validation.
+*Over clients* is the mean of the clients' accuracies, as the paper defines it; *over samples* counts every test
+example once, as the authors' code does. ± is the sample standard deviation over seeds (n - 1); the paper's is over
+three seeds.
 
 A cell of the tables has our accuracy over clients (and the number of seeds), the paper's, and the difference. {NOT_RUN}
 means *not run yet*; *1 seed* marks a number that no second seed has confirmed. Tables and figures have the seeds 0, 1

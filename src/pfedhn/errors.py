@@ -1,4 +1,4 @@
-"""What a person can mend: one kind of error, whose message is a sentence that says what to do."""
+"""What a person can fix: one kind of error, whose message is a sentence that says what to do."""
 
 import difflib
 import reprlib
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Something the person at the keyboard can mend; the message is one sentence that says how.
+    """Something the person at the keyboard can fix; the message is one sentence that says how.
 
     Only this becomes a sentence on the command line. Every other exception is a defect of ours and keeps its traceback.
     """

@@ -114,7 +114,7 @@ def writing(path: Path, way_out: str = ANOTHER_PLACE) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        way_out = "make room, and the same command goes on" if error.errno in NO_ROOM else way_out
+        way_out = "make room, and the same command resumes" if error.errno in NO_ROOM else way_out
         raise RunError(f"{path}: {_reason(error)}; {way_out}.") from error
 
 

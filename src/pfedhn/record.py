@@ -445,7 +445,7 @@ def _moment_of(line: bytes, before: str) -> tuple[Moment, str]:
 
 
 def _history_of_newest(directory: Path, run: Mapping[str, str]) -> Sequence[Any]:
-    """The evaluations that the newest sound checkpoint knows."""
+    """The evaluations that the newest intact checkpoint knows."""
     for path in checkpoints(directory):
         try:
             history: Sequence[Any] = verified(path, run)["history"]

@@ -278,6 +278,9 @@ class Run:
     def embeddings(self, last: bool = False) -> Tensor:
         """[clients, D]: what the server learned of each client at the chosen round, or after the last one.
 
+        Args:
+            last: After the last round instead of the chosen one.
+
         In double precision, on the CPU. Methods with a hypernetwork have embeddings; another method is refused.
         """
         memories, algorithm = self.memories(last), self.simulation.algorithm
@@ -586,7 +589,11 @@ class NewClient:
     portable: Portable = field(repr=False)
 
     def export(self, path: str | Path) -> Path:
-        """Write its model to a file that runs without this package, as `Run.export` does."""
+        """Write its model to a file that runs without this package, as `Run.export` does.
+
+        Args:
+            path: As for `Run.export`.
+        """
         file = given_path(path)
         write_model(file, self.portable.content(self.model, check_ending(file), self.card), self.card)
         return file
@@ -617,7 +624,11 @@ class NewClients:
         return self.simulation.personal_weights(self.memories, self.simulation.model_of(place), place, self.round)
 
     def personal_model(self, client: int | str) -> nn.Module:
-        """A plain module with this client's weights, in evaluation mode."""
+        """A plain module with this client's weights, in evaluation mode.
+
+        Args:
+            client: By name or number.
+        """
         place = self.simulation.federation.number_of(client)
         return self.simulation.model_of(place).with_weights(self.personal_weights(client))
 
@@ -749,7 +760,7 @@ def execute(
     threads: int | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Generator[None, None, Run]:
-    """Run to the end, from the newest sound checkpoint in `directory` if there is one.
+    """Run to the end, from the newest intact checkpoint in `directory` if there is one.
 
     It pauses after every round, so that several runs can take turns.
 
@@ -823,7 +834,7 @@ def _refuse_blind_choice(evaluation: Evaluation) -> None:
     if int(validation.count.sum()) and validation.metric is not None and math.isnan(validation.score):
         raise RunError(
             f"the metric is NaN on validation examples at step {evaluation.step}, so that no round can be chosen by "
-            "it; mend the metric."
+            "it; fix the metric."
         )
 
 
@@ -837,7 +848,7 @@ class _Files:
 
     @staticmethod
     def open(directory: Path, simulation: Simulation, run: Run, say: Callable[[str], None]) -> "_Files":
-        """Claim a directory, and let the run stand where the newest sound checkpoint there left it."""
+        """Claim a directory, and let the run stand where the newest intact checkpoint there left it."""
         spec = open_directory(directory, simulation, run.origin)
         stored = load_state(directory, simulation, identity(spec))
         for sentence in stored.refused:
@@ -943,28 +954,28 @@ def train(
         cohort_size: Clients per round; 1 for pFedHN, 5 for the averaging methods by default.
         batch_size: Examples in a minibatch.
         evaluate_every: Communication steps between evaluations.
-        seed: Of everything that is drawn.
+        seed: Seed of all random draws.
         loss: (outputs, y) -> one value per example; cross-entropy for class labels, squared error for numbers by
             default.
         metric: (outputs, y) -> one value per example, higher is better; accuracy for class labels by default.
-        directory: Where to keep the run; the same call on the same directory goes on where it stopped, `pfedhn.load`
-            gives the run back and `pfedhn report` shows it.
+        directory: Where to keep the run; the same call on the same directory resumes it, `pfedhn.load` gives the run
+            back and `pfedhn report` shows it.
         device: "auto" is the GPU if PyTorch finds one, else the CPU. Several, as "cuda:0,cuda:1", share the clients of
             every round, which pays for large cohorts only: such rounds are not captured.
         executor: How a cohort is computed: "auto", "loop", "traced", "vectorized" or "captured".
         upload: What is done to updates on their way: "full" sends every number as it is, "half" 16 bits of it, "8-bit"
             8 bits; or a transform of your own.
-        download: What is done to weights on their way to a client, likewise.
+        download: The same for weights on their way to a client.
         privacy: What clients do to keep their data from those who see their updates: `pfedhn.Privacy`.
         in_flight: How many clients are at work at once in a run that does not wait for its cohorts: the server steps
             whenever `cohort_size` of them have replied, on updates for weights that are some steps old. None waits.
-        precision: Of products on a GPU: "tf32" rounds their factors to 10 bits and is faster, "fp32" does not. It holds
-            while the run goes on.
-        deterministic: On a GPU, the same bits from the same GPU and versions.
-        progress: Whether to show a bar.
+        precision: Precision of products on a GPU: "tf32" rounds their factors to 10 bits and is faster, "fp32" does
+            not. It applies while the run lasts.
+        deterministic: Whether a GPU gives the same bits whenever GPU and versions are the same; slower.
+        progress: Whether to show a progress bar.
         checkpoint_every: Communication steps between checkpoints; one a minute by default.
-        on: A Ray cluster whose workers share the clients of every round: "ray" for one of this machine's cores,
-            "ray:ADDRESS" for one that is there. It pays for large cohorts, best of clients that are loaded when needed.
+        on: A Ray cluster whose workers share the clients of every round: "ray" for a local one,
+            "ray:ADDRESS" for a running one. It pays for large cohorts, best with clients that are loaded when needed.
         callbacks: Functions (run, moment) that are called after every evaluation; `moment` is also the last of
             `run.history`. `pfedhn.tracking` has some: `TensorBoard("logs")`.
 
@@ -1119,6 +1130,10 @@ def _run_directory(path: Path, name: str | None) -> Path:
     if not names:
         raise UserError(f"{path} holds no run; give the directory that `pfedhn.train` or `pfedhn run` wrote.")
     if name not in names:
-        which = f"there is no run {name!r} in {path}" if name else f"{path} holds several runs; say which as run=..."
+        which = (
+            f"there is no run {name!r} in {path}"
+            if name
+            else f"{path} holds several runs; say which by run=NAME (in a command, --run NAME)"
+        )
         raise UserError(f"{which}; {closest(name or '', names)}")
     return path / name

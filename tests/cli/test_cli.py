@@ -324,7 +324,7 @@ def test_runs_that_are_left_keep_the_threads_of_those_before(monkeypatch: pytest
         patch.setattr(runner, "run_side_by_side", interrupt)
         result = invoke(*short)
         assert result.exit_code == 130
-        assert result.stderr.strip() == "stopped; `pfedhn run --resume some` goes on."
+        assert result.stderr.strip() == "stopped; `pfedhn run --resume some` continues."
     assert invoke(*short, "--only", "method=fedavg").exit_code == 0
     assert invoke("run", "--resume", "some").exit_code == 0
     for method in METHODS:
@@ -531,7 +531,7 @@ def test_a_full_disk_is_said_with_code_1_and_the_run_goes_on_later(monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
-        refused(1, "no space left on device; make room, and the same command goes on", *arguments)
+        refused(1, "no space left on device; make room, and the same command resumes", *arguments)
     assert checkpoint.checkpoints(Path("runs/mine/fedavg-digits-6-seed0"))
     assert invoke(*arguments).exit_code == 0
 
@@ -630,7 +630,7 @@ def test_ctrl_c_says_how_to_go_on_and_ends_with_130(finished: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the parent and every worker
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "stopped; `pfedhn run --resume stopped` goes on." in errors
+    assert "stopped; `pfedhn run --resume stopped` continues." in errors
     assert "Traceback" not in errors + output
     for run in runs:  # written at the moment of stopping: by itself there would be one a minute
         records = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]

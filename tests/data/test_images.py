@@ -34,7 +34,7 @@ def test_an_image_of_another_format_than_its_name_is_refused(tmp_path: Path) -> 
 
     root = photos(tmp_path, sizes=(6,))
     Image.new("RGB", (7, 6)).save(root / "lyon" / "cat" / "0.png", format="TIFF")
-    with pytest.raises(UserError, match=r"0\.png is no whole image"):
+    with pytest.raises(UserError, match=r"0\.png is not a complete image"):
         read_federation(root)
 
 
@@ -62,11 +62,11 @@ def test_a_corrupt_image_is_named_and_refused_or_skipped(tmp_path: Path, caplog:
     root = photos(tmp_path, sizes=(6,))
     bad = root / "lyon" / "cat" / "2.png"
     bad.write_bytes(bad.read_bytes()[:40])
-    with pytest.raises(UserError, match=r'cat/2\.png is no whole image .* skip such files with corrupt = "skip"'):
+    with pytest.raises(UserError, match=r'cat/2\.png is not a complete image .* skip such files with corrupt = "skip"'):
         read_federation(root)
     with caplog.at_level(logging.WARNING):
         assert len(read_federation(root, corrupt="skip").x) == 15
-    assert "2.png is no whole image and was skipped" in caplog.text
+    assert "2.png is not a complete image and was skipped" in caplog.text
 
 
 VISITS = "clinic,age,dose,sex,outcome\n"

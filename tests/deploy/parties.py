@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from support import make_federation, simulate
+from support import assert_close, make_federation, simulate
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
@@ -16,6 +17,8 @@ from pfedhn.deploy.server import Policy, Server
 from pfedhn.deploy.signing import PrivateKey, new_key
 from pfedhn.deploy.virtual import Virtual
 from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import State
+from pfedhn.params import take
 
 RUN = "run"
 SMALL = {"local_steps": 3, "outer_steps": 3, "inner_steps": 2, "hidden_dim": 7, "embedding_dim": 3, "local_lr": 0.1}
@@ -96,3 +99,58 @@ class Group:
 
     def said(self, event: str) -> list[Any]:
         return [one for one in self.events if one["event"] == event]
+
+
+class Killed(BaseException):
+    """As kill -9: nothing after it runs."""
+
+
+def simulated(simulation: Simulation) -> State:
+    state = simulation.initial_state()
+    for _ in simulation.rounds(state):
+        pass
+    return state
+
+
+def assert_simulated(group: Group, expected: State) -> None:
+    """The server's memories, what every party keeps, bytes, and the chosen round are the simulator's."""
+    state, federation = group.server.state, group.simulation.federation
+    assert state.has_ended
+    assert_close(state.shared, expected.memories.shared)
+    for client in range(federation.num_clients):
+        name = federation.name_of(client)
+        assert_close(state.rows[name], take(expected.memories.rows, client))
+        party, member = group.parties[name], state.members[name]
+        table = expected.memories.private[party.architecture]
+        if client in table.slots and member.base is not None:
+            kept = party._kept("training", member.base, received_by(group, name))
+            assert_close(kept, take(table.tree, table.slots[client]))
+    assert (state.bytes_down, state.bytes_up) == (expected.bytes_down, expected.bytes_up)
+    assert state.best is not None
+    assert expected.best is not None
+    assert state.best.round == expected.best.evaluation.round
+    splits = expected.best.evaluation.splits
+    for client in range(federation.num_clients):
+        scores = state.best.results[federation.name_of(client)]
+        for split in ("validation", "test"):
+            loss, metric, count = scores[split]
+            assert loss == pytest.approx(float(splits[split].loss[client]), rel=1e-6)
+            assert (metric, count) == (float(splits[split].metric[client]), int(splits[split].count[client]))
+
+
+def received_by(group: Group, name: str) -> Any:
+    member = group.server.state.members[name]
+    model = group.plan.models[member.architecture]
+    return group.plan.exchange("training").publish(model, group.server.state.shared, group.server.state.rows[name])
+
+
+def with_cohorts(simulation: Simulation, rounds: list[list[str]]) -> State:
+    """The simulator's state after rounds in which just these parties took part."""
+    numbers = {simulation.federation.name_of(client): client for client in range(simulation.federation.num_clients)}
+    told = replace(simulation)
+    object.__setattr__(told, "cohort", lambda number: [numbers[name] for name in rounds[number]])
+    state = told.initial_state()
+    for _ in told.rounds(state):
+        if state.round == len(rounds):
+            break
+    return state

@@ -1,5 +1,6 @@
 """A real server and real parties, each a process of its own, with TLS and keys, are the simulator."""
 
+import base64
 import json
 import os
 import socket
@@ -9,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from pfedhn import models
 from pfedhn.data.files import read_federation
 from pfedhn.deploy.certificates import make_certificates
 from pfedhn.deploy.engine import QUIET, environment, free_port
-from pfedhn.deploy.gate import KEY_HEADER
+from pfedhn.deploy.signing import KEY_HEADER, key_text, new_key, proof, public_text
 from pfedhn.deploy.spec import read_spec, to_plan
 from pfedhn.run import build_algorithm
 
@@ -162,7 +163,8 @@ def test_three_parties_and_a_server_over_tls_are_the_simulator(world: World) -> 
     world.wait_for("serving")
     for name in PARTIES:
         world.run("invite", name, "--state", "state")
-    refuses_strangers(world)
+    for knock in STRANGERS.values():
+        knock(world)
     joined = [world.start(f"{name}.log", "join", f"{name}.invite", "--data", f"data/{name}") for name in PARTIES]
     world.wait_for("left")
     for process in (server, *joined):
@@ -176,6 +178,8 @@ def test_three_parties_and_a_server_over_tls_are_the_simulator(world: World) -> 
     assert (status["bytes_down"], status["bytes_up"]) == (expected.state.bytes_down, expected.state.bytes_up)
     assert status["accepted"] == 6
     assert {event["path"] for event in world.events() if event["event"] == "stranger"} >= {"/v1/fleet/pull-messages"}
+    (traffic,) = [event for event in world.events() if event["event"] == "traffic"]
+    assert_same_bytes(traffic, expected.state.bytes_down, expected.state.bytes_up)
     for number, name in enumerate(PARTIES):
         world.run("export", f"pfedhn-{name}", "--to", f"{name}.safetensors")
         weights = load_file(world.folder / f"{name}.safetensors")
@@ -186,8 +190,18 @@ def test_three_parties_and_a_server_over_tls_are_the_simulator(world: World) -> 
     assert not (world.folder / "seen.txt").exists(), (world.folder / "seen.txt").read_text()
 
 
-def simulated(data: Path) -> Any:
-    spec = read_spec(SPEC, Path("spec.toml"))
+def assert_same_bytes(traffic: dict[str, Any], bytes_down: int, bytes_up: int) -> None:
+    """The engine has carried what we say, and a few hundred bytes around each message; nothing more."""
+    num_messages = len(PARTIES) * (1 + 2 + 2 + 1)  # a greeting, two rounds, an evaluation at both ends, the choice
+    for way, payload in (("down", bytes_down), ("up", bytes_up)):
+        ours, engines = traffic[f"wire_{way}"], traffic[f"engine_{way}"]
+        assert payload < ours < engines
+        assert (ours - payload) / num_messages < 2_500
+        assert (engines - ours) / num_messages < 2_500, traffic
+
+
+def simulated(data: Path, text: str = SPEC) -> Any:
+    spec = read_spec(text, Path("spec.toml"))
     cell = spec.cell
     federation = read_federation(data, split=cell.split, seed=spec.seed)
     return pfedhn.train(
@@ -198,30 +212,43 @@ def simulated(data: Path) -> Any:
     )  # fmt: skip
 
 
-def refuses_strangers(world: World) -> None:
-    """What the door does with those who knock: all within its TLS, none with a key or a token that counts."""
+def code(world: World, path: str, data: bytes = b"", **headers: str) -> int:
+    """What the door answers to somebody who has the authority's certificate."""
     context = ssl.create_default_context(cafile=str(world.folder / "state" / "ca.crt"))
+    request = urllib.request.Request(f"https://127.0.0.1:{world.port}{path}", data=data, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20, context=context) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
-    def code(path: str, data: bytes = b"", **headers: str) -> int:
-        url = f"https://127.0.0.1:{world.port}{path}"
-        request = urllib.request.Request(url, data=data, headers=headers)
-        try:
-            with urllib.request.urlopen(request, timeout=20, context=context) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
 
-    stolen = json.dumps({"name": "lyon", "token": "guessed", "key": "ssh-rsa AAAA"}).encode()
-    assert code("/enroll", stolen) == 403
-    assert code("/enroll", b"no JSON") == 401
-    assert code("/v1/fleet/pull-messages") == 401
-    assert code("/v1/fleet/pull-messages", **{KEY_HEADER: "AAAA"}) == 401
-    # Who could reach these could run programs at the server and at every party.
+def guessed_token(world: World) -> None:
+    key = new_key()
+    table = {"name": "lyon", "token": "guessed", "key": public_text(key.public_key())}
+    table["proof"] = proof(key, "lyon", (world.folder / "state" / "ca.crt").read_text()).hex()
+    assert code(world, "/enroll", json.dumps(table).encode()) == 403
+    assert code(world, "/enroll", b"no JSON") == 401
+
+
+def unknown_key(world: World) -> None:
+    for name in (base64.b64encode(key_text(new_key().public_key())).decode(), "AAAA", ""):
+        assert code(world, "/v1/fleet/pull-messages", **{KEY_HEADER: name}) == 401
+
+
+def control_of_the_engine(world: World) -> None:
+    """Who could reach these could register a key of its own, and run programs at the server and at every party."""
     for path in ("/v1/control/start-run", "/v1/runtime/push-messages", "/v1/control/register-node"):
-        assert code(path) == 404
-    with socket.create_connection(("127.0.0.1", world.port)) as plain:  # no TLS
+        assert code(world, path) == 404
+
+
+def plain_http(world: World) -> None:
+    with socket.create_connection(("127.0.0.1", world.port)) as plain:
         plain.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         assert not plain.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def wrong_authority(world: World) -> None:
     other = world.folder / "other"
     other.mkdir()
     make_certificates(other, ["127.0.0.1"])
@@ -234,6 +261,16 @@ def refuses_strangers(world: World) -> None:
     )  # fmt: skip
     assert process.returncode == 1
     assert "is not the server of this invitation" in process.stderr
+
+
+STRANGERS: dict[str, Callable[[World], None]] = {
+    "token that was guessed": guessed_token,
+    "unknown key": unknown_key,
+    "stranger that would register a key, or start a program": control_of_the_engine,
+    "plain HTTP to the TLS port": plain_http,
+    "certificate of another authority": wrong_authority,
+}
+"""Who knocks at the door of a real server, and is turned away."""
 
 
 def test_the_engine_is_started_quietly(tmp_path: Path) -> None:

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from parties import KEYS, RUN, Group, alone, named_federation, simulation_of, small
+from parties import (
+    KEYS,
+    RUN,
+    Group,
+    Killed,
+    alone,
+    assert_simulated,
+    named_federation,
+    received_by,
+    simulated,
+    simulation_of,
+    small,
+)
 from support import BATCH_SIZE, TRAIN_SIZES, assert_close, assert_same_bits, model, mostly_slow
 
 from pfedhn import keys
@@ -31,45 +43,6 @@ from pfedhn.params import stack, take
 from pfedhn.privacy import Privacy, Protection
 
 SEED = 5
-
-
-def simulated(simulation: Simulation) -> State:
-    state = simulation.initial_state()
-    for _ in simulation.rounds(state):
-        pass
-    return state
-
-
-def assert_simulated(group: Group, expected: State) -> None:
-    """The server's memories, what every party keeps, bytes, and the chosen round are the simulator's."""
-    state, federation = group.server.state, group.simulation.federation
-    assert state.has_ended
-    assert_close(state.shared, expected.memories.shared)
-    for client in range(federation.num_clients):
-        name = federation.name_of(client)
-        assert_close(state.rows[name], take(expected.memories.rows, client))
-        party, member = group.parties[name], state.members[name]
-        table = expected.memories.private[party.architecture]
-        if client in table.slots and member.base is not None:
-            kept = party._kept("training", member.base, received_by(group, name))
-            assert_close(kept, take(table.tree, table.slots[client]))
-    assert (state.bytes_down, state.bytes_up) == (expected.bytes_down, expected.bytes_up)
-    assert state.best is not None
-    assert expected.best is not None
-    assert state.best.round == expected.best.evaluation.round
-    splits = expected.best.evaluation.splits
-    for client in range(federation.num_clients):
-        scores = state.best.results[federation.name_of(client)]
-        for split in ("validation", "test"):
-            loss, metric, count = scores[split]
-            assert loss == pytest.approx(float(splits[split].loss[client]), rel=1e-6)
-            assert (metric, count) == (float(splits[split].metric[client]), int(splits[split].count[client]))
-
-
-def received_by(group: Group, name: str) -> Any:
-    member = group.server.state.members[name]
-    model = group.plan.models[member.architecture]
-    return group.plan.exchange("training").publish(model, group.server.state.shared, group.server.state.rows[name])
 
 
 @pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedhn-pc"))
@@ -116,10 +89,6 @@ def test_half_the_bytes_and_several_networks_over_the_wire(tmp_path: Path) -> No
     group = Group(simulation, tmp_path)
     group.server.run()
     assert_simulated(group, simulated(simulation))
-
-
-class Killed(BaseException):
-    """As kill -9: nothing after it runs."""
 
 
 @pytest.fixture(scope="module")

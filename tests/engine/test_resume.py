@@ -156,7 +156,7 @@ def test_no_sound_checkpoint_left_is_one_sentence(federation: Federation, tmp_pa
     one = simulation("fedavg", federation)
     save_state(tmp_path, one.initial_state(), one)
     damaged(tmp_path, "truncated")
-    with pytest.raises(CheckpointError, match="No sound checkpoint is left"):
+    with pytest.raises(CheckpointError, match="No intact checkpoint is left"):
         load_state(tmp_path, one)
 
 

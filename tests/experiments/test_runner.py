@@ -253,7 +253,7 @@ def test_why_a_run_cannot_be_mended_is_said(tmp_path: Path) -> None:
             shutil.copy(file, tmp_path / one.name / file.name)
     done = CliRunner().invoke(app, ["run", "--resume", str(tmp_path), "--jobs", "1"])
     assert done.exit_code == 1
-    assert "No sound checkpoint is left in" in done.stderr
+    assert "No intact checkpoint is left in" in done.stderr
     assert "the same command runs it anew" in done.stderr
     shutil.rmtree(tmp_path / one.name)
     assert CliRunner().invoke(app, ["run", "--resume", str(tmp_path), "--jobs", "1"]).exit_code == 0
@@ -357,7 +357,7 @@ def test_a_killed_worker_costs_its_run_alone(tmp_path: Path) -> None:
     assert killed
     assert monkey.outcome.failures[one.name].sentence == (
         "its process was ended by signal 9, perhaps for want of memory (fewer --jobs need less); "
-        "the same command goes on from the last checkpoint."
+        "the same command resumes from the last checkpoint."
     )
 
 

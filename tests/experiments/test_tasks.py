@@ -117,7 +117,7 @@ def test_the_run_of_a_killed_worker_goes_on_from_its_checkpoint(tmp_path: Path, 
     outcome = run_there(tmp_path / "there", LONG, [run], cluster, listen)
     assert set(outcome.results) == {run.name}
     (said,) = (event for event in heard if isinstance(event, Said))
-    assert said.sentence == "its worker was lost; it goes on elsewhere from its last checkpoint."
+    assert said.sentence == "its worker was lost; it continues elsewhere from its last checkpoint."
     afterwards = [event.step for event in heard[heard.index(said) :] if isinstance(event, Update)]
     assert afterwards[1] >= 40, "it went on from a checkpoint, not from its start"
     run_many(tmp_path / "here", LONG, [run], jobs=1, options=ONE_THREAD)

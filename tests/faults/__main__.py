@@ -7,11 +7,13 @@ import time
 from faults.damage import try_damage
 from faults.inputs import FULL, try_inputs
 from faults.kills import try_kills, try_starts
+from faults.messages import try_messages
 from faults.network import try_network
 from faults.table import to_text
 
 KINDS = {
     "network": lambda seed: try_network(),
+    "messages": lambda seed: try_messages(3, seed),
     "files": lambda seed: try_damage(500, seed),
     "kills": lambda seed: try_kills(100, seed),
     "starts": lambda seed: try_starts(50, seed),

@@ -365,7 +365,7 @@ def test_a_damaged_line_is_named(file: Path, number: int, damage: Callable[[str]
     said = " ".join(result.stderr.split())
     assert said.startswith(f"error: {file}, line {number}: ")
     assert sentence in said
-    assert said.endswith("mend or remove the line.")
+    assert said.endswith("fix or remove the line.")
 
 
 def test_the_command_line_packs_and_reads(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

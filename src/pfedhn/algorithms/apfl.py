@@ -45,15 +45,15 @@ class APFL(Algorithm[Params, tuple[()], Private]):
 
     local_lr: Rate = 1e-2  # learning rate of a client's steps, and of alpha_i
     local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
-    local_momentum: Fraction = 0.9  # momentum of a client's steps; starts at rest in every round
+    local_momentum: Fraction = 0.9  # momentum of a client's steps; reset in every round
     local_weight_decay: float = 5e-5  # weight decay of a client's steps
     local_clip: float | None = None  # largest norm of a client's gradient
     alpha: Share = 0.5  # where alpha_i starts, the share of the client's own model in the mixture
     adaptive: bool = True  # whether alpha_i moves, by one step in every round
     tested: Literal["copy", "newest"] = "copy"  # whether v_i is mixed with w_i, or with the newest w
-    rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
-    averaging: Share | None = None  # how much of its past the served average keeps per step; None serves the newest
-    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
+    rule: Rule = "mean"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
+    averaging: Share | None = None  # decay of the moving average that is served; None serves the newest weights
+    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
 
     @property
     def num_batches(self) -> int:

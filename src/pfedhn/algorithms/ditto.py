@@ -36,11 +36,11 @@ class Ditto(Algorithm[Params, tuple[()], Params]):
     local_lr: Rate = 1e-2  # learning rate of a client's steps, on both models
     strength: Rate = 1.0  # lambda, how strongly v_i is held to the received w
     local_steps: int = 50  # K, a client's SGD steps in one round on each of both models
-    local_momentum: Fraction = 0.9  # momentum of a client's steps; starts at rest in every round
+    local_momentum: Fraction = 0.9  # momentum of a client's steps; reset in every round
     local_weight_decay: float = 5e-5  # weight decay of a client's steps
     local_clip: float | None = None  # largest norm of a gradient of the loss
-    rule: Rule = "size"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
-    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
+    rule: Rule = "size"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
+    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
 
     @property
     def num_batches(self) -> int:

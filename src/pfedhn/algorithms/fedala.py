@@ -41,16 +41,16 @@ class FedALA(Algorithm[Params, tuple[()], Private]):
 
     local_lr: Rate = 1e-2  # learning rate of a client's steps
     local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
-    local_momentum: Fraction = 0.9  # momentum of a client's steps; starts at rest in every round
+    local_momentum: Fraction = 0.9  # momentum of a client's steps; reset in every round
     local_weight_decay: float = 5e-5  # weight decay of a client's steps
     local_clip: float | None = None  # largest norm of a client's gradient
-    upper: tuple[str, ...] = ("last",)  # layers that are mixed; "last" is the last layer, all others are taken over
+    upper: tuple[str, ...] = ("last",)  # layers that are mixed, "last" for the last one; the others are taken over
     mixture_lr: Rate = 1.0  # eta, learning rate of W_i
     mixture_steps: int = 10  # M, steps of W_i in one round and before a test, each on a fresh minibatch
     tested: Literal["start", "trained"] = "start"  # a client's start from the newest w, or w_i after its last training
-    rule: Rule = "size"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
-    averaging: Share | None = None  # how much of its past the served average keeps per step; None serves the newest
-    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
+    rule: Rule = "size"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
+    averaging: Share | None = None  # decay of the moving average that is served; None serves the newest weights
+    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
 
     @property
     def num_batches(self) -> int:

@@ -35,14 +35,14 @@ class FedAvg(Algorithm[Params, tuple[()], Params]):
 
     local_lr: Rate = 1e-2  # learning rate of a client's steps
     local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
-    local_momentum: Fraction = 0.9  # momentum of a client's steps; starts at rest in every round
+    local_momentum: Fraction = 0.9  # momentum of a client's steps; reset in every round
     local_weight_decay: float = 5e-5  # weight decay of a client's steps
     local_clip: float | None = None  # largest norm of a client's gradient
-    rule: Rule = "size"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
-    averaging: Share | None = None  # how much of its past the served average keeps per step; None serves the newest
-    statistics: Literal["private", "shared"] = "private"  # BatchNorm's running ones: a client's own, or averaged too
-    statistics_batches: int = 0  # from which BatchNorm's statistics are made anew before use; 0 uses the running ones
-    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
+    rule: Rule = "size"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
+    averaging: Share | None = None  # decay of the moving average that is served; None serves the newest weights
+    statistics: Literal["private", "shared"] = "private"  # BatchNorm's: each client's own, or averaged too
+    statistics_batches: int = 0  # minibatches to recompute BatchNorm's statistics from before use; 0 for none
+    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
 
     @property
     def num_batches(self) -> int:

@@ -26,9 +26,9 @@ from pfedhn.sgd import Batches
 class FedBABU(FedAvg):
     """FedBABU; no head is ever sent, since all clients make it from the same key."""
 
-    head: tuple[str, ...] = ("last",)  # layers that stay at their common random start; "last" is the last layer
+    head: tuple[str, ...] = ("last",)  # layers that keep their common random initialization; "last" is the last layer
     adapted: Literal["all", "head"] = "all"  # what the steps before a test move
-    adaptation_steps: ZeroOrMore = 50  # s, a client's own SGD steps from its model of the chosen round, before use
+    adaptation_steps: ZeroOrMore = 50  # s, SGD steps that a client takes from its chosen model before using it
 
     def roles(self, model: Model) -> Roles:
         return assign_roles(model, rest="shared", settings={"personal": "head"}, personal=self.head)

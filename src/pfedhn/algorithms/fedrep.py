@@ -28,7 +28,7 @@ class FedRep(FedAvg):
 
     personal: tuple[str, ...] = ("last",)  # layers of the head, which stays with the client; "last" is the last layer
     head_share: Fraction = 0.8  # of the local steps, taken first, that train the head; the others train the body
-    rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
+    rule: Rule = "mean"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
 
     def roles(self, model: Model) -> Roles:
         return assign_roles(model, rest="shared", personal=self.personal)

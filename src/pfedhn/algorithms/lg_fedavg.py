@@ -22,7 +22,7 @@ class LGFedAvg(FedAvg):
     """LG-FedAvg; the personal model is the client's own lower layers under the current global top."""
 
     global_layers: tuple[str, ...] = ("last",)  # layers that are shared; all others stay with the client
-    rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
+    rule: Rule = "mean"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
 
     def roles(self, model: Model) -> Roles:
         return assign_roles(model, rest="personal", settings={"shared": "global_layers"}, shared=self.global_layers)

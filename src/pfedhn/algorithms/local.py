@@ -25,10 +25,10 @@ class Local(Algorithm[tuple[()], tuple[()], Private]):
 
     local_lr: Rate = 1e-2  # learning rate
     local_steps: int = 50  # K, SGD steps in one round, each on a fresh minibatch
-    local_momentum: Fraction = 0.9  # momentum, which survives between rounds
+    local_momentum: Fraction = 0.9  # momentum, which is kept between rounds
     local_weight_decay: float = 5e-5  # weight decay
     local_clip: float | None = None  # largest norm of the gradient
-    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
+    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
 
     communicates = False
 

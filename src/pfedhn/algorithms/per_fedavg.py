@@ -44,8 +44,8 @@ class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
     form: Literal["first-order", "hessian-free"] = "first-order"  # Hessian-free estimates the second-order term too
     difference: float = 1e-3  # d, the step of that estimate
     personal_steps: ZeroOrMore = 1  # steps of size alpha on training minibatches before every test
-    rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
-    averaging: Share | None = None  # how much of its past the served average keeps per step; None serves the newest
+    rule: Rule = "mean"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
+    averaging: Share | None = None  # decay of the moving average that is served; None serves the newest weights
     adaptation_steps: int = 0  # further steps of size alpha, from its model of the chosen round, before it is used
 
     @property

@@ -56,33 +56,33 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     embedding_lr: Rate | None = None  # learning rate of the server's steps on the embeddings; lr by default
     local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
     personal: tuple[str, ...] = ()  # layers that stay with the client; "last" is the last layer
-    generated: tuple[str, ...] = ()  # layers that the hypernetwork writes; all that are not personal by default
-    rest: Literal["shared", "frozen"] = "shared"  # what the other layers are, where some are named as generated
-    shared_lr: Rate = 0.5  # of the server's steps on layers that are one for all clients; 1 is FedAvg
-    head: Head = "dense"  # "low-rank" and "chunked" write millions of weights, as what is added to shared layers
-    rank: int = 4  # of what a low-rank head adds to a matrix
-    chunk_size: int = 2_000  # weights that a chunked head writes at a time
+    generated: tuple[str, ...] = ()  # layers that the hypernetwork generates; all that are not personal by default
+    rest: Literal["shared", "frozen"] = "shared"  # what the other layers are, if some are named as generated
+    shared_lr: Rate = 0.5  # learning rate of the server's steps on shared layers; 1 is FedAvg
+    head: Head = "dense"  # for large targets, "low-rank" and "chunked" generate additions to shared layers
+    rank: int = 4  # rank of what a low-rank head adds to a matrix
+    chunk_size: int = 2_000  # weights that a chunked head generates at a time
     embedding: Literal["trained", "fixed"] = "trained"  # "fixed": the federation's descriptors, or class shares
     embedding_dim: int | None = None  # length of an embedding; int(1 + clients / 4), at most 64, by default
     hidden_dim: int = 100  # width of the hypernetwork's trunk
     num_hidden: Annotated[int, Bounds(0, 1_000)] = 3  # [ReLU, Linear] pairs after the trunk's first layer
     linear: bool = False  # h(v; W) = W v: no trunk, no bias
     spectral_norm: bool = False  # divides every matrix of the hypernetwork by its largest singular value
-    optimizer: Literal["sgd", "adamw"] = "sgd"  # of the server's steps on phi; a client's are SGD
+    optimizer: Literal["sgd", "adamw"] = "sgd"  # optimizer of the server's steps on phi; clients use SGD
     momentum: Fraction = 0.9  # momentum of the server's steps; AdamW: beta_1
     weight_decay: Rate = 1e-3  # weight decay of the server's steps; embeddings decay, chosen or not; AdamW: decoupled
-    embedding_optimizer: Literal["sgd", "adam"] = "sgd"  # of embeddings; by Adam, those of chosen clients alone move
-    embedding_scale: Rate = 1.0  # standard deviation of embeddings at the start
+    embedding_optimizer: Literal["sgd", "adam"] = "sgd"  # with Adam, only those of chosen clients move
+    embedding_scale: Rate = 1.0  # initial standard deviation of the embeddings
     embedding_momentum: Fraction | None = None  # momentum of the steps on the embeddings; that of phi by default
     embedding_weight_decay: Rate | None = None  # weight decay of the embeddings; that of phi by default
-    averaging: Share | None = None  # how much of its past the served average keeps per step; None serves the newest
+    averaging: Share | None = None  # decay of the moving average that is served; None serves the newest weights
     local_momentum: Fraction = 0.9  # momentum of a client's steps; at rest when a round starts, but for personal layers
     local_weight_decay: float = 5e-5  # weight decay of a client's steps
     clip: float | None = 50.0  # largest norm of the server's gradient, over phi and embeddings together
     local_clip: float | None = 50.0  # largest norm of a client's gradient, personal layers left out
-    rule: Rule = "mean"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
-    statistics_batches: int = 0  # from which BatchNorm's statistics are made anew before use; 0 uses the running ones
-    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
+    rule: Rule = "mean"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
+    statistics_batches: int = 0  # minibatches to recompute BatchNorm's statistics from before use; 0 for none
+    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
     usual_cohort_size = 1
 
     @property

@@ -50,8 +50,8 @@ class PFedMe(Algorithm[Params, tuple[()], Private]):
     inner_steps: int = 3  # K, steps of theta_i on each minibatch
     decay: float = 1e-3  # mu, weight decay of theta_i
     tested: Literal["theta", "x"] = "theta"  # which of the two is tested; "x" is what the authors' code does
-    rule: Rule = "size"  # how the updates of a cohort join: "mean", "sum" or "size" (a mean by training examples)
-    adaptation_steps: int = 0  # a client's own SGD steps from its model of the chosen round, before it is used
+    rule: Rule = "size"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
+    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
 
     @property
     def num_batches(self) -> int:

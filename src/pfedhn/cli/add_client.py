@@ -27,26 +27,27 @@ def add_client(
         ),
     ],
     label: Annotated[
-        str | None, typer.Option("--label", metavar="COLUMN", help="Of a table: the column that holds the label.")
+        str | None, typer.Option("--label", metavar="COLUMN", help="For a table: the column that holds the label.")
     ] = None,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="Of an experiment: which of its runs.")
+        str | None, typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs.")
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Rounds that the client takes part in.")] = 100,
     architecture: Annotated[
         str | None, typer.Option("--architecture", metavar="NAME", help="Which of a run's several target networks.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--name", help="The client's own; its draws depend on it.", show_default="none")
+        str | None,
+        typer.Option("--name", help="The client's name; its random draws depend on it.", show_default="none"),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Of the split and the draws.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the split and the draws.")] = 0,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FILE", help="Where the model is written: .safetensors, .onnx or .pt2."),
     ] = None,
     device: DeviceOption = None,
 ) -> None:
-    """Give a person who holds data a model of their own from a trained run.
+    """Give somebody with data of their own a model from a trained run.
 
     The run's hypernetwork stays as it is; only the new client's embedding learns,
     and its personal layers where the method has such. 70 % of the examples train,

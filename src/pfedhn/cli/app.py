@@ -44,13 +44,13 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def all_commands(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", envvar="PFEDHN_DEBUG", help="Show the traceback of an error.")
     ] = False,
 ) -> None:
-    """Personalized federated learning with hypernetworks: a model of its own for every client.
+    """A simulator and a deployment of personalized federated learning.
 
     [bold]pfedhn demo[/] shows it within two minutes; [bold]pfedhn list[/] what there is to run.
     """

@@ -21,9 +21,9 @@ COLUMNS = {
 def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead of a table.")] = False,
     device: DeviceOption = None,
-    repeats: Annotated[int, typer.Option("--repeats", metavar="N", help="Turns that each code takes.")] = 7,
+    repeats: Annotated[int, typer.Option("--repeats", metavar="N", help="Rounds measured for each variant.")] = 7,
 ) -> None:
-    """Measure the engine against pFedHN as a textbook writes it, side by side.
+    """Measure the engine against a textbook implementation of pFedHN.
 
     Same data, same batches; each code runs one round in turn, in a process of its
     own, and all are checked to compute the same weights. Takes two minutes on two

@@ -11,7 +11,7 @@ from pfedhn.cli.options import DataDirOption, SetOption
 from pfedhn.screen import Screen, say
 
 data = typer.Typer(
-    no_args_is_help=True, help="Data sets: which there are, decode one into the cache, look at how clients share it."
+    no_args_is_help=True, help="Data sets: list them, decode one into the cache, look at how clients share it."
 )
 
 
@@ -71,7 +71,7 @@ def data_show(
     seed: Annotated[int, typer.Option("--seed", help="Seed of the partition.")] = 0,
     data_dir: DataDirOption = None,
     figure: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw it as well (.png, .pdf or .svg).")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it (.png, .pdf or .svg).")
     ] = None,
 ) -> None:
     """Show how clients share a data set: their examples, their classes, what is left unused.

@@ -17,7 +17,7 @@ def demo(
 ) -> None:
     """Watch pFedHN learn on handwritten digits, beside other methods: a table, a figure, no downloads.
 
-    The same command again shows what is there; after Ctrl-C it goes on.
+    Run again, it shows the results; after Ctrl-C it resumes.
 
     \b
     [bold]Examples[/]

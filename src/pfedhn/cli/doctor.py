@@ -32,9 +32,9 @@ EXTRAS = {
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Check what this machine has: Python, PyTorch, device, optional parts, cache, data sets.
+    """Check what this machine has: Python, PyTorch, device, extras, cache, data sets.
 
-    Ends with code 1 if something that every run needs is missing.
+    Exits with code 1 if something that every run needs is missing.
 
     \b
     [bold]Example[/]

@@ -1,4 +1,4 @@
-"""How a command ends: what a person can mend is one sentence and an exit code; a defect says how to see where."""
+"""How a command ends: what a person can fix is one sentence and an exit code; a defect says how to see where."""
 
 import os
 import re

@@ -26,7 +26,7 @@ def export(
         typer.Option("--format", metavar="NAME", help="With --all: onnx, pt2 or safetensors.", show_default="onnx"),
     ] = None,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="Of an experiment: which of its runs.")
+        str | None, typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs.")
     ] = None,
     data: Annotated[
         Path | None,
@@ -38,7 +38,8 @@ def export(
         ),
     ] = None,
     label: Annotated[
-        str | None, typer.Option("--label", metavar="COLUMN", help="Of such a table: the column that holds the label.")
+        str | None,
+        typer.Option("--label", metavar="COLUMN", help="If these are a table: the column that holds the label."),
     ] = None,
 ) -> None:
     """Write personal models to files that run without this package.

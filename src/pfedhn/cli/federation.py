@@ -71,7 +71,7 @@ def standing(
     lines: list[RenderableType] = [
         f"Round {known['round']} of {known['num_rounds']}, {known['accepted']} updates accepted{ended}."
     ]
-    if not is_served:
+    if not is_served and not known["has_ended"]:
         lines.insert(0, "No server is at work; `pfedhn serve --state DIR` goes on.")
     if known["scores"]:
         scores = ", ".join(f"{split} {value:.4f}" for split, value in known["scores"].items())

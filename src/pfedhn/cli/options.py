@@ -16,14 +16,16 @@ ExperimentArgument = typer.Argument(
 OutOption = Annotated[Path | None, typer.Option("--out", help="Where the runs are kept.", show_default="runs/NAME")]
 JobsOption = Annotated[
     int | None,
-    typer.Option("--jobs", metavar="N", help="Runs side by side.", show_default="one per core, or what a GPU holds"),
+    typer.Option(
+        "--jobs", metavar="N", help="Runs at the same time.", show_default="one per core, or what a GPU holds"
+    ),
 ]
 OnOption = Annotated[
     str | None,
     typer.Option(
         "--on",
         metavar="ray|ray:ADDRESS",
-        help="Run on a Ray cluster: one of this machine, or the one at ADDRESS.",
+        help="Run on a Ray cluster: a local one, or the one at ADDRESS.",
         show_default="this machine",
     ),
 ]
@@ -59,4 +61,4 @@ RunArgument = Annotated[
         autocompletion=completion.run_directories,
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object, for a program to read.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]

@@ -20,10 +20,12 @@ def predict(
     ],
     label: Annotated[
         str | None,
-        typer.Option("--label", metavar="COLUMN", help="Of a table: a column with the right answers, to be compared."),
+        typer.Option(
+            "--label", metavar="COLUMN", help="For a table: a column with the right answers, to report the accuracy."
+        ),
     ] = None,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="Of an experiment: which of its runs.")
+        str | None, typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE.csv", help="Where the predictions go.", show_default="stdout")

@@ -49,12 +49,12 @@ def report(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make tables and figures of finished and unfinished runs, from their files alone.
+    """Make tables, figures and an HTML page from the files of finished and unfinished runs.
 
     Several directories of one experiment are put together seed by seed; those
     of different experiments stand side by side. Accuracy is that of each client's
     own model on its own test examples, at the round chosen on validation: the mean
-    over clients, then mean ± sample deviation over seeds.
+    over clients, then mean ± standard deviation over seeds.
 
     \b
     [bold]Examples[/]

@@ -40,11 +40,11 @@ def run(
     ] = None,
     seeds: Annotated[
         list[str] | None,
-        typer.Option("--seeds", metavar="N,...", help="Other seeds than the experiment's, e.g. 0,1."),
+        typer.Option("--seeds", metavar="N,...", help="Seeds to use instead of the experiment's, e.g. 0,1."),
     ] = None,
     small: Annotated[
         bool,
-        typer.Option("--small", help="A study at reduced size, on the digits: seconds on a processor."),
+        typer.Option("--small", help="A study at reduced size, on the digits; takes seconds on a CPU."),
     ] = False,
     out: OutOption = None,
     jobs: JobsOption = None,
@@ -78,29 +78,29 @@ def run(
     ] = False,
     track: Annotated[
         str | None,
-        typer.Option("--track", metavar="NAME", help="Send every evaluation to tensorboard, mlflow or wandb as well."),
+        typer.Option("--track", metavar="NAME", help="Also send every evaluation to tensorboard, mlflow or wandb."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be run, its size and time, and run nothing.")
+        bool, typer.Option("--dry-run", help="Show the plan (runs, sizes, expected time) and run nothing.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors alone.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every evaluation.")] = False,
     resume: Annotated[
         Path | None,
         typer.Option(
             "--resume",
             metavar="DIR",
-            help="Go on with the runs of a directory.",
+            help="Resume the runs of a directory.",
             autocompletion=completion.run_directories,
         ),
     ] = None,
 ) -> None:
-    """Run an experiment, side by side on the cores there are, and print its table.
+    """Run an experiment, its runs in parallel, and print its table.
 
     DIR holds one experiment, with a folder per run: its spec, its metrics as
-    they come, checkpoints and the result. The same command on the same DIR goes
-    on where it stopped, also after Ctrl-C or a power cut, and ends with the same
-    numbers as if it had never stopped.
+    they come, checkpoints and the result. The same command on the same DIR
+    resumes, also after Ctrl-C or a power cut, and ends with the same numbers as
+    if it had never stopped.
 
     \b
     [bold]Examples[/]
@@ -149,7 +149,7 @@ def run(
         given = {"NAME-OR-FILE": experiment, "--set": assignments, "--only": only, "--seeds": seeds, "--out": out}
         given |= {"--rates": rates, "--small": "--small" if small else None}
         if clash := [name for name, value in given.items() if value]:
-            raise UserError(f"--resume goes on with what {resume} holds, so {clash[0]} cannot be given with it.")
+            raise UserError(f"--resume continues what {resume} holds, so {clash[0]} cannot be given with it.")
         chosen, runs, options = _stored(resume)
     elif experiment is None:
         raise UserError("give the name or the file of an experiment, or --resume DIR; `pfedhn list` shows the names.")

@@ -81,7 +81,7 @@ def displayed(
             yield Ready(runs, options, display)
     except KeyboardInterrupt:
         where = "" if cluster is None else f" --on {cluster.on}"
-        raise Stopped(f"stopped; `pfedhn run --resume {path}{where}` goes on.") from None
+        raise Stopped(f"stopped; `pfedhn run --resume {path}{where}` continues.") from None
 
 
 def choose_device_on(cluster: Cluster | None, device: str | None) -> str:

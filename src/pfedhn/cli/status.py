@@ -14,7 +14,7 @@ def status(
     state: StateOption = Path("federation"),
     as_json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False,
 ) -> None:
-    """Show where a federation stands: rounds, scores, bytes, who is there, what was refused.
+    """Show the state of a federation: rounds, scores, bytes, who is connected, what was refused.
 
     \b
     [bold]Example[/]

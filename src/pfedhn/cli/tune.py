@@ -34,10 +34,11 @@ def tune(
     ] = None,
     seeds: Annotated[
         list[str] | None,
-        typer.Option("--seeds", metavar="N,...", help="Scores are means over these.", show_default="0"),
+        typer.Option("--seeds", metavar="N,...", help="Scores are means over these seeds.", show_default="0"),
     ] = None,
     fraction: Annotated[
-        float, typer.Option("--fraction", metavar="F", help="Share of a cell's steps that every point gets first.")
+        float,
+        typer.Option("--fraction", metavar="F", help="Fraction of a cell's steps that every point gets at first."),
     ] = 0.2,
     finalists: Annotated[
         int, typer.Option("--finalists", metavar="N", help="Points of each method that then get all steps.")
@@ -45,7 +46,7 @@ def tune(
     save: Annotated[
         Path | None,
         typer.Option(
-            "--save", metavar="FILE", help="Put the chosen rates into this file too.", show_default="FILE.rates.toml"
+            "--save", metavar="FILE", help="Also write the chosen rates to this file.", show_default="FILE.rates.toml"
         ),
     ] = None,
     out: Annotated[
@@ -61,8 +62,8 @@ def tune(
     Every point of a method's grid is run for a fifth of the steps, the best
     three for all of them; the best validation score wins. pFedHN keeps its
     authors' rates unless --only names it. 50 clients are used if the experiment
-    has such a cell, else the middle one of its numbers. After Ctrl-C or a crash,
-    the same command goes on.
+    has such a cell, otherwise the median of its numbers of clients. After Ctrl-C or a crash,
+    the same command resumes.
 
     The choice is kept in DIR/rates.toml. For mine.toml it is also kept beside
     it, in mine.rates.toml, where `pfedhn run mine.toml` finds it. A grid of your
@@ -170,6 +171,6 @@ def _run_stage(
                 path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster
             )
     except Stopped:
-        raise Stopped("stopped; the same command goes on.") from None
+        raise Stopped("stopped; the same command continues.") from None
     end(Outcome(failures={name: why for name, why in outcome.failures.items() if not why.has_diverged}))
     return outcome

@@ -57,7 +57,7 @@ def encoded(file: str, columns: Mapping[str, Array], encoding: Encoding) -> tupl
             parts.append(numpy.array([float(cell) if cell else numpy.nan for cell in cells], dtype=numpy.float32))
             names.append(name)
             if numpy.isinf(parts[-1]).any():
-                raise UserError(f"column {name!r} of {file} has an infinite number; mend it.")
+                raise UserError(f"column {name!r} of {file} has an infinite number; fix it.")
         except ValueError:
             kinds = sorted(set(cells) - {""})
             if encoding.encode == "refuse":

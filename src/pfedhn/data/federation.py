@@ -340,6 +340,10 @@ class Federation:
         """The same federation with its data on a device, its floating-point data in `dtype`, images channels last.
 
         The shape of an image stays [C, H, W]; only its order in memory changes, which convolutions run faster on.
+
+        Args:
+            device: Where the data go.
+            dtype: The type of floating-point data; None keeps theirs.
         """
 
         def move(value: Tensor) -> Tensor:
@@ -439,13 +443,21 @@ class Federation:
         return replace(self, splits=splits)
 
     def name_of(self, number: int) -> str:
-        """What a client is called: its own name, or its number."""
+        """What a client is called: its own name, or its number.
+
+        Args:
+            number: Its position in every table.
+        """
         if self.names is not None:
             return self.names[number]
         return str(number if self.identities is None else int(self.identities[number]))
 
     def number_of(self, client: int | str) -> int:
-        """The place in the table of a client that is given by its name, or by its place already."""
+        """A client's number: its position in every table.
+
+        Args:
+            client: Its name, or its number.
+        """
         if isinstance(client, str) and self.names is not None:
             if client not in self._places:
                 raise UserError(f"there is no client {client!r}; {closest(client, self.names)}")

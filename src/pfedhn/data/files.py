@@ -75,7 +75,7 @@ def read_federation(
         seed: The seed of the split.
         resize: Height and width that all images are brought to; needed where they are of several sizes.
         channels: Of images: "rgb", or "gray".
-        corrupt: Of images: whether a file that is no whole image is refused ("refuse") or left out and named ("skip").
+        corrupt: Of images: whether a damaged file is refused ("refuse") or left out with a warning ("skip").
         encode: Of a table: whether columns of texts are refused or become a column for each text ("one-hot").
         missing: Of a table: whether empty cells are refused or filled with their column's "median", or with "zero".
         fitted: Of a table: whether a median is that of the client's own training examples ("client") or of all clients'

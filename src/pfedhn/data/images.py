@@ -42,7 +42,7 @@ def read_images(
         folders: One for each client, with a folder per class.
         resize: Height and width that all images are brought to; None where they are of one size.
         channels: "rgb" has three, "gray" one.
-        corrupt: What is done about a file that is no whole image: it is refused by name, or skipped and named.
+        corrupt: What is done about a file that is not a complete image: it is refused by name, or skipped and named.
     """
     files = {folder.name: image_files(folder) for folder in folders}
     for folder in folders:
@@ -95,10 +95,10 @@ def _decoded(
         except (OSError, SyntaxError, ValueError) as error:  # as Pillow has it
             if corrupt == "refuse":
                 raise UserError(
-                    f"{file} is no whole image ({first_line(error)}); bring it back, or skip such files with "
+                    f"{file} is not a complete image ({first_line(error)}); bring it back, or skip such files with "
                     'corrupt = "skip".'
                 ) from error
-            logger.warning("%s is no whole image and was skipped (%s).", file, first_line(error))
+            logger.warning("%s is not a complete image and was skipped (%s).", file, first_line(error))
 
 
 def decode(image: Any, resize: tuple[int, int] | None, channels: Channels) -> Array:

@@ -90,7 +90,7 @@ class LazyFederation(Federation):
         if self.num_outputs is not None and (top := int(y.max())) >= self.num_outputs:
             raise UserError(
                 f"client {client} has the label {top}, but the network has {self.num_outputs} outputs (labels 0 to "
-                f"{self.num_outputs - 1}); give the network more outputs or mend the labels."
+                f"{self.num_outputs - 1}); give the network more outputs or fix the labels."
             )
         return in_fast_order(x), y
 
@@ -122,7 +122,7 @@ def lazy_federation(num_clients: int, load: Load, sizes: Mapping[str, Any], num_
         raise UserError(f"num_cached is {short(num_cached)}; give a whole number of clients.")
     counts = {name: _counts(name, value, int(number)) for name, value in sizes.items()}
     if sum(float(count.double().sum()) for count in counts.values()) > MAX_EXAMPLES:
-        raise UserError("the clients announce more examples together than can be numbered; mend the counts.")
+        raise UserError("the clients announce more examples together than can be numbered; fix the counts.")
     total = sum(counts.values(), torch.zeros(int(number), dtype=torch.int64))
     offset, splits = total.cumsum(0) - total, {}
     for name, size in counts.items():
@@ -140,7 +140,7 @@ def _loaded(load: Load, client: int) -> dict[str, Pair]:
         given = load(client)
     except Exception as error:  # of the user's own code, so it may be any
         raise UserError(
-            f"loading client {client} failed ({first_line(error)}); mend `load`, or what it reads."
+            f"loading client {client} failed ({first_line(error)}); fix `load`, or what it reads."
         ) from error
     if not isinstance(given, Mapping):
         raise UserError(f"for client {client} load returned {short(given)}; {EXPECTED}.")

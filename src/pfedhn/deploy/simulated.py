@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 from flwr.app import Context
 
-from pfedhn.data.catalogue import load_digits
+from pfedhn.data.catalogue import load
+from pfedhn.data.federation import Federation
 from pfedhn.data.partition import by_classes
 from pfedhn.deploy.join import ENROLLED, load_party, remember
 from pfedhn.deploy.party import Party
@@ -78,13 +80,14 @@ def _write_example(folder: Path, num_nodes: int) -> Path:
 
 def _write_digits(folder: Path, num_nodes: int) -> None:
     """Handwritten digits, of which every party sees two kinds."""
-    digits = load_digits()
-    owned = by_classes(2, num_clients=num_nodes)(digits.y, 0)
-    for number, rows in enumerate(owned):
-        own = folder / f"party-{number:03d}"
+    digits = load("digits")
+    federation = Federation.from_arrays(digits.x, digits.y, partition=by_classes(2, num_clients=num_nodes))
+    for client in range(num_nodes):
+        own = folder / f"party-{client:03d}"
         make_folder(own)
-        numpy.save(own / "x.npy", digits.x[rows].numpy())
-        numpy.save(own / "y.npy", digits.y[rows].numpy())
+        rows = torch.cat([part.of(client) for part in federation.splits.values()])
+        numpy.save(own / "x.npy", federation.x[rows].numpy())
+        numpy.save(own / "y.npy", federation.y[rows].numpy())
 
 
 def answer(content: bytes, context: Context) -> bytes:

@@ -203,7 +203,8 @@ class Rules:
             Returned(model, stack([state.rows[name] for name in names]), stack([state.replies[name] for name in names]))
             for model, names in groups
         ]
-        state.shared, moved = self.plan.exchange("training").step(state.shared, returned)
+        now = torch.tensor(state.round)
+        state.shared, moved = self.plan.exchange("training").step(state.shared, returned, now)
         for (_, names), rows in zip(groups, moved, strict=True):
             for place, name in enumerate(names):
                 state.rows[name] = copy(take(rows, place))
@@ -289,7 +290,7 @@ class Store:
         self.rules.apply(state, table, message)
 
     def load(self) -> State:
-        """The newest sound checkpoint, with every record since then applied."""
+        """The newest intact checkpoint, with every record since then applied."""
         state, numbers = None, self._numbers()
         for number in numbers:
             state = self._read(number)

@@ -129,7 +129,7 @@ def load_state(directory: Path, simulation: Simulation, run: Mapping[str, str] |
         return Loaded(_to_state(tensors, record, simulation), refused, record["history"])
     if refused:
         raise CheckpointError(
-            f"{refused[0]} No sound checkpoint is left in {directory}; move or remove that folder, and the same "
+            f"{refused[0]} No intact checkpoint is left in {directory}; move or remove that folder, and the same "
             "command runs it anew."
         )
     return Loaded(None, [], [])

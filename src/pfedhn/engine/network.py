@@ -213,7 +213,7 @@ def _refuse_outputs(model: Model, outputs: Any, x: Tensor, federation: Federatio
         example = int((federation.y == top).nonzero()[0][0])
         raise UserError(
             f"example {example} has the label {top}, but the network {model.name!r} has {num_outputs} outputs "
-            f"(labels 0 to {num_outputs - 1}); give the network more outputs or mend the labels."
+            f"(labels 0 to {num_outputs - 1}); give the network more outputs or fix the labels."
         )
 
 

@@ -34,7 +34,7 @@ def read_rates(file: Path) -> dict[str, Rates]:
         text = read_text(file)
         table = parse_toml(unsealed_text(text.encode()) if text.startswith(SEAL) else text, file)
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is damaged ({error}); mend or remove it.") from None
+        raise UserError(f"{file} is damaged ({error}); fix or remove it.") from None
     except DamagedError as error:
         raise UserError(f"{file} {error}; if that was you, take its first line out, or else tune again.") from None
     for experiment, by_method in table.items():

@@ -278,7 +278,7 @@ def with_pretraining(experiment: Experiment, runs: Iterable[RunSpec]) -> list[Ru
         chain = [run]
         while (earlier := pretraining_run(experiment, chain[0])) is not None:
             if earlier in chain:
-                raise UserError(f"{run.name} would start from itself; mend its pretrain.")
+                raise UserError(f"{run.name} would start from itself; fix its pretrain.")
             chain.insert(0, earlier)
         ordered |= {part.name: part for part in chain}
     return list(ordered.values())

@@ -192,7 +192,7 @@ def _hear(queue: Queue, task: _Task, losses: Counter[str]) -> bool:
             sentence = f"its worker was lost {MAX_LOSSES} times before it moved on, perhaps for want of memory"
             queue.end(name, Failure(f"{sentence} ({first_line(error)}).", False))
         else:
-            queue.listen(Said(name, "its worker was lost; it goes on elsewhere from its last checkpoint."))
+            queue.listen(Said(name, "its worker was lost; it continues elsewhere from its last checkpoint."))
             queue.waiting.insert(0, task.run)
         return False
     match said:

@@ -126,7 +126,7 @@ def _hear(queue: Queue, worker: _Worker) -> bool:
 def _failure_from_exit(code: int) -> Failure:
     cause = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
     hint = ", perhaps for want of memory (fewer --jobs need less)" if code == -signal.SIGKILL else ""
-    return Failure(f"its process {cause}{hint}; the same command goes on from the last checkpoint.", False)
+    return Failure(f"its process {cause}{hint}; the same command resumes from the last checkpoint.", False)
 
 
 def _work(pipe: Connection, directory: Path, experiment: Experiment, options: Options) -> None:

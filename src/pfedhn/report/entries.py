@@ -69,7 +69,7 @@ class Entry:
         return all(result.test.has_accuracy for result in self.results.values())
 
     def test(self, average: Average = "clients") -> Summary | None:
-        """Test accuracy in per cent at the chosen round; of a task without accuracy, the loss."""
+        """Test accuracy in percent at the chosen round; of a task without accuracy, the loss."""
         if not self.has_accuracy:
             return summarize(result.test.loss for result in self.results.values())
         return summarize(100 * getattr(result.test, MEANS[average]) for result in self.results.values())
@@ -100,11 +100,11 @@ class Entry:
         return bool(self.results) and not any(result.bytes_up or result.bytes_down for result in self.results.values())
 
     def client_accuracy(self, seed: int) -> NDArray[numpy.float64]:
-        """[clients]: each one's own test accuracy in per cent; NaN where it has no test examples."""
+        """[clients]: each one's own test accuracy in percent; NaN where it has no test examples."""
         return 100 * self._client_means(seed)
 
     def client_scores(self, seed: int) -> NDArray[numpy.float64]:
-        """[clients]: each one's own test accuracy in per cent; of a task without accuracy, its loss."""
+        """[clients]: each one's own test accuracy in percent; of a task without accuracy, its loss."""
         return self.client_accuracy(seed) if self.has_accuracy else self._client_means(seed)
 
     def _client_means(self, seed: int) -> NDArray[numpy.float64]:
@@ -114,7 +114,7 @@ class Entry:
         return numpy.divide(sums, examples, out=numpy.full_like(examples, numpy.nan), where=examples > 0)
 
     def curve(self, seed: int, average: Average = "clients") -> dict[int, float]:
-        """Communication steps -> test accuracy in per cent (or loss); empty where there are no test examples."""
+        """Communication steps -> test accuracy in percent (or loss); empty where there are no test examples."""
         curve = self.curves[seed]
         means: Sequence[float] | None = getattr(curve.test, MEANS[average])
         values = [100 * mean for mean in means] if means is not None else curve.test.loss or ()

@@ -24,7 +24,7 @@ class Difference(NamedTuple):
 
 
 def scores(entry: Entry, average: Average = "clients") -> dict[int, float]:
-    """Test accuracy in per cent by seed; of a task without accuracy, minus the loss."""
+    """Test accuracy in percent by seed; of a task without accuracy, minus the loss."""
     name = {"clients": "client_mean", "samples": "sample_mean"}[average]
     found = {
         seed: 100 * getattr(result.test, name) if entry.has_accuracy else -result.test.loss

@@ -159,7 +159,7 @@ def _naming(path: Path, number: int) -> Iterator[None]:
     try:
         yield
     except LineError as error:
-        raise UserError(f"{path}, line {number}: {error}; mend or remove the line.") from None
+        raise UserError(f"{path}, line {number}: {error}; fix or remove the line.") from None
 
 
 def _parse(text: bytes) -> dict[str, Any]:

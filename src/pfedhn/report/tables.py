@@ -152,7 +152,7 @@ def caption(report: Report, average: Average | None = None) -> str:
     """What the numbers are, and where they were made."""
     over = f", averaged over {average}" if average and report.measure != "test loss" else ""
     text = (
-        f"{report.measure.capitalize()}{over}, at the round chosen on validation; mean ± sample deviation over seeds."
+        f"{report.measure.capitalize()}{over}, at the round chosen on validation; mean ± standard deviation over seeds."
     )
     singles = [entry.label for entry in report.entries if len(entry.results) == 1]
     if singles:

@@ -51,7 +51,7 @@ def finished_axes(axes: Any, xlabel: str, ylabel: str, legend: bool = True) -> N
 
 
 def accuracy(entry: Entry, clients: Sequence[int] | None = None) -> Summary | None:
-    """Test accuracy over seeds, in per cent; of some clients only where they are named."""
+    """Test accuracy over seeds, in percent; of some clients only where they are named."""
     if clients is None:
         return entry.test()
     values = [entry.client_accuracy(seed)[list(clients)] for seed in entry.results]
@@ -82,7 +82,7 @@ def caption(entries: Sequence[Entry], more: str = "") -> str:
     """What the numbers of a table are, and where they were made."""
     seeds = sorted({len(entry.results) for entry in entries if entry.results})
     places = sorted({entry.hardware for entry in entries if entry.hardware})
-    spread = "mean ± sample deviation over seeds" if seeds and seeds[-1] > 1 else "one seed"
+    spread = "mean ± standard deviation over seeds" if seeds and seeds[-1] > 1 else "one seed"
     counts = f" ({' or '.join(counted(number, 'seed') for number in seeds)})" if seeds and seeds[-1] > 1 else ""
     where = f" Hardware: {'; '.join(places)}." if places else ""
     return f"Test accuracy in % over clients, at the round chosen on validation; {spread}{counts}.{more}{where}"

@@ -128,7 +128,7 @@ def draw(found: Found) -> Finding:
 
 CAPTION = (
     "Angle: the largest between the span of W and that of the first k principal components. Loss: sum over clients of "
-    "|W v - local solution| squared. Error: mean of |W v - truth| squared. Mean ± sample deviation over seeds."
+    "|W v - local solution| squared. Error: mean of |W v - truth| squared. Mean ± standard deviation over seeds."
 )
 
 
