@@ -117,7 +117,7 @@ def test_tutorials_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_the_tutorial_on_a_real_federation(tmp_path: Path) -> None:
-    """Servers and parties are processes, as in three terminals; another port, since 9443 may be taken."""
+    """Servers and parties are processes, as in several terminals; another port, since 9443 may be taken."""
     page, port = ROOT / "docs" / "tutorials" / "federation.md", str(free_port())
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     started: list[subprocess.Popen[bytes]] = []
