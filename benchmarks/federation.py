@@ -24,6 +24,7 @@ from pfedhn.deploy.party import Party
 from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.server import Arrival, Policy, Server
 from pfedhn.deploy.signing import new_key
+from pfedhn.deploy.state import Rules
 from pfedhn.models import factory
 from pfedhn.run import assemble
 
@@ -101,11 +102,31 @@ def measure(num_parties: int, is_waiting: bool, seconds: float, steps: int) -> d
         return {"updates/s": (len(times) - 1) / span, "staleness": float(server.state.max_staleness)}
 
 
+def resident() -> float:
+    """Bytes that this process has in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * float(resource.getpagesize())
+
+
+def bytes_per_party(num_parties: int) -> float:
+    """What a server's memory grows by when it gets to know a party."""
+    x, y = torch.randn(200, 64), torch.arange(200) % 10
+    federation = Federation.from_clients({"one": (x, y), "two": (x, y)}, class_names=tuple(map(str, range(10))))
+    algorithm = ALGORITHMS["pfedhn-pc"](embedding_dim=64)  # the widest that the number of clients would choose
+    rules = Rules(Plan.of(assemble(algorithm, federation, {"mlp-32": factory("mlp-32", 10, (64,))}, device="cpu")))
+    state = rules.initial()
+    before = resident()
+    for number in range(num_parties):
+        rules.apply(state, {"kind": "join", "party": f"party-{number:06d}", "architecture": "mlp-32", "size": 100})
+    return (resident() - before) / num_parties
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="that a party takes, on average")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--parties", type=int, default=5_000, help="that a server knows, for its memory")
     given = parser.parse_args()
+    print(f"A server's memory grows by {bytes_per_party(given.parties) / 1e3:.1f} kB for each party that it knows.\n")
     print("| parties at work | mode | updates a second | of the most possible | largest staleness |")
     print("|---:|---|---:|---:|---:|")
     for number in given.in_flight:

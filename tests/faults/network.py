@@ -32,7 +32,7 @@ from pfedhn.params import take
 from pfedhn.run import assemble, build_algorithm
 
 SECONDS = 300.0  # that a fault may cost at most
-ROUNDS = 40
+ROUNDS = 30
 MAX_DIFFERENCE = 1e-2  # float32, over many rounds
 
 

@@ -66,6 +66,16 @@ def end_orphan(note: Path, place: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def is_alive(pid: int, name: str) -> bool | None:
+    """Whether a process is there, is at work and was started by this name; None where the system does not tell."""
+    place = Path("/proc") / str(pid)
+    try:
+        state = (place / "stat").read_text().rpartition(")")[2].split()[0]
+        return state not in "ZX" and name in (place / "cmdline").read_bytes().decode(errors="replace")
+    except (OSError, IndexError):
+        return False if Path("/proc/self/stat").exists() else None
+
+
 def run(command: Sequence[str], home: Path, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
     """Run a program to its end."""
     return subprocess.run(  # noqa: S603 - our own words, and no shell

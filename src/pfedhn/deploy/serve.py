@@ -23,6 +23,7 @@ from pfedhn.errors import RunError
 from pfedhn.files import append, make_folder, read_text, write_atomically
 
 CONNECTION = "pfedhn"
+RUN = "flwr-serverapp"  # the program that the engine starts for a run
 SECONDS_BETWEEN_TRIES = 3.0
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_TO_START = 120.0
@@ -92,6 +93,8 @@ class Service:
         if self.superlink is not None:
             self._log({"event": "engine died", "code": self.superlink.returncode})
             engine.stop(self.superlink)
+            self._show()
+            self._end_run()
         self.run_number = None
         self.registered = set()
         folder, port = self.site.folder, self.engine_address.rpartition(":")[2]
@@ -146,18 +149,13 @@ class Service:
 
     def _keep_run(self) -> None:
         """Start the run, and start it again if it has died: it goes on from its checkpoint and journal."""
-        now = time.monotonic()
-        if self.run_number is not None and now - self._asked < SECONDS_BETWEEN_QUESTIONS:
-            return
-        self._asked = now
         if self.run_number is not None:
-            answer = self._ask("list", CONNECTION, "--run-id", self.run_number, "--format", "json")
-            runs = (answer or {}).get("runs") or [{}]
-            status = str(runs[0].get("status", ""))
+            trouble = self._trouble_of_run()
             self._show()
-            if not status.startswith("finished") or self._has_left:
+            if not trouble or self._has_left:
                 return
-            self._log({"event": "run died", "status": status})
+            self._log({"event": "run died", "status": trouble})
+        self._asked, self._run_pid = time.monotonic(), None
         source = Path(__file__).parent / "app"
         copied = self.home / "app"
         shutil.rmtree(copied, ignore_errors=True)
@@ -168,6 +166,26 @@ class Service:
             "run", str(copied), CONNECTION, "-c", f"served=true state={folder} leave={leave}", "--format", "json"
         )
         self.run_number = None if answer is None else str(answer["run-id"])
+
+    def _trouble_of_run(self) -> str:
+        """Why the run is not at work; empty if it is. The engine is asked only where its process is not known."""
+        is_alive = None if self._run_pid is None else engine.is_alive(self._run_pid, RUN)
+        if is_alive is not None:
+            return "" if is_alive else "its process is gone"
+        now = time.monotonic()
+        if now - self._asked < SECONDS_BETWEEN_QUESTIONS:
+            return ""
+        self._asked = now
+        answer = self._ask("list", CONNECTION, "--run-id", str(self.run_number), "--format", "json")
+        status = str(((answer or {}).get("runs") or [{}])[0].get("status", ""))
+        return status if status.startswith("finished") else ""
+
+    def _end_run(self) -> None:
+        """End the process of a run whose engine is gone: what it has decided is on the disk, and another follows."""
+        if self._run_pid is not None and engine.is_alive(self._run_pid, RUN):
+            with suppress(ProcessLookupError):
+                os.kill(self._run_pid, signal.SIGKILL)
+        self._run_pid, self._is_at_work = None, False
 
     def _count_traffic(self) -> None:
         """What the engine says that this run has carried, beside what the run itself has counted."""
@@ -183,14 +201,14 @@ class Service:
         self._show()
         if self._run_pid is None:
             return
-        with suppress(ProcessLookupError):
-            if self._is_at_work:
+        if self._is_at_work:
+            with suppress(ProcessLookupError):
                 os.kill(self._run_pid, signal.SIGTERM)
-            end = time.monotonic() + SECONDS_TO_LEAVE
-            while self._is_at_work and time.monotonic() < end:
-                time.sleep(0.1)
-                self._show()
-            os.kill(self._run_pid, signal.SIGKILL)  # all is written; it would wait for an engine that is gone
+        end = time.monotonic() + SECONDS_TO_LEAVE
+        while self._is_at_work and time.monotonic() < end:
+            time.sleep(0.1)
+            self._show()
+        self._end_run()
 
     def _show(self) -> None:
         """Pass on what has happened."""
@@ -207,10 +225,8 @@ class Service:
             self._has_left = self._has_left or kind == "left"
             if kind == "running":
                 self._run_pid, self._is_at_work = event["pid"], True
-            elif kind in ("left", "stopped"):
+            elif kind in ("left", "stopped") or kind == "run died":
                 self._is_at_work = False
-            elif kind == "run died":
-                self._run_pid, self._is_at_work = None, False
             self.say(event)
 
     def _log(self, event: Mapping[str, Any]) -> None:
