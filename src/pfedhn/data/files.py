@@ -146,7 +146,7 @@ def _refuse_unused(
     if size is not None and (len(size) != 2 or not all(isinstance(side, int) and 0 < side <= 4096 for side in size)):
         raise UserError(f"resize is {short(size)}; give a height and a width of 1 to 4096 pixels, as in [32, 32].")
     if not is_images and (size is not None or options["corrupt"] != "refuse" or options["channels"] != "rgb"):
-        raise UserError(f"resize, channels and corrupt are for images, of which {place} holds none.")
+        raise UserError(f"resize, channels and corrupt are for images, and {place} has none; leave them out.")
     if is_folder and encoding != PLAIN:
         raise UserError(f"encode, missing and fitted are for tables, and {place} is a folder.")
 
@@ -258,7 +258,7 @@ def load_array(path: Path, kinds: str) -> Array:
         if not path.exists():
             raise UserError(f"{path} is missing; every client's folder needs x.npy and y.npy.")
         if not path.is_file():
-            raise UserError(f"{path} is no file; write it with numpy.save.")
+            raise UserError(f"{path} is not a file; write it with numpy.save.")
     try:
         # Mapped first: a header that promises more than the file holds is refused before room is made for it.
         mapped = numpy.load(path, mmap_mode="r", allow_pickle=False)
@@ -508,7 +508,7 @@ def read_inputs(
     is_array = is_array or (place / "x.npy").exists()
     images = [] if is_array else images_below(place)
     if (is_folder or is_array or images) and label_column is not None:
-        raise UserError(f"{place} is no table, so that it has no column {label_column!r}; leave --label out.")
+        raise UserError(f"{place} is not a table and has no column {label_column!r}; leave --label out.")
     if images:
         names = tuple(str(file.relative_to(place) if is_folder else file.name) for file in images)
         return Inputs(read_like(images, shape), files=names)
