@@ -22,7 +22,7 @@ import xml.etree.ElementTree
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -46,7 +46,7 @@ from pfedhn.sgd import python_loop, scanning
 from pfedhn.studies import STUDIES
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -117,7 +117,7 @@ def test_tutorials_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_the_tutorial_on_a_real_federation(tmp_path: Path) -> None:
-    """Servers and parties are processes, as in three terminals; another port, since 9443 may be taken."""
+    """Servers and parties are processes, as in several terminals; another port, since 9443 may be taken."""
     page, port = ROOT / "docs" / "tutorials" / "federation.md", str(free_port())
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     started: list[subprocess.Popen[bytes]] = []
@@ -269,6 +269,17 @@ def test_accuracies_on_the_way_are_those_of_the_stored_runs(method: str) -> None
             assert cell == f"{accuracies.mean():.2f} ± {accuracies.std(ddof=1):.2f}", (name, step)
 
 
+def test_the_citation_is_that_of_the_readme() -> None:
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["cff-version"], citation["type"], citation["license"]) == ("1.2.0", "software", "Apache-2.0")
+    paper, readme = citation["preferred-citation"], (ROOT / "README.md").read_text()
+    assert f"= {{{paper['title']}}}" in readme
+    names = " and ".join(f"{author['family-names']}, {author['given-names']}" for author in paper["authors"])
+    assert f"= {{{names}}}" in readme
+    assert f"= {{{paper['start']}--{paper['end']}}}" in readme
+
+
 def test_figures_are_whole() -> None:
     for figure in (ROOT / "docs" / "figures").glob("*.svg"):
         assert xml.etree.ElementTree.parse(figure).getroot().tag.endswith("svg")
@@ -289,8 +300,8 @@ def defaults(spec: type[Any]) -> dict[str, Any]:
     }
 
 
-def load_methods_page() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("methods_page", ROOT / "tools" / "methods_page.py")
+def load_tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -298,7 +309,21 @@ def load_methods_page() -> ModuleType:
     return module
 
 
-methods_page = load_methods_page()
+methods_page = load_tool("methods_page")
+
+
+def test_the_site_takes_version_and_repository_from_the_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = load_tool("docs_hook")
+    config = hook.on_config(SimpleNamespace(copyright=None, repo_url="somewhere"))
+    assert config.copyright.startswith(f"pfedhn {pfedhn.__version__} ")
+    metadata = tmp_path / "pyproject.toml"
+    metadata.write_text('[project]\nversion = "7"\nlicense = "X"\n')
+    monkeypatch.setattr(hook, "PROJECT", metadata)
+    assert hook.on_config(config).repo_url is None
+    metadata.write_text(metadata.read_text() + 'urls.Repository = "https://example.org/repository"\n')
+    assert hook.on_config(config).repo_url == "https://example.org/repository"
 
 
 @pytest.mark.parametrize("page", methods_page.TABLES)

@@ -323,7 +323,8 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_of_an_experiment_is_chosen_by_its_name(experiment: Path) -> None:
     with pytest.raises(
-        UserError, match=r"holds several runs; say which as run=\.\.\.; there are fedavg-digits-6-seed0,"
+        UserError,
+        match=r"holds several runs; say which by run=NAME \(in a command, --run NAME\); there are fedavg-digits-6",
     ):
         pfedhn.load(experiment)
     with pytest.raises(UserError, match=r"there is no run 'pfedhn-digits-6-seed3' in .*; did you mean"):

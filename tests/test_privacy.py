@@ -31,8 +31,9 @@ from pfedhn.data.federation import Federation
 from pfedhn.engine.checkpoint import load_state, save_state
 from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError
-from pfedhn.experiments.build import check
+from pfedhn.experiments.build import cell_algorithm, cell_privacy, check
 from pfedhn.experiments.grid import from_table
+from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.model import Model
 from pfedhn.params import Params, take
 from pfedhn.privacy import Cost, Privacy, Protection, keyed_normal, num_places, protecting, spent
@@ -201,6 +202,20 @@ def test_epsilon_is_opacus_own() -> None:
     allowed = bounded.num_rounds(cost)
     assert bounded.spent(cost, allowed) <= 4.0 < bounded.spent(cost, allowed + 1)
     assert replace(bounded, epsilon=1e-3).num_rounds(cost) == 0
+
+
+@pytest.mark.parametrize(("name", "size", "rounds"), [("privacy", 108, 50), ("privacy-cifar10", 800, 100)])
+def test_budgets_of_the_experiments_last_as_long_as_their_runs(name: str, size: int, rounds: int) -> None:
+    """Of a client with as many examples as most have, that is drawn as often as most are."""
+    pytest.importorskip("opacus")
+    cells = [cell for cell in EXPERIMENTS[name].cells if cell.privacy]
+    assert len(cells) == 8
+    for cell in cells:
+        assert cell.steps == rounds * cell.clients
+        privacy = cell_privacy(cell)
+        assert privacy is not None
+        cost = privacy.cost(size, cell.batch_size, cell_algorithm(cell).num_batches)
+        assert rounds <= privacy.num_rounds(cost) <= 1.03 * rounds
 
 
 @pytest.mark.slow

@@ -1130,6 +1130,10 @@ def _run_directory(path: Path, name: str | None) -> Path:
     if not names:
         raise UserError(f"{path} holds no run; give the directory that `pfedhn.train` or `pfedhn run` wrote.")
     if name not in names:
-        which = f"there is no run {name!r} in {path}" if name else f"{path} holds several runs; say which as run=..."
+        which = (
+            f"there is no run {name!r} in {path}"
+            if name
+            else f"{path} holds several runs; say which by run=NAME (in a command, --run NAME)"
+        )
         raise UserError(f"{which}; {closest(name or '', names)}")
     return path / name

@@ -27,6 +27,7 @@ from pfedhn import keys
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedper import FedPer
+from pfedhn.cli.federation import sayer
 from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.privacy import system_normal
@@ -617,7 +618,9 @@ def test_fixed_descriptions_travel(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["client", "example"])
-def test_a_party_with_noise_stops_when_its_budget_is_spent(level: str, tmp_path: Path) -> None:
+def test_a_party_with_noise_stops_when_its_budget_is_spent(
+    level: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its updates are bounded and differ from what it trained, it sends no scores, and its last update is within."""
     if level == "client":
         privacy = Privacy(clip=0.5, noise=4.0, epsilon=6.0)
@@ -638,6 +641,10 @@ def test_a_party_with_noise_stops_when_its_budget_is_spent(level: str, tmp_path:
     (refused, *_) = [event for event in group.said("refused") if event["party"] == name]
     assert "privacy budget of this party is spent" in refused["sentence"]
     assert [event["party"] for event in group.said("set aside")] == [name]
+    trained = [event for event in party.heard if event["kind"] == "train"]
+    assert [event["epsilon"] for event in trained][-1] == pytest.approx(privacy.spent(cost, allowed), abs=1e-4)
+    sayer(as_json=False)({"event": "heard", **trained[-1]})
+    assert f"epsilon {privacy.spent(cost, allowed):.3f} spent" in capsys.readouterr().out
     again = replace(party, heard=[])  # after a restart it remembers
     assert again.budget is not None
     assert again.budget.num_updates == allowed

@@ -22,6 +22,7 @@ from pfedhn import keys
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.federation import Federation
 from pfedhn.engine.checkpoint import load_state, save_state
+from pfedhn.engine.round import Reply, Returned
 from pfedhn.engine.rounds import is_captured
 from pfedhn.engine.transform import TRANSFORMS
 from pfedhn.errors import UserError
@@ -36,7 +37,7 @@ def federation() -> Federation:
 
 @pytest.mark.parametrize("method", mostly_slow(["pfedhn-pc", "fedavg"], "pfedhn-pc"))
 def test_one_at_a_time_is_a_run_that_waits(federation: Federation, method: str) -> None:
-    simulation = simulate(with_steps(method, 2), federation, rounds=6)
+    simulation = simulate(with_steps(method, 2), federation, rounds=6, executor="loop")
     waiting, state = finish(simulation), finish(replace(simulation, in_flight=1))
     assert_same_bits(memories_of(state), memories_of(waiting))
     assert (state.bytes_down, state.bytes_up) == (waiting.bytes_down, waiting.bytes_up)
@@ -45,7 +46,7 @@ def test_one_at_a_time_is_a_run_that_waits(federation: Federation, method: str) 
 
 def test_an_update_is_for_the_weights_that_were_sent(federation: Federation) -> None:
     """Who is at work has what it makes of the server's weights of some steps ago, worked out here from those."""
-    simulation = simulate(with_steps("fedavg", 2), federation, rounds=5, in_flight=3)
+    simulation = simulate(with_steps("fedavg", 2), federation, rounds=5, in_flight=3, executor="loop")
     state, exchange, network = simulation.initial_state(), simulation.exchange, model("mlp")
     history, num_old = [], 0
     for progress in simulation.rounds(state):
@@ -72,6 +73,7 @@ def test_more_at_work_are_staler(federation: Federation) -> None:
         assert in_flight - 1 < flight.max_staleness < 3 * in_flight
 
 
+@pytest.mark.slow
 def test_a_stop_and_go_changes_nothing(federation: Federation, tmp_path: Path) -> None:
     """Also with clients of two networks, whose replies have other shapes, and budgets that run out."""
     privacy = Privacy(1.0, 3.0, epsilon=5.0)
@@ -84,6 +86,7 @@ def test_a_stop_and_go_changes_nothing(federation: Federation, tmp_path: Path) -
         rounds=14,
         cohort=2,
         in_flight=4,
+        executor="loop",
         upload=TRANSFORMS["half"],
         privacy=privacy,
     )
@@ -114,3 +117,19 @@ def test_what_cannot_go_without_waiting_is_refused(federation: Federation) -> No
     with pytest.raises(UserError, match="trains one client at a time"):
         replace(simulation, in_flight=2, make_crew=lambda run: run)
     assert not is_captured(replace(simulation, in_flight=2, executor="captured"))
+
+
+def test_an_update_for_old_weights_counts_less(federation: Federation) -> None:
+    """With s steps in between 1 / (1 + s) of it; the mean of FedAvg, whose sizes are equal here, is worked out."""
+    simulation = simulate(FedAvg(local_steps=1, rule="mean"), federation)
+    network, exchange = simulation.model_of(0), simulation.exchange
+    shared = network.fresh(0)
+    updates = {
+        name: torch.stack([torch.ones_like(value), 2 * torch.ones_like(value)]) for name, value in shared.items()
+    }
+    one = torch.ones(2, dtype=torch.int64)
+    replies = Reply(updates, one, {}, one, torch.tensor([7, 4]))
+    now, _ = exchange.step(shared, [Returned(network, (), replies)], torch.tensor(7))
+    assert_close(now, {name: value - (1 + 2 / 4) / 2 for name, value in shared.items()})
+    in_full, _ = exchange.step(shared, [Returned(network, (), replies)])
+    assert_close(in_full, {name: value - (1 + 2) / 2 for name, value in shared.items()})

@@ -128,6 +128,9 @@ def test_what_was_computed_is_checked() -> None:
     (run / "analysis.json").unlink()
     assert "Computing" in invoke("run", "--resume", "runs").output  # only that: the run itself is finished
     assert read_analysis(run, result) == analysis
+    (run / "analysis.json").unlink()
+    assert invoke("run", "--resume", "runs", "--quiet").output == ""  # it prints nothing, and computes all the same
+    assert read_analysis(run, result) == analysis
 
     invoke("report", "runs", "--export", "kept.jsonl")
     invoke("report", "runs", "--export", "kept.jsonl")

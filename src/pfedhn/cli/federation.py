@@ -118,4 +118,6 @@ def _heard(event: Mapping[str, Any]) -> str:
     for split, (loss, correct, count) in event["scores"].items():
         if count:
             parts.append(f"{split} {loss / count:.4f}" if correct is None else f"{split} {correct / count:.4f}")
+    if event.get("epsilon") is not None:
+        parts.append(f"epsilon {event['epsilon']:.3f} spent")
     return f"round {event['round']}: {done}; {', '.join(parts)}"

@@ -182,16 +182,20 @@ def run(
             outcome = run_many(
                 path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster
             )
-    if outcome.results and not quiet:
+    if outcome.results:
         try:
             tables = [to_terminal(asked_for(found)) for found in collect([path])]
         except MendableError:
             end(outcome)  # a run that could not be mended is in no table, and why is said there
             raise
-        for table in tables:
-            Screen().print(table)
-        if (study := find_study(ready.options.source)) is not None:
-            compute_missing(study, path, ready.runs, ready.options, lambda text: say(text, is_error=True))
+        study = find_study(ready.options.source)
+        if not quiet:
+            for table in tables:
+                Screen().print(table)
+        if study is not None:
+            tell = (lambda text: None) if quiet else (lambda text: say(text, is_error=True))
+            compute_missing(study, path, ready.runs, ready.options, tell)
+        if study is not None and not quiet:
             for finding in findings(read(path), [study]):
                 Screen().print(finding_to_terminal(finding))
     end(outcome)

@@ -203,7 +203,8 @@ class Rules:
             Returned(model, stack([state.rows[name] for name in names]), stack([state.replies[name] for name in names]))
             for model, names in groups
         ]
-        state.shared, moved = self.plan.exchange("training").step(state.shared, returned)
+        now = torch.tensor(state.round)
+        state.shared, moved = self.plan.exchange("training").step(state.shared, returned, now)
         for (_, names), rows in zip(groups, moved, strict=True):
             for place, name in enumerate(names):
                 state.rows[name] = copy(take(rows, place))

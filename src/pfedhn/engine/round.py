@@ -165,9 +165,17 @@ class Exchange:
         encoded, state = self.upload.encode(update, key, kept.upload)
         return Reply(encoded, size, {"is_finite": is_finite}, offer.round, offer.version), kept._replace(upload=state)
 
-    def step(self, shared: Any, returned: Sequence[Returned]) -> tuple[Any, list[Any]]:
-        """The server's half, second part: one step from the replies of a cohort; the new rows of each group."""
-        groups = [Group(r.model, r.rows, self._decoded(r), r.replies.size) for r in returned]
+    def step(self, shared: Any, returned: Sequence[Returned], now: Tensor | None = None) -> tuple[Any, list[Any]]:
+        """The server's half, second part: one step from the replies of a cohort; the new rows of each group.
+
+        Args:
+            shared: The server's shared memory.
+            returned: The replies.
+            now: The version of the server, where replies may be for older ones; their updates then count less.
+        """
+        groups = [
+            Group(r.model, r.rows, fresh_part(self._decoded(r), r.replies, now), r.replies.size) for r in returned
+        ]
         if not isinstance(shared, WithStatistics):
             return self._stepped(shared, groups)
         moved = shared.statistics | {group.model.name: _mean_statistics(shared.statistics, group) for group in groups}
@@ -254,6 +262,17 @@ class Exchange:
         return torch.vmap(lambda row, update: self.algorithm.move_row(group.model, shared, row, update))(
             group.rows, group.updates
         )
+
+
+def fresh_part(updates: Params, replies: Reply, now: Tensor | None) -> Params:
+    """Updates [C, ...], of which one for weights that are s steps old counts 1 / (1 + s).
+
+    Until an update arrives, s others have been made that may say the same; all of them in full would overshoot.
+    """
+    if now is None:
+        return updates
+    parts = 1.0 / (1 + now - replies.version)
+    return {name: torch.einsum("c,c...->c...", parts.to(value), value) for name, value in updates.items()}
 
 
 def shareable(statistics: Params) -> Params:

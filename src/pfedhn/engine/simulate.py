@@ -281,9 +281,11 @@ class Simulation:
             first = share.clients[int((~is_finite).nonzero()[0])]
             raise Diverged.at(share.number, self.federation.name_of(first))
 
-    def _server_step(self, state: State, returned: list[Returned], clients: list[list[int]]) -> None:
+    def _server_step(
+        self, state: State, returned: list[Returned], clients: list[list[int]], now: Tensor | None = None
+    ) -> None:
         """The server's step from the replies of some clients, of each architecture."""
-        shared, new_rows = self._step(state.memories.shared, returned)
+        shared, new_rows = self._step(state.memories.shared, returned, now)
         state.memories = state.memories._replace(shared=shared)
         state.bytes_up += bytes_up(part.replies for part in returned)
         for some, rows in zip(clients, new_rows, strict=True):
@@ -319,7 +321,7 @@ class Simulation:
             replies = pytree.tree_map(lambda *leaves: torch.cat(leaves), *(work.reply for work in group))
             rows = take(state.memories.rows, torch.tensor(some, device=self.device))
             returned.append(Returned(self.model_of(some[0]), rows, replies))
-        self._server_step(state, returned, clients)
+        self._server_step(state, returned, clients, torch.tensor(state.round, device=self.device))
         flight.replies = []
 
     def _idle(self, state: State) -> list[int]:
@@ -336,8 +338,9 @@ class Simulation:
         trained = self.train(share)
         self._refuse_diverged(share, trained)
         due = flight.now + 0.5 + float(keys.uniform(keys.fold(self.seed, "duration", number), 1))
+        replies = trained.replies._replace(version=torch.full_like(index, state.round))
         flight.working.append(
-            Work(client, number, state.round, due, trained.bytes_down, *copy((trained.replies, trained.kept)))
+            Work(client, number, state.round, due, trained.bytes_down, *copy((replies, trained.kept)))
         )
         flight.num_sent += 1
         if self.privacy is not None:
@@ -421,16 +424,16 @@ class Simulation:
         expected = mine.size.clamp(max=self.schedule.batch_size)
         return Protection(self.privacy, expected, keyed_normal(mine.secret))
 
-    def _step(self, shared: Any, returned: list[Returned]) -> tuple[Any, list[Any]]:
+    def _step(self, shared: Any, returned: list[Returned], now: Tensor | None = None) -> tuple[Any, list[Any]]:
         models = [part.model for part in returned]
 
-        def step(shared: Any, parts: list[Any]) -> tuple[Any, list[Any]]:
-            return self.exchange.step(
-                shared, [Returned(model, *part) for model, part in zip(models, parts, strict=True)]
-            )
+        def step(shared: Any, parts: list[Any], *now: Tensor) -> tuple[Any, list[Any]]:
+            returned = [Returned(model, *part) for model, part in zip(models, parts, strict=True)]
+            return self.exchange.step(shared, returned, *now)
 
-        run = self.executor_for(models[0]).traced(("step", *(model.name for model in models)), step)
-        result: tuple[Any, list[Any]] = run(shared, [(part.rows, part.replies) for part in returned])
+        key = ("step" if now is None else "late step", *(model.name for model in models))
+        given = (shared, [(part.rows, part.replies) for part in returned], *(() if now is None else (now,)))
+        result: tuple[Any, list[Any]] = self.executor_for(models[0]).traced(key, step)(*given)
         return result
 
     def executor_for(self, model: Model) -> Executor:

@@ -121,9 +121,9 @@ def picture(title: str, label: str, values: Mapping[str, Any], dataset: str) -> 
     number = len(values["classes"])
     colors = matplotlib.colormaps["turbo"](numpy.linspace(0.03, 0.97, number))
     names = COARSE if dataset == "cifar100" and number == len(COARSE) else None
-    for group in range(number):
-        mine = plane[groups == group]
-        text = names[group] if names else f"classes {', '.join(map(str, values['classes'][group]))}"
+    for group in sorted(range(number), key=lambda group: values["classes"][group]):
+        mine, held = plane[groups == group], values["classes"][group]
+        text = names[group] if names else f"{'classes' if len(held) > 1 else 'class'} {', '.join(map(str, held))}"
         marker = drawing.MARKERS[group % len(drawing.MARKERS)]  # with the color, so that nobody needs the color alone
         style = {"color": colors[group], "edgecolors": "white", "linewidths": 0.6, "label": text}
         axes.scatter(mine[:, 0], mine[:, 1], s=62, marker=marker, **style)
