@@ -246,10 +246,10 @@ def largest_difference(world: World) -> float:
     """Between all that server and parties remember and the simulator, in multiples of the largest number there."""
     site = Site(world.folder / "state")
     state, cell = Store(site.folder / "server", Rules(site.plan)).load(), site.spec.cell
-    steps: dict[int, list[str]] = {number: [] for number in range(state.round)}
+    steps: dict[int, list[str]] = {}
     for one in world.events():
         if one["event"] == "accepted":
-            steps[one["round"]] = sorted({*steps[one["round"]], one["party"]})
+            steps[one["round"]] = sorted({*steps.get(one["round"], ()), one["party"]})
     steps |= {one["round"] - 1: one["parties"] for one in world.events() if one["event"] == "round"}
     simulation = assemble(
         build_algorithm(cell.method, cell.settings),
@@ -263,7 +263,7 @@ def largest_difference(world: World) -> float:
     for client, name in enumerate(PARTIES):
         pairs.append((state.rows[name], take(expected.rows, client)))
         member, party = state.members[name], load_party(world.folder / f"pfedhn-{name}")
-        if member.base is not None:
+        if member.base is not None and member.base < state.round:  # else it has answered in the round that is open
             received = site.plan.exchange("training").publish(party.model, state.shared, state.rows[name])
             pairs.append((party._kept("training", member.base, received), take(table.tree, table.slots[client])))
     worst = 0.0
