@@ -12,7 +12,7 @@ import pytest
 
 from pfedhn.cli.federation import standing
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
-from pfedhn.deploy.engine import free_port, is_alive
+from pfedhn.deploy.engine import end_orphan, free_port, is_alive
 from pfedhn.deploy.gate import Gate, make_app
 from pfedhn.deploy.invitations import Bundle, Invitations
 from pfedhn.deploy.join import ENROLLED, enroll
@@ -110,6 +110,26 @@ def test_a_process_is_at_work_under_its_own_name() -> None:
         while is_alive(process.pid, sys.executable):  # then it is dead, though nobody has asked for its end yet
             pass
     assert not is_alive(process.pid, sys.executable)
+
+
+def test_what_a_killed_process_left_behind_is_asked_to_leave_first(tmp_path: Path) -> None:
+    """A node that says goodbye may come again at once."""
+    program, place, said = tmp_path / "node", tmp_path / "place", tmp_path / "said"
+    program.write_text(
+        "import pathlib, signal, sys\n"
+        "def leave(number, frame):\n    pathlib.Path(sys.argv[2]).write_text('goodbye')\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, leave)\nprint('ready', flush=True)\nsignal.pause()\n"
+    )
+    command = [sys.executable, str(program), str(place), str(said)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (tmp_path / "node.pid").write_text(str(process.pid))
+        end_orphan(tmp_path / "node.pid", "another place")
+        assert process.poll() is None
+        end_orphan(tmp_path / "node.pid", str(place))
+        process.wait(20)
+    assert said.read_text() == "goodbye"
 
 
 def test_a_folder_remembers_where_it_is_served(tmp_path: Path) -> None:

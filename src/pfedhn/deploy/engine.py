@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -55,7 +56,10 @@ def start(command: Sequence[str], home: Path) -> "subprocess.Popen[bytes]":
 
 
 def end_orphan(note: Path, place: str) -> None:
-    """End the process that a file names, if it still is what it was: a program that was given this place."""
+    """End the process that a file names, if it still is what it was: a program that was given this place.
+
+    It is asked first: a node that says goodbye may come again at once, and one that is killed after a minute.
+    """
     try:
         pid = int(note.read_text())
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
@@ -63,6 +67,10 @@ def end_orphan(note: Path, place: str) -> None:
         return
     if place in words and note.stem in words:
         with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGTERM)
+            end = time.monotonic() + SECONDS_TO_STOP
+            while is_alive(pid, note.stem) and time.monotonic() < end:
+                time.sleep(0.1)
             os.kill(pid, signal.SIGKILL)
 
 
