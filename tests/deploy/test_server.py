@@ -736,3 +736,24 @@ def test_rounds_are_compared_by_the_parties_that_were_there_both_times(tmp_path:
     assert score(2, paris=6.0) == 1  # better on average, and not for those who are there
     assert score(3, paris=7.0, nice=1.0) == 3
     assert score(4, lyon=1.0) == 4  # nobody in common: the newer one
+
+
+def test_a_party_that_goes_is_not_set_aside_when_it_comes_again(tmp_path: Path) -> None:
+    """It left while it was asked: that is no failing of the kind that patience is for."""
+    simulation = simulation_of(small("fedavg"), rounds=6, cohort=6, evaluate_every=1_000)
+    group = Group(simulation, tmp_path, Policy(patience=1), seconds=lambda party: 1.0)
+    name = "party-2"
+
+    def listen(event: Any) -> None:
+        group.events.append(event)
+        if event["event"] == "accepted" and (event["party"], event["round"]) == ("party-0", 1):
+            del group.answers[name]
+        if event["event"] == "round" and event["round"] == 3:
+            group.answers[name] = group.parties[name].answer
+
+    group.server.log = listen
+    group.server.run()
+    assert [event["reason"] for event in group.said("refused")] == ["lost"]
+    assert [event["party"] for event in group.said("gone")] == [name]
+    assert not group.said("set aside")
+    assert [event["round"] for event in group.said("accepted") if event["party"] == name] == [0, 4, 5]

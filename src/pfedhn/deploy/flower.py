@@ -23,6 +23,7 @@ from pfedhn.stopping import stop_requests
 SECONDS_BETWEEN_PULLS = 0.3
 SECONDS_BETWEEN_LOOKS = 2.0  # at who is there
 SECONDS_FOR_THE_LAST_ONE = 120.0  # that a server which is being ended may still hold the folder
+NODE_GONE = 5  # the engine's code for a node that it does not hear of any more
 KINDS = {"hello": MessageType.QUERY, "train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE}
 
 
@@ -87,6 +88,8 @@ class Flower:
             if sent is None:
                 continue
             if answer.has_error():
+                if answer.error.code == NODE_GONE:
+                    self.nodes.pop(sent.party, None)  # until the engine names it again
                 reason = f"{answer.error.code}: {answer.error.reason}"
                 found.append(Arrival(sent.party, sent.kind, None, f"gave no answer ({reason:.300})"))
                 continue

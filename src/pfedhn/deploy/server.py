@@ -529,6 +529,8 @@ class Server:
         if asked.kind == "train":
             self.failed.add(asked.party)
         self._refuse(asked.party, reason, sentence)
+        if asked.party not in self.transport.members():  # it has gone, which is no failing: it may come again at once
+            return
         standing = self.standings.setdefault(asked.party, Standing())
         standing.failures += 1
         if standing.failures >= self.policy.patience:
