@@ -32,7 +32,7 @@ from pfedhn.params import take
 from pfedhn.run import assemble, build_algorithm
 
 SECONDS = 300.0  # that a fault may cost at most
-ROUNDS = 30
+ROUNDS = 40  # more than all faults together take, also where a round takes but seconds
 MAX_DIFFERENCE = 1e-2  # float32, over many rounds
 
 
@@ -43,7 +43,9 @@ class Federation(World):
         write_data(self.folder / "data")
         text = SPEC.replace("steps = 6", f"steps = {3 * ROUNDS}").replace("evaluate_every = 6", "evaluate_every = 60")
         text = text.replace('upload = "half"\n', "")  # rounding is drawn, so that a difference of one bit would grow
-        (self.folder / "spec.toml").write_text(text.replace("reply_seconds = 100.0", "reply_seconds = 45.0"))
+        (self.folder / "spec.toml").write_text(
+            text.replace("reply_seconds = 100.0", "reply_seconds = 45.0\naside_seconds = 5.0")
+        )
         self.serve()
         self.wait_for("serving")
         for name in PARTIES:
