@@ -5,6 +5,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,14 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"),
 )
+# The browser looks for its pipes at the descriptors 3 and 4.
+START = """
+import os, sys
+for number, place in zip(sys.argv[1:3], (3, 4)):
+    os.dup2(int(number), place)
+    os.set_inheritable(place, True)  # also where it was there already
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 SECONDS = 60.0  # for one answer; a machine may be busy
 
 
@@ -34,16 +43,10 @@ class Browser:
         assert CHROMIUM is not None
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-
-        def as_three_and_four() -> None:  # where the browser looks for its pipes
-            kept = [os.dup(theirs_in), os.dup(theirs_out)]
-            os.dup2(kept[0], 3)
-            os.dup2(kept[1], 4)
-
+        command = [CHROMIUM, *FLAGS, f"--user-data-dir={home}", "about:blank"]
         self._process = subprocess.Popen(
-            [CHROMIUM, *FLAGS, f"--user-data-dir={home}", "about:blank"],
-            preexec_fn=as_three_and_four,
-            close_fds=False,
+            [sys.executable, "-c", START, str(theirs_in), str(theirs_out), *command],
+            pass_fds=(theirs_in, theirs_out),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -22,7 +22,7 @@ import xml.etree.ElementTree
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -117,7 +117,7 @@ def test_tutorials_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_the_tutorial_on_a_real_federation(tmp_path: Path) -> None:
-    """Servers and parties are processes, as in three terminals; another port, since 9443 may be taken."""
+    """Servers and parties are processes, as in several terminals; another port, since 9443 may be taken."""
     page, port = ROOT / "docs" / "tutorials" / "federation.md", str(free_port())
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     started: list[subprocess.Popen[bytes]] = []
@@ -300,8 +300,8 @@ def defaults(spec: type[Any]) -> dict[str, Any]:
     }
 
 
-def load_methods_page() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("methods_page", ROOT / "tools" / "methods_page.py")
+def load_tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -309,7 +309,21 @@ def load_methods_page() -> ModuleType:
     return module
 
 
-methods_page = load_methods_page()
+methods_page = load_tool("methods_page")
+
+
+def test_the_site_takes_version_and_repository_from_the_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = load_tool("docs_hook")
+    config = hook.on_config(SimpleNamespace(copyright=None, repo_url="somewhere"))
+    assert config.copyright.startswith(f"pfedhn {pfedhn.__version__} ")
+    metadata = tmp_path / "pyproject.toml"
+    metadata.write_text('[project]\nversion = "7"\nlicense = "X"\n')
+    monkeypatch.setattr(hook, "PROJECT", metadata)
+    assert hook.on_config(config).repo_url is None
+    metadata.write_text(metadata.read_text() + 'urls.Repository = "https://example.org/repository"\n')
+    assert hook.on_config(config).repo_url == "https://example.org/repository"
 
 
 @pytest.mark.parametrize("page", methods_page.TABLES)

@@ -104,7 +104,7 @@ def read_bytes(path: Path) -> bytes:
     """Read a whole file."""
     with reading(path):
         if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for, a device read forever
-            raise UserError(f"{path} is no file that can be read to its end; give a file.")
+            raise UserError(f"{path} is not a regular file; give a file.")
         return path.read_bytes()
 
 

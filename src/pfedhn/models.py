@@ -221,7 +221,9 @@ def check_name(name: str, settings: Mapping[str, Any] | None = None) -> None:
         return
     if settings:
         key = next(iter(settings))
-        raise UserError(f"network.{key} is for a function that makes the network, and model = {name!r} is none.")
+        raise UserError(
+            f"network.{key} is an argument of a function that makes the network, and model = {name!r} is not one."
+        )
     names = [*LENET_SIZES, *RESNETS, "omniglot", "linear"]
     if name not in names and not re.fullmatch(r"(mlp|tabular)(-[1-9][0-9]{0,8})*", name):
         raise UserError(f"there is no target network {name!r}; {closest(name, [*names, 'mlp-32', 'tabular-32'])}")

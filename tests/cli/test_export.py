@@ -124,6 +124,31 @@ def test_images_are_predicted_by_their_files(tmp_path: Path, monkeypatch: pytest
     assert "of 20 examples" in joined.output
 
 
+def test_texts_are_encoded_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    random = numpy.random.default_rng(0)
+    rows = [f"{('Berlin', 'Rome')[i % 2]},{random.normal():.3f},{'xyz'[i % 3]},{i % 2}" for i in range(60)]
+    Path("visits.csv").write_text("\n".join(["clinic,dose,kind,outcome", *rows]))
+    Path("kinds.toml").write_text(CLINICS.replace("clients = 3", 'clients = 2\nread = {encode = "one-hot"}'))
+    assert invoke("run", "kinds.toml", "--out", "runs", "--device", "cpu").exit_code == 0
+    Path("new.csv").write_text("kind,dose\nz,0.5\nx,-1\n")  # found by name, in any order
+    said = invoke("predict", "runs", "--client", "Rome", "--data", "new.csv")
+    assert said.exit_code == 0, said.output
+    x = torch.tensor([[0.5, 0.0, 0.0, 1.0], [-1.0, 1.0, 0.0, 0.0]])
+    with torch.no_grad():
+        best = pfedhn.load("runs", device="cpu").personal_model("Rome")(x).softmax(-1).max(-1)
+    found = [row["probability"] for row in csv.DictReader(io.StringIO(said.stdout))]
+    assert [float(value) for value in found] == pytest.approx(best.values.tolist(), abs=1e-4)
+    for table, sentence in (
+        ("kind,dose\nq,0.5\n", "which the run was not trained on"),
+        ("dose\n1\n", "no column 'kind'"),
+    ):
+        Path("new.csv").write_text(table)
+        refused = invoke("predict", "runs", "--client", "Rome", "--data", "new.csv")
+        assert refused.exit_code == 2
+        assert sentence in " ".join(refused.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("sentence", "arguments"),
     [

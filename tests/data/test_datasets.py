@@ -370,7 +370,7 @@ class Refusals:
 
     @staticmethod
     def labels_of_text(root: Path) -> tuple[Any, ...]:
-        """the column 'label' of mnist holds no whole numbers"""
+        """the column 'label' of mnist does not hold integers"""
         write_hub_folder(root, "mnist")
         for file in root.glob("*.parquet"):
             write_table(file, {"image": [encoded(images("mnist", 1, 0)[0])], "label": ["seven"]})

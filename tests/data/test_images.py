@@ -127,5 +127,5 @@ def test_an_experiment_file_says_how_data_are_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="read has no setting 'size'; did you mean 'resize'"):
         check(from_toml(toml))
     toml.write_text("clients = 2\nread = {resize = [4, 4]}\n")
-    with pytest.raises(UserError, match="read says how your own data are read, and digits is none"):
+    with pytest.raises(UserError, match="read is for your own data, and digits is a data set of the package"):
         check(Experiment("mine", from_toml(toml).cells))

@@ -226,7 +226,10 @@ def test_a_function_makes_the_network(tmp_path: Path) -> None:
         ({"network": {"widht": 4}}, "has no setting 'widht'; did you mean 'width'"),
         ({"model": f"{tmp_path / 'networks.py'}:spire"}, "has no function 'spire'"),
         ({"model": f"{tmp_path / 'networks.py'}:Wide", "network": {}}, r"needs columns; give network\.columns = "),
-        ({"model": "mlp-4"}, r"network\.width is for a function that makes the network, and model = 'mlp-4' is none"),
+        (
+            {"model": "mlp-4"},
+            r"network\.width is an argument of a function that makes the network, and model = 'mlp-4'",
+        ),
         ({"model": "os:system", "network": {}}, "not code that a run can be made with"),
     ):
         with pytest.raises(UserError, match=sentence):

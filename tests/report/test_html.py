@@ -104,7 +104,7 @@ def test_runs_of_a_directory_bring_names_and_losses(tmp_path: Path) -> None:
     assert column["names"] == ["Berlin", "Lyon"]
     losses = [round(moment.validation.loss, 4) for moment in run.history]
     assert series["curves"]["loss"]["mean"] == losses
-    assert series["clients"]["0"]["score"] == pytest.approx((100 * run.accuracy).round(2).tolist())
+    assert series["clients"]["0"]["score"] == pytest.approx((100 * run.accuracy).round(4).tolist())
 
 
 def test_the_settings_in_which_runs_differ_are_named() -> None:
@@ -162,3 +162,25 @@ def test_each_number_of_clients_has_a_best_of_its_own() -> None:
     lines = [["method", "clients", "over clients"], ["a", "10", "90.00"], ["b", "10", "91.00"]]
     lines += [["a", "50", "70.00"], ["b", "50", "60.00"]]
     assert best_cells(lines) == {(1, 2), (2, 2)}
+
+
+def test_a_page_of_runs_that_have_not_finished() -> None:
+    begun = replace(entry("pfedhn", 5), results={})
+    page = to_html([Report("made", [begun, replace(entry("local", 5), results={}, curves={})])])
+    assert "Not run yet: pFedHN, Local." in page
+    ((column,),) = data_of(page)
+    assert [series["label"] for series in column["series"]] == ["pFedHN"]
+
+
+def test_a_page_of_a_task_without_accuracy() -> None:
+    made = entry("pfedhn", 5)
+    scores = Scores(0.5, 50, clients=(5.0,) * 5, client_examples=(10,) * 5)
+    losses = Measures(loss=(0.9, 0.7, 0.6, 0.5))
+    curve = Curve((0, 1, 2, 3), losses, losses)
+    plain = replace(made, results={0: replace(made.results[0], test=scores)}, curves={0: curve})
+    page = to_html([Report("made", [plain])])
+    assert "test loss" in page
+    ((column,),) = data_of(page)
+    assert column["isAccuracy"] is False
+    assert column["series"][0]["curves"]["score"]["mean"] == [0.9, 0.7, 0.6, 0.5]
+    assert column["series"][0]["clients"]["0"]["score"] == [0.5] * 5  # a client's loss on its own examples

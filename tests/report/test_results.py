@@ -328,7 +328,7 @@ def spoil(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("number", "damage", "sentence"),
     [
-        (3, lambda text: text[: len(text) // 2], "it is no JSON"),
+        (3, lambda text: text[: len(text) // 2], "it is not JSON"),
         (3, lambda text: "[1, 2]", 'it is neither of kind "experiment" nor of kind "run"'),
         (2, spoil(lambda line: line.pop("test")), "'test' is missing or of the wrong kind"),
         (2, spoil(lambda line: line.update(seconds="long")), "'seconds' is missing or of the wrong kind"),
@@ -353,7 +353,7 @@ def spoil(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
         (2, spoil(lambda line: line.update(seconds=math.inf)), "'seconds' is inf, which cannot be"),
         (2, spoil(lambda line: line.update(seed=7)), "has the seed 7"),
         (2, lambda text: text.replace('"seconds":', '"seconds":1'), "it was changed after it was written"),
-        (2, lambda text: "[" * 100_000, "it is no JSON"),
+        (2, lambda text: "[" * 100_000, "it is not JSON"),
     ],
 )
 def test_a_damaged_line_is_named(file: Path, number: int, damage: Callable[[str], str], sentence: str) -> None:

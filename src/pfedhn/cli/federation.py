@@ -81,7 +81,7 @@ def standing(
     for name in invited:
         party = known["parties"].get(name)
         if party is None:
-            table.add_row(name, "invited")
+            table.add_row(name, "taken out" if name in revoked else "invited")
             continue
         there = "set aside" if party["is_aside"] else "yes" if party["is_present"] and is_served else "no"
         there = "taken out" if name in revoked else there

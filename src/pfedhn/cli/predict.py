@@ -56,8 +56,12 @@ def predict(
 
     trained = load(directory, run=run, device="cpu")
     described = trained.description
-    columns = (trained.origin.cell.get("columns") or {}).values()
-    given, answers, files = read_inputs(data, label, leave_out=tuple(columns), shape=described.shape)
+    cell = trained.origin.cell
+    columns = (cell.get("columns") or {}).values()
+    trained_on = cell.get("dataset") if (cell.get("read") or {}).get("encode") == "one-hot" else None
+    given, answers, files = read_inputs(
+        data, label, leave_out=tuple(columns), shape=described.shape, trained_on=trained_on
+    )
     x = torch.from_numpy(prepared(trained, given)).to(trained.simulation.model_of(0).dtype)
     if tuple(x.shape[1:]) != described.shape:
         raise UserError(

@@ -491,7 +491,7 @@ def _column_of_numbers(name: str, table: Any, column: str) -> NDArray[numpy.int6
         return numpy.array(table[column], dtype=numpy.int64)
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(
-            f"the column {column!r} of {name} holds no whole numbers ({first_line(error)}); use a copy laid out as on "
+            f"the column {column!r} of {name} does not hold integers ({first_line(error)}); use a copy laid out as on "
             "the Hub."
         ) from error
 

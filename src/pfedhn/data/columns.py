@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pfedhn.data.catalogue import Array
 from pfedhn.data.federation import Federation
-from pfedhn.errors import UserError
+from pfedhn.errors import UserError, closest
 
 Encode: TypeAlias = Literal["refuse", "one-hot"]
 Missing: TypeAlias = Literal["refuse", "median", "zero"]
@@ -73,6 +73,24 @@ def encoded(file: str, columns: Mapping[str, Array], encoding: Encoding) -> tupl
             parts += [numpy.array([cell == kind for cell in cells], dtype=numpy.float32) for kind in kinds]
             names += [f"{name}={kind}" for kind in kinds]
     return numpy.stack(parts, axis=1), names
+
+
+def encoded_like(file: str, column: Array, trained: Array, name: str) -> NDArray[numpy.float32] | None:
+    """A column of texts as the same column of a table was encoded one-hot; None for a column of numbers."""
+    known = sorted({str(cell).strip() for cell in trained.tolist() if not _is_empty(cell)})
+    try:
+        for text in known:
+            float(text)
+    except ValueError:
+        cells = ["" if _is_empty(cell) else str(cell).strip() for cell in column.tolist()]
+        unknown = [cell for cell in cells if cell and cell not in known]
+        if unknown:
+            raise UserError(
+                f"column {name!r} of {file} holds {unknown[0]!r}, which the run was not trained on; "
+                f"{closest(unknown[0], known)}"
+            ) from None
+        return numpy.array([[cell == text for text in known] for cell in cells], dtype=numpy.float32)
+    return None
 
 
 def _is_empty(cell: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn.data.catalogue import Array
-from pfedhn.data.columns import PLAIN, Encode, Encoding, Fitted, Missing, encoded, filled
+from pfedhn.data.columns import PLAIN, Encode, Encoding, Fitted, Missing, encoded, encoded_like, filled
 from pfedhn.data.federation import Federation
 from pfedhn.data.images import Channels, Corrupt, image_files, images_below, read_images, read_like
 from pfedhn.errors import UserError, closest, first_line, short
@@ -146,7 +146,7 @@ def _refuse_unused(
     if size is not None and (len(size) != 2 or not all(isinstance(side, int) and 0 < side <= 4096 for side in size)):
         raise UserError(f"resize is {short(size)}; give a height and a width of 1 to 4096 pixels, as in [32, 32].")
     if not is_images and (size is not None or options["corrupt"] != "refuse" or options["channels"] != "rgb"):
-        raise UserError(f"resize, channels and corrupt are for images, of which {place} holds none.")
+        raise UserError(f"resize, channels and corrupt are for images, and {place} has none; leave them out.")
     if is_folder and encoding != PLAIN:
         raise UserError(f"encode, missing and fitted are for tables, and {place} is a folder.")
 
@@ -258,7 +258,7 @@ def load_array(path: Path, kinds: str) -> Array:
         if not path.exists():
             raise UserError(f"{path} is missing; every client's folder needs x.npy and y.npy.")
         if not path.is_file():
-            raise UserError(f"{path} is no file; write it with numpy.save.")
+            raise UserError(f"{path} is not a file; write it with numpy.save.")
     try:
         # Mapped first: a header that promises more than the file holds is refused before room is made for it.
         mapped = numpy.load(path, mmap_mode="r", allow_pickle=False)
@@ -490,7 +490,11 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(
-    path: str | Path, label_column: str | None = None, leave_out: Sequence[str] = (), shape: tuple[int, ...] = ()
+    path: str | Path,
+    label_column: str | None = None,
+    leave_out: Sequence[str] = (),
+    shape: tuple[int, ...] = (),
+    trained_on: str | Path | None = None,
 ) -> Inputs:
     """Examples to predict, and the right answers if a column has them.
 
@@ -499,6 +503,7 @@ def read_inputs(
         label_column: The column of a table that holds the right answers.
         leave_out: Columns that are no features, where the table has them.
         shape: Of one example of the run; images are brought to it.
+        trained_on: The table of a run that encoded texts: a new table's columns are found by name and encoded alike.
     """
     place = given_path(path)
     with reading(place):
@@ -508,7 +513,7 @@ def read_inputs(
     is_array = is_array or (place / "x.npy").exists()
     images = [] if is_array else images_below(place)
     if (is_folder or is_array or images) and label_column is not None:
-        raise UserError(f"{place} is no table, so that it has no column {label_column!r}; leave --label out.")
+        raise UserError(f"{place} is not a table and has no column {label_column!r}; leave --label out.")
     if images:
         names = tuple(str(file.relative_to(place) if is_folder else file.name) for file in images)
         return Inputs(read_like(images, shape), files=names)
@@ -524,7 +529,27 @@ def read_inputs(
     features = [name for name in columns if name != label_column and name not in leave_out]
     if not features or not len(columns[features[0]]):
         raise UserError(f"{place.name} has no examples with features; give at least one.")
-    return Inputs(numpy.stack([to_numbers(place, name, columns[name]) for name in features], axis=1), labels)
+    if trained_on is None:
+        return Inputs(numpy.stack([to_numbers(place, name, columns[name]) for name in features], axis=1), labels)
+    return Inputs(_encoded_inputs(place, columns, given_path(trained_on), leave_out), labels)
+
+
+def _encoded_inputs(file: Path, columns: Mapping[str, Array], trained_on: Path, leave_out: Sequence[str]) -> Array:
+    if not trained_on.is_file():
+        raise UserError(
+            f"this run encoded texts of {trained_on}, which is not there any more; bring it back, or give x.npy."
+        )
+    parts = []
+    for name, column in read_columns(trained_on, takes_empty=True).items():
+        if name in leave_out:
+            continue
+        if name not in columns:
+            raise UserError(
+                f"{file.name} has no column {name!r}, which the run was trained on; {closest(name, columns)}"
+            )
+        texts = encoded_like(file.name, columns[name], column, name)
+        parts.append(to_numbers(file, name, columns[name])[:, None] if texts is None else texts)
+    return numpy.concatenate(parts, axis=1)
 
 
 def _table_of_one(file: Path, label_column: str | None) -> tuple[Array, Array]:

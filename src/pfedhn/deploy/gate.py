@@ -123,6 +123,7 @@ class Gate:
             access_log=False,
             server_header=False,
             lifespan="off",
+            ws="none",
         )
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True, name="gate")

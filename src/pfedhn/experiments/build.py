@@ -63,7 +63,9 @@ def check(experiment: Experiment) -> None:
         if not is_made(cell.dataset):
             build_partition(cell)
         if reading_options(cell) and not is_own_data(cell.dataset):
-            raise UserError(f"read says how your own data are read, and {cell.dataset} is none.")
+            raise UserError(
+                f"read is for your own data, and {cell.dataset} is a data set of the package; leave it out."
+            )
         _check_sizes(cell)
         for transform in (cell.upload, cell.download):
             find_transform(transform)

@@ -101,10 +101,17 @@ class Entry:
 
     def client_accuracy(self, seed: int) -> NDArray[numpy.float64]:
         """[clients]: each one's own test accuracy in percent; NaN where it has no test examples."""
+        return 100 * self._client_means(seed)
+
+    def client_scores(self, seed: int) -> NDArray[numpy.float64]:
+        """[clients]: each one's own test accuracy in percent; of a task without accuracy, its loss."""
+        return self.client_accuracy(seed) if self.has_accuracy else self._client_means(seed)
+
+    def _client_means(self, seed: int) -> NDArray[numpy.float64]:
         test = self.results[seed].test
         examples = numpy.array(test.client_examples, dtype=numpy.float64)
-        correct = numpy.array(test.clients, dtype=numpy.float64)
-        return 100 * numpy.divide(correct, examples, out=numpy.full_like(examples, numpy.nan), where=examples > 0)
+        sums = numpy.array(test.clients, dtype=numpy.float64)
+        return numpy.divide(sums, examples, out=numpy.full_like(examples, numpy.nan), where=examples > 0)
 
     def curve(self, seed: int, average: Average = "clients") -> dict[int, float]:
         """Communication steps -> test accuracy in percent (or loss); empty where there are no test examples."""

@@ -279,6 +279,9 @@
     const controls = make("div", { class: "controls" }, place);
     const seed = choice(controls, "seed", seeds.map((value) => [value, "seed " + value]));
     const find = make("input", { type: "search", placeholder: "find a client or a class", "aria-label": "find a client or a class" }, controls);
+    const isUp = column.isAccuracy, what = isUp ? "test accuracy in %" : "test loss";
+    const said = (score) => (isUp ? score.toFixed(1) + " %" : score.toFixed(3));
+    const bestOf = (scores) => (isUp ? Math.max : Math.min)(...scores.filter((score) => score !== null));
     let now = people(column, seed.value), focus = null;
     const redraws = [];
     const all = () => redraws.forEach((redraw) => redraw());
@@ -311,8 +314,8 @@
 
     function strip() {
       const chart = make("div", { class: "chart dots" }, place), tip = tipOf(chart);
-      const canvas = make("canvas", { role: "img", "aria-label": "test accuracy of every client" }, chart);
-      make("p", { class: "note" }, place, "A dot is a client's own test accuracy in %; the bar is the mean, as at the right. Click a dot to mark the client everywhere.");
+      const canvas = make("canvas", { role: "img", "aria-label": what + " of every client" }, chart);
+      make("p", { class: "note" }, place, "A dot is a client's own " + what + "; the bar is the mean, as at the right. Click a dot to mark the client everywhere.");
       let points = [];
       hovering(canvas, tip, () => points);
       return () => {
@@ -320,12 +323,13 @@
         const height = series.length * lane + 34, pen = sheet(canvas, width, height);
         const words = Math.min(130, 12 + Math.max(...series.map((part) => pen.measureText(part.label).width)));
         const box = { left: words, right: width - 46, bottom: height - 26 };
-        const least = extremes(rows.map((row) => row.scores))[0];
-        const low = Math.max(0, Math.floor((least - 3) / 10) * 10), right = (value) => box.left + ((value - low) / (100 - low || 1)) * (box.right - box.left);
+        const [least, most] = extremes(rows.map((row) => row.scores));
+        const [low, high] = isUp ? [Math.max(0, Math.floor((least - 3) / 10) * 10), 100] : [Math.min(least, 0), most];
+        const right = (value) => box.left + ((value - low) / (high - low || 1)) * (box.right - box.left);
         pen.strokeStyle = ink("line");
         pen.fillStyle = ink("soft");
         pen.textAlign = "center";
-        for (const value of ticks(low, 100, width < 500 ? 4 : 8)) {
+        for (const value of ticks(low, high, width < 500 ? 4 : 8)) {
           pen.beginPath();
           pen.moveTo(right(value), 4);
           pen.lineTo(right(value), box.bottom);
@@ -341,12 +345,12 @@
           pen.fillText(part.label, words - 8, middle + 4, words - 10);
           const mean = known.reduce((sum, row) => sum + row.scores[at], 0) / known.length;
           pen.textAlign = "left";
-          if (known.length) pen.fillText(mean.toFixed(1), box.right + 10, middle + 4);
+          if (known.length) pen.fillText(mean.toFixed(isUp ? 1 : 3), box.right + 10, middle + 4);
           pen.fillStyle = shade(part.color);
           pen.globalAlpha = Math.max(0.3, Math.min(0.85, 60 / rows.length));
           for (const row of known) {
             const score = row.scores[at], x = right(score), y = middle + (((row.number * 0.618034) % 1) - 0.5) * lane * 0.62;
-            const point = { x, y, number: row.number, text: tellOf(row, [part.label + "  " + score.toFixed(1) + " %"]) };
+            const point = { x, y, number: row.number, text: tellOf(row, [part.label + "  " + said(score)]) };
             points.push(point);
             if (row.number === focus) marked.push(point);
             pen.beginPath();
@@ -372,7 +376,7 @@
       const frame = make("div", { class: "clients", tabindex: "0", role: "region", "aria-label": "every client" }, place), body = make("table", {}, frame);
       const means = now.series.map((_, at) => now.rows.reduce((sum, row) => sum + (row.scores[at] || 0), 0));
       let left = [], lines = null;
-      let order = { key: means.indexOf(Math.max(...means)), isDown: false };  // the best method's worst client first
+      let order = { key: means.indexOf(bestOf(means)), isDown: !isUp };  // the best method's worst client first
       make("p", { class: "note" }, place, "Worst first by the marked column; click a heading to sort by it, a line to mark the client. Green: the best method for that client.");
 
       function fill() {
@@ -410,10 +414,10 @@
         for (const row of left.splice(0, 100)) {
           const line = make("tr", row.number === focus ? { class: "marked" } : {}, lines);
           make("th", { scope: "row" }, line, row.name);
-          const best = Math.max(...row.scores.filter((score) => score !== null)), isOpen = row.scores.some((score) => score !== best);
+          const best = bestOf(row.scores), isOpen = row.scores.some((score) => score !== best);
           for (const score of row.scores) {
             const isBest = isOpen && score !== null && score === best;
-            make("td", isBest ? { class: "best" } : {}, line, score === null ? "" : score.toFixed(1));
+            make("td", isBest ? { class: "best" } : {}, line, score === null ? "" : score.toFixed(isUp ? 1 : 3));
           }
           make("td", {}, line, String(row.tested));
           if (held) {
@@ -512,7 +516,7 @@
       const bar = make("div", { class: "controls" }, place);
       const which = choice(bar, "method", mapped.map((part, number) => [number, part.label]));
       const by = choice(bar, "colored by", [
-        ["main", "colored by main class"], ["score", "colored by accuracy"], ["examples", "colored by number of examples"],
+        ["main", "colored by main class"], ["score", isUp ? "colored by accuracy" : "colored by loss"], ["examples", "colored by number of examples"],
       ]);
       if (new Set(now.rows.map((row) => row.main)).size > 12) by.value = "score";  // too many colors to tell apart
       const legend = make("div", { class: "legend" }, place);
@@ -552,7 +556,7 @@
           });
           if (mains.length > 30) make("span", {}, legend, "and " + (mains.length - 30) + " more");
         } else {
-          const unit = by.value === "score" ? " %" : "", item = make("span", {}, legend);
+          const unit = by.value === "score" && isUp ? " %" : "", item = make("span", {}, legend);
           item.append(short(from) + unit + " ");
           make("i", { class: "ramp" }, item).style.background = "linear-gradient(90deg," + [0, 0.25, 0.5, 0.75, 1].map(onScale).join() + ")";
           item.append(short(to) + unit);
@@ -563,7 +567,7 @@
         const marked = [];
         rows.forEach((row) => {
           const place = drawn.places[row.number], score = row.scores[number];
-          const point = { x: x(place[0]), y: y(place[1]), number: row.number, name: row.name, text: tellOf(row, score === null || score === undefined ? [] : [part.label + "  " + score.toFixed(1) + " %"]) };
+          const point = { x: x(place[0]), y: y(place[1]), number: row.number, name: row.name, text: tellOf(row, score === null || score === undefined ? [] : [part.label + "  " + said(score)]) };
           points.push(point);
           if (row.number === focus) marked.push(point);
           pen.fillStyle = color(row);

@@ -245,12 +245,11 @@ def _series(entry: Entry, entries: Sequence[Entry], average: Average) -> dict[st
         "roundsPerStep": _per_step(entry, lambda result: result.rounds),
         "clients": {
             str(seed): {
-                "score": [_plain(value) for value in entry.client_accuracy(seed).tolist()],
+                "score": [_plain(value) for value in entry.client_scores(seed).tolist()],
                 "examples": list(result.test.client_examples or ()),
                 "split": result.partition_sha256,
             }
             for seed, result in entry.results.items()
-            if entry.has_accuracy
         },
         "maps": {
             str(seed): {"places": [list(place) for place in found.map], "variance": found.map_variance or 0.0}
@@ -289,7 +288,7 @@ def _per_step(entry: Entry, count: Callable[[Result], float]) -> float | None:
 
 
 def _plain(value: float) -> float | None:
-    return round(value, 2) if math.isfinite(value) else None
+    return round(value, 4) if math.isfinite(value) else None
 
 
 def _encoded(finding: Finding) -> dict[str, tuple[str, str]]:

@@ -166,7 +166,7 @@ def _parse(text: bytes) -> dict[str, Any]:
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
-        raise LineError("it is no JSON") from None
+        raise LineError("it is not JSON") from None
     if not isinstance(line, dict) or line.get("kind") not in ("experiment", "run", "analysis"):
         raise LineError('it is neither of kind "experiment" nor of kind "run" nor of kind "analysis"')
     stored = line.pop("sha256", None)  # earlier versions wrote none

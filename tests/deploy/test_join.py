@@ -1,0 +1,151 @@
+"""A party gets in with its invitation, over TLS, and every invitation has a key of its own."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pfedhn.cli.federation import standing
+from pfedhn.deploy.certificates import AUTHORITY, make_certificates
+from pfedhn.deploy.engine import free_port, is_alive
+from pfedhn.deploy.gate import Gate, make_app
+from pfedhn.deploy.invitations import Bundle, Invitations
+from pfedhn.deploy.join import ENROLLED, enroll
+from pfedhn.deploy.signing import load_or_make_key, public_text
+from pfedhn.deploy.site import Site
+from pfedhn.errors import RunError, UserError
+from pfedhn.files import claimed, is_claimed
+
+
+class Server:
+    """The door of a server, on loopback."""
+
+    def __init__(self, folder: Path) -> None:
+        make_certificates(folder, ["127.0.0.1"])
+        self.invitations, self.told = Invitations(folder / "parties"), list[str]()
+        self.authority, self.port = (folder / AUTHORITY).read_text(), free_port()
+        app = make_app(
+            self.invitations, "127.0.0.1:9", folder / AUTHORITY, self.enrolled, dict, lambda event: None
+        )  # fmt: skip
+        self.gate = Gate(app, folder, "127.0.0.1", self.port)
+
+    def enrolled(self, name: str, key: str) -> dict[str, Any]:
+        self.told.append(key)
+        return {"run": "one", "spec": "", "server": ""}
+
+    def invite(self, name: str, key: str | None = None) -> Bundle:
+        return self.invitations.invite(name, f"127.0.0.1:{self.port}", self.authority, key)
+
+    def key_of(self, name: str) -> str:
+        return public_text(self.invitations.enrolled()[name])
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    made.gate.start()
+    yield made
+    made.gate.stop()
+
+
+def come(bundle: Bundle, folder: Path, key: Path | None = None) -> str:
+    """Enroll; the party's key as its folder has it then."""
+    enroll(bundle, folder, threading.Event(), lambda event: None, key)
+    file = json.loads((folder / ENROLLED).read_text())["key"]
+    return public_text(load_or_make_key(folder / file).public_key())
+
+
+def test_a_new_invitation_is_a_new_key(server: Server, tmp_path: Path) -> None:
+    own, first = tmp_path / "own", server.invite("lyon")
+    key = come(first, own)
+    assert server.key_of("lyon") == key
+    assert come(first, own) == key  # started again: it has enrolled already
+    assert server.told == [key]
+    (own / ENROLLED).unlink()  # killed before it could note what it was told
+    assert come(first, own) == key
+    second = server.invite("lyon")
+    other = come(second, own)
+    assert other != key
+    assert server.key_of("lyon") == other
+    with pytest.raises(UserError, match="not invited"):
+        come(first, tmp_path / "thief")
+    assert all(file.stat().st_mode & 0o077 == 0 for file in own.glob("key-*"))
+
+
+def test_a_party_may_bring_its_own_key(server: Server, tmp_path: Path) -> None:
+    own, file = tmp_path / "own", tmp_path / "mine"
+    key = public_text(load_or_make_key(file).public_key())
+    bundle = server.invite("lyon", key)
+    with pytest.raises(UserError, match="--key FILE"):
+        come(bundle, own)
+    with pytest.raises(UserError, match="does not exist"):
+        come(bundle, own, tmp_path / "nothing")
+    load_or_make_key(tmp_path / "another")
+    with pytest.raises(UserError, match="not invited"):
+        come(bundle, own, tmp_path / "another")
+    assert come(bundle, own, file) == key
+    assert come(bundle, own) == key  # its folder has it now
+
+
+def test_a_server_of_another_authority_is_not_spoken_to(server: Server, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    make_certificates(other, ["127.0.0.1"])
+    bundle = server.invite("lyon")
+    with pytest.raises(RunError, match="is not the server of this invitation"):
+        come(Bundle(bundle.name, bundle.address, (other / AUTHORITY).read_text(), bundle.token), tmp_path / "own")
+    assert not server.told
+
+
+def test_a_process_is_at_work_under_its_own_name() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert is_alive(process.pid, sys.executable)
+        assert not is_alive(process.pid, "flwr-serverapp")
+        process.kill()
+        while is_alive(process.pid, sys.executable):  # then it is dead, though nobody has asked for its end yet
+            pass
+    assert not is_alive(process.pid, sys.executable)
+
+
+def test_a_folder_remembers_where_it_is_served(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.toml"
+    spec.write_text('model = "mlp-4"\nclients = 2\n[data]\nclasses = 2\nshape = [2]\n')
+    first = Site.make(tmp_path / "state", spec, "server.example.org:1", port=9001)
+    again = Site.make(tmp_path / "state", None)
+    assert again.settings == first.settings
+    assert (again.address, again.settings["port"]) == ("server.example.org:1", 9001)
+    moved = Site.make(tmp_path / "state", spec, host="127.0.0.1", port=9002)
+    assert (moved.settings["host"], moved.settings["port"], moved.run) == ("127.0.0.1", 9002, first.run)
+    with claimed(tmp_path / "state", 1.0):
+        assert is_claimed(tmp_path / "state")
+    assert not is_claimed(tmp_path / "state")
+
+
+def test_where_a_federation_stands_is_said() -> None:
+    assert standing({}, ["lyon"]) == ["Invited: lyon. The run has not begun."]
+    party = {
+        "is_present": True,
+        "is_aside": False,
+        "architecture": "S",
+        "size": 5,
+        "last_round": 1,
+        "refused": {"norm": 2},
+    }
+    known = {
+        "round": 2, "num_rounds": 9, "accepted": 4, "has_ended": False, "scores": {"test": 0.5}, "evaluated": 0,
+        "bytes_down": 1_000, "bytes_up": 2_000, "parties": {"lyon": party, "paris": {**party, "is_aside": True}},
+    }  # fmt: skip
+    *lines, table = standing(known, ["lyon", "nice", "oslo", "paris"], ["oslo"], is_served=False)
+    assert "No server is at work" in str(lines[0])
+    assert lines[1:] == [
+        "Round 2 of 9, 4 updates accepted.",
+        "At round 0: test 0.5000.",
+        "Weights down 1,000 bytes, updates up 2,000.",
+    ]
+    assert list(table.columns[1].cells) == ["no", "invited", "taken out", "set aside"]  # type: ignore[union-attr]
+    assert next(iter(table.columns[5].cells)) == "norm 2"  # type: ignore[union-attr]
