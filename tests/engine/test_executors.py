@@ -16,7 +16,7 @@ from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.federation import Federation
 from pfedhn.engine import executors, gpu
 from pfedhn.engine.capture import CapturedRun
-from pfedhn.engine.closures import lift
+from pfedhn.engine.closures import Watch, lift
 from pfedhn.engine.executors import TracedScan
 from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError
@@ -403,6 +403,16 @@ def test_only_calls_that_are_watched_trace(
         assert torch.equal(end, torch.full((width,), 4.0))
         found.append((counts["Watch"], counts["make_fx"]))
     assert found == expected
+
+
+def test_a_new_tensor_does_not_pass_for_one_that_is_gone() -> None:
+    """Numbers of a step itself often lie where the call kept some before; whoever confuses them refuses at random."""
+    with Watch(()) as watch:
+        seen = {(torch.ones(3) * number).untyped_storage()._cdata for number in range(200)}
+        with watch.suspended():
+            new = [torch.tensor(1.0) for _ in range(200)]
+    assert seen.isdisjoint(tensor.untyped_storage()._cdata for tensor in new)
+    watch.refuse(new, lambda carry, batch, constants: carry)
 
 
 @pytest.mark.parametrize("num_steps", [None, 0])

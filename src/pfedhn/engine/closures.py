@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -163,8 +164,6 @@ class Watch(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if self.traced is None:
             self.storages |= storages(result) - storages((args, kwargs))  # a view of what was there is nothing new
-        else:  # what a step makes itself may lie where something of this call lay before
-            self.storages -= storages(result) - storages((args, kwargs))
         return result
 
     def note(self, tensors: Any) -> None:
@@ -208,21 +207,24 @@ def _refuse_to_trace_shapes(function: Any, args: Any) -> None:
     raise RuntimeError(f"the shape of what {function} returns depends on values")
 
 
-def storages(tree: Any) -> set[int]:
-    """Where the tensors of a tree keep their numbers; a view keeps them where the whole does."""
+def storages(tree: Any) -> set[StorageWeakRef]:
+    """Where the tensors of a tree keep their numbers; a view keeps them where the whole does.
+
+    A reference frees the numbers but keeps their place: a tensor made later cannot pass for one that is gone.
+    """
     found = set()
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             while is_functorch_wrapped_tensor(leaf):
                 leaf = get_unwrapped(leaf)
-            found.add(leaf.untyped_storage()._cdata)
+            found.add(StorageWeakRef(leaf.untyped_storage()))
     return found
 
 
 MAX_SEARCHED = 10_000  # objects: an object may lead to anything
 
 
-def name_of(function: Any, wanted: set[int]) -> str:
+def name_of(function: Any, wanted: set[StorageWeakRef]) -> str:
     """How a function comes by a tensor that is kept where `wanted` says, as a person would write it."""
     waiting: list[tuple[str, Any]] = [("", function)]
     seen: set[int] = set()
