@@ -1,5 +1,6 @@
 """A server and parties that share nothing but messages are the simulator, whatever is lost on the way."""
 
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from parties import (
     RUN,
     Group,
     Killed,
+    Virtual,
     alone,
     assert_simulated,
     named_federation,
@@ -34,7 +36,6 @@ from pfedhn.deploy.privacy import system_normal
 from pfedhn.deploy.server import Arrival, Policy
 from pfedhn.deploy.signing import new_key, opened, sealed
 from pfedhn.deploy.state import Store
-from pfedhn.deploy.virtual import Virtual
 from pfedhn.deploy.wire import Message, WireError, from_envelope, unpacked
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
@@ -433,6 +434,25 @@ def test_keys_of_others_and_bytes_that_were_changed_are_refused(tmp_path: Path) 
     assert {(event["party"], event["reason"]) for event in group.said("refused")} == {
         (name, "signature") for name in ("party-1", "party-3", "party-4")
     }
+
+
+def test_what_a_party_says_of_its_own_is_counted_under_one_name(tmp_path: Path) -> None:
+    """Else the server's status could be filled with words."""
+    group = Group(simulation_of(small("fedavg"), rounds=1, cohort=6), tmp_path, Policy(aside_seconds=1e9))
+    party, number = group.parties["party-2"], itertools.count()
+
+    def refuse(content: bytes) -> bytes:
+        asked = opened(content, group.server_key.public_key())
+        if asked.kind == "hello":
+            return party.answer(content)
+        values = {"of": asked.kind, "round": asked.values["round"], "reason": f"r{next(number)}", "sentence": "x" * 999}
+        return sealed(Message("refusal", RUN, party.name, values), party.key)
+
+    group.answers[party.name] = refuse
+    group.new_server().run()
+    assert next(number) > 1
+    assert set(group.server.status()["parties"][party.name]["refused"]) == {"party"}
+    assert max(len(event["sentence"]) for event in group.said("refused")) < 400
 
 
 def test_who_is_not_enrolled_is_sent_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pfedhn.files import read_bytes, writing
+from pfedhn.files import keep_names, read_bytes, writing
 
 HEAD = struct.Struct("<II32s")  # lengths of table and message, digest of both
 
@@ -23,12 +23,12 @@ def append_record(path: Path, table: Mapping[str, Any], message: bytes = b"") ->
     head = HEAD.pack(len(text), len(message), hashlib.sha256(text + message).digest())
     is_new = not path.exists()
     with writing(path):
-        with path.open("ab") as file:
+        with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(head + text + message)
             file.flush()
             os.fsync(file.fileno())
         if is_new:
-            _keep_name(path.parent)
+            keep_names(path.parent)
 
 
 def records(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
@@ -56,11 +56,3 @@ def _record(content: bytes, place: int) -> tuple[dict[str, Any], bytes, int] | N
         return None
     table: dict[str, Any] = json.loads(content[start : start + table_length])
     return table, content[start + table_length : end], end
-
-
-def _keep_name(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -74,7 +74,7 @@ class Party:
     heard: list[Mapping[str, Any]] = field(default_factory=list)  # what its owner may want to see, newest last
 
     def __post_init__(self) -> None:
-        make_folder(self.folder)
+        make_folder(self.folder, mode=0o700)
         self.architecture = self.architecture or next(iter(self.plan.models))
         if self.architecture not in self.plan.models:
             raise UserError(f"there is no size {self.architecture!r}; there are {', '.join(self.plan.models)}.")
@@ -213,8 +213,9 @@ class Party:
                 file.unlink(missing_ok=True)
         if message.values["is_last"]:
             table = {"phase": phase, "round": number, "architecture": self.architecture, "scores": scores}
-            write_atomically(self.folder / "chosen.json", sealed_json(table))
-        self._note({"kind": "evaluate", "round": number, "phase": phase, "scores": scores})
+            write_atomically(self.folder / "chosen.json", sealed_json(table), mode=0o600)
+        is_last = bool(message.values["is_last"])
+        self._note({"kind": "evaluate", "round": number, "phase": phase, "scores": scores, "is_last": is_last})
         values = {"round": number, "base": base, "phase": phase, "is_adapted": is_adapted}
         values["scores"] = self._shown(scores)
         return Message("evaluate", self.run, self.name, values)
@@ -251,7 +252,8 @@ class Party:
         return [loss, None if self.model.per_example_metric is None else metric, len(examples)]
 
     def _personal_weights(self, phase: Phase, number: int, received: Params, kept: Kept, is_adapted: bool) -> Params:
-        exchange, key = self.plan.exchange(phase), self.plan.personalize_key(phase, number)
+        exchange = self.plan.exchange(phase)
+        key = exchange.personalize_key(number)
         batches = self.data.batches(
             torch.tensor([0]), key, exchange.num_personal_batches(self.model, is_adapted), self.plan.schedule.batch_size
         )

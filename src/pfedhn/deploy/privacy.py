@@ -63,4 +63,4 @@ class Budget:
             )
         self.history, self.num_updates = history, self.num_updates + 1
         table = {"level": self.privacy.level, "history": history, "updates": self.num_updates}
-        write_atomically(self.file, json.dumps(table).encode())
+        write_atomically(self.file, json.dumps(table).encode(), mode=0o600)

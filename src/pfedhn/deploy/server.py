@@ -22,7 +22,7 @@ from pfedhn.data.federation import cohort
 from pfedhn.deploy.plan import Phase, Plan
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
 from pfedhn.deploy.state import Member, Rules, State, Store, split_results, step_order
-from pfedhn.deploy.wire import Message, WireError, is_finite, layout, norm, packed
+from pfedhn.deploy.wire import REFUSALS, Message, WireError, is_finite, layout, norm, packed
 from pfedhn.engine.simulate import next_of
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.params import Params, num_bytes, zeros_like
@@ -260,7 +260,8 @@ class Server:
         if self.clock() >= self._began + self.policy.return_seconds or self._has_gathered:
             return False
         known = [name for name, member in self.state.members.items() if member.phase == "training"]
-        self._has_gathered = all(self._is_ready(name) for name in known if name in self.roster())
+        enrolled = self.roster()
+        self._has_gathered = all(self._is_ready(name) for name in known if name in enrolled)
         return not self._has_gathered
 
     # A round that waits for its cohort.
@@ -429,8 +430,10 @@ class Server:
             return
         assert asked is not None
         if message.kind == "refusal":
-            self._failed(asked, str(message.values.get("reason")), str(message.values.get("sentence")))
-            if message.values.get("reason") == "version" and asked.kind in ("train", "evaluate"):
+            given = message.values.get("reason")
+            reason = str(given) if given in REFUSALS else "party"  # a party's own words would be counted without end
+            self._failed(asked, reason, f"{message.values.get('sentence')!s:.300}")
+            if reason == "version" and asked.kind in ("train", "evaluate"):
                 self._rebase(self.state.members[name], message.values.get("held"))
             return
         del self.asked[name, asked.kind]

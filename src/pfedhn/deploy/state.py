@@ -22,7 +22,7 @@ from pfedhn.engine.round import Reply, Returned
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.errors import RunError
 from pfedhn.files import make_folder, read_bytes, write_atomically
-from pfedhn.params import copy, num_bytes, stack, take
+from pfedhn.params import copy, in_dtype, num_bytes, stack, take
 from pfedhn.seal import DamagedError, sealed_json, unsealed_json
 
 FORMAT = 1
@@ -149,11 +149,11 @@ class Rules:
         trained = state.best.rows if state.has_ended and state.best is not None else state.rows
         if state.round == 0 or not trained:
             key = torch.as_tensor(keys.fold(self.plan.seed, "row", member.identity))
-            return self.plan.in_model_dtype(algorithm.init_row(key, descriptor))
+            return in_dtype(algorithm.init_row(key, descriptor), self.plan.dtype)
         shared = state.best.shared if state.has_ended and state.best is not None else state.shared
         served = self.plan.exchange("training").served(shared)
         rows = stack([trained[name] for name in trained])
-        return self.plan.in_model_dtype(algorithm.join_row(served, rows, descriptor))
+        return in_dtype(algorithm.join_row(served, rows, descriptor), self.plan.dtype)
 
     def _start(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """Those who are there stand in the order of their names, as in a simulation of the same parties."""
@@ -282,7 +282,7 @@ class Store:
     number: int = 0  # of the checkpoint that the journal follows
 
     def __post_init__(self) -> None:
-        make_folder(self.folder)
+        make_folder(self.folder, mode=0o700)
 
     def commit(self, state: State, table: Mapping[str, Any], message: bytes = b"") -> None:
         """Write a record, then move the state."""
@@ -328,7 +328,7 @@ class Store:
         number = self.number + 1
         write_tensors(self.folder / f"checkpoint-{number:09d}", tensors)
         table |= {"format": FORMAT, "plan": self.rules.plan.digest}
-        write_atomically(self.folder / f"checkpoint-{number:09d}.json", sealed_json(table))
+        write_atomically(self.folder / f"checkpoint-{number:09d}.json", sealed_json(table), mode=0o600)
         self.number = number
         for old in self._numbers()[NUM_KEPT:]:
             self._remove(old)

@@ -35,6 +35,10 @@ TYPES = {
 """The types of numbers that cross the wire."""
 
 
+REFUSALS = ("version", "party")
+"""Why a party may say that it does not answer: it lacks the version that is asked for; or something of its own."""
+
+
 class WireError(ValueError):
     """Why a message is refused, to stand in a sentence after the name of its sender."""
 
@@ -80,15 +84,8 @@ def packed(message: Message) -> bytes:
     return b"".join([MAGIC, struct.pack("<I", len(content)), content, save(tensors)])
 
 
-def unpacked(content: bytes, limit: int | None = None) -> Message:
-    """A message from bytes that anybody may have made.
-
-    Args:
-        content: The bytes.
-        limit: How many bytes of it are read at most.
-    """
-    if limit is not None and len(content) > limit:
-        raise WireError("size", f"sent {len(content):,} bytes where {limit:,} are the most")
+def unpacked(content: bytes) -> Message:
+    """A message from bytes that anybody may have made."""
     if len(content) < 8 or content[:4] != MAGIC:
         raise WireError("form", "sent bytes that are no message")
     (length,) = struct.unpack("<I", content[4:8])
