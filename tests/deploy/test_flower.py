@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 import pfedhn
 from pfedhn import models
 from pfedhn.data.files import read_federation
+from pfedhn.deploy import flower
 from pfedhn.deploy.certificates import make_certificates
 from pfedhn.deploy.engine import QUIET, environment, free_port
 from pfedhn.deploy.signing import KEY_HEADER, key_text, new_key, proof, public_text
@@ -273,12 +275,35 @@ STRANGERS: dict[str, Callable[[World], None]] = {
 """Who knocks at the door of a real server, and is turned away."""
 
 
+NOISE = """
+import threading, urllib.request
+from flwr.supercore import telemetry, update_check
+
+def speak(*arguments, **named):
+    raise SystemExit("it speaks")
+
+urllib.request.urlopen = threading.Thread.start = speak
+assert telemetry.create_event(telemetry.EventType.PING, None) == "disabled"
+update_check.warn_if_flwr_update_available()
+"""
+
+
 def test_the_engine_is_started_quietly(tmp_path: Path) -> None:
-    found = environment(tmp_path)
-    assert found["FLWR_TELEMETRY_ENABLED"] == "0"
-    assert found["FLWR_DISABLE_UPDATE_CHECK"] == "1"
-    assert found.items() >= QUIET.items()
-    assert found["PATH"].startswith(str(Path(sys.executable).parent))
+    """In the environment that its programs get, its own functions tell nobody anything."""
+    loud = {name: value for name, value in os.environ.items() if name not in QUIET} | {"FLWR_HOME": str(tmp_path)}
+    codes = [
+        subprocess.run([sys.executable, "-c", NOISE], env=found, capture_output=True).returncode
+        for found in (environment(tmp_path), loud)
+    ]
+    assert codes == [0, 1]
+
+
+def test_to_look_for_answers_takes_as_long_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(flower.time, "sleep", slept.append)
+    grid: Any = SimpleNamespace()
+    assert flower.Flower(grid, dict, 10.0, lambda event: None).arrivals(0.2) == []
+    assert slept == [0.2]
 
 
 @pytest.mark.slow

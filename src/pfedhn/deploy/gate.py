@@ -10,7 +10,8 @@ import json
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,13 @@ def make_app(
     async def healthy(request: Request) -> Response:
         return JSONResponse(dict(health()))
 
+    @asynccontextmanager
+    async def closing(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await client.aclose()
+
     return Starlette(
+        lifespan=closing,
         routes=[
             Route("/enroll", enroll, methods=["POST"]),
             Route("/v1/fleet/{call}", fleet, methods=["POST"]),
@@ -161,7 +168,7 @@ class Gate:
             log_level="error",
             access_log=False,
             server_header=False,
-            lifespan="off",
+            lifespan="on",
             ws="none",
         )
         self.server = uvicorn.Server(config)
