@@ -188,18 +188,22 @@ def test_three_parties_and_a_server_over_tls_are_the_simulator(world: World) -> 
         for part, value in expected.personal_model(number).state_dict().items():
             # In float32, and summed in another order; half-precision updates are rounded by the same draws.
             torch.testing.assert_close(weights[part], value, rtol=1e-3, atol=1e-5)
+        assert (world.folder / f"pfedhn-{name}").stat().st_mode & 0o077 == 0
+    assert (world.folder / "state").stat().st_mode & 0o077 == 0
     # Nothing spoke to anybody else, neither telemetry nor a check for updates.
     assert not (world.folder / "seen.txt").exists(), (world.folder / "seen.txt").read_text()
 
 
 def assert_same_bytes(traffic: dict[str, Any], bytes_down: int, bytes_up: int) -> None:
-    """The engine has carried what we say, and a few hundred bytes around each message; nothing more."""
+    """The engine has carried what we say, and around each message as much as the engine needs for its own names.
+
+    A message of ours that was counted twice, or not at all, would be out of these bounds.
+    """
     num_messages = len(PARTIES) * (1 + 2 + 2 + 1)  # a greeting, two rounds, an evaluation at both ends, the choice
     for way, payload in (("down", bytes_down), ("up", bytes_up)):
         ours, engines = traffic[f"wire_{way}"], traffic[f"engine_{way}"]
-        assert payload < ours < engines
-        assert (ours - payload) / num_messages < 2_500
-        assert (engines - ours) / num_messages < 2_500, traffic
+        assert payload < ours
+        assert 750 < (engines - ours) / num_messages < 1_050, traffic
 
 
 def simulated(data: Path, text: str = SPEC) -> Any:
