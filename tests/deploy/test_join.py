@@ -8,8 +8,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from parties import Group, simulation_of, small
@@ -124,7 +124,7 @@ def test_a_party_leaves_when_the_run_is_over_and_not_before(
     bundle = server.invite("lyon")
     come(bundle, tmp_path / "own")
     heard: list[dict[str, Any]] = []
-    party: Any = SimpleNamespace(folder=tmp_path, name="lyon", heard=heard, answer=lambda asked: b"answer")
+    party = Mock(folder=tmp_path, heard=heard, answer=lambda asked: b"answer")
     joined = Joined(party, bundle, tmp_path / "own", lambda event: None)
 
     def ask(**event: Any) -> None:

@@ -35,8 +35,9 @@ TYPES = {
 """The types of numbers that cross the wire."""
 
 
-REFUSALS = ("version", "party")
-"""Why a party may say that it does not answer: it lacks the version that is asked for; or something of its own."""
+REFUSALS = ("version", "budget", "party")
+"""Why a party may say that it does not answer: it lacks the version that is asked for; has no budget left; or another
+reason of its own."""
 
 
 class WireError(ValueError):
