@@ -100,6 +100,7 @@ class World:
         self.environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
             "PFEDHN_WITNESS": str(folder / "seen.txt"),
+            "HOME": str(witness / "sitecustomize.py" / "home"),  # as in a container, where nothing can be written there
         }  # fmt: skip
         self.port = free_port()
 
