@@ -191,7 +191,7 @@ class Party:
             return None
         privacy, size = self.budget.privacy, self.plan.schedule.batch_size
         self.budget.pay(privacy.cost(int(self.size), size, self.plan.algorithm.num_batches))
-        return Protection(privacy, min(int(self.size), size), system_normal)
+        return Protection(privacy, min(int(self.size), size), system_normal, is_stepwise=True)
 
     def _batches(self, key: keys.Key) -> Batches:
         """The minibatches of a round; those of private steps are as secret as the noise."""

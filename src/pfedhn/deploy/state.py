@@ -302,8 +302,9 @@ class Store:
                 raise RunError(f"no checkpoint in {self.folder} is sound; bring the folder back from a backup.")
             state = self.rules.initial()
         # Journals of newer checkpoints that are damaged follow each other without a gap.
-        for number in range(self.number, max([self.number, *numbers]) + 1):
-            for table, message in records(self._journal(number)):
+        newest = max([self.number, *numbers])
+        for number in range(self.number, newest + 1):
+            for table, message in records(self._journal(number), is_last=number == newest):
                 self.rules.apply(state, table, message)
             self.number = number
         return state
