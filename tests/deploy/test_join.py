@@ -8,18 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from pfedhn.cli.federation import standing
+from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
 from pfedhn.deploy.engine import end_orphan, free_port, is_alive
 from pfedhn.deploy.gate import Gate, make_app
 from pfedhn.deploy.invitations import Bundle, Invitations
-from pfedhn.deploy.join import ENROLLED, enroll
+from pfedhn.deploy.join import ENROLLED, Joined, enroll, load_party, remember
 from pfedhn.deploy.signing import load_or_make_key, public_text
 from pfedhn.deploy.site import Site
 from pfedhn.errors import RunError, UserError
 from pfedhn.files import claimed, is_claimed
+from pfedhn.privacy import Privacy
 
 
 class Server:
@@ -102,6 +105,27 @@ def test_a_server_of_another_authority_is_not_spoken_to(server: Server, tmp_path
     assert not server.told
 
 
+def test_noise_is_not_forgotten_in_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was spent stands in the party's folder, whichever run it was for; without the options nothing is sent."""
+    monkeypatch.setattr(secrets, "spent", lambda history, delta: float(sum(cost.steps for cost in history)))
+    numpy.save(tmp_path / "x.npy", numpy.zeros((20, 2), dtype=numpy.float32))
+    numpy.save(tmp_path / "y.npy", numpy.arange(20) % 2)
+    key = public_text(load_or_make_key(tmp_path / "key").public_key())
+    spec = 'model = "mlp-4"\nclients = 2\n[data]\nclasses = 2\nshape = [2]\n'
+    remember(tmp_path, "lyon", tmp_path, "")
+    privacy = Privacy(1.0, 1.0, epsilon=5.0)
+    for number in range(2):
+        told = {"run": f"run-{number}", "spec": spec, "server": key, "key": "key"}
+        (tmp_path / ENROLLED).write_text(json.dumps(told))
+        budget = load_party(tmp_path, privacy=privacy).budget
+        assert budget is not None
+        assert budget.spent == number
+        budget.pay(privacy.cost(9, 9, 1))
+    forgetful = load_party(tmp_path)  # as `pfedhn export` reads it, which needs no options
+    with pytest.raises(UserError, match="has sent updates with noise"):
+        Joined(forgetful, Bundle("lyon", "", "", ""), tmp_path, lambda event: None)
+
+
 def test_a_process_is_at_work_under_its_own_name() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert is_alive(process.pid, sys.executable)
@@ -167,5 +191,7 @@ def test_where_a_federation_stands_is_said() -> None:
         "At round 0: test 0.5000.",
         "Weights down 1,000 bytes, updates up 2,000.",
     ]
+    spent = {**known, "parties": {"lyon": {**party, "is_spent": True}}}
+    assert list(standing(spent, ["lyon"])[-1].columns[1].cells) == ["yes, budget spent"]  # type: ignore[union-attr]
     assert list(table.columns[1].cells) == ["no", "invited", "taken out", "set aside"]  # type: ignore[union-attr]
     assert next(iter(table.columns[5].cells)) == "norm 2"  # type: ignore[union-attr]
