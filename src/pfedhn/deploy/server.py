@@ -423,8 +423,8 @@ class Server:
         max_norm: float = math.inf,
         bytes_down: int = 0,
     ) -> None:
-        others = [asked.deadline for asked in self.asked.values() if asked.party == message.party]
-        deadline = max([self.clock(), *others]) + self.policy.reply_seconds  # it does one thing after the other
+        num_before = sum(party == message.party for party, _ in self.asked)  # a party does one thing after the other
+        deadline = self.clock() + (1 + num_before) * self.policy.reply_seconds
         content = sealed(message, self.key)
         asked = Asked(message.party, message.kind, repeated, deadline, limit, layout, max_norm, bytes_down, content)
         self.asked[message.party, message.kind] = asked
@@ -473,7 +473,8 @@ class Server:
         try:
             self._take_in(name, message, arrival.content, asked)
         except Unfit as error:  # nothing that a party sends may end the server, now or when it starts again
-            self.state = self.store.load()
+            before, self.state = self.state, self.store.load()
+            self.state.num_sent = max(self.state.num_sent, before.num_sent)  # the others at work have theirs
             self._failed(asked, "unfit", f"sent what the server cannot take ({error})")
 
     def _take_in(self, name: str, message: Message, content: bytes, asked: Asked) -> None:
@@ -645,8 +646,9 @@ class Server:
     def _ask_for_scores(self) -> None:
         assert self.state.tested is not None
         self.scores = {}
+        reachable = self.transport.members()  # somebody may have gone since the last look
         for member in self._ready():
-            if member.name in self.state.tested.rows:  # else it has come since
+            if member.name in self.state.tested.rows and member.name in reachable:  # some have come since
                 self._ask_to_evaluate(member)
 
     def _end_evaluation(self) -> None:
