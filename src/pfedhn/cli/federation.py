@@ -112,7 +112,8 @@ def _sentence(event: Mapping[str, Any]) -> str | None:
 
 def _heard(event: Mapping[str, Any]) -> str:
     if event["kind"] == "refusal":
-        return f"could not answer: {event['sentence']}"
+        done = "test its model" if event["of"] == "scores" else "answer"
+        return f"could not {done}: {event['sentence']}"
     done = {"train": "trained", "evaluate": "tested"}[event["kind"]]
     parts = []
     for split, (loss, correct, count) in event["scores"].items():
