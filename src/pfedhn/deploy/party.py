@@ -264,7 +264,8 @@ class Party:
         except Exception as error:
             if self.budget is None:
                 raise
-            self._note({"kind": "refusal", "of": "scores", "sentence": first_line(error)})
+            sentence = str(error) if isinstance(error, UserError) else first_line(error)
+            self._note({"kind": "refusal", "of": "scores", "sentence": sentence})
             return self._no_scores(splits)  # for the party's eyes: its answer must not tell how its examples did
 
     def _score(self, weights: Params, examples: Tensor) -> list[float | int | None]:
