@@ -536,7 +536,7 @@ class Server:
         if not isinstance(descriptor, torch.Tensor) or (descriptor.dim(), descriptor.dtype) != (1, self.plan.dtype):
             return False
         try:
-            row = self.plan.in_model_dtype(self.plan.algorithm.init_row(torch.tensor(0), descriptor))
+            row = self.plan.algorithm.init_row(torch.tensor(0), descriptor)
             self.plan.exchange("training").sent(self.plan.models[architecture], self.state.shared, row)
         except RuntimeError:  # of another length
             return False
