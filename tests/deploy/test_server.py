@@ -688,6 +688,25 @@ def test_a_party_that_comes_while_models_are_tested_is_greeted(tmp_path: Path) -
     assert told[:2] == ["joined", "evaluated"]
 
 
+def test_models_are_tested_again_when_all_who_were_asked_have_left(tmp_path: Path) -> None:
+    group = Group(
+        simulation_of(small("fedavg"), rounds=1, cohort=1), tmp_path, Policy(start_with=1), clients=[0],
+        seconds=lambda party: 50.0 if party == "party-0" else 0.0,
+    )  # fmt: skip
+
+    def listen(event: Any) -> None:
+        group.events.append(event)
+        if event["event"] == "started":
+            group.add(1)
+        if event["event"] == "joined" and event["party"] == "party-1":
+            del group.answers["party-0"]
+
+    group.server.log = listen
+    group.server.run()
+    assert group.server.state.has_ended
+    assert {tuple(one["results"]) for one in group.server.state.history} == {("party-1",)}
+
+
 def test_fixed_descriptions_travel(tmp_path: Path) -> None:
     """Of the length that the method needs: one of another length is refused before it becomes a row."""
     simulation = simulation_of(replace(small("pfedhn"), embedding="fixed", embedding_dim=None), rounds=2, cohort=2)

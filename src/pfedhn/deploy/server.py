@@ -560,13 +560,13 @@ class Server:
         standing = self.standings[name]
         known = self.state.members.get(name)
         architecture, size = values["architecture"], values["size"]
-        standing.is_greeted, standing.is_spent = True, False
         if known is None or (known.size, known.architecture) != (size, architecture):
             table = {"kind": "join", "party": name, "architecture": architecture, "size": size}
             self._commit(table, content if self.plan.algorithm.needs_descriptors else b"")
             self._say("joined", party=name, architecture=architecture, size=size)
         else:
             self._say("back", party=name)
+        standing.is_greeted, standing.is_spent = True, False
 
     def _scored(self, name: str, message: Message, asked: Asked) -> None:
         scores, member = message.values["scores"], self.state.members[name]
@@ -637,27 +637,23 @@ class Server:
         return self.policy.in_flight is None or self.state.round >= self.plan.num_rounds
 
     def _begin_evaluation(self) -> None:
-        if not self._ready():
+        reachable = self.transport.members()  # somebody may have gone since the last look
+        ready = [member for member in self._ready() if member.name in reachable]
+        if not ready:
             self._collect()
             return
         self._commit({"kind": "test"})
-        self._ask_for_scores()
-
-    def _ask_for_scores(self) -> None:
-        assert self.state.tested is not None
         self.scores = {}
-        reachable = self.transport.members()  # somebody may have gone since the last look
-        for member in self._ready():
-            if member.name in self.state.tested.rows and member.name in reachable:  # some have come since
-                self._ask_to_evaluate(member)
+        for member in ready:
+            self._ask_to_evaluate(member)
 
     def _end_evaluation(self) -> None:
-        """Choose, if nobody is waited for any more; a server that was started again has to ask anew."""
+        """Choose, if nobody is waited for any more; begin anew if nobody answered, or the server was started again."""
         tested, scores = self.state.tested, self.scores
         if tested is None or any(kind == "evaluate" for _, kind in self.asked):
             return
         if not scores:
-            self._ask_for_scores()
+            self._begin_evaluation()
             return
         self._commit({"kind": "score", "round": tested.round, "results": scores, "time": round(time.time(), 3)})
         self.scores = {}
