@@ -51,7 +51,7 @@ def commit() -> str | None:
 
     def ask(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)  # noqa: S603 - our own words
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)  # noqa: S603 - our own words
         return done.stdout.strip()
 
     try:

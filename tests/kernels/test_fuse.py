@@ -23,13 +23,13 @@ class Plain(nn.Module):
         super().__init__()
         self.conv1, self.conv2, self.pool = nn.Conv2d(3, 16, 5), nn.Conv2d(16, 32, 5), nn.MaxPool2d(2, 2)
         self.fc1, self.fc2, self.fc3 = nn.Linear(800, 120), nn.Linear(120, 84), nn.Linear(84, 10)
-        self.unused = nn.Linear(2, 2)
+        self.unused, self.code = nn.Linear(2, 2), nn.Linear(10, 10)  # `code` is also a name of torch.fx
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(functional.relu(self.conv1(x)))
         x = functional.relu(functional.max_pool2d(self.conv2(x), (2, 2)))
         x = x.view(x.size(0), -1)
-        output: Tensor = self.fc3(self.fc2(torch.relu(self.fc1(x))).relu())
+        output: Tensor = self.code(self.fc3(self.fc2(torch.relu(self.fc1(x))).relu()))
         return output
 
 
@@ -78,7 +78,7 @@ SEQUENCE = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(
 @pytest.mark.parametrize(
     ("module", "shape", "convolutions", "linears"),
     [
-        (Plain(), (3, 32, 32), 2, 3),
+        (Plain(), (3, 32, 32), 2, 4),
         (SEQUENCE, (1, 4, 4), 1, 1),
         (Odd(), (4, 40, 40), 1, 0),
         (ResNet(width=8), (3, 8, 8), 0, 1),

@@ -56,7 +56,7 @@ def test_a_study_by_its_command_and_again_from_the_exported_file(name: str) -> N
     (stored,) = read_file(Path("kept.jsonl"))
     assert len(stored.results) == len(stored.experiment.cells)
     assert set(stored.analyses) == (set(stored.results) if study.compute else set())
-    invoke("report", "kept.jsonl", "--out", "again", "--format", "md,png,html")
+    invoke("report", "kept.jsonl", "--out", "again", "--format", "md,png,svg,html")
     (finding,) = findings([stored])
     pictures = [finding.stem(figure) for figure in finding.figures]
     assert pictures

@@ -36,24 +36,23 @@ class Fused:
 
 def fuse(module: nn.Module) -> nn.Module:
     """The module with a forward pass on the package's blocks; the module as it is where nothing can be replaced."""
-    graphs = []
+    codes = []
     for is_training in (True, False):
         module.train(is_training)
         try:
-            graph = _Tracer().trace(module)
+            graph = _with_blocks(_Tracer().trace(module), module)
         except Exception:  # of a person's own code, which was not written for a trace
-            module.train()
-            return module
-        graphs.append(_with_blocks(graph, module))
+            graph = None
+        codes.append(None if graph is None else graph.python_code("self"))
     module.train()
-    training, testing = (None if graph is None else graph.python_code("self").src for graph in graphs)
-    if graphs[0] is None or training != testing:  # nothing to replace, or it does something else when tested
+    code = codes[0]
+    if code is None or codes[1] is None or code.src != codes[1].src:  # nothing to do, or it is tested otherwise
         return module
-    key = (type(module), training)
+    key = (type(module), code.src)
     if key not in _classes:
-        # The class of a GraphModule holds the code; on another module of the same layers it computes the same.
-        forward = type(fx.GraphModule(module, graphs[0])).forward
-        _classes[key] = type(type(module).__name__, (type(module),), {"forward": forward})
+        names = dict(code.globals)
+        exec(code.src, names)  # noqa: S102 - which torch.fx wrote; a GraphModule has names of its own that may clash
+        _classes[key] = type(type(module).__name__, (type(module),), {"forward": names["forward"]})
     module.__class__ = _classes[key]
     return module
 
