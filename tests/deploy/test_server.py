@@ -33,7 +33,7 @@ from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.party import SILENCE, Party
 from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.privacy import BudgetSpent, system_normal
-from pfedhn.deploy.server import Arrival, Policy
+from pfedhn.deploy.server import Arrival, Policy, _check_scores
 from pfedhn.deploy.signing import new_key, opened, sealed
 from pfedhn.deploy.state import Rules, Store
 from pfedhn.deploy.virtual import Virtual
@@ -397,7 +397,7 @@ BAD_HELLOS = [
 def test_nothing_bad_gets_in(tmp_path: Path) -> None:
     """Signed by the party itself, and wrong: refused under its name, and the run is as if it had not answered."""
     wrong = [(reason, change) for reason, changes in BAD.items() for change in changes]
-    settings = {"rounds": len(wrong), "cohort": 3, "evaluate_every": 3}
+    settings = {"rounds": len(wrong), "cohort": 3, "evaluate_every": 1_000}  # models are tested twice
     federation = simulation_of(small("fedavg")).federation
     group = Group(simulation_of(small("fedavg"), federation, **settings), tmp_path, Policy(reply_seconds=3.0))
     group.policy = replace(group.policy, patience=1_000, start_with=3)
@@ -406,7 +406,7 @@ def test_nothing_bad_gets_in(tmp_path: Path) -> None:
     party, sent = group.parties["party-2"], list[str]()
     left = {
         "train": iter(wrong),
-        "evaluate": iter([("scores", change) for change in BAD_SCORES]),
+        "evaluate": iter([("scores", change) for change in BAD_SCORES[:2]]),
         "hello": iter([("hello", change) for change in BAD_HELLOS]),
     }
 
@@ -422,17 +422,24 @@ def test_nothing_bad_gets_in(tmp_path: Path) -> None:
     refused = [event for event in group.said("refused") if event["reason"] != "silent"]
     assert {event["party"] for event in refused} == {"party-2"}
     assert [event["reason"] for event in refused] == sent
-    assert len(sent) == len(wrong) + len(BAD_SCORES) + len(BAD_HELLOS)
+    assert len(sent) == len(wrong) + 2 + len(BAD_HELLOS)
     without = Group(simulation_of(small("fedavg"), federation, **settings), tmp_path / "without", Policy(start_with=2))
     for name in ("party-2", "party-3", "party-4", "party-5"):
         del without.answers[name]
     without.server.run()
     assert_same_bits(group.server.state.shared, without.server.state.shared)
     histories = [[(one["round"], one["results"]) for one in g.server.state.history] for g in (group, without)]
-    for number, (_, results) in enumerate(histories[0]):
-        assert ("party-2" in results) == (number >= len(BAD_SCORES))
-        results.pop("party-2", None)
     assert histories[0] == histories[1]
+    assert all("party-2" not in results for _, results in histories[0])
+
+
+@pytest.mark.parametrize("change", BAD_SCORES)
+def test_scores_that_no_examples_can_give_are_refused(change: Callable[[Message], Message]) -> None:
+    good = scored(1.0, 1.0, 1)(Message("evaluate", RUN, "party-2"))
+    _check_scores(good, ("validation", "test"), has_metric=True)
+    with pytest.raises(WireError) as refused:
+        _check_scores(change(good), ("validation", "test"), has_metric=True)
+    assert refused.value.reason == "scores"
 
 
 def test_what_cannot_be_applied_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
