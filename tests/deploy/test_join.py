@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy
 import pytest
 from parties import Group, simulation_of, small
 
 from pfedhn.cli.federation import standing
-from pfedhn.deploy import join, privacy
+from pfedhn.deploy import join
+from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
 from pfedhn.deploy.engine import end_orphan, free_port, is_alive
 from pfedhn.deploy.gate import Gate, make_app
 from pfedhn.deploy.invitations import Bundle, Invitations
-from pfedhn.deploy.join import ENROLLED, Joined, enroll, remember
+from pfedhn.deploy.join import ENROLLED, Joined, enroll, load_party, remember
 from pfedhn.deploy.journal import append_record
 from pfedhn.deploy.relay import write_message
 from pfedhn.deploy.serve import Service
@@ -168,8 +170,8 @@ def test_what_is_kept_is_its_owner_s_alone(server: Server, tmp_path: Path, monke
         service = Service(Site(tmp_path / "state"), True, lambda event: None)
         service._log({"event": "serving"})
         private = Privacy(1.0, 1.0, 100.0)
-        monkeypatch.setattr(privacy, "spent", lambda history, delta: 0.0)  # the accountant takes time to load
-        privacy.Budget(private, tmp_path / "privacy.json").pay(private.cost(10, 5, 1))
+        monkeypatch.setattr(secrets, "spent", lambda history, delta: 0.0)  # the accountant takes time to load
+        secrets.Budget(private, tmp_path / "privacy.json").pay(private.cost(10, 5, 1))
     finally:
         os.umask(before)
     closed = ["group/server", "group/party-0", "state", "state/parties", "state/engine", "own/kept/one", "privacy.json"]
@@ -195,6 +197,26 @@ def test_a_party_keeps_the_size_that_it_has_trained(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="with the size S, and cannot change it; join with --size S"):
         remember(tmp_path, "lyon", tmp_path, "L")
     assert json.loads((tmp_path / "party.json").read_text())["size"] == "S"
+
+
+def test_noise_is_not_forgotten_in_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was spent stands in the party's folder, whichever run it was for; without the options nothing is sent."""
+    monkeypatch.setattr(secrets, "spent", lambda history, delta: float(sum(cost.steps for cost in history)))
+    numpy.save(tmp_path / "x.npy", numpy.zeros((20, 2), dtype=numpy.float32))
+    numpy.save(tmp_path / "y.npy", numpy.arange(20) % 2)
+    key = public_text(load_or_make_key(tmp_path / "key").public_key())
+    privacy = Privacy(1.0, 1.0, epsilon=5.0)
+    for number in range(2):
+        told = {"run": f"run-{number}", "spec": SPEC, "server": key, "key": "key"}
+        (tmp_path / ENROLLED).write_text(json.dumps(told))
+        remember(tmp_path, "lyon", tmp_path, "")
+        budget = load_party(tmp_path, privacy=privacy).budget
+        assert budget is not None
+        assert budget.spent == number
+        budget.pay(privacy.cost(9, 9, 1))
+    forgetful = load_party(tmp_path)  # as `pfedhn export` reads it, which needs no options
+    with pytest.raises(UserError, match="has sent updates with noise"):
+        Joined(forgetful, Bundle("lyon", "", "", ""), tmp_path, lambda event: None)
 
 
 def test_a_process_is_at_work_under_its_own_name() -> None:
@@ -262,5 +284,7 @@ def test_where_a_federation_stands_is_said() -> None:
         "At round 0: test 0.5000.",
         "Weights down 1,000 bytes, updates up 2,000.",
     ]
+    spent = {**known, "parties": {"lyon": {**party, "is_spent": True}}}
+    assert list(standing(spent, ["lyon"])[-1].columns[1].cells) == ["yes, budget spent"]  # type: ignore[union-attr]
     assert list(table.columns[1].cells) == ["no", "invited", "taken out", "set aside"]  # type: ignore[union-attr]
     assert next(iter(table.columns[5].cells)) == "norm 2"  # type: ignore[union-attr]

@@ -163,7 +163,8 @@ def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None =
         raise UserError(f"there is no size {size!r}; there are {', '.join(plan.models)}.")
     federation = read_party(data or own["data"], name, spec, plan, size)
     key, server, run = load_or_make_key(folder / enrolled["key"]), public_key(enrolled["server"]), enrolled["run"]
-    return Party(plan, run, name, federation, folder / "kept" / run, key, server, size, privacy)
+    kept, ledger = folder / "kept" / run, folder / "privacy.json"
+    return Party(plan, run, name, federation, kept, key, server, size, privacy, ledger)
 
 
 def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
@@ -225,6 +226,7 @@ class Joined:
     """
 
     def __init__(self, party: Party, bundle: Bundle, folder: Path, say: Callable[[Mapping[str, Any]], None]) -> None:
+        party.refuse_forgotten_privacy()
         self.party, self.bundle, self.folder, self.say = party, bundle, folder, say
         self.node: subprocess.Popen[bytes] | None = None
         self.place = Path(tempfile.mkdtemp(prefix="pfedhn-"))  # short, as the path of a socket must be; ours alone

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pfedhn.errors import RunError
 from pfedhn.files import keep_names, read_bytes, writing
 
 HEAD = struct.Struct("<II32s")  # lengths of table and message, digest of both
+BEGINNING = b'{"kind": "'  # of every table
 
 
 def append_record(path: Path, table: Mapping[str, Any], message: bytes = b"") -> None:
@@ -31,14 +33,26 @@ def append_record(path: Path, table: Mapping[str, Any], message: bytes = b"") ->
             keep_names(path.parent)
 
 
-def records(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The records of a journal. What a server that was killed left half written at its end is cut off."""
+def records(path: Path, is_last: bool = True) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """The records of a journal. What a server that was killed left half written at its end is cut off.
+
+    Any other damage ends it: what comes after would be lost without a word.
+
+    Args:
+        path: Of the journal.
+        is_last: Whether it is the newest one; an older one has no end that is half written.
+    """
     if not path.exists():
         return
     content, place = read_bytes(path), 0
     while place < len(content):
         record = _record(content, place)
         if record is None:
+            if not is_last or _has_records_after(content, place):
+                raise RunError(
+                    f"{path} is damaged at byte {place:,} of {len(content):,}; bring the folder back from a backup, or "
+                    f"cut the file there (truncate -s {place}) to go on without what came after."
+                )
             with writing(path):
                 os.truncate(path, place)
             return
@@ -56,3 +70,12 @@ def _record(content: bytes, place: int) -> tuple[dict[str, Any], bytes, int] | N
         return None
     table: dict[str, Any] = json.loads(content[start : start + table_length])
     return table, content[start + table_length : end], end
+
+
+def _has_records_after(content: bytes, place: int) -> bool:
+    """Whether a sound record follows one that is not; then it is no end that was half written."""
+    while (found := content.find(BEGINNING, place + 1)) >= 0:
+        if found - HEAD.size > place and _record(content, found - HEAD.size) is not None:
+            return True
+        place = found
+    return False

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 VERSION = 1
 MAGIC = b"pfhn"
 MAX_HEADER = 1 << 24  # bytes: a network of a hundred thousand tensors fits
-MAX_DEPTH = 16  # of a tree: what nests deeper would only exhaust the reader
+MAX_DEPTH = 16  # of a tree and of values: what nests deeper would only exhaust the reader
 TYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -106,7 +106,7 @@ def unpacked(content: bytes) -> Message:
 
 def _header(content: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(content)
+        header = json.loads(content, parse_constant=_no_number)
     except (ValueError, RecursionError):
         raise WireError("form", "sent a header that is no JSON") from None
     kinds = {"wire": int, "kind": str, "run": str, "party": str, "values": dict}
@@ -117,7 +117,21 @@ def _header(content: bytes) -> dict[str, Any]:
     for name, kind in kinds.items():
         if type(header[name]) is not kind:
             raise WireError("form", f"sent a header whose {name} does not fit")
+    if _is_deep(header["values"]):
+        raise WireError("form", "sent values that nest too deep")
     return header
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _is_deep(values: Any) -> bool:
+    level = [values]
+    for _ in range(MAX_DEPTH):
+        parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
+        level = [value for part in parts for value in part]
+    return bool(level)
 
 
 def _described(tree: Any, leaves: list[Tensor]) -> Any:
