@@ -26,6 +26,7 @@ from pfedhn.deploy.join import ENROLLED, Joined, enroll, load_party, remember
 from pfedhn.deploy.journal import append_record
 from pfedhn.deploy.relay import write_message
 from pfedhn.deploy.serve import Service
+from pfedhn.deploy.server import Policy
 from pfedhn.deploy.signing import load_or_make_key, public_text, write_private
 from pfedhn.deploy.site import Site
 from pfedhn.errors import RunError, UserError
@@ -156,7 +157,8 @@ def test_what_is_kept_is_its_owner_s_alone(server: Server, tmp_path: Path, monke
     """Also where somebody else had made the folder, open to all."""
     before = os.umask(0o022)
     try:
-        group = Group(simulation_of(small("pfedhn-pc"), rounds=1, cohort=1), tmp_path / "group")
+        simulation = simulation_of(small("pfedhn-pc"), rounds=1, cohort=1)
+        group = Group(simulation, tmp_path / "group", Policy(start_with=1), clients=[0])
         group.server.run()
         assert group.parties["party-0"].heard[-1]["is_last"]
         spec = tmp_path / "spec.toml"
