@@ -561,6 +561,7 @@ def test_examples_of_docstrings(name: str) -> None:
     assert failures == 0
 
 
+@pytest.mark.slow
 def test_the_way_from_a_command_to_the_inner_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/architecture.md names every function between a command and the loop over local steps, at most eight."""
     monkeypatch.chdir(tmp_path)

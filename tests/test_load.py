@@ -457,6 +457,7 @@ def test_only_code_that_makes_a_network_is_called(copied: Path, name: str, reaso
 # Going on, and reports
 
 
+@pytest.mark.slow
 def test_train_goes_on_and_refuses_another_run(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", steps=16)
 

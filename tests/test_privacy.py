@@ -246,6 +246,7 @@ def test_a_client_stops_when_its_budget_is_spent(federation: Federation, tmp_pat
     assert_close(memories_of(again), memories_of(state), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_was_spent_and_keeps_it(tmp_path: Path, federation: Federation) -> None:
     privacy = Privacy(1.0, 2.0, epsilon=30.0, level="example")
     federation = replace(federation, x=federation.x.float())

@@ -106,6 +106,7 @@ def test_a_checkpoint_of_another_run_is_not_used(tmp_path: Path) -> None:
         pfedhn.load(tmp_path / "0")
 
 
+@pytest.mark.slow
 def test_the_files_of_another_run_are_refused(tmp_path: Path) -> None:
     for seed in (0, 1):
         train(tmp_path / str(seed), seed=seed)

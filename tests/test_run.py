@@ -221,6 +221,7 @@ class Tower(nn.Module):
         return self.head(self.body(x).relu())
 
 
+@pytest.mark.slow
 def test_layers_that_are_frozen_stay_at_their_start_and_are_never_sent(tmp_path: Path) -> None:
     federation = made_federation()
     settings = {"generated": ("head",), "rest": "frozen", "local_steps": 3, "hidden_dim": 8}

@@ -193,6 +193,7 @@ def test_ditto_has_the_statistics_of_the_model_that_is_tested(federation: Federa
     assert_close(personal(simulation, finish(simulation)), plain.states())
 
 
+@pytest.mark.slow
 def test_pfedhn_generates_the_affine_part_and_clients_keep_the_statistics(federation: Federation) -> None:
     algorithm = PFedHN(hidden_dim=7, embedding_dim=3, local_steps=3, local_lr=0.1, personal=("out",))
     simulation = simulate(algorithm, federation, "batchnorm", rounds=1)
@@ -269,6 +270,7 @@ def small(x: Any, y: Any, **settings: Any) -> pfedhn.Run:
     return pfedhn.train(PFedHN(local_steps=4), federation, network, device="cpu", **settings)
 
 
+@pytest.mark.slow
 def test_a_personal_model_is_a_plain_module_that_gives_the_run_s_accuracy(tmp_path: Path) -> None:
     x, y = data()
     run = small(x, y, directory=tmp_path / "run", cohort_size=6)
@@ -280,6 +282,7 @@ def test_a_personal_model_is_a_plain_module_that_gives_the_run_s_accuracy(tmp_pa
     assert accuracy == run.accuracy[3]
 
 
+@pytest.mark.slow
 def test_a_client_that_joins_gets_statistics_of_its_own_rows() -> None:
     x, y = data()
     run = small(x, y)

@@ -90,6 +90,7 @@ def test_predictions_of_features_alone_go_to_a_file() -> None:
     assert len(Path("said.csv").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_images_are_predicted_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a person has them: a folder per client and class, of several sizes; then new ones, and a client that joins."""
     monkeypatch.chdir(tmp_path)
@@ -124,6 +125,7 @@ def test_images_are_predicted_by_their_files(tmp_path: Path, monkeypatch: pytest
     assert "of 20 examples" in joined.output
 
 
+@pytest.mark.slow
 def test_texts_are_encoded_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     random = numpy.random.default_rng(0)

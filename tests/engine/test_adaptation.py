@@ -144,6 +144,7 @@ def test_a_run_is_chosen_unadapted_and_judged_adapted(tmp_path: Path) -> None:
     assert_same_bits(loaded.personal_weights(0, data=(federation.x[own], federation.y[own])), tuned.personal_weights(0))
 
 
+@pytest.mark.slow
 def test_a_client_that_joins_adapts_too() -> None:
     x, y = torch.randn(400, 8, generator=torch.Generator().manual_seed(0)), torch.arange(400) % 4
     federation = Federation.from_arrays(x + y[:, None], y, partition=pfedhn.by_classes(2, num_clients=8))

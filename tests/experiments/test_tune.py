@@ -279,6 +279,7 @@ def test_rates_and_the_record_of_a_tuning_vouch_for_themselves(tmp_path: Path) -
             read_record(record)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("with_a_bad_rate")
 def test_tune_writes_the_table_the_record_and_rates_that_run_then_uses() -> None:
     said = succeed("tune", "mine.toml", "--finalists", "2", "--jobs", "1")
