@@ -5,7 +5,7 @@ RUN useradd --create-home pfedhn && mkdir /state && chown pfedhn /state
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
-RUN pip install --no-cache-dir --constraint constraints.txt ".[federation]"
+RUN pip install --no-cache-dir --constraint constraints.txt ".[federation,privacy]"
 
 USER pfedhn
 WORKDIR /state

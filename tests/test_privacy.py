@@ -294,10 +294,40 @@ def test_what_leaks_or_does_not_fit_is_refused(federation: Federation) -> None:
 
 
 def test_a_batch_of_nobody_moves_by_noise_alone() -> None:
+    """An example that was not drawn, or whose gradient is not finite, has no part in the step."""
     network = model("mlp")
     start = network.fresh(0)
     x = torch.zeros(1, 3, 2, 6, 6, dtype=torch.float64)
-    batches = Batches(x, torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.bool))
+    x[0, 1:] = math.inf
+    batches = Batches(x, torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[False, False, True]]))
     with protecting(Protection(Privacy(1.0, 0.0, level="example"), 2.0, keyed_normal(0))):
         weights, _ = SGD(0.1).run(network.loss, start, batches)
     assert_close(weights, start, rtol=0, atol=0)
+
+
+def test_an_update_that_is_not_finite_leaves_as_noise_alone() -> None:
+    """Whether training diverged is something that the data say, and no factor bounds it."""
+    protection = Protection(Privacy(1.0, 2.0), 1.0, keyed_normal(3))
+    for wrong in (math.nan, math.inf):
+        left = protection.released({"a": torch.tensor([1.0, wrong]), "b": torch.full((3000,), 1e30)})
+        assert all(bool(part.isfinite().all()) for part in left.values())
+        assert abs(float(left["b"].mean())) < 5 * 2 / 3000**0.5
+
+
+def test_noise_can_be_drawn_step_by_step() -> None:
+    """As a party does, so that the noise of a whole round is never in its memory."""
+    network = model("mlp")
+    start, counts = network.fresh(0), []
+
+    def normal(count: int, like: Tensor) -> Tensor:
+        counts.append(count)
+        return torch.full((count,), float(len(counts)), dtype=like.dtype)
+
+    batches = Batches(
+        torch.zeros(4, 3, 2, 6, 6, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, 3) > 0
+    )
+    with protecting(Protection(Privacy(1.0, 0.5, level="example"), 2.0, normal, is_stepwise=True)):
+        weights, _ = SGD(0.1).run(network.loss, start, batches)
+    assert counts == [sum(value.numel() for value in start.values())] * 4
+    moved = 0.1 * (1 + 2 + 3 + 4) * 0.5 / 2.0
+    assert_close(weights, {name: value - moved for name, value in start.items()})

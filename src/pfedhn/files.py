@@ -52,14 +52,14 @@ def write_atomically(path: Path, content: bytes, way_out: str = ANOTHER_PLACE, m
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(scratch, path)
-            _keep_names(path.parent)
+            keep_names(path.parent)
         finally:
             with suppress(OSError):  # it became the file itself, or was never made
                 scratch.unlink()
 
 
-def _keep_names(folder: Path) -> None:
-    """Let what was renamed in a folder outlast a power cut, where the system has a way to say so."""
+def keep_names(folder: Path) -> None:
+    """Let what was made or renamed in a folder outlast a power cut, where the system has a way to say so."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -68,9 +68,15 @@ def _keep_names(folder: Path) -> None:
             os.close(handle)
 
 
-def append(path: Path, text: str) -> None:
-    """Add lines to a file. What outlasts a power cut is up to `flush`: to wait for the disk each time takes long."""
-    with writing(path), path.open("a") as file:
+def append(path: Path, text: str, mode: int = 0o666) -> None:
+    """Add lines to a file. What outlasts a power cut is up to `flush`: to wait for the disk each time takes long.
+
+    Args:
+        path: Of the file.
+        text: The lines.
+        mode: As in `write_atomically`, of a file that is new.
+    """
+    with writing(path), open(path, "a", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(text)
 
 
@@ -80,10 +86,10 @@ def flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def make_folder(path: Path, way_out: str = ANOTHER_PLACE) -> None:
-    """Make a folder, and those above it, unless it is there."""
+def make_folder(path: Path, way_out: str = ANOTHER_PLACE, mode: int = 0o777) -> None:
+    """Make a folder, and those above it, unless it is there; with a mode of 0o700 its owner alone can look into it."""
     with writing(path, way_out):
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode, parents=True, exist_ok=True)
 
 
 def is_empty(folder: Path) -> bool:

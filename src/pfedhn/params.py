@@ -105,5 +105,11 @@ def _on_host(leaf: Tensor) -> Tensor:
     return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf)
 
 
+def in_dtype(tree: Tree, dtype: torch.dtype) -> Tree:
+    """The same tree with its floating-point numbers in another type."""
+    result: Tree = pytree.tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+    return result
+
+
 def num_bytes(tree: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(tree))

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from pfedhn import keys
@@ -158,11 +159,14 @@ class Protection:
         privacy: What is done.
         expected: How many examples a minibatch is expected to have; a number, or a tensor where clients are mapped.
         normal: Where the noise comes from.
+        is_stepwise: Whether every step draws its own noise, which takes the memory of one step; all of it is drawn
+            beforehand where steps are traced.
     """
 
     privacy: Privacy
     expected: Tensor | float
     normal: Normal
+    is_stepwise: bool = False
 
     def step_noise(self, num_steps: int, vector: Tensor) -> Tensor:
         """[K, D]: what is added to the sum of clipped gradients in every step."""
@@ -172,10 +176,14 @@ class Protection:
         return self.privacy.noise * self.privacy.clip * noise
 
     def released(self, update: Params) -> Params:
-        """The update as it may leave: clipped and noised, unless its training was."""
-        if self.privacy.level == "example":
+        """The update as it may leave: clipped and noised, unless its training was.
+
+        One that is not finite has no norm to scale down, and that training diverged tells of the data: it becomes 0.
+        """
+        if self.privacy.level == "example" or not update:
             return update
-        clipped = clip(update, self.privacy.clip)
+        is_finite = torch.stack([x.isfinite().all() for x in update.values()]).all()
+        clipped = clip({name: torch.where(is_finite, x, 0.0) for name, x in update.items()}, self.privacy.clip)
         if self.privacy.noise == 0:
             return clipped
         scale = self.privacy.noise * self.privacy.clip

@@ -159,9 +159,19 @@ class SGD:
 
         if (protection := protected()) is None:
             vector, speed = scan(step, (vector, speed), batches, (self.lr, held))
+            return unpack(vector) | held, unpack(speed) | pick(velocity, held)
+        limit, constants = protection.privacy.clip, (self.lr, held, protection.expected)
+        if protection.is_stepwise:
+            draw = protection.step_noise
+
+            def drawing_step(
+                carry: tuple[Tensor, Tensor], batch: Batches, constants: tuple[Rate, Params, Rate]
+            ) -> tuple[Tensor, Tensor]:
+                return private_step(carry, (batch, draw(1, carry[0])[0]), constants)
+
+            vector, speed = scan(drawing_step, (vector, speed), batches, constants)
         else:
-            limit, noise = protection.privacy.clip, protection.step_noise(batches.mask.shape[0], vector)
-            constants = (self.lr, held, protection.expected)
+            noise = protection.step_noise(batches.mask.shape[0], vector)
             vector, speed = scan(private_step, (vector, speed), (batches, noise), constants)
         return unpack(vector) | held, unpack(speed) | pick(velocity, held)
 
@@ -203,6 +213,8 @@ def gradient(
 def clipped_sum(loss: Loss, unpack: Callable[[Tensor], Params], limit: float) -> Callable[[Tensor, Batches], Tensor]:
     """The sum over a minibatch of every example's own gradient, each scaled down to a norm of at most `limit`.
 
+    A gradient that is not finite counts as none: no factor bounds it, and a NaN in the sum would tell of its example.
+
     Args:
         loss: Of all weights on one batch; here, on batches of one example.
         unpack: From a vector to weights.
@@ -216,9 +228,11 @@ def clipped_sum(loss: Loss, unpack: Callable[[Tensor], Params], limit: float) ->
     def total(vector: Tensor, batch: Batches) -> Tensor:
         one_by_one = torch.vmap(torch.func.grad(of_one), in_dims=(None, 0, 0), randomness="different")
         each: Tensor = one_by_one(vector, batch.x, batch.y)
+        counts = batch.mask & each.isfinite().all(1)
+        each = torch.where(counts.unsqueeze(1), each, 0.0)
         factors = (limit / torch.linalg.vector_norm(each, dim=1)).clamp(max=1.0)
         # Not a matrix product: on a GPU that would round the factors, and the bound must hold.
-        return (torch.where(batch.mask, factors, 0.0).unsqueeze(1) * each).sum(0)
+        return (torch.where(counts, factors, 0.0).unsqueeze(1) * each).sum(0)
 
     return total
 

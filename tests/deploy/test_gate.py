@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 from parties import KEYS
 
+from pfedhn.deploy import gate
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
 from pfedhn.deploy.gate import make_app
 from pfedhn.deploy.invitations import Invitations
@@ -24,14 +26,18 @@ class Door:
         self.invitations, self.events = Invitations(folder / "parties"), list[Any]()
         self.authority = (folder / AUTHORITY).read_text()
         self.app = make_app(
-            self.invitations, "127.0.0.1:9", folder / AUTHORITY, lambda name, key: {"name": name},
+            self.invitations, "127.0.0.1:9", folder / AUTHORITY, self.authority, lambda name, key: {"name": name},
             lambda: {"is_up": True}, self.events.append,
         )  # fmt: skip
 
-    def post(self, path: str, content: bytes = b"", **headers: str) -> httpx.Response:
+    def post(self, path: str, content: bytes = b"", in_pieces: bool = False, **headers: str) -> httpx.Response:
+        async def pieces() -> AsyncIterator[bytes]:
+            for start in range(0, len(content), 100):
+                yield content[start : start + 100]
+
         async def ask() -> httpx.Response:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="https://door") as client:
-                return await client.post(path, content=content, headers=headers)
+                return await client.post(path, content=pieces() if in_pieces else content, headers=headers)
 
         return asyncio.run(ask())
 
@@ -71,6 +77,30 @@ def test_nothing_but_what_a_node_needs_gets_through(door: Door) -> None:
         assert door.post(path, **{KEY_HEADER: mine}).status_code == 404
     for content in (b"", b"[]", b"{}", b"x", b'{"name": "lyon", "token": "", "key": "", "proof": "zz"}'):
         assert door.post("/enroll", content).status_code in (401, 403)
-    assert door.post("/enroll", b"x" * 20_000).status_code == 413
     door.invitations.revoke("lyon")
     assert door.post("/v1/fleet/pull-messages", **{KEY_HEADER: mine}).status_code == 401
+
+
+def test_what_is_too_large_is_not_read(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is what comes in pieces and does not say how long it is."""
+    monkeypatch.setattr(gate, "MAX_BODY", 20_000)
+    door.invitations.invite("lyon", "server:1", door.authority, key=public_text(KEYS[0].public_key()))
+    mine = {KEY_HEADER: base64.b64encode(key_text(KEYS[0].public_key())).decode()}
+    for in_pieces in (False, True):
+        assert door.post("/enroll", b"x" * 9_000, in_pieces).status_code == 401
+        assert door.post("/enroll", b"x" * 11_000, in_pieces).status_code == 413
+        assert door.post("/v1/fleet/push-messages", b"x" * 19_000, in_pieces, **mine).status_code == 503
+        assert door.post("/v1/fleet/push-messages", b"x" * 21_000, in_pieces, **mine).status_code == 413
+
+
+def test_strangers_fill_neither_log_nor_memory(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(20):
+        assert door.post(f"/v1/fleet/{number}").status_code == 401
+    assert [event["path"] for event in door.events] == ["/v1/fleet/0"]
+    strangers, now = gate.Strangers(), 0.0
+    monkeypatch.setattr(gate.time, "monotonic", lambda: now)
+    assert sum(strangers.is_news(f"host-{number}", "fleet") for number in range(1_000)) == gate.MAX_STRANGERS
+    assert len(strangers._mentioned) == gate.MAX_STRANGERS
+    now = 2 * gate.SECONDS_OF_STRANGERS
+    assert strangers.is_news("host-0", "fleet")
+    assert len(strangers._mentioned) == 1

@@ -1,7 +1,9 @@
 """Who is let in: a token counts once and for one name, a key for one party, and who is taken out stays out."""
 
 import json
+import os
 import ssl
+import threading
 import time
 from pathlib import Path
 
@@ -11,8 +13,9 @@ from parties import KEYS
 from pfedhn.deploy import invitations
 from pfedhn.deploy.certificates import AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY, make_certificates
 from pfedhn.deploy.invitations import Invitations, read_bundle
-from pfedhn.deploy.signing import public_text
+from pfedhn.deploy.signing import key_text, public_text
 from pfedhn.errors import UserError
+from pfedhn.files import one_at_a_time
 
 ONE, OTHER = (public_text(key.public_key()) for key in KEYS[:2])
 
@@ -85,6 +88,46 @@ def test_files_that_give_two_parties_one_key_give_neither_any(tmp_path: Path) ->
     assert set(known.enrolled()) == {"nice"}
 
 
+def test_files_are_looked_at_again_when_their_folder_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The roster is asked for at every request."""
+    known, other = Invitations(tmp_path), Invitations(tmp_path)
+    known.invite("lyon", "server:1", "ca", key=ONE)
+    known.invite("paris", "server:1", "ca", key=OTHER)
+    os.utime(tmp_path, (1.0, 1.0))  # long ago
+    before = known.roster()
+    assert before.lines == {"lyon": ONE, "paris": OTHER}
+    assert before.holders == {key_text(key): name for name, key in before.keys.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(invitations, "read_text", None)
+        patch.setattr(Path, "glob", None)
+        assert known.roster() is before
+    other.revoke("lyon")
+    assert (list(known.enrolled()), known.revoked()) == (["paris"], ["lyon"])
+    # Within a tick of the clock two changes leave the folder with the same time.
+    now = time.time_ns()
+    for name in ("nice", "oslo"):
+        other.invite(name, "server:1", "ca")
+        os.utime(tmp_path, ns=(now, now))
+        known.roster()
+    other.revoke("paris")
+    os.utime(tmp_path, ns=(now, now))
+    assert not known.enrolled()
+
+
+def test_who_takes_a_party_out_waits_for_who_lets_it_in(tmp_path: Path) -> None:
+    """Else the one who writes last would undo what the other has done."""
+    known = Invitations(tmp_path)
+    known.invite("lyon", "server:1", "ca", key=ONE)
+    out = threading.Thread(target=known.revoke, args=["lyon"])
+    with one_at_a_time(tmp_path):
+        out.start()
+        out.join(0.2)
+        assert out.is_alive()
+        assert set(known.enrolled()) == {"lyon"}
+    out.join()
+    assert not known.enrolled()
+
+
 def test_a_party_whose_key_is_known_needs_no_token(tmp_path: Path) -> None:
     known = Invitations(tmp_path)
     assert known.invite("lyon", "server:1", "ca", key=ONE).token == ""
@@ -116,6 +159,9 @@ def test_certificates_are_made_once_and_renewed_for_another_host(tmp_path: Path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / SERVER, tmp_path / SERVER_KEY)
     (tmp_path / AUTHORITY_KEY).unlink()
-    (tmp_path / SERVER).unlink()
-    with pytest.raises(UserError, match=r"no server\.crt"):
-        make_certificates(tmp_path, ["localhost"])
+    make_certificates(tmp_path, ["another.example.org"])  # a person's own stay
+    assert (tmp_path / SERVER).read_bytes() != before[SERVER]
+    for name in (SERVER_KEY, SERVER):
+        (tmp_path / name).unlink()
+        with pytest.raises(UserError, match=r"no server\.crt or no server\.key"):
+            make_certificates(tmp_path, ["localhost"])

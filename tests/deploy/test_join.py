@@ -1,25 +1,39 @@
 """A party gets in with its invitation, over TLS, and every invitation has a key of its own."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy
 import pytest
+from parties import Group, simulation_of, small
 
 from pfedhn.cli.federation import standing
+from pfedhn.deploy import join
+from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
 from pfedhn.deploy.engine import end_orphan, free_port, is_alive
 from pfedhn.deploy.gate import Gate, make_app
 from pfedhn.deploy.invitations import Bundle, Invitations
-from pfedhn.deploy.join import ENROLLED, enroll
-from pfedhn.deploy.signing import load_or_make_key, public_text
+from pfedhn.deploy.join import ENROLLED, Joined, enroll, load_party, remember
+from pfedhn.deploy.journal import append_record
+from pfedhn.deploy.relay import write_message
+from pfedhn.deploy.serve import Service
+from pfedhn.deploy.server import Policy
+from pfedhn.deploy.signing import load_or_make_key, public_text, write_private
 from pfedhn.deploy.site import Site
 from pfedhn.errors import RunError, UserError
 from pfedhn.files import claimed, is_claimed
+from pfedhn.privacy import Privacy
+
+SPEC = 'model = "mlp-4"\nclients = 2\n[data]\nclasses = 2\nshape = [2]\n'
 
 
 class Server:
@@ -29,8 +43,10 @@ class Server:
         make_certificates(folder, ["127.0.0.1"])
         self.invitations, self.told = Invitations(folder / "parties"), list[str]()
         self.authority, self.port = (folder / AUTHORITY).read_text(), free_port()
+        self.health = {"is_up": True, "has_ended": False}
         app = make_app(
-            self.invitations, "127.0.0.1:9", folder / AUTHORITY, self.enrolled, dict, lambda event: None
+            self.invitations, "127.0.0.1:9", folder / AUTHORITY, self.authority, self.enrolled, lambda: self.health,
+            lambda event: None,
         )  # fmt: skip
         self.gate = Gate(app, folder, "127.0.0.1", self.port)
 
@@ -102,6 +118,109 @@ def test_a_server_of_another_authority_is_not_spoken_to(server: Server, tmp_path
     assert not server.told
 
 
+def test_a_party_leaves_when_the_run_is_over_and_not_before(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was brought back from a copy does rounds again, with parties that have a model already."""
+    monkeypatch.setattr(join, "SECONDS_TO_HEAR_AGAIN", 0.0)
+    monkeypatch.setattr(join, "SECONDS_AFTER_THE_END", 0.0)
+    bundle = server.invite("lyon")
+    come(bundle, tmp_path / "own")
+    heard: list[dict[str, Any]] = []
+    party = Mock(folder=tmp_path, heard=heard, answer=lambda asked: b"answer")
+    joined = Joined(party, bundle, tmp_path / "own", lambda event: None)
+
+    def ask(**event: Any) -> None:
+        heard.append(event)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            write_message(theirs, b"asked")
+            joined._answer(ours)
+
+    assert not joined._is_over()  # it has no model
+    (tmp_path / "chosen.json").touch()
+    assert not joined._is_over()
+    server.health["has_ended"] = True
+    assert joined._is_over()
+    server.health["has_ended"] = False
+    ask(kind="evaluate", is_last=True)
+    assert joined._is_over()
+    ask(kind="refusal")
+    assert joined._is_over()
+    ask(kind="train")
+    assert not joined._is_over()
+    server.gate.stop()
+    assert not joined._is_over()  # it may come back
+
+
+def test_what_is_kept_is_its_owner_s_alone(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where somebody else had made the folder, open to all."""
+    before = os.umask(0o022)
+    try:
+        simulation = simulation_of(small("pfedhn-pc"), rounds=1, cohort=1)
+        group = Group(simulation, tmp_path / "group", Policy(start_with=1), clients=[0])
+        group.server.run()
+        assert group.parties["party-0"].heard[-1]["is_last"]
+        spec = tmp_path / "spec.toml"
+        spec.write_text(SPEC)
+        Site.make(tmp_path / "state", spec)
+        (tmp_path / "own").mkdir()
+        come(server.invite("lyon"), tmp_path / "own")
+        write_enrolled(tmp_path / "own", SPEC)
+        remember(tmp_path / "own", "lyon", tmp_path, "")
+        append_record(tmp_path / "journal", {})
+        service = Service(Site(tmp_path / "state"), True, lambda event: None)
+        service._log({"event": "serving"})
+        private = Privacy(1.0, 1.0, 100.0)
+        monkeypatch.setattr(secrets, "spent", lambda history, delta: 0.0)  # the accountant takes time to load
+        secrets.Budget(private, tmp_path / "privacy.json").pay(private.cost(10, 5, 1))
+    finally:
+        os.umask(before)
+    closed = ["group/server", "group/party-0", "state", "state/parties", "state/engine", "own/kept/one", "privacy.json"]
+    closed += ["own/party.json", "own/enrolled.json", "group/party-0/chosen.json", "journal", "state/events.jsonl"]
+    closed += [str(file.relative_to(tmp_path)) for file in (tmp_path / "group" / "server").iterdir()]
+    assert {name for name in closed if (tmp_path / name).stat().st_mode & 0o077} == set()
+
+
+def write_enrolled(folder: Path, spec: str) -> None:
+    """What a party is told when it is let in."""
+    key = json.loads((folder / ENROLLED).read_text())["key"] if (folder / ENROLLED).exists() else "key"
+    table = {"run": "one", "spec": spec, "server": "", "invitation": "", "key": key}
+    write_private(folder / ENROLLED, json.dumps(table).encode())
+
+
+def test_a_party_keeps_the_size_that_it_has_trained(tmp_path: Path) -> None:
+    write_enrolled(tmp_path, SPEC + '[sizes]\nS = "mlp-4"\nL = "mlp-8"\n')
+    remember(tmp_path, "lyon", tmp_path, "S")
+    remember(tmp_path, "lyon", tmp_path, "L")  # nothing has come of it yet
+    remember(tmp_path, "lyon", tmp_path, "")
+    (tmp_path / "kept" / "one" / "kept-training-0").touch()
+    remember(tmp_path, "lyon", tmp_path, "S")
+    with pytest.raises(UserError, match="with the size S, and cannot change it; join with --size S"):
+        remember(tmp_path, "lyon", tmp_path, "L")
+    assert json.loads((tmp_path / "party.json").read_text())["size"] == "S"
+
+
+def test_noise_is_not_forgotten_in_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was spent stands in the party's folder, whichever run it was for; without the options nothing is sent."""
+    monkeypatch.setattr(secrets, "spent", lambda history, delta: float(sum(cost.steps for cost in history)))
+    numpy.save(tmp_path / "x.npy", numpy.zeros((20, 2), dtype=numpy.float32))
+    numpy.save(tmp_path / "y.npy", numpy.arange(20) % 2)
+    key = public_text(load_or_make_key(tmp_path / "key").public_key())
+    privacy = Privacy(1.0, 1.0, epsilon=5.0)
+    for number in range(2):
+        told = {"run": f"run-{number}", "spec": SPEC, "server": key, "key": "key"}
+        (tmp_path / ENROLLED).write_text(json.dumps(told))
+        remember(tmp_path, "lyon", tmp_path, "")
+        budget = load_party(tmp_path, privacy=privacy).budget
+        assert budget is not None
+        assert budget.spent == number
+        budget.pay(privacy.cost(9, 9, 1))
+    forgetful = load_party(tmp_path)  # as `pfedhn export` reads it, which needs no options
+    with pytest.raises(UserError, match="has sent updates with noise"):
+        Joined(forgetful, Bundle("lyon", "", "", ""), tmp_path, lambda event: None)
+
+
 def test_a_process_is_at_work_under_its_own_name() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert is_alive(process.pid, sys.executable)
@@ -134,7 +253,7 @@ def test_what_a_killed_process_left_behind_is_asked_to_leave_first(tmp_path: Pat
 
 def test_a_folder_remembers_where_it_is_served(tmp_path: Path) -> None:
     spec = tmp_path / "spec.toml"
-    spec.write_text('model = "mlp-4"\nclients = 2\n[data]\nclasses = 2\nshape = [2]\n')
+    spec.write_text(SPEC)
     first = Site.make(tmp_path / "state", spec, "server.example.org:1", port=9001)
     again = Site.make(tmp_path / "state", None)
     assert again.settings == first.settings
@@ -167,5 +286,7 @@ def test_where_a_federation_stands_is_said() -> None:
         "At round 0: test 0.5000.",
         "Weights down 1,000 bytes, updates up 2,000.",
     ]
+    spent = {**known, "parties": {"lyon": {**party, "is_spent": True}}}
+    assert list(standing(spent, ["lyon"])[-1].columns[1].cells) == ["yes, budget spent"]  # type: ignore[union-attr]
     assert list(table.columns[1].cells) == ["no", "invited", "taken out", "set aside"]  # type: ignore[union-attr]
     assert next(iter(table.columns[5].cells)) == "norm 2"  # type: ignore[union-attr]

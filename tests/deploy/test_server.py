@@ -1,5 +1,6 @@
 """A server and parties that share nothing but messages are the simulator, whatever is lost on the way."""
 
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from parties import (
     RUN,
     Group,
     Killed,
+    Virtual,
     alone,
     assert_simulated,
     named_federation,
@@ -28,20 +30,21 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedper import FedPer
 from pfedhn.cli.federation import sayer
+from pfedhn.data.federation import Federation
 from pfedhn.deploy import privacy as secrets
+from pfedhn.deploy.party import SILENCE, Party
 from pfedhn.deploy.plan import Plan
-from pfedhn.deploy.privacy import system_normal
-from pfedhn.deploy.server import Arrival, Policy
+from pfedhn.deploy.privacy import BudgetSpent, system_normal
+from pfedhn.deploy.server import Arrival, Policy, _check_scores
 from pfedhn.deploy.signing import new_key, opened, sealed
-from pfedhn.deploy.state import Store
-from pfedhn.deploy.virtual import Virtual
-from pfedhn.deploy.wire import Message, WireError, from_envelope, unpacked
+from pfedhn.deploy.state import Rules, Store
+from pfedhn.deploy.wire import Message, WireError, from_envelope, is_finite, unpacked
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.engine.transform import TRANSFORMS
 from pfedhn.errors import RunError, UserError
 from pfedhn.params import stack, take
-from pfedhn.privacy import Privacy, Protection
+from pfedhn.privacy import Cost, Privacy, Protection
 
 SEED = 5
 
@@ -372,40 +375,90 @@ BAD = {
     "size": [altered(values=with_value(size=10**6)), altered(values=with_value(size=True))],
     "run": [altered(run=lambda run: "other"), altered(party=lambda party: "party-1")],
     "kind": [altered(kind=lambda kind: "evaluate")],
+    "scores": [altered(values=with_value(scores={})), altered(values=with_value(scores={"validation": [1.0, 9.0, 1]}))],
 }  # fmt: skip
+
+
+def scored(*values: Any) -> Callable[[Message], Message]:
+    return altered(values=with_value(scores={"validation": list(values), "test": [1.0, 1.0, 1]}))
+
+
+BAD_SCORES = [
+    scored(1.0, 1.0, 10**400), scored(1.0, 1.0, 1 << 40), scored(1.0, 1.0, -1), scored(1.0, 1.0, True),
+    scored(1.0, 1e300, 1), scored(1.0, 1.5, 1), scored(1.0, -1.0, 1), scored(1.0, None, 1), scored(1.0, 1, 1),
+    scored(-1.0, 1.0, 1), scored(1e301, 1.0, 1), scored(1.0, 0.0, 0), scored(None, 1.0, 1), scored(1.0, 1.0),
+    altered(values=with_value(scores=None)), altered(values=with_value(scores={"validation": [1.0, 1.0, 1]})),
+]  # fmt: skip
+BAD_HELLOS = [
+    altered(values=with_value(**wrong))
+    for wrong in ({"architecture": []}, {"architecture": "none"}, {"size": 0}, {"size": 10**400}, {"size": True})
+]
 
 
 def test_nothing_bad_gets_in(tmp_path: Path) -> None:
     """Signed by the party itself, and wrong: refused under its name, and the run is as if it had not answered."""
     wrong = [(reason, change) for reason, changes in BAD.items() for change in changes]
-    settings = {"rounds": len(wrong), "cohort": 3, "evaluate_every": 1_000}
+    settings = {"rounds": len(wrong), "cohort": 3, "evaluate_every": 1_000}  # models are tested twice
     federation = simulation_of(small("fedavg")).federation
     group = Group(simulation_of(small("fedavg"), federation, **settings), tmp_path, Policy(reply_seconds=3.0))
     group.policy = replace(group.policy, patience=1_000, start_with=3)
     for name in ("party-3", "party-4", "party-5"):
         del group.answers[name]
-    party, left = group.parties["party-2"], iter(wrong)
-    sent = []
+    party, sent = group.parties["party-2"], list[str]()
+    left = {
+        "train": iter(wrong),
+        "evaluate": iter([("scores", change) for change in BAD_SCORES[:2]]),
+        "hello": iter([("hello", change) for change in BAD_HELLOS]),
+    }
 
     def bad(content: bytes) -> bytes:
         answer = party.answer(content)
         message = opened(answer, party.key.public_key())
-        if message.kind != "train":
-            return answer
-        reason, change = next(left)
-        sent.append(reason)
+        reason, change = next(left[message.kind], ("", lambda message: message))
+        sent.extend([reason] if reason else [])
         return sealed(change(message), party.key)
 
     group.answers["party-2"] = bad
     group.new_server().run()
     refused = [event for event in group.said("refused") if event["reason"] != "silent"]
     assert {event["party"] for event in refused} == {"party-2"}
-    assert [event["reason"] for event in refused] == sent == [reason for reason, _ in wrong]
+    assert [event["reason"] for event in refused] == sent
+    assert len(sent) == len(wrong) + 2 + len(BAD_HELLOS)
     without = Group(simulation_of(small("fedavg"), federation, **settings), tmp_path / "without", Policy(start_with=2))
     for name in ("party-2", "party-3", "party-4", "party-5"):
         del without.answers[name]
     without.server.run()
     assert_same_bits(group.server.state.shared, without.server.state.shared)
+    histories = [[(one["round"], one["results"]) for one in g.server.state.history] for g in (group, without)]
+    assert histories[0] == histories[1]
+    assert all("party-2" not in results for _, results in histories[0])
+
+
+@pytest.mark.parametrize("change", BAD_SCORES)
+def test_scores_that_no_examples_can_give_are_refused(change: Callable[[Message], Message]) -> None:
+    good = scored(1.0, 1.0, 1)(Message("evaluate", RUN, "party-2"))
+    _check_scores(good, ("validation", "test"), has_metric=True)
+    with pytest.raises(WireError) as refused:
+        _check_scores(change(good), ("validation", "test"), has_metric=True)
+    assert refused.value.reason == "scores"
+
+
+def test_what_cannot_be_applied_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update passes every check and the state still cannot take it: no server dies of it, now or later."""
+    whole, fails = Rules._accept, iter([True])
+
+    def accept(rules: Rules, state: Any, table: Any, message: bytes) -> None:
+        if table["party"] == "party-2" and next(fails, False):
+            state.num_accepted += 99  # it has moved the state in part
+            raise OverflowError("too large")
+        whole(rules, state, table, message)
+
+    monkeypatch.setattr(Rules, "_accept", accept)
+    group = Group(simulation_of(small("fedavg"), rounds=2, cohort=6, evaluate_every=1_000), tmp_path)
+    group.server.run()
+    assert [(event["party"], event["reason"]) for event in group.said("refused")] == [("party-2", "unfit")]
+    assert group.server.state.num_accepted == 11
+    assert group.new_server().state.num_accepted == 11
 
 
 @pytest.mark.slow
@@ -433,6 +486,25 @@ def test_keys_of_others_and_bytes_that_were_changed_are_refused(tmp_path: Path) 
     assert {(event["party"], event["reason"]) for event in group.said("refused")} == {
         (name, "signature") for name in ("party-1", "party-3", "party-4")
     }
+
+
+def test_what_a_party_says_of_its_own_is_counted_under_one_name(tmp_path: Path) -> None:
+    """Else the server's status could be filled with words."""
+    group = Group(simulation_of(small("fedavg"), rounds=1, cohort=6), tmp_path, Policy(aside_seconds=1e9))
+    party, number = group.parties["party-2"], itertools.count()
+
+    def refuse(content: bytes) -> bytes:
+        asked = opened(content, group.server_key.public_key())
+        if asked.kind == "hello":
+            return party.answer(content)
+        values = {"of": asked.kind, "round": asked.values["round"], "reason": f"r{next(number)}", "sentence": "x" * 999}
+        return sealed(Message("refusal", RUN, party.name, values), party.key)
+
+    group.answers[party.name] = refuse
+    group.new_server().run()
+    assert next(number) > 1
+    assert set(group.server.status()["parties"][party.name]["refused"]) == {"party"}
+    assert max(len(event["sentence"]) for event in group.said("refused")) < 400
 
 
 def test_who_is_not_enrolled_is_sent_nothing(tmp_path: Path) -> None:
@@ -506,21 +578,29 @@ class Timed(Virtual):
 @pytest.mark.slow
 @pytest.mark.parametrize("cohort", [1, 2])
 def test_without_waiting_many_at_a_time_are_the_simulator(cohort: int, tmp_path: Path) -> None:
-    """Who is asked when, for which weights, and when the server steps: all as in the simulator."""
-    simulation = simulation_of(small("pfedhn-pc"), rounds=12, cohort=cohort, evaluate_every=1_000, seed=SEED)
+    """Who is asked when, for which weights, when the server steps, and which round is chosen: all as in the simulator.
+
+    Models are tested while parties are at work, and what is chosen is what was tested: weights, rows and heads.
+    """
+    algorithm = replace(small("pfedhn-pc"), local_lr=1.0)  # so large that the last round is not the best one
+    simulation = simulation_of(algorithm, rounds=18, cohort=cohort, evaluate_every=6 * cohort, seed=SEED)
     group = Group(simulation, tmp_path, Policy(in_flight=4), make_transport=Timed)
     group.server.run()
     expected = simulated(replace(simulation, in_flight=4))
-    assert_close(group.server.state.shared, expected.memories.shared)
-    for client in range(simulation.federation.num_clients):
-        row = group.server.state.rows[simulation.federation.name_of(client)]
-        assert_close(row, take(expected.memories.rows, client))
+    assert_simulated(group, expected)
     assert group.server.state.max_staleness == expected.flight.max_staleness > 0
+    assert group.server.state.best.round == 12  # type: ignore[union-attr]
+    for client, weights in enumerate(personal_at_best(simulation, expected)):
+        mine = group.parties[f"party-{client}"].personal_model().state_dict()
+        assert_close({name: mine[name] for name in weights}, weights)
 
 
 @pytest.mark.slow
 def test_without_waiting_a_slow_party_holds_up_nobody(tmp_path: Path) -> None:
-    """Many at work at once: the time is that of the fast ones, and updates come late by a few steps."""
+    """Many at work at once: the time is that of the fast ones, and updates come late by a few steps.
+
+    Nor does it hold up the others when models are tested.
+    """
 
     def seconds(party: str) -> float:
         return 100.0 if party == "party-2" else 1.0
@@ -528,7 +608,7 @@ def test_without_waiting_a_slow_party_holds_up_nobody(tmp_path: Path) -> None:
     times = {}
     for name, in_flight in (("waiting", None), ("not waiting", 6)):
         policy = Policy(in_flight=in_flight, return_seconds=0.0)
-        simulation = simulation_of(small("pfedhn-pc"), rounds=30, cohort=1, evaluate_every=1_000)
+        simulation = simulation_of(small("pfedhn-pc"), rounds=30, cohort=1, evaluate_every=5)
         group = Group(simulation, tmp_path / name, policy, seconds=seconds)
         started = 0.0
 
@@ -549,8 +629,9 @@ def test_without_waiting_a_slow_party_holds_up_nobody(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_server_that_does_not_wait_survives_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(
-        simulation_of(small("pfedhn-pc"), rounds=20, cohort=2), tmp_path, Policy(in_flight=4), seconds=lambda party: 1.0
-    )
+        simulation_of(small("pfedhn-pc"), rounds=20, cohort=2), tmp_path, Policy(in_flight=4, checkpoint_seconds=0.0),
+        seconds=lambda party: 1.0,
+    )  # fmt: skip
     for _ in range(4):
         stop_after(group, "accepted", 5)
         before = group.server.state
@@ -558,8 +639,14 @@ def test_a_server_that_does_not_wait_survives_kills(tmp_path: Path, monkeypatch:
         assert_same_bits(group.server.state.shared, before.shared)
         assert group.server.state.num_accepted == before.num_accepted
         assert list(group.server.state.replies) == list(before.replies)
+        assert before.tested is not None  # killed while models were tested
+        tested = group.server.state.tested
+        assert tested is not None
+        assert (tested.round, tested.bases) == (before.tested.round, before.tested.bases)
+        assert_same_bits([tested.shared, tested.rows], [before.tested.shared, before.tested.rows])
     group.server.run()
     assert group.server.state.round == 20
+    assert group.server.state.evaluated == 20
 
 
 @pytest.mark.slow
@@ -608,11 +695,62 @@ def test_a_party_that_comes_after_the_end_learns_what_is_its_own(tmp_path: Path)
     assert_close({name: mine[name] for name in expected}, expected)
 
 
-@pytest.mark.slow
-def test_fixed_descriptions_travel(tmp_path: Path) -> None:
-    simulation = simulation_of(replace(small("pfedhn"), embedding="fixed", embedding_dim=None), rounds=3, cohort=2)
-    group = Group(simulation, tmp_path)
+def test_a_party_that_comes_while_models_are_tested_is_greeted(tmp_path: Path) -> None:
+    simulation = simulation_of(small("fedavg"), rounds=1, cohort=5)
+    group = Group(
+        simulation, tmp_path, Policy(start_with=5), clients=[0, 1, 2, 3, 4],
+        seconds=lambda party: 50.0 if party == "party-2" else 0.0,
+    )  # fmt: skip
+
+    def listen(event: Any) -> None:
+        group.events.append(event)
+        if event["event"] == "started":
+            group.add(5)
+
+    group.server.log = listen
     group.server.run()
+    told = [
+        event["event"] for event in group.events if event["event"] == "evaluated" or event.get("party") == "party-5"
+    ]
+    assert told[:2] == ["joined", "evaluated"]
+
+
+def test_models_are_tested_again_when_all_who_were_asked_have_left(tmp_path: Path) -> None:
+    group = Group(
+        simulation_of(small("fedavg"), rounds=1, cohort=1), tmp_path, Policy(start_with=1), clients=[0],
+        seconds=lambda party: 50.0 if party == "party-0" else 0.0,
+    )  # fmt: skip
+
+    def listen(event: Any) -> None:
+        group.events.append(event)
+        if event["event"] == "started":
+            group.add(1)
+        if event["event"] == "joined" and event["party"] == "party-1":
+            del group.answers["party-0"]
+
+    group.server.log = listen
+    group.server.run()
+    assert group.server.state.has_ended
+    assert {tuple(one["results"]) for one in group.server.state.history} == {("party-1",)}
+
+
+def test_fixed_descriptions_travel(tmp_path: Path) -> None:
+    """Of the length that the method needs: one of another length is refused before it becomes a row."""
+    simulation = simulation_of(replace(small("pfedhn"), embedding="fixed", embedding_dim=None), rounds=2, cohort=2)
+    group = Group(simulation, tmp_path)
+    party = group.parties["party-2"]
+    wrong = iter([torch.zeros(99), torch.zeros(99).double(), torch.full((4,), torch.inf).double(), ()])
+
+    def bad(content: bytes) -> bytes:
+        message = opened(party.answer(content), party.key.public_key())
+        if message.kind == "hello":
+            message = replace(message, tensors=next(wrong, message.tensors))
+        return sealed(message, party.key)
+
+    group.answers["party-2"] = bad
+    group.server.policy = replace(group.policy, patience=9)
+    group.server.run()
+    assert [event["reason"] for event in group.said("refused")] == ["hello"] * 4
     assert_simulated(group, simulated(simulation))
 
 
@@ -638,9 +776,10 @@ def test_a_party_with_noise_stops_when_its_budget_is_spent(
     accepted = [event for event in group.said("accepted") if event["party"] == name]
     assert len(accepted) == allowed
     assert {tuple(event["scores"]["validation"]) for event in accepted} == {(0.0, 0.0, 0)}
-    (refused, *_) = [event for event in group.said("refused") if event["party"] == name]
-    assert "privacy budget of this party is spent" in refused["sentence"]
-    assert [event["party"] for event in group.said("set aside")] == [name]
+    (spent,) = group.said("spent")
+    assert "privacy budget of this party is spent" in spent["sentence"]
+    assert not group.said("set aside")
+    assert party.chosen()["round"] == group.server.state.best.round  # type: ignore[union-attr]
     trained = [event for event in party.heard if event["kind"] == "train"]
     assert [event["epsilon"] for event in trained][-1] == pytest.approx(privacy.spent(cost, allowed), abs=1e-4)
     sayer(as_json=False)({"event": "heard", **trained[-1]})
@@ -671,6 +810,138 @@ def test_a_party_without_noise_on_whole_batches_trains_as_ever(tmp_path: Path, m
     group.server.run()
     expected = simulated(simulation)
     assert_close(group.server.state.shared, expected.memories.shared)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epsilon is the number of updates."""
+    monkeypatch.setattr(secrets, "spent", lambda history, delta: float(sum(cost.steps for cost in history)))
+
+
+def make_private(group: Group, name: str, epsilon: float) -> Party:
+    """Let a party send so many updates; without noise, so that they are those of the simulator."""
+    privacy = Privacy(clip=float("inf"), noise=0.0, epsilon=epsilon)
+    group.parties[name] = replace(group.parties[name], privacy=privacy, heard=[])
+    group.answers[name] = group.parties[name].answer
+    return group.parties[name]
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("in_flight", mostly_slow([None, 6], None))
+def test_a_run_ends_when_everybodys_budget_is_spent(in_flight: int | None, tmp_path: Path) -> None:
+    """As in the simulator: rounds pass in which nobody sends anything, and everybody gets a model."""
+    simulation = simulation_of(small("pfedhn-pc"), rounds=5, cohort=6, evaluate_every=1_000)
+    group = Group(simulation, tmp_path, Policy(in_flight=in_flight))
+    for name in group.parties:
+        make_private(group, name, 2.0)
+    group.server.run()
+    state = group.server.state
+    assert (state.round, state.has_ended, state.num_accepted) == (5, True, 12)
+    if in_flight is None:
+        expected = simulated(simulation_of(small("pfedhn-pc"), rounds=2, cohort=6, evaluate_every=1_000))
+        assert_close(state.shared, expected.memories.shared)
+    assert sorted(event["party"] for event in group.said("spent")) == sorted(group.parties)
+    assert all(party["is_spent"] for party in group.server.status()["parties"].values())
+    assert not group.said("set aside")
+    assert not group.said("refused")
+    assert all(party.personal_model() is not None for party in group.parties.values())
+    assert_same_bits(group.new_server().state.shared, state.shared)
+
+
+@pytest.mark.usefixtures("counted")
+def test_rounds_do_not_pass_while_who_has_budget_is_away(tmp_path: Path) -> None:
+    class Returning(Virtual):
+        def arrivals(self, seconds: float) -> list[Arrival]:
+            if self.now > 60.0:
+                group.answers["party-0"] = group.parties["party-0"].answer
+            return super().arrivals(seconds)
+
+    simulation = simulation_of(small("fedavg"), rounds=5, cohort=6, evaluate_every=1_000)
+    group = Group(simulation, tmp_path, Policy(), make_transport=Returning, clients=[0, 1, 2])
+    for name in ("party-1", "party-2"):
+        make_private(group, name, 1.0)
+
+    def listen(event: Any) -> None:
+        group.events.append(event)
+        if event["event"] == "round" and event["round"] == 2:
+            del group.answers["party-0"]
+
+    group.server.policy, group.server.log = Policy(start_with=3), listen
+    group.server.run()
+    assert len(group.said("gone")) == 1
+    assert [event["parties"] for event in group.said("round")][1:] == [["party-0"]] * 4
+    assert group.transport.now > 60.0
+
+
+@pytest.mark.usefixtures("counted")
+def test_who_joins_after_the_end_has_the_model_that_its_budget_lasts_for(tmp_path: Path) -> None:
+    simulation = simulation_of(small("pfedhn-pc"), rounds=1, cohort=5)
+    group = Group(simulation, tmp_path, Policy(start_with=5), clients=[0, 1, 2, 3, 4])
+    group.server.run()
+    group.add(5)
+    party = make_private(group, "party-5", 2.0)
+    group.server.run()
+    member = group.server.state.members["party-5"]
+    assert (member.round, member.has_joined, member.is_told) == (2, True, True)
+    assert party.personal_model() is not None
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_party_with_noise_does_not_tell_how_its_examples_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the weights do to its examples, the answer is the same; its owner reads why."""
+    group = Group(simulation_of(small("pfedhn-pc"), rounds=1, cohort=6, evaluate_every=1_000), tmp_path)
+    party = make_private(group, "party-2", 9.0)
+    party = replace(party, privacy=replace(party.privacy, clip=1.0), heard=[])  # type: ignore[type-var]
+    group.server.run()
+    sound = received_by(group, "party-2")
+    wild = {name: torch.full_like(value, 1e308) for name, value in sound.items()}
+
+    def ask(kind: str, weights: Any, **values: Any) -> Message:
+        values = {"round": 7, "base": 0, "phase": "training", **values}
+        message = Message(kind, RUN, "party-2", values, weights)
+        return opened(party.answer(sealed(message, KEYS[0])), party.key.public_key())
+
+    looks = {"is_adapted": False, "best": None, "is_last": False}
+    assert ask("evaluate", sound, **looks).values == ask("evaluate", wild, **looks).values
+    sayer(as_json=False)({"event": "heard", **party.heard[-2]})
+    assert "could not test its model: the weights that came give no finite loss" in capsys.readouterr().out
+    trains = {"version": 0, "keep": []}
+    answers = [ask("train", weights, **trains) for weights in (sound, wild)]
+    assert answers[0].kind == answers[1].kind == "train"
+    assert answers[0].values == answers[1].values
+    assert is_finite(answers[1].tensors)
+    assert is_finite(party._kept("training", 7, sound))  # what diverged is not kept
+
+    def raising(*_: Any) -> None:
+        raise ValueError("the example of Mrs. Miller does not fit")
+
+    monkeypatch.setattr(Federation, "batches", raising)
+    answer = ask("train", sound, **trains, round=8)
+    assert (answer.kind, answer.values["sentence"]) == ("refusal", SILENCE)
+    assert "Mrs. Miller" in party.heard[-1]["sentence"]
+
+
+@pytest.mark.usefixtures("counted")
+def test_noise_is_not_forgotten_and_its_cost_is_of_all_runs(tmp_path: Path) -> None:
+    group = Group(simulation_of(small("fedavg"), rounds=1, cohort=6, evaluate_every=1_000), tmp_path / "first")
+    group.parties["party-2"] = replace(group.parties["party-2"], ledger=tmp_path / "privacy.json", heard=[])
+    first = make_private(group, "party-2", 2.0)
+    first.refuse_forgotten_privacy()
+    group.server.run()
+    again = replace(first, folder=tmp_path / "another run", heard=[])
+    assert again.budget is not None
+    assert again.budget.spent == 1.0
+    again.budget.pay(Cost(0.0, 1.0, 1))
+    with pytest.raises(BudgetSpent, match="is spent"):
+        replace(first, heard=[]).budget.pay(Cost(0.0, 1.0, 1))  # type: ignore[union-attr]
+    forgetful = replace(again, privacy=None, heard=[])
+    with pytest.raises(UserError, match=r"--clip, --noise, --epsilon and --level again, or remove privacy\.json"):
+        forgetful.refuse_forgotten_privacy()
+    values = {"round": 0, "base": None, "phase": "training", "version": 0, "keep": []}
+    train = sealed(Message("train", RUN, "party-2", values, received_by(group, "party-2")), KEYS[0])
+    assert opened(forgetful.answer(train), first.key.public_key()).kind == "refusal"
 
 
 def test_privacy_refuses_what_leaks_beside_it(tmp_path: Path) -> None:
@@ -724,9 +995,11 @@ def test_rounds_are_compared_by_the_parties_that_were_there_both_times(tmp_path:
 
     def score(number: int, **correct: float) -> int:
         splits = {
-            name: {split: [1.0, value, 10] for split in ("validation", "test")} for name, value in correct.items()
+            name: {split: [1.0, value, 10] if value else [0.0, 0.0, 0] for split in ("validation", "test")}
+            for name, value in correct.items()
         }
         state.round = number
+        rules.apply(state, {"kind": "test"})
         rules.apply(state, {"kind": "score", "round": number, "results": splits, "time": 0.0})
         assert state.best is not None
         return state.best.round
@@ -735,7 +1008,11 @@ def test_rounds_are_compared_by_the_parties_that_were_there_both_times(tmp_path:
     assert score(1, lyon=4.0, paris=6.0) == 1
     assert score(2, paris=6.0) == 1  # better on average, and not for those who are there
     assert score(3, paris=7.0, nice=1.0) == 3
-    assert score(4, lyon=1.0) == 4  # nobody in common: the newer one
+    assert score(4, lyon=3.5) == 3  # it was away in round 3, and had a better model before that
+    assert score(5, lyon=4.5) == 5
+    assert score(6, paris=6.5, nice=1.0) == 5  # that round 5 was chosen without them does not make theirs forgotten
+    assert score(7, rome=0.0) == 5  # it keeps its scores to itself, and cannot judge
+    assert score(8, oslo=1.0, rome=0.0) == 8  # nobody whose scores are known of both: the newer one
 
 
 def test_a_party_that_goes_is_not_set_aside_when_it_comes_again(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The same app in the engine's own simulation: with `flwr run` nothing else is computed than by `pfedhn.train`."""
 
+import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from support import mostly_slow
 from test_flower import PARTIES, SPEC, simulated, write_data
 
 import pfedhn
+from pfedhn import deploy
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.deploy import engine, flower, relay
 from pfedhn.deploy.join import load_party
@@ -125,8 +128,18 @@ def test_the_app_is_laid_out_as_the_engine_asks() -> None:
     # The engine's version is one, here and where the package asks for it.
     (pinned,) = project["dependencies"]
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert extras["optional-dependencies"]["federation"] == [pinned]
+    declared = extras["optional-dependencies"]["federation"]
+    assert pinned in declared
     assert pinned.startswith("flwr==")
+    # What the code imports is asked for by name, not only by what the engine happens to need.
+    names = {re.split(r"[<>=!;\[ ]", one)[0].replace("-", "_") for one in (*extras["dependencies"], *declared)}
+    for file in sorted(Path(deploy.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            found = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            found += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for module in found:
+                package = module.partition(".")[0]
+                assert package in names | sys.stdlib_module_names | {"pfedhn"}, f"{file.name} imports {module}"
     assert not any("flwr" in one for one in extras["dependencies"])
     assert app["publisher"]
     for part in app["components"].values():

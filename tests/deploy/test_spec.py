@@ -57,6 +57,22 @@ def write_arrays(folder: Path, y: Any, width: int = 2) -> None:
         ('method = ["pfedhn", "local"]\n[data]\nclasses = 2\nshape = [2]', "leave one of each"),
         ('pretrain = "fedavg"\n[data]\nclasses = 2\nshape = [2]', "leave it out"),
         ("steps = 0\n[data]\nclasses = 2\nshape = [2]", "at least 1"),
+        *[
+            (f"[policy]\n{line}\n[data]\nclasses = 2\nshape = [2]", sentence)
+            for line, sentence in (
+                ("in_flight = 0", "at least 1"),
+                ("in_flight = -3", "at least 1"),
+                ("start_with = 0", "at least 1"),
+                ("start_with = 99", "50 parties are expected"),
+                ("patience = 0", "at least 1"),
+                ("max_staleness = -1", "at least 0"),
+                ("reply_seconds = -1.0", "above 0"),
+                ("max_update = 0.0", "above 0"),
+                ("aside_seconds = -1.0", "at least 0"),
+                ("return_seconds = -1.0", "at least 0"),
+                ("checkpoint_seconds = -1.0", "at least 0"),
+            )
+        ],
         ("joining_rounds = 0\n[data]\nclasses = 2\nshape = [2]", "at least 1"),
         ("data = 3", r"heading \[data\]"),
     ],
@@ -78,6 +94,12 @@ def test_a_plan_has_what_the_file_says() -> None:
     ):  # fmt: skip
         with pytest.raises(UserError, match=sentence):
             to_plan(spec(wrong + ARRAYS))
+    for given in (
+        'in_flight = 2\nmethod = "local"' + ARRAYS,
+        'method = "local"' + ARRAYS + "[policy]\nin_flight = 2\n",
+    ):
+        with pytest.raises(UserError, match="leave in_flight out"):
+            to_plan(spec(given))
     with pytest.raises(UserError, match="no target network"):
         to_plan(spec(TABLE.replace("mlp-4", "mlq-4")))
     numbers = to_plan(spec('model = "mlp-4"\nclients = 2\n[data]\nshape = [2]\n'))

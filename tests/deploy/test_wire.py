@@ -126,6 +126,8 @@ def nested(depth: int) -> Any:
         (lambda: forged(lambda header: header.update(values=[])), "form"),
         (lambda: forged(lambda header: header.update(party=None)), "form"),
         (lambda: forged(set_tree(nested(100))), "form"),
+        (lambda: forged(lambda header: header.update(values=nested(100))), "form"),
+        (lambda: forged(lambda header: header.update(values={"loss": float("nan")})), "form"),
         (lambda: forged(set_tree({"dict": []})), "form"),
         (lambda: forged(set_tree({"dict": [["a", {"leaf": ["float32", [3]]}]]}), {"0": torch.zeros(2)}), "form"),
         (lambda: forged(set_tree({"dict": [["a", {"leaf": ["float64", [2]]}]]}), {"0": torch.zeros(2)}), "form"),

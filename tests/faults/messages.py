@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deploy.parties import KEYS, Group, Killed, assert_simulated, simulation_of, small, with_cohorts
+from deploy.parties import KEYS, Group, Killed, Virtual, assert_simulated, simulation_of, small, with_cohorts
 from faults.table import Row, row_of
 
 from pfedhn.deploy import state as server_state
@@ -22,7 +22,6 @@ from pfedhn.deploy.party import logger
 from pfedhn.deploy.server import Arrival, Policy
 from pfedhn.deploy.signing import opened, sealed
 from pfedhn.deploy.state import Rules, Store, step_order
-from pfedhn.deploy.virtual import Virtual
 from pfedhn.deploy.wire import Message, WireError
 
 ROUNDS = 4

@@ -162,7 +162,7 @@ def register_a_stranger(world: Federation) -> str:
     node = engine.start(
         [
             engine.program("flower-supernode"), "--superlink", address, "--root-certificates",
-            str(world.folder / "state" / "ca.crt"), "--auth-supernode-private-key", str(own / "key"),
+            str(home / "ca.crt"), "--auth-supernode-private-key", str(own / "key"),
             "--port", str(engine.free_port()), "--node-config", 'socket="/nowhere"',
         ],
         own / "engine",

@@ -1,8 +1,8 @@
 """`make soak`: a real federation whose processes are killed at random and started again, for a set time.
 
 At the end every update that was said to be accepted must be in the server's count, the server's memories and what the
-parties keep must be those of the simulator, and the memory of the server's process must not have grown by more than
-100 MB in one life of it.
+parties keep must be those of the simulator, and none of the server's processes (`pfedhn serve`, the engine, the run)
+may have grown by more than 100 MB of memory in one life of it.
 """
 
 import argparse
@@ -28,20 +28,48 @@ def resident(pid: int) -> float:
     return 0.0
 
 
+class Memory:
+    """Megabytes of the server's processes, by process: each restart begins anew."""
+
+    def __init__(self, world: Federation) -> None:
+        self.world, self.lives = world, dict[tuple[str, int], list[float]]()
+
+    def look(self) -> float:
+        """Note what each has now: when its life has begun, and before anything is killed. What they have together."""
+        engine, run = (self.world.last(event)["pid"] for event in ("engine", "running"))
+        found = {("serve", self.world.server.pid): 0.0, ("engine", engine): 0.0, ("run", run): 0.0}
+        for life in found:
+            if value := resident(life[1]):
+                self.lives.setdefault(life, []).append(value)
+                found[life] = value
+        return sum(found.values())
+
+    def has_grown(self) -> bool:
+        return any(values[-1] - values[0] > 100 for values in self.lives.values())
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"{kind} {values[0]:.0f} to {values[-1]:.0f} MB ({len(values)} looks)"
+            for (kind, _), values in self.lives.items()
+        )
+
+
 def soak(minutes: float, seed: int) -> int:
     draws = random.Random(seed)
     network.ROUNDS = 1_000_000  # it ends by the clock
     kills = {"party": 0, "run": 0, "engine": 0}
-    memory: list[tuple[int, float]] = []  # by process: each restart begins anew
     with tempfile.TemporaryDirectory() as folder:
         world = Federation(Path(folder))
         try:
             world.begin()
             world.rounds(2)
+            memory = Memory(world)
+            memory.look()
             end = time.monotonic() + 60 * minutes
             while time.monotonic() < end:
                 kind = draws.choices(["party", "run", "engine"], [6, 1, 1])[0]
                 kills[kind] += 1
+                memory.look()
                 print(f"{kind} killed", flush=True)
                 if kind == "party":
                     name = draws.choice(list(world.parties))
@@ -54,9 +82,7 @@ def soak(minutes: float, seed: int) -> int:
                 else:
                     (network.kill_run if kind == "run" else network.kill_engine)(world)
                     world.rounds(1)
-                pid = world.last("running")["pid"]
-                memory.append((pid, resident(pid)))
-                print(f"  {world.count('accepted')} updates accepted, {memory[-1][1]:.0f} MB", flush=True)
+                print(f"  {world.count('accepted')} updates accepted, {memory.look():.0f} MB", flush=True)
             world.server.send_signal(signal.SIGTERM)
             world.server.wait(120)
             status = json.loads(world.run("status", "--state", "state", "--json"))
@@ -69,14 +95,9 @@ def soak(minutes: float, seed: int) -> int:
                 process.wait(120)
     counted = f"{len(said)} updates in {status['round']} rounds, {status['accepted']} counted"
     print(f"{sum(kills.values())} kills: {kills}; {counted}; {difference:.0e} from the simulator")
-    growth = {}
-    for pid, value in memory:
-        first, _ = growth.get(pid, (value, value))
-        growth[pid] = first, value
-    print("memory of the server's process:", *(f"{first:.0f} to {last:.0f} MB" for first, last in growth.values()))
-    has_grown = any(last - first > 100 for first, last in growth.values())
+    print(f"memory of the server's processes: {memory}")
     is_right = status["accepted"] >= len(said) and difference < network.MAX_DIFFERENCE
-    return 0 if is_right and not has_grown else 1
+    return 0 if is_right and not memory.has_grown() else 1
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def standing(
             table.add_row(name, "taken out" if name in revoked else "invited")
             continue
         there = "set aside" if party["is_aside"] else "yes" if party["is_present"] and is_served else "no"
-        there = "taken out" if name in revoked else there
+        there = "taken out" if name in revoked else f"{there}, budget spent" if party.get("is_spent") else there
         refused = ", ".join(f"{reason} {count}" for reason, count in party["refused"].items())
         last = "" if party["last_round"] is None else str(party["last_round"])
         table.add_row(name, there, str(party["size"]), party["architecture"], last, refused)
@@ -112,7 +112,8 @@ def _sentence(event: Mapping[str, Any]) -> str | None:
 
 def _heard(event: Mapping[str, Any]) -> str:
     if event["kind"] == "refusal":
-        return f"could not answer: {event['sentence']}"
+        done = "test its model" if event["of"] == "scores" else "answer"
+        return f"could not {done}: {event['sentence']}"
     done = {"train": "trained", "evaluate": "tested"}[event["kind"]]
     parts = []
     for split, (loss, correct, count) in event["scores"].items():

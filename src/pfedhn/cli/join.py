@@ -71,7 +71,7 @@ def join(
         privacy = Privacy(clip, noise, epsilon, delta, level)  # type: ignore[arg-type]  # which it checks
     given, stop, show = read_bundle(given_path(bundle)), threading.Event(), sayer(as_json)
     own = (folder or Path(f"pfedhn-{given.name}")).absolute()
-    make_folder(own)
+    make_folder(own, mode=0o700)
     with claimed(own, 5.0), stop_requests(lambda number: stop.set()):
         enroll(given, own, stop, show, None if key is None else given_path(key))
         if stop.is_set():

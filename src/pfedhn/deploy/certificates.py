@@ -34,10 +34,13 @@ def make_certificates(folder: Path, hosts: Sequence[str]) -> None:
         authority = authority.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         write_private(folder / AUTHORITY_KEY, _private_text(key))
         write_atomically(folder / AUTHORITY, _text(authority.sign(key, hashes.SHA256())))
-    if (folder / SERVER).exists() and (not (folder / AUTHORITY_KEY).exists() or _is_good(folder, hosts)):
+    has_both = (folder / SERVER).exists() and (folder / SERVER_KEY).exists()
+    if has_both and (not (folder / AUTHORITY_KEY).exists() or _is_good(folder, hosts)):
         return
     if not (folder / AUTHORITY_KEY).exists():
-        raise UserError(f"{folder} has {AUTHORITY} and no {SERVER}; put the server's certificate and key there too.")
+        raise UserError(
+            f"{folder} has {AUTHORITY}, but no {SERVER} or no {SERVER_KEY}; put the server's certificate and key there."
+        )
     _make_server(folder, hosts)
 
 

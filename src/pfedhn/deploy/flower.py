@@ -20,8 +20,7 @@ from pfedhn.errors import RunError, first_line
 from pfedhn.files import append, claimed, write_atomically
 from pfedhn.stopping import stop_requests
 
-SECONDS_BETWEEN_PULLS = 0.3
-SECONDS_BETWEEN_LOOKS = 2.0  # at who is there
+SECONDS_BETWEEN_ROLL_CALLS = 2.0
 SECONDS_FOR_THE_LAST_ONE = 120.0  # that a server which is being ended may still hold the folder
 NODE_GONE = 5  # the engine's code for a node that it does not hear of any more
 KINDS = {"hello": MessageType.QUERY, "train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE}
@@ -52,17 +51,24 @@ class Flower:
         seconds: float,
         log: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self.grid, self.roster, self.seconds, self.log = grid, roster, seconds, log
+        self.grid, self.roster, self.log = grid, roster, log
+        self.seconds_to_live = (
+            2 * seconds + 120.0
+        )  # above the time that is waited, or a late answer turns into an error
         self.nodes: dict[str, int] = {}
         self.sent: dict[str, Sent] = {}
         self.strangers: set[int] = set()
         self.bytes_sent = self.bytes_received = 0
-        self._looked = -1e9
+        self._called = -1e9
+        self._roster: Mapping[str, PublicKey] = {}
+        self._names: dict[bytes, str] = {}  # by key, of that roster
 
     def members(self) -> set[str]:
-        if time.monotonic() - self._looked > SECONDS_BETWEEN_LOOKS:
-            self._looked = time.monotonic()
-            names = {key_text(key): name for name, key in self.roster().items()}
+        if time.monotonic() - self._called > SECONDS_BETWEEN_ROLL_CALLS:
+            self._called = time.monotonic()
+            if (roster := self.roster()) is not self._roster:
+                self._roster, self._names = roster, {key_text(key): name for name, key in roster.items()}
+            names = self._names
             nodes = list(self.grid.get_nodes())
             self.nodes = {names[node.public_key]: node.node_id for node in nodes if node.public_key in names}
             for node in nodes:
@@ -72,12 +78,11 @@ class Flower:
         return set(self.nodes)
 
     def post(self, party: str, kind: str, content: bytes) -> None:
-        ttl = 2 * self.seconds + 120.0  # above the time that is waited, or a late answer turns into an error
-        message = Message(carried(content), self.nodes[party], KINDS[kind], ttl=ttl)
+        message = Message(carried(content), self.nodes[party], KINDS[kind], ttl=self.seconds_to_live)
         # A message that the engine does not take has no number. It is lost: the server sees that nobody answers.
         for number in filter(None, self.grid.push_messages([message])):
             self.bytes_sent += len(content)
-            self.sent[number] = Sent(party, kind, time.monotonic() + ttl)
+            self.sent[number] = Sent(party, kind, time.monotonic() + self.seconds_to_live)
 
     def arrivals(self, seconds: float) -> list[Arrival]:
         now = time.monotonic()
@@ -101,7 +106,7 @@ class Flower:
             self.bytes_received += len(content)
             found.append(Arrival(sent.party, sent.kind, content))
         if not found:
-            time.sleep(max(seconds, SECONDS_BETWEEN_PULLS))
+            time.sleep(seconds)
         return found
 
 
@@ -110,11 +115,9 @@ class Simulated(Flower):
 
     def members(self) -> set[str]:
         if not self.nodes:
-            ttl = 2 * self.seconds + 120.0
-            asked = [
-                Message(carried(simulated.WHO), node, MessageType.QUERY, ttl=ttl) for node in self.grid.get_node_ids()
-            ]
-            answers = self.grid.send_and_receive(asked, timeout=ttl)
+            seconds, nodes = self.seconds_to_live, self.grid.get_node_ids()
+            asked = [Message(carried(simulated.WHO), node, MessageType.QUERY, ttl=seconds) for node in nodes]
+            answers = self.grid.send_and_receive(asked, timeout=seconds)
             names = {content_of(answer).decode(): answer for answer in answers if not answer.has_error()}
             self.nodes = {name: names[name].metadata.src_node_id for name in self.roster() if name in names}
             if absent := set(self.roster()) - set(self.nodes):
@@ -144,7 +147,7 @@ def serve(grid: Grid, site: Site, make_transport: type[Flower], is_lingering: bo
     server: Server | None = None
 
     def log(event: Mapping[str, Any]) -> None:
-        append(site.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n")
+        append(site.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n", mode=0o600)
         if server is not None:
             write_status()
 
@@ -157,7 +160,7 @@ def serve(grid: Grid, site: Site, make_transport: type[Flower], is_lingering: bo
             "strangers": len(transport.strangers),
             "time": round(time.time(), 3),
         }
-        write_atomically(site.status, json.dumps(table).encode())
+        write_atomically(site.status, json.dumps(table).encode(), mode=0o600)
 
     roster = site.invitations.enrolled
     transport = make_transport(grid, roster, site.spec.policy.reply_seconds, log)

@@ -10,7 +10,8 @@ import json
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,58 @@ from starlette.routing import Route
 
 from pfedhn.deploy.certificates import SERVER, SERVER_KEY
 from pfedhn.deploy.invitations import Invitations
-from pfedhn.deploy.signing import KEY_HEADER, is_proven, key_text, public_key
+from pfedhn.deploy.signing import KEY_HEADER, is_proven, public_key
 from pfedhn.errors import UserError, printable
-from pfedhn.files import read_text
 
 MAX_ENROLLMENT = 10_000  # bytes
 MAX_BODY = 1 << 30  # bytes of what a node sends; the engine sends large things in pieces
+MAX_STRANGERS = 100  # that are mentioned at most
+SECONDS_OF_STRANGERS = 60.0  # in such a time, and each of them once
 SECONDS_TO_ENGINE = 300.0
+
+
+class Strangers:
+    """Whom the log mentions: a host once a minute at each entrance, and never more than a hundred in that time.
+
+    Anybody can knock, as often and under as many paths as it likes: neither log nor memory may grow by that.
+    """
+
+    def __init__(self) -> None:
+        self._mentioned: dict[tuple[str, str], float] = {}  # when each last was, oldest first
+
+    def is_news(self, host: str, entrance: str) -> bool:
+        now = time.monotonic()
+        while self._mentioned and now - next(iter(self._mentioned.values())) > SECONDS_OF_STRANGERS:
+            del self._mentioned[next(iter(self._mentioned))]
+        if (host, entrance) in self._mentioned or len(self._mentioned) >= MAX_STRANGERS:
+            return False
+        self._mentioned[host, entrance] = now
+        return True
+
+
+class TooLarge(Exception):
+    """A request has more bytes than are read."""
+
+
+async def body(request: Request, limit: int) -> bytes:
+    """What a request brings. It is counted while it comes: one that is sent in pieces does not say how long it is."""
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > limit:
+            raise TooLarge
+    return bytes(content)
+
+
+def too_large(request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": "too large"}, 413, {"Connection": "close"})  # the rest is not read
 
 
 def make_app(
     invitations: Invitations,
     engine: str,
-    authority: Path,
+    engine_authority: Path,
+    authority: str,
     enrolled: Callable[[str, str], Mapping[str, Any]],
     health: Callable[[], Mapping[str, Any]],
     log: Callable[[Mapping[str, Any]], None],
@@ -46,31 +86,30 @@ def make_app(
     Args:
         invitations: Who may take part.
         engine: host:port of the engine, on this machine.
-        authority: Of the engine's certificate.
+        engine_authority: The file of the authority of the engine's certificate.
+        authority: The certificate of the authority by which parties know the server.
         enrolled: Called with a party's name and key when it has enrolled; what it is told.
         health: What anybody may know of the server.
         log: Told of who was turned away.
     """
-    context, authority_text = ssl.create_default_context(cafile=str(authority)), read_text(authority)
+    context = ssl.create_default_context(cafile=str(engine_authority))
     client = httpx.AsyncClient(base_url=f"https://{engine}", verify=context, timeout=SECONDS_TO_ENGINE)
-    strangers: dict[tuple[str, str], float] = {}  # when each was last mentioned
+    strangers = Strangers()
 
     def turn_away(request: Request, why: str) -> Response:
         host = request.client.host if request.client else "somebody"
-        if time.monotonic() - strangers.get((host, request.url.path), -1e9) > 60:
-            strangers[host, request.url.path] = time.monotonic()
+        entrance = "enroll" if request.url.path == "/enroll" else "fleet"
+        if strangers.is_news(host, entrance):
             log({"event": "stranger", "host": host, "path": printable(request.url.path[:80]), "why": why})
         return JSONResponse({"error": why}, 401)
 
     async def enroll(request: Request) -> Response:
-        if int(request.headers.get("content-length", MAX_ENROLLMENT + 1)) > MAX_ENROLLMENT:
-            return JSONResponse({"error": "too large"}, 413)
         try:
-            table = json.loads(await request.body())
+            table = json.loads(await body(request, MAX_ENROLLMENT))
             name, token, key, proof = (str(table[part]) for part in ("name", "token", "key", "proof"))
-            if not is_proven(bytes.fromhex(proof), public_key(key), name, authority_text):
+            if not is_proven(bytes.fromhex(proof), public_key(key), name, authority):
                 raise UserError(f"{name!r:.80} does not hold the key that it hands in; join with the key's own owner.")
-            text = invitations.enroll(name, token, key)
+            text = await run_in_threadpool(invitations.enroll, name, token, key)  # it may wait for a lock
         except UserError as error:
             turn_away(request, str(error))
             return JSONResponse({"error": str(error)}, 403)
@@ -79,18 +118,18 @@ def make_app(
         return JSONResponse(dict(await run_in_threadpool(enrolled, name, text)))  # it may wait for the engine
 
     async def fleet(request: Request) -> Response:
-        known = {key_text(key) for key in invitations.enrolled().values()}
         try:
-            is_known = base64.b64decode(request.headers.get(KEY_HEADER, ""), validate=True) in known
+            key = base64.b64decode(request.headers.get(KEY_HEADER, ""), validate=True)
+            is_known = key in invitations.roster().holders
         except ValueError:
             is_known = False
         if not is_known:
             return turn_away(request, "no key of an enrolled party")
-        if int(request.headers.get("content-length", "0")) > MAX_BODY:
-            return JSONResponse({"error": "too large"}, 413)
-        kept = {name: value for name, value in request.headers.items() if name not in ("host", "connection")}
+        content = await body(request, MAX_BODY)
+        mine = ("host", "connection", "content-length", "transfer-encoding")
+        kept = {name: value for name, value in request.headers.items() if name not in mine}
         try:
-            answer = await client.post(request.url.path, content=await request.body(), headers=kept)
+            answer = await client.post(request.url.path, content=content, headers=kept)
         except httpx.HTTPError:
             return JSONResponse({"error": "the engine does not answer; try again"}, 503)
         dropped = ("content-length", "content-encoding", "transfer-encoding", "connection", "date", "server")
@@ -100,12 +139,19 @@ def make_app(
     async def healthy(request: Request) -> Response:
         return JSONResponse(dict(health()))
 
+    @asynccontextmanager
+    async def closing(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await client.aclose()
+
     return Starlette(
+        lifespan=closing,
         routes=[
             Route("/enroll", enroll, methods=["POST"]),
             Route("/v1/fleet/{call}", fleet, methods=["POST"]),
             Route("/health", healthy, methods=["GET"]),
-        ]
+        ],
+        exception_handlers={TooLarge: too_large},
     )
 
 
@@ -122,7 +168,7 @@ class Gate:
             log_level="error",
             access_log=False,
             server_header=False,
-            lifespan="off",
+            lifespan="on",
             ws="none",
         )
         self.server = uvicorn.Server(config)

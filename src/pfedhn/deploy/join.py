@@ -43,11 +43,13 @@ from pfedhn.record import settings_of
 from pfedhn.reference import Code
 from pfedhn.seal import digest
 
+MAX_ANSWER = 1 << 24  # bytes
 ENROLLED = "enrolled.json"  # what the server told the party when it let it in
 
 SECONDS_BETWEEN_TRIES = 3.0
-SECONDS_BETWEEN_LOOKS = 20.0  # at the server, when nothing comes from it
+SECONDS_OF_SILENCE = 20.0  # after which the server is asked what is wrong
 SECONDS_AFTER_THE_END = 10.0  # for the last answer to be carried away
+SECONDS_TO_HEAR_AGAIN = 30.0  # for a server to ask a party that has come back with a model
 
 
 def enroll(
@@ -62,7 +64,7 @@ def enroll(
     A new invitation gets a new key, and one that was used already is not used again.
     """
     check_name(bundle.name)
-    make_folder(folder)
+    make_folder(folder, mode=0o700)
     write_atomically(folder / "ca.crt", bundle.authority.encode())
     invitation = digest(asdict(bundle))
     file = _key_file(bundle, folder, own_key)
@@ -87,7 +89,7 @@ def enroll(
     while not stop.is_set():
         try:
             with urllib.request.urlopen(request, timeout=60, context=context) as answer:  # noqa: S310 - https alone
-                told = json.loads(answer.read(1 << 24))
+                told = json.loads(answer.read(MAX_ANSWER))
             content = json.dumps({**told, "invitation": invitation, "key": file}).encode()
             write_atomically(folder / ENROLLED, content, mode=0o600)
             say({"event": "enrolled", "party": bundle.name})
@@ -127,9 +129,23 @@ def _key_file(bundle: Bundle, folder: Path, own_key: Path | None) -> str:
 
 
 def remember(folder: Path, name: str, data: Path, size: str) -> None:
-    """What a party was started with, for the commands that look at its folder later."""
+    """What a party that has enrolled was started with, for the commands that look at its folder later.
+
+    A party that keeps layers of one network cannot go on with another.
+    """
+    enrolled = json.loads(read_text(folder / ENROLLED))
+    spec = read_spec(enrolled["spec"], folder / "spec.toml")
+    kept = folder / "kept" / enrolled["run"]
+    own, before = size or next(iter(spec.sizes or [spec.cell.model])), kept / "size"
+    if any(kept.glob("kept-*")) and before.exists() and read_text(before) != own:
+        raise UserError(
+            f"{name} has taken part with the size {read_text(before)}, and cannot change it; join with --size "
+            f"{read_text(before)}, or as a new party with an invitation and a folder of its own."
+        )
+    make_folder(kept, mode=0o700)
+    write_atomically(before, own.encode(), mode=0o600)
     table = {"name": name, "data": str(data), "size": size}
-    write_atomically(folder / "party.json", json.dumps(table).encode())
+    write_atomically(folder / "party.json", json.dumps(table).encode(), mode=0o600)
 
 
 def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None = None) -> Party:
@@ -147,7 +163,8 @@ def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None =
         raise UserError(f"there is no size {size!r}; there are {', '.join(plan.models)}.")
     federation = read_party(data or own["data"], name, spec, plan, size)
     key, server, run = load_or_make_key(folder / enrolled["key"]), public_key(enrolled["server"]), enrolled["run"]
-    return Party(plan, run, name, federation, folder / "kept" / run, key, server, size, privacy)
+    kept, ledger = folder / "kept" / run, folder / "privacy.json"
+    return Party(plan, run, name, federation, kept, key, server, size, privacy, ledger)
 
 
 def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
@@ -209,12 +226,15 @@ class Joined:
     """
 
     def __init__(self, party: Party, bundle: Bundle, folder: Path, say: Callable[[Mapping[str, Any]], None]) -> None:
+        party.refuse_forgotten_privacy()
         self.party, self.bundle, self.folder, self.say = party, bundle, folder, say
         self.node: subprocess.Popen[bytes] | None = None
         self.place = Path(tempfile.mkdtemp(prefix="pfedhn-"))  # short, as the path of a socket must be; ours alone
         self.last_heard = time.monotonic()
+        self.is_told = False  # in this life: that the run is over, and which round was chosen
         self.key_file = folder / json.loads(read_text(folder / ENROLLED))["key"]
         self._trouble = ""  # that was said last
+        self._asked = self.last_heard  # whether the run has ended
         self._lock = threading.Lock()
 
     def run(self, stop: threading.Event, is_staying: bool = False) -> None:
@@ -229,11 +249,10 @@ class Joined:
             looked = time.monotonic()
             while not stop.is_set():
                 self._keep_node()
-                if time.monotonic() - max(looked, self.last_heard) > SECONDS_BETWEEN_LOOKS:
+                if time.monotonic() - max(looked, self.last_heard) > SECONDS_OF_SILENCE:
                     self._tell(self._trouble_there())
                     looked = time.monotonic()
-                is_over = (self.party.folder / "chosen.json").exists()
-                if is_over and not is_staying and time.monotonic() - self.last_heard > SECONDS_AFTER_THE_END:
+                if not is_staying and self._is_over():
                     self.say({"event": "over", "party": self.party.name})
                     break
                 stop.wait(0.5)
@@ -244,6 +263,24 @@ class Joined:
             listener.close()
             shutil.rmtree(self.place, ignore_errors=True)
 
+    def _is_over(self) -> bool:
+        """Whether nothing will come any more.
+
+        A model from before says little: the server may have been brought back from a copy, and do rounds again. So a
+        party that has just come asks it.
+        """
+        silence = time.monotonic() - self.last_heard
+        if self.is_told:
+            return silence > SECONDS_AFTER_THE_END
+        has_model = (self.party.folder / "chosen.json").exists()
+        if not has_model or time.monotonic() - max(self._asked, self.last_heard) < SECONDS_TO_HEAR_AGAIN:
+            return False
+        self._asked = time.monotonic()
+        try:
+            return bool(json.loads(self._request("/health"))["has_ended"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
     def _keep_node(self) -> None:
         """The engine's node, started again whenever it ends: the server may be away for a while."""
         if self.node is not None and self.node.poll() is None:
@@ -253,7 +290,7 @@ class Joined:
             self._tell(self._trouble_there() or "the server takes a minute to let go of the last connection")
             time.sleep(SECONDS_BETWEEN_TRIES)
         home = self.folder / "engine"
-        make_folder(home)
+        make_folder(home, mode=0o700)
         command = [
             engine.program("flower-supernode"), "--superlink", self.bundle.address,
             "--root-certificates", str(self.folder / "ca.crt"),
@@ -271,19 +308,22 @@ class Joined:
 
     def _trouble_there(self) -> str:
         """What is wrong at the server: it cannot be reached, or does not take this party's key; empty if nothing is."""
-        context = ssl.create_default_context(cadata=self.bundle.authority)
         key = base64.b64encode(key_text(self.party.key.public_key())).decode()
-        request = urllib.request.Request(
-            f"https://{self.bundle.address}/v1/fleet/known", data=b"", headers={KEY_HEADER: key}
-        )
         try:
-            urllib.request.urlopen(request, timeout=30, context=context).close()  # noqa: S310 - https alone
+            self._request("/v1/fleet/known", b"", {KEY_HEADER: key})
         except urllib.error.HTTPError as error:
             if error.code == 401:
                 return "the server does not take this party's key: ask for a new invitation"
         except OSError as error:
             return f"the server cannot be reached ({first_line(error)})"
         return ""
+
+    def _request(self, path: str, data: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
+        """What the server's door says."""
+        context = ssl.create_default_context(cadata=self.bundle.authority)
+        request = urllib.request.Request(f"https://{self.bundle.address}{path}", data=data, headers=dict(headers or {}))
+        with urllib.request.urlopen(request, timeout=30, context=context) as answer:  # noqa: S310 - https alone
+            return bytes(answer.read(MAX_ANSWER))
 
     def _listen(self, listener: socket.socket, stop: threading.Event) -> None:
         while not stop.is_set():
@@ -308,7 +348,10 @@ class Joined:
             finally:
                 self.last_heard, self._trouble = time.monotonic(), ""
             while self.party.heard:
-                self.say({"event": "heard", **self.party.heard.pop(0)})
+                event = self.party.heard.pop(0)
+                if event["kind"] != "refusal":
+                    self.is_told = bool(event.get("is_last"))
+                self.say({"event": "heard", **event})
             try:
                 write_message(stream, answer)
             except OSError as error:

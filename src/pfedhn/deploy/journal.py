@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pfedhn.files import read_bytes, writing
+from pfedhn.errors import RunError
+from pfedhn.files import keep_names, read_bytes, writing
 
 HEAD = struct.Struct("<II32s")  # lengths of table and message, digest of both
+BEGINNING = b'{"kind": "'  # of every table
 
 
 def append_record(path: Path, table: Mapping[str, Any], message: bytes = b"") -> None:
@@ -23,22 +25,34 @@ def append_record(path: Path, table: Mapping[str, Any], message: bytes = b"") ->
     head = HEAD.pack(len(text), len(message), hashlib.sha256(text + message).digest())
     is_new = not path.exists()
     with writing(path):
-        with path.open("ab") as file:
+        with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(head + text + message)
             file.flush()
             os.fsync(file.fileno())
         if is_new:
-            _keep_name(path.parent)
+            keep_names(path.parent)
 
 
-def records(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The records of a journal. What a server that was killed left half written at its end is cut off."""
+def records(path: Path, is_last: bool = True) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """The records of a journal. What a server that was killed left half written at its end is cut off.
+
+    Any other damage ends it: what comes after would be lost without a word.
+
+    Args:
+        path: Of the journal.
+        is_last: Whether it is the newest one; an older one has no end that is half written.
+    """
     if not path.exists():
         return
     content, place = read_bytes(path), 0
     while place < len(content):
         record = _record(content, place)
         if record is None:
+            if not is_last or _has_records_after(content, place):
+                raise RunError(
+                    f"{path} is damaged at byte {place:,} of {len(content):,}; bring the folder back from a backup, or "
+                    f"cut the file there (truncate -s {place}) to go on without what came after."
+                )
             with writing(path):
                 os.truncate(path, place)
             return
@@ -58,9 +72,10 @@ def _record(content: bytes, place: int) -> tuple[dict[str, Any], bytes, int] | N
     return table, content[start + table_length : end], end
 
 
-def _keep_name(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _has_records_after(content: bytes, place: int) -> bool:
+    """Whether a sound record follows one that is not; then it is no end that was half written."""
+    while (found := content.find(BEGINNING, place + 1)) >= 0:
+        if found - HEAD.size > place and _record(content, found - HEAD.size) is not None:
+            return True
+        place = found
+    return False

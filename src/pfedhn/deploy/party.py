@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from pfedhn import keys
 from pfedhn.data.federation import Federation
 from pfedhn.deploy.plan import Phase, Plan
-from pfedhn.deploy.privacy import Budget, system_key, system_normal
+from pfedhn.deploy.privacy import Budget, BudgetSpent, system_key, system_normal
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
 from pfedhn.deploy.trees import SHA256, filled, named, read_tensors, write_tensors
 from pfedhn.deploy.wire import Message, WireError, from_envelope
 from pfedhn.engine.evaluate import EXAMPLES_PER_CHUNK
-from pfedhn.engine.round import Kept, Offer
+from pfedhn.engine.round import Kept, Offer, all_finite
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.files import make_folder, read_bytes, write_atomically
@@ -39,6 +39,9 @@ logger = logging.getLogger("pfedhn")
 
 Scores = dict[str, list[float | int | None]]
 """By split: summed loss, summed metric (None where the task has none), examples."""
+
+
+SILENCE = "could not answer, and does not say why, since that may tell of its data"
 
 
 class MissingVersion(RunError):
@@ -59,7 +62,8 @@ class Party:
         server_key: The server's: nobody else is answered.
         architecture: Which of the plan's networks it runs; the first by default.
         privacy: What it does to keep its data from whoever sees its updates, and how much it may spend; then the party
-            also keeps its scores to itself.
+            also keeps its scores to itself, and why it cannot answer.
+        ledger: The file that counts what privacy has cost. Runs on the same data share it; in `folder` by default.
     """
 
     plan: Plan
@@ -71,16 +75,26 @@ class Party:
     server_key: PublicKey
     architecture: str = ""
     privacy: Privacy | None = None
+    ledger: Path | None = None
     heard: list[Mapping[str, Any]] = field(default_factory=list)  # what its owner may want to see, newest last
 
     def __post_init__(self) -> None:
-        make_folder(self.folder)
+        make_folder(self.folder, mode=0o700)
         self.architecture = self.architecture or next(iter(self.plan.models))
         if self.architecture not in self.plan.models:
             raise UserError(f"there is no size {self.architecture!r}; there are {', '.join(self.plan.models)}.")
 
         refuse_leaks(self.privacy, bool(self.model.statistics), self.plan.algorithm.needs_descriptors)
-        self.budget = None if self.privacy is None else Budget(self.privacy, self.folder / "privacy.json")
+        self.ledger = self.ledger or self.folder / "privacy.json"
+        self.budget = None if self.privacy is None else Budget(self.privacy, self.ledger)
+
+    def refuse_forgotten_privacy(self) -> None:
+        """Refuse to take part without noise after updates with noise, which would end without a word."""
+        if self.privacy is None and self.ledger is not None and self.ledger.exists():
+            raise UserError(
+                f"this party has sent updates with noise; give --clip, --noise, --epsilon and --level again, or remove "
+                f"{self.ledger.name} from its folder to go on without noise."
+            )
 
     @property
     def model(self) -> Model:
@@ -110,8 +124,12 @@ class Party:
             return before
         try:
             answer = answers[message.kind](message)
+        except MissingVersion as error:
+            return self._refusal(message, "version", str(error))
+        except BudgetSpent as error:
+            return self._refusal(message, "budget", str(error))
         except UserError as error:
-            return self._refusal(message, "version" if isinstance(error, MissingVersion) else "party", str(error))
+            return self._refusal(message, "party", str(error))
         except Exception as error:  # a defect of ours must not end the party's process, nor pass unheard
             logger.exception("an error inside pfedhn")
             return self._refusal(message, "party", f"has an error inside pfedhn ({first_line(error)})")
@@ -122,6 +140,8 @@ class Party:
 
     def _refusal(self, message: Message, reason: str, sentence: str) -> bytes:
         self._note({"kind": "refusal", "of": message.kind, "sentence": sentence})
+        if self.budget is not None and reason == "party" and message.kind != "hello":
+            sentence = SILENCE
         values = {
             "of": message.kind,
             "round": message.values.get("round"),
@@ -163,12 +183,14 @@ class Party:
         offer = Offer(message.tensors, torch.tensor(number), torch.tensor(message.values["version"]))
         received = self.plan.download.decode(offer.weights, self.model.dtype)
         kept = self._kept(phase, base, received)
-        scores = self._scores(phase, number, received, kept, ("validation",))
         protection = self._paid_protection()
+        scores = self._scores(phase, number, received, kept, ("validation",))
         batches = self._batches(keys.fold(exchange.seed, "batches", number))
         with self.model.seeded(torch.as_tensor(keys.fold(exchange.seed, "noise", number, self.identity))):
-            update, kept = exchange.train(self.model, offer, kept, batches, protection)
-        reply, kept = exchange.reply(offer, update, kept, self.size, self.identity)
+            update, after = exchange.train(self.model, offer, kept, batches, protection)
+        if protection is not None and not bool(all_finite(after, self.size.device)):
+            after = kept  # a refusal would tell that the personal layers diverged on these data
+        reply, kept = exchange.reply(offer, update, after, self.size, self.identity)
         if not bool(reply.metrics["is_finite"]):
             raise RunError(f"training diverged in round {number}; the learning rates are too high for these data.")
         write_tensors(self._file(phase, number), named("", kept))
@@ -187,11 +209,12 @@ class Party:
 
     def _paid_protection(self) -> Protection | None:
         """What protects the data in one more round, if the budget allows one."""
+        self.refuse_forgotten_privacy()
         if self.budget is None:
             return None
         privacy, size = self.budget.privacy, self.plan.schedule.batch_size
         self.budget.pay(privacy.cost(int(self.size), size, self.plan.algorithm.num_batches))
-        return Protection(privacy, min(int(self.size), size), system_normal)
+        return Protection(privacy, min(int(self.size), size), system_normal, is_stepwise=True)
 
     def _batches(self, key: keys.Key) -> Batches:
         """The minibatches of a round; those of private steps are as secret as the noise."""
@@ -213,17 +236,19 @@ class Party:
                 file.unlink(missing_ok=True)
         if message.values["is_last"]:
             table = {"phase": phase, "round": number, "architecture": self.architecture, "scores": scores}
-            write_atomically(self.folder / "chosen.json", sealed_json(table))
-        self._note({"kind": "evaluate", "round": number, "phase": phase, "scores": scores})
+            write_atomically(self.folder / "chosen.json", sealed_json(table), mode=0o600)
+        is_last = bool(message.values["is_last"])
+        self._note({"kind": "evaluate", "round": number, "phase": phase, "scores": scores, "is_last": is_last})
         values = {"round": number, "base": base, "phase": phase, "is_adapted": is_adapted}
         values["scores"] = self._shown(scores)
         return Message("evaluate", self.run, self.name, values)
 
     def _shown(self, scores: Scores) -> Scores:
         """The scores that the server gets: none of a party whose updates are noised, since they come from its data."""
-        if self.budget is None:
-            return scores
-        return {split: [0.0, None if values[1] is None else 0.0, 0] for split, values in scores.items()}
+        return scores if self.budget is None else self._no_scores(scores)
+
+    def _no_scores(self, splits: Iterable[str]) -> Scores:
+        return {split: [0.0, None if self.model.per_example_metric is None else 0.0, 0] for split in splits}
 
     def _scores(
         self,
@@ -234,8 +259,15 @@ class Party:
         splits: Sequence[str],
         is_adapted: bool = False,
     ) -> Scores:
-        weights = self._personal_weights(phase, number, received, kept, is_adapted)
-        return {split: self._score(weights, self.data.splits[split].of(0)) for split in splits}
+        try:
+            weights = self._personal_weights(phase, number, received, kept, is_adapted)
+            return {split: self._score(weights, self.data.splits[split].of(0)) for split in splits}
+        except Exception as error:
+            if self.budget is None:
+                raise
+            sentence = str(error) if isinstance(error, UserError) else first_line(error)
+            self._note({"kind": "refusal", "of": "scores", "sentence": sentence})
+            return self._no_scores(splits)  # for the party's eyes: its answer must not tell how its examples did
 
     def _score(self, weights: Params, examples: Tensor) -> list[float | int | None]:
         loss, metric = 0.0, 0.0
@@ -251,7 +283,8 @@ class Party:
         return [loss, None if self.model.per_example_metric is None else metric, len(examples)]
 
     def _personal_weights(self, phase: Phase, number: int, received: Params, kept: Kept, is_adapted: bool) -> Params:
-        exchange, key = self.plan.exchange(phase), self.plan.personalize_key(phase, number)
+        exchange = self.plan.exchange(phase)
+        key = exchange.personalize_key(number)
         batches = self.data.batches(
             torch.tensor([0]), key, exchange.num_personal_batches(self.model, is_adapted), self.plan.schedule.batch_size
         )

@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm
@@ -14,7 +13,6 @@ from pfedhn.engine.round import Exchange
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
 from pfedhn.engine.transform import FULL, Transform
-from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params
 from pfedhn.record import method_name, settings_of, transform_name
@@ -74,15 +72,6 @@ class Plan:
         if architecture not in self._starts:
             self._starts[architecture] = self.models[architecture].fresh(keys.fold(self.seed, "init"))
         return self._starts[architecture]
-
-    def personalize_key(self, phase: Phase, number: int) -> Key:
-        """What the draws of an evaluation after round `number` are keyed by."""
-        return keys.fold(self.exchange(phase).seed, "personalise", number)
-
-    def in_model_dtype(self, tree: Any) -> Any:
-        """A row as the simulator keeps it."""
-        dtype = next(iter(self.models.values())).dtype
-        return pytree.tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
 
     @property
     def dtype(self) -> torch.dtype:

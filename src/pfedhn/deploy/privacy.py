@@ -26,8 +26,12 @@ def system_key() -> int:
     return int.from_bytes(os.urandom(8), "little", signed=True)
 
 
+class BudgetSpent(RunError):
+    """There is not enough left for one more update."""
+
+
 class Budget:
-    """What a party has spent, on its own disk: an update counts before it is made."""
+    """What a party has spent in all runs, on its own disk: an update counts before it is made."""
 
     def __init__(self, privacy: Privacy, file: Path) -> None:
         if privacy.epsilon is None:
@@ -57,10 +61,10 @@ class Budget:
         if last[:2] != cost[:2]:
             history = [*self.history, cost]
         if spent(history, self.privacy.delta) > self.epsilon:
-            raise RunError(
+            raise BudgetSpent(
                 f"the privacy budget of this party is spent (epsilon {self.spent:.3f} of {self.epsilon:g}); it sends "
                 "no more updates."
             )
         self.history, self.num_updates = history, self.num_updates + 1
         table = {"level": self.privacy.level, "history": history, "updates": self.num_updates}
-        write_atomically(self.file, json.dumps(table).encode())
+        write_atomically(self.file, json.dumps(table).encode(), mode=0o600)

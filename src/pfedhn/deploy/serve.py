@@ -24,8 +24,8 @@ from pfedhn.files import append, make_folder, read_text, write_atomically
 
 CONNECTION = "pfedhn"
 RUN = "flwr-serverapp"  # the program that the engine starts for a run
-SECONDS_BETWEEN_TRIES = 3.0
-SECONDS_BETWEEN_LOOKS = 1.0
+IN_USE = "already in use"  # in what the engine says of a key that it knows
+SECONDS_BETWEEN_CHECKS = 1.0  # whether everything is at work
 SECONDS_TO_START = 120.0
 SECONDS_BETWEEN_QUESTIONS = 10.0  # to the engine, about the run; each starts a program
 SECONDS_TO_REGISTER = 30.0  # that a party waits until the engine knows its key, before it is told to come
@@ -44,7 +44,7 @@ class Service:
     def __init__(self, site: Site, is_leaving: bool, say: Callable[[Mapping[str, Any]], None]) -> None:
         self.site, self.is_leaving, self.say = site, is_leaving, say
         self.home = site.folder / "engine"
-        make_folder(self.home)
+        make_folder(self.home, mode=0o700)
         # Found anew each time: only the door knows it, and parties know only the door.
         self.engine_address = f"127.0.0.1:{engine.free_port()}"
         self.superlink: subprocess.Popen[bytes] | None = None
@@ -59,10 +59,12 @@ class Service:
     def run(self, stop: threading.Event) -> None:
         """Serve until it is asked to stop, or until the run has ended if it leaves then."""
         make_certificates(self.site.folder, self._hosts())
+        # The engine has an authority of its own: a certificate that a person brings does not name this address.
+        make_certificates(self.home, ["127.0.0.1", "localhost"])
         _ = self.site.plan, self.site.key  # what is wrong with SPEC is said before anything starts
         app = make_app(
-            self.site.invitations, self.engine_address, self.site.folder / AUTHORITY, self._enrolled, self._health,
-            self._log,
+            self.site.invitations, self.engine_address, self.home / AUTHORITY, read_text(self.site.folder / AUTHORITY),
+            self._enrolled, self._health, self._log,
         )  # fmt: skip
         gate = Gate(app, self.site.folder, self.site.settings["host"], self.site.settings["port"])
         gate.start()
@@ -76,7 +78,7 @@ class Service:
                 if self.is_leaving and self._has_left:
                     self._count_traffic()
                     break
-                stop.wait(SECONDS_BETWEEN_LOOKS)
+                stop.wait(SECONDS_BETWEEN_CHECKS)
         finally:
             gate.stop()
             self._stop_run()
@@ -97,17 +99,17 @@ class Service:
             self._end_run()
         self.run_number = None
         self.registered = set()
-        folder, port = self.site.folder, self.engine_address.rpartition(":")[2]
+        port = self.engine_address.rpartition(":")[2]
         command = [
             engine.program("flower-superlink"), "--host", "127.0.0.1", "--port", port,
-            "--ssl-ca-certfile", str(folder / AUTHORITY), "--ssl-certfile", str(folder / SERVER),
-            "--ssl-keyfile", str(folder / SERVER_KEY), "--enable-supernode-auth", "--isolation", "subprocess",
+            "--ssl-ca-certfile", str(self.home / AUTHORITY), "--ssl-certfile", str(self.home / SERVER),
+            "--ssl-keyfile", str(self.home / SERVER_KEY), "--enable-supernode-auth", "--isolation", "subprocess",
             "--database", str(self.home / "engine.db"), "--disable-runtime-dependency-installation",
         ]  # fmt: skip
         table = {
             "superlink": {
                 "default": CONNECTION,
-                CONNECTION: {"address": self.engine_address, "root-certificates": str(folder / AUTHORITY)},
+                CONNECTION: {"address": self.engine_address, "root-certificates": str(self.home / AUTHORITY)},
             }
         }
         write_atomically(self.home / "config.toml", tomli_w.dumps(table).encode())
@@ -117,35 +119,34 @@ class Service:
         while not engine.is_listening(self.engine_address):
             if self.superlink.poll() is not None or time.monotonic() - began > SECONDS_TO_START:
                 raise RunError(f"the engine does not start; {self.home / 'flower-superlink.log'} says why.")
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(SECONDS_BETWEEN_CHECKS)
 
-    def _ask(self, *words: str) -> dict[str, Any] | None:
-        """What the engine says to a command; None if it fails."""
+    def _ask(self, *words: str) -> tuple[dict[str, Any] | None, str]:
+        """What the engine says to a command, None if it fails; and all that was printed."""
         try:
             done = engine.run([engine.program("flwr"), *words], self.home)
         except subprocess.TimeoutExpired:
-            return None
+            return None, ""
         answer: dict[str, Any] | None = None
+        said = done.stdout + done.stderr
         with suppress(ValueError):
             answer = json.loads(done.stdout[max(0, done.stdout.find("{")) :])
         if done.returncode or answer is None or not answer.get("success", True):
-            append(self.home / "commands.log", f"{words}\n{done.stdout}{done.stderr}\n")
-            return None
-        return answer
+            append(self.home / "commands.log", f"{words}\n{said}\n")
+            return None, said
+        return answer, said
 
     def _register(self) -> None:
         """Tell the engine the keys of parties that have enrolled."""
-        for name, key in self.site.invitations.enrolled().items():
-            text = public_text(key)
-            if text in self.registered:
+        for name, line in self.site.invitations.roster().lines.items():
+            if line in self.registered:
                 continue
             file = self.home / f"{name}.pub"
-            write_atomically(file, text.encode())
-            if self._ask("supernode", "register", str(file), CONNECTION, "--name", name, "--format", "json") is None:
-                known = read_text(self.home / "commands.log")[-2_000:]
-                if "already" not in known:
-                    continue  # tried again
-            self.registered.add(text)
+            write_atomically(file, line.encode())
+            words = "supernode", "register", str(file), CONNECTION, "--name", name, "--format", "json"
+            answer, said = self._ask(*words)
+            if answer is not None or IN_USE in " ".join(said.split()):  # else it is tried again
+                self.registered.add(line)
 
     def _keep_run(self) -> None:
         """Start the run, and start it again if it has died: it goes on from its checkpoint and journal."""
@@ -162,7 +163,7 @@ class Service:
         shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))
         leave = "true" if self.is_leaving else "false"
         folder = json.dumps(str(self.site.folder.resolve()))
-        answer = self._ask(
+        answer, _ = self._ask(
             "run", str(copied), CONNECTION, "-c", f"served=true state={folder} leave={leave}", "--format", "json"
         )
         self.run_number = None if answer is None else str(answer["run-id"])
@@ -176,7 +177,7 @@ class Service:
         if now - self._asked < SECONDS_BETWEEN_QUESTIONS:
             return ""
         self._asked = now
-        answer = self._ask("list", CONNECTION, "--run-id", str(self.run_number), "--format", "json")
+        answer, _ = self._ask("list", CONNECTION, "--run-id", str(self.run_number), "--format", "json")
         status = str(((answer or {}).get("runs") or [{}])[0].get("status", ""))
         return status if status.startswith("finished") else ""
 
@@ -189,7 +190,7 @@ class Service:
 
     def _count_traffic(self) -> None:
         """What the engine says that this run has carried, beside what the run itself has counted."""
-        answer = self._ask("list", CONNECTION, "--run-id", str(self.run_number), "--format", "json")
+        answer, _ = self._ask("list", CONNECTION, "--run-id", str(self.run_number), "--format", "json")
         traffic = ((answer or {}).get("runs") or [{}])[0].get("network-traffic") or {}
         status = self.site.known()
         ours = {name: status.get(name) for name in ("wire_down", "wire_up")}
@@ -230,7 +231,7 @@ class Service:
             self.say(event)
 
     def _log(self, event: Mapping[str, Any]) -> None:
-        append(self.site.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n")
+        append(self.site.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n", mode=0o600)
 
     def _enrolled(self, name: str, key: str) -> dict[str, Any]:
         """What a party is told that may come; when the engine knows its key, or it would be sent away once more."""

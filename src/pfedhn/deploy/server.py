@@ -1,8 +1,8 @@
 """The server of a federation, whatever carries its messages: whom it asks, what it believes, when it steps.
 
-Every decision that moves the hypernetwork is a record in the journal first (`deploy.state`), so that a server that is
-killed at any moment goes on as if nothing had happened. Who is present, who failed and who is set aside is not: that is
-found out anew.
+Every decision that moves the hypernetwork is a record in the journal before anybody hears of it (`deploy.state`), so
+that a server that is killed at any moment goes on as if nothing had happened. Who is present, who failed and who is set
+aside is not: that is found out anew.
 """
 
 import math
@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,14 +21,16 @@ from pfedhn import keys
 from pfedhn.data.federation import cohort
 from pfedhn.deploy.plan import Phase, Plan
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
-from pfedhn.deploy.state import Member, Rules, State, Store, split_results, step_order
-from pfedhn.deploy.wire import Message, WireError, is_finite, layout, norm, packed
+from pfedhn.deploy.state import Member, Rules, State, Store, Unfit, split_results, step_order
+from pfedhn.deploy.wire import REFUSALS, Message, WireError, is_finite, layout, norm, packed
 from pfedhn.engine.simulate import next_of
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.params import Params, num_bytes, zeros_like
 
 SECONDS_BETWEEN_LOOKS = 0.2
 SMALL_MESSAGE = 1 << 16  # bytes that an answer without tensors may have
+MAX_COUNT = 1 << 40  # of examples, rounds and the like
+MAX_LOSS = 1e300  # summed; no number of parties makes it infinite
 
 
 class Arrival(NamedTuple):
@@ -101,6 +103,7 @@ class Standing:
     """How a party has behaved in this session; forgotten when the server starts anew."""
 
     is_greeted: bool = False
+    is_spent: bool = False  # its privacy budget: it trains no more, and is tested and told as ever
     failures: int = 0  # since its last update that was accepted
     times_aside: int = 0
     aside_until: float = 0.0
@@ -168,7 +171,10 @@ class Server:
             elif self._is_gathering_again():
                 self._collect()
             elif self._is_evaluation_due():
-                self._evaluate(stop)
+                self._begin_evaluation()
+            elif self.state.tested is not None and self._is_waiting_for_scores():
+                self._collect()
+                self._end_evaluation()
             elif self.state.round >= self.plan.num_rounds:
                 self._commit({"kind": "end"})
                 self._say("ended", round=self.state.round, chosen=self.state.best and self.state.best.round)
@@ -176,6 +182,7 @@ class Server:
                 self._round(stop)
             else:
                 self._continue(self.policy.in_flight)
+                self._end_evaluation()
             self._checkpoint()
         self._checkpoint(is_wanted=True)
 
@@ -188,6 +195,7 @@ class Server:
             parties[name] = {
                 "is_present": name in self.present,
                 "is_aside": standing.aside_until > self.clock(),
+                "is_spent": standing.is_spent,
                 "architecture": member.architecture,
                 "size": member.size,
                 "phase": member.phase,
@@ -247,6 +255,15 @@ class Server:
         members = sorted(self.state.members.values(), key=lambda member: member.place)
         return [member for member in members if member.phase == phase and self._is_ready(member.name)]
 
+    def _is_spent(self, name: str) -> bool:
+        return name in self.standings and self.standings[name].is_spent
+
+    def _are_all_spent(self) -> bool:
+        """Whether nobody has budget left, of those who are here and of those who may come back."""
+        enrolled = self.roster()
+        known = [one.name for one in self.state.members.values() if one.phase == "training" and one.name in enrolled]
+        return bool(known) and all(map(self._is_spent, known))
+
     def _gather(self) -> None:
         wanted = self.plan.num_clients if self.policy.start_with is None else self.policy.start_with
         if len(self._ready()) >= wanted:
@@ -260,23 +277,24 @@ class Server:
         if self.clock() >= self._began + self.policy.return_seconds or self._has_gathered:
             return False
         known = [name for name, member in self.state.members.items() if member.phase == "training"]
-        self._has_gathered = all(self._is_ready(name) for name in known if name in self.roster())
+        enrolled = self.roster()
+        self._has_gathered = all(self._is_ready(name) for name in known if name in enrolled)
         return not self._has_gathered
 
     # A round that waits for its cohort.
 
     def _round(self, stop: threading.Event) -> None:
-        state = self.state
-        if not (state.is_open and self._is_waiting()) and not state.replies and not self._open():
+        is_going_on = self.state.is_open and self._is_waiting()
+        if not is_going_on and not self.state.replies and not self._open():
             self._collect()
             return
         while not stop.is_set() and self._is_waiting():
             for name in self._missing():
                 if self._is_ready(name) and (name, "train") not in self.asked:
-                    self._offer(state.members[name], state.round)
+                    self._offer(self.state.members[name], self.state.round)
             self._collect()
             self._look()
-        if state.replies and not stop.is_set():
+        if not stop.is_set() and (self.state.replies or all(map(self._is_spent, self.state.cohort))):
             self._step()
 
     def _missing(self) -> list[str]:
@@ -288,9 +306,13 @@ class Server:
         return any((name, "train") in self.asked or self._is_ready(name) for name in self._missing())
 
     def _open(self) -> bool:
-        """Draw the cohort of a round among those who are there; drawn anew if nobody of it is left."""
+        """Draw the cohort of a round among those who are there; drawn anew if nobody of it is left.
+
+        Who has no budget left is drawn too and not asked, as in the simulator: a round may pass without an update. That
+        does not happen while all who could make one are away.
+        """
         ready, state = self._ready(), self.state
-        if not ready:
+        if not ready or (all(self._is_spent(one.name) for one in ready) and not self._are_all_spent()):
             return False
         attempt = state.attempt + 1 if state.is_open else 0
         key = keys.fold(self.plan.seed, "rounds")
@@ -298,8 +320,9 @@ class Server:
             key = keys.fold(key, "again", attempt)
         wanted = self.plan.schedule.clients_per_round(len(ready), self.plan.algorithm.communicates)
         places = cohort(key, state.round, len(ready), min(wanted, len(ready))).tolist()
-        self.failed = set()
-        self._commit({"kind": "open", "cohort": [ready[place].name for place in places], "attempt": attempt})
+        names = [ready[place].name for place in places]
+        self.failed = set(filter(self._is_spent, names))
+        self._commit({"kind": "open", "cohort": names, "attempt": attempt})
         return True
 
     # A run that does not wait.
@@ -309,7 +332,7 @@ class Server:
         state = self.state
         working = [party for party, kind in self.asked if kind == "train"]
         while len(working) < in_flight:
-            idle = [one for one in self._ready() if one.name not in working and one.name not in state.replies]
+            idle = [one for one in self._able() if one.name not in working and one.name not in state.replies]
             if not idle:
                 break
             place = next_of(self.plan.seed, state.num_sent, len(idle))
@@ -318,8 +341,14 @@ class Server:
             working.append(idle[place].name)
         self._collect()
         wanted = self.plan.schedule.clients_per_round(self.plan.num_clients, self.plan.algorithm.communicates)
-        if state.replies and len(state.replies) >= min(wanted, len(self._ready()) or 1):
+        replies = self.state.replies
+        has_enough = len(replies) >= wanted or all(one.name in replies for one in self._able())
+        if has_enough if replies else self._are_all_spent():
             self._step()
+
+    def _able(self) -> list[Member]:
+        """Parties that can be asked to train."""
+        return [one for one in self._ready() if not self._is_spent(one.name)]
 
     def _step(self) -> None:
         names = step_order(self.state)
@@ -341,7 +370,8 @@ class Server:
         weights = self.plan.download.decode(offer.weights, model.dtype)
         form, size = self._expected(member, weights)
         repeated = {"round": number, "version": version, "base": member.base, "phase": phase}
-        keep = [] if member.best_base is None else [member.best_base]
+        tested_base = None if state.tested is None else state.tested.bases.get(member.name)
+        keep = [base for base in (member.best_base, tested_base) if base is not None]
         self._ask(
             Message("train", self.run_name, member.name, {**repeated, "keep": keep}, offer.weights),
             {**repeated, "size": member.size},
@@ -362,8 +392,7 @@ class Server:
 
     def _ask_to_evaluate(self, member: Member, is_last: bool = False) -> None:
         state, model = self.state, self.plan.models[member.architecture]
-        shared, row, number, base = state.shared, state.rows[member.name], state.round, member.base
-        best = state.best and state.best.round
+        row, base, best = state.rows[member.name], member.base, state.best and state.best.round
         if member.phase == "joining":
             assert state.best is not None
             shared, number, best = state.best.shared, member.round, member.best_round
@@ -375,6 +404,10 @@ class Server:
             shared, number = state.best.shared, state.best.round
             if member.name in state.best.rows:  # else it came after the chosen round, and has what it has
                 row, base = state.best.rows[member.name], member.best_base
+        else:
+            assert state.tested is not None
+            shared, number = state.tested.shared, state.tested.round
+            row, base = state.tested.rows[member.name], state.tested.bases[member.name]
         weights = self.plan.exchange(member.phase).publish(model, shared, row)
         is_adapted = is_last and self.plan.algorithm.adaptation_steps > 0
         repeated = {"round": number, "base": base, "phase": member.phase, "is_adapted": is_adapted}
@@ -391,7 +424,8 @@ class Server:
         max_norm: float = math.inf,
         bytes_down: int = 0,
     ) -> None:
-        deadline = self.clock() + self.policy.reply_seconds
+        num_before = sum(party == message.party for party, _ in self.asked)  # a party does one thing after the other
+        deadline = self.clock() + (1 + num_before) * self.policy.reply_seconds
         content = sealed(message, self.key)
         asked = Asked(message.party, message.kind, repeated, deadline, limit, layout, max_norm, bytes_down, content)
         self.asked[message.party, message.kind] = asked
@@ -428,21 +462,36 @@ class Server:
                 self._failed(asked, error.reason, str(error))
             return
         assert asked is not None
+        if message.kind == "refusal" and message.values.get("reason") == "budget" and asked.kind == "train":
+            self._spent(asked, str(message.values.get("sentence")))
+            return
         if message.kind == "refusal":
-            self._failed(asked, str(message.values.get("reason")), str(message.values.get("sentence")))
-            if message.values.get("reason") == "version" and asked.kind in ("train", "evaluate"):
+            given = message.values.get("reason")
+            reason = str(given) if given in REFUSALS else "party"  # a party's own words would be counted without end
+            self._failed(asked, reason, f"{message.values.get('sentence')!s:.300}")
+            if reason == "version" and asked.kind in ("train", "evaluate"):
                 self._rebase(self.state.members[name], message.values.get("held"))
             return
         del self.asked[name, asked.kind]
+        try:
+            self._take_in(name, message, arrival.content, asked)
+        except Unfit as error:  # nothing that a party sends may end the server, now or when it starts again
+            before, self.state = self.state, self.store.load()
+            self.state.num_sent = max(self.state.num_sent, before.num_sent)  # the others at work have theirs
+            self._failed(asked, "unfit", f"sent what the server cannot take ({error})")
+
+    def _take_in(self, name: str, message: Message, content: bytes, asked: Asked) -> None:
         if message.kind == "hello":
-            self._greeted(name, message, arrival.content)
+            self._greeted(name, message, content)
         elif message.kind == "train":
             self.standings[name].failures = 0
+            if asked.values["phase"] == "training" and self.state.round >= self.plan.num_rounds:
+                return  # the last step has been taken while it was at work
             self._commit(
                 {"kind": "accept", "party": name, "round": asked.values["round"], "bytes_down": asked.bytes_down},
-                arrival.content,
+                content,
             )
-            self._say("accepted", party=name, round=asked.values["round"], scores=message.values.get("scores"))
+            self._say("accepted", party=name, round=asked.values["round"], scores=message.values["scores"])
         else:
             self._scored(name, message, asked)
 
@@ -467,11 +516,34 @@ class Server:
             if found != value or type(found) is not type(value):
                 reason = "round" if part in ("round", "version", "base", "phase", "challenge") else part
                 raise WireError(reason, f"answered with the {part} {found!s:.40} where {value} was asked")
+        if message.kind == "hello":
+            self._check_hello(message)
+            return message
+        model = self.plan.models[self.state.members[name].architecture]
+        splits = EVALUATED_SPLITS if message.kind == "evaluate" else ("validation",)
+        _check_scores(message, splits, has_metric=model.per_example_metric is not None)
         if message.kind == "train":
             self._check_update(message, asked)
-        elif message.kind == "evaluate":
-            _check_scores(message)
         return message
+
+    def _check_hello(self, message: Message) -> None:
+        architecture, size = message.values.get("architecture"), message.values.get("size")
+        is_known = isinstance(architecture, str) and architecture in self.plan.models
+        if not is_known or type(size) is not int or not 0 < size < MAX_COUNT:
+            raise WireError("hello", "says what it brings in a way that cannot be read")
+        if self.plan.algorithm.needs_descriptors and not self._is_description(message.tensors, str(architecture)):
+            raise WireError("hello", "does not describe itself as this method needs it")
+
+    def _is_description(self, descriptor: Any, architecture: str) -> bool:
+        """Whether the method makes a party's weights from how it describes itself."""
+        if not isinstance(descriptor, torch.Tensor) or (descriptor.dim(), descriptor.dtype) != (1, self.plan.dtype):
+            return False
+        try:
+            row = self.plan.algorithm.init_row(torch.tensor(0), descriptor)
+            self.plan.exchange("training").sent(self.plan.models[architecture], self.state.shared, row)
+        except RuntimeError:  # of another length
+            return False
+        return is_finite(descriptor)
 
     def _check_update(self, message: Message, asked: Asked) -> None:
         if layout(message.tensors) != asked.layout:
@@ -490,21 +562,14 @@ class Server:
         values = message.values
         standing = self.standings[name]
         known = self.state.members.get(name)
-        architecture, size = values.get("architecture"), values.get("size")
-        if architecture not in self.plan.models or type(size) is not int or not 0 < size < 1 << 40:
-            self._refuse(name, "hello", "says what it brings in a way that cannot be read")
-            return
-        needs = self.plan.algorithm.needs_descriptors
-        if needs and not (isinstance(message.tensors, torch.Tensor) and is_finite(message.tensors)):
-            self._refuse(name, "hello", "does not describe itself, which this method needs")
-            return
-        standing.is_greeted = True
+        architecture, size = values["architecture"], values["size"]
         if known is None or (known.size, known.architecture) != (size, architecture):
             table = {"kind": "join", "party": name, "architecture": architecture, "size": size}
-            self._commit(table, content if needs else b"")
+            self._commit(table, content if self.plan.algorithm.needs_descriptors else b"")
             self._say("joined", party=name, architecture=architecture, size=size)
         else:
             self._say("back", party=name)
+        standing.is_greeted, standing.is_spent = True, False
 
     def _scored(self, name: str, message: Message, asked: Asked) -> None:
         scores, member = message.values["scores"], self.state.members[name]
@@ -517,10 +582,16 @@ class Server:
 
     def _rebase(self, member: Member, held: Any) -> None:
         """A party that lost what it kept goes on from its newest version, or begins again."""
-        versions = [value for value in held if type(value) is int] if isinstance(held, list) else []
+        values = held if isinstance(held, list) else []
+        versions = [value for value in values if type(value) is int and 0 <= value < MAX_COUNT]
         base = max(versions, default=None)  # it may be of a round to come, if this server was brought back from a copy
-        best_base = member.best_base if member.best_base in (None, *versions) else base
-        self._commit({"kind": "rebase", "party": member.name, "base": base, "best_base": best_base})
+        tested = self.state.tested
+        older = {
+            "best_base": member.best_base,
+            "tested_base": None if tested is None else tested.bases.get(member.name),
+        }
+        bases = {name: value if value in (None, *versions) else base for name, value in older.items()}
+        self._commit({"kind": "rebase", "party": member.name, "base": base, **bases})
         self._say("rebased", party=member.name, base=base)
 
     def _failed(self, asked: Asked, reason: str, sentence: str) -> None:
@@ -541,6 +612,15 @@ class Server:
             standing.is_greeted = False
             self._say("set aside", party=asked.party, seconds=seconds)
 
+    def _spent(self, asked: Asked, sentence: str) -> None:
+        """A party has no budget left: it is asked to train no more until it comes again, and has not failed."""
+        del self.asked[asked.party, asked.kind]
+        self.failed.add(asked.party)
+        self.standings[asked.party].is_spent = True
+        self._say("spent", party=asked.party, sentence=sentence[:500])
+        if self.state.members[asked.party].phase == "joining":
+            self._commit({"kind": "finish", "party": asked.party})
+
     def _refuse(self, name: str, reason: str, sentence: str) -> None:
         self.standings.setdefault(name, Standing()).refused[reason] += 1
         self._say("refused", party=name, reason=reason, sentence=f"{name} {sentence}.")
@@ -548,27 +628,40 @@ class Server:
     # How good the models are.
 
     def _is_evaluation_due(self) -> bool:
+        """Whether models are to be tested; what falls due during an evaluation that goes on waits for its end."""
         state, schedule = self.state, self.plan.schedule
-        if state.evaluated == state.round:
+        if state.tested is not None or state.evaluated == state.round:
             return False
-        if state.round == 0:
-            return state.evaluated < 0
         size = schedule.clients_per_round(self.plan.num_clients, self.plan.algorithm.communicates)
-        return schedule.is_evaluated((state.round - 1) * size, state.round * size)
+        return state.evaluated < 0 or schedule.is_evaluated(state.evaluated * size, state.round * size)
 
-    def _evaluate(self, stop: threading.Event) -> None:
-        self.scores = {}
-        for member in self._ready():
-            self._ask_to_evaluate(member)
-        self._collect()
-        while not stop.is_set() and any(kind == "evaluate" for _, kind in self.asked):
+    def _is_waiting_for_scores(self) -> bool:
+        """Whether training stands still while models are tested: with cohorts, and when it has come to its end."""
+        return self.policy.in_flight is None or self.state.round >= self.plan.num_rounds
+
+    def _begin_evaluation(self) -> None:
+        reachable = self.transport.members()  # somebody may have gone since the last look
+        ready = [member for member in self._ready() if member.name in reachable]
+        if not ready:
             self._collect()
-        if stop.is_set() or not self.scores:
             return
-        table = {"kind": "score", "round": self.state.round, "results": self.scores, "time": round(time.time(), 3)}
-        self._commit(table)
-        means = {split: result.score for split, result in split_results(self.scores).items() if result.count.sum() > 0}
-        self._say("evaluated", round=self.state.round, parties=len(self.scores), **means)
+        self._commit({"kind": "test"})
+        self.scores = {}
+        for member in ready:
+            self._ask_to_evaluate(member)
+
+    def _end_evaluation(self) -> None:
+        """Choose, if nobody is waited for any more; begin anew if nobody answered, or the server was started again."""
+        tested, scores = self.state.tested, self.scores
+        if tested is None or any(kind == "evaluate" for _, kind in self.asked):
+            return
+        if not scores:
+            self._begin_evaluation()
+            return
+        self._commit({"kind": "score", "round": tested.round, "results": scores, "time": round(time.time(), 3)})
+        self.scores = {}
+        means = {split: result.score for split, result in split_results(scores).items() if result.count.sum() > 0}
+        self._say("evaluated", round=tested.round, parties=len(scores), **means)
 
     def _serve_the_ended(self) -> bool:
         """Tell parties which round was chosen, and let others join; whether anybody is waited for."""
@@ -602,14 +695,16 @@ class Server:
         self.log({"event": event, **details})
 
 
-def _check_scores(message: Message) -> None:
-    wrong = WireError("scores", "sent scores that cannot be read")
+def _check_scores(message: Message, splits: Collection[str], has_metric: bool) -> None:
+    """Refuse what no examples can give: the round is chosen by these numbers, and they are kept for good."""
     scores = message.values.get("scores")
-    if not isinstance(scores, dict) or scores.keys() != set(EVALUATED_SPLITS):
-        raise wrong
+    if not isinstance(scores, dict) or scores.keys() != set(splits):
+        raise WireError("scores", "sent scores that cannot be read")
     for values in scores.values():
-        if not isinstance(values, list) or len(values) != 3 or type(values[2]) is not int or values[2] < 0:
-            raise wrong
-        for value in values[:2]:
-            if value is not None and not (type(value) is float and math.isfinite(value)):
-                raise wrong
+        if not isinstance(values, list) or [type(value) for value in values] != [
+            float, float if has_metric else type(None), int,
+        ]:  # fmt: skip
+            raise WireError("scores", "sent scores that cannot be read")
+        loss, metric, count = values
+        if not (0 <= count < MAX_COUNT and 0 <= loss <= (MAX_LOSS if count else 0) and 0 <= (metric or 0) <= count):
+            raise WireError("scores", f"sent scores that {count!s:.20} examples cannot have")

@@ -50,7 +50,7 @@ def folder_of(config: Mapping[str, Any], run: int) -> Path:
 def prepare(config: Mapping[str, Any], run: int, num_nodes: int) -> Site:
     """The server's folder and those of all parties; what is there already goes on."""
     folder = folder_of(config, run)
-    make_folder(folder)
+    make_folder(folder, mode=0o700)
     spec = given_path(str(config["spec"])) if config["spec"] else _write_example(folder, num_nodes)
     data = given_path(str(config["data"])) if config["data"] else folder / "data"
     site = Site.make(folder, spec)
@@ -63,7 +63,7 @@ def prepare(config: Mapping[str, Any], run: int, num_nodes: int) -> Site:
     networks, server = list(site.plan.models), public_text(site.key.public_key())
     for number, (name, place) in enumerate(places.items()):
         own = folder / "simulated" / name
-        make_folder(own)
+        make_folder(own, mode=0o700)
         site.invitations.invite(name, site.address, "", public_text(load_or_make_key(own / "key").public_key()))
         told = {"run": site.run, "spec": site.spec_text, "server": server, "invitation": "", "key": "key"}
         write_atomically(own / ENROLLED, json.dumps(told).encode())

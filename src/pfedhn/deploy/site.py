@@ -49,7 +49,7 @@ class Site:
             host: The network address that it listens on; all by default.
             port: Its port. What is not given stays as it was.
         """
-        make_folder(folder)
+        make_folder(folder, mode=0o700)
         kept = folder / "spec.toml"
         if spec is not None:
             text = read_text(spec)

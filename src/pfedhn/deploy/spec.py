@@ -143,6 +143,21 @@ def _check(spec: Spec) -> None:
     for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size"):
         if (value := getattr(cell, name)) is not None and value < 1:
             raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
+    _check_policy(spec.policy, cell.clients)
+
+
+def _check_policy(policy: Policy, num_clients: int) -> None:
+    """Refuse what would stop a server from ever asking anybody, or from ever believing an answer."""
+    one, zero = ("start_with", "patience", "in_flight"), ("max_staleness", "aside_seconds", "return_seconds")
+    for least, names in ((1, one), (0, (*zero, "checkpoint_seconds"))):
+        for name in names:
+            if (value := getattr(policy, name)) is not None and value < least:
+                raise UserError(f"{name} = {value} does not fit; it must be at least {least}.")
+    for name in ("reply_seconds", "max_update"):
+        if (value := getattr(policy, name)) <= 0:
+            raise UserError(f"{name} = {value} does not fit; it must be above 0.")
+    if policy.start_with is not None and policy.start_with > num_clients:
+        raise UserError(f"start_with = {policy.start_with} does not fit; {num_clients} parties are expected.")
 
 
 def listed(value: tuple[float, ...] | float | None) -> Sequence[float]:
@@ -163,6 +178,8 @@ def to_plan(spec: Spec) -> Plan:
         cohort_size = min(algorithm.usual_cohort_size, cell.clients)
     if cohort_size > cell.clients:
         raise UserError(f"a cohort of {cohort_size} cannot be drawn from {cell.clients} parties.")
+    if spec.policy.in_flight is not None and not algorithm.communicates:
+        raise UserError(f"parties of {cell.method} send nothing to wait for; leave in_flight out.")
     schedule = Schedule(cell.steps, cohort_size, cell.batch_size, cell.evaluate_every)
     wire = find_transform(cell.upload), find_transform(cell.download)
     return Plan(algorithm, made, schedule, spec.seed, cell.clients, *wire, spec.joining_rounds)

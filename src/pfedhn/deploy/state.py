@@ -20,12 +20,12 @@ from pfedhn.deploy.wire import Message, from_envelope, unpacked
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.round import Reply, Returned
 from pfedhn.engine.state import EVALUATED_SPLITS
-from pfedhn.errors import RunError
+from pfedhn.errors import RunError, first_line
 from pfedhn.files import make_folder, read_bytes, write_atomically
-from pfedhn.params import copy, num_bytes, stack, take
+from pfedhn.params import copy, in_dtype, num_bytes, stack, take
 from pfedhn.seal import DamagedError, sealed_json, unsealed_json
 
-FORMAT = 1
+FORMAT = 2
 NUM_KEPT = 2  # checkpoints, with their journals
 
 
@@ -55,13 +55,14 @@ class Member:
 
 @dataclass
 class Chosen:
-    """The evaluation with the best validation score so far, and the server's memories of that round."""
+    """An evaluation, and the server's memories of its round: the best one so far, or one whose scores are to come."""
 
     round: int
-    score: float
-    results: dict[str, Any]  # scores by party
     shared: Any
     rows: dict[str, Any]
+    bases: dict[str, int | None]  # each party's version that was tested
+    score: float = float("-inf")
+    results: dict[str, Any] = field(default_factory=dict)  # scores by party, of one that was away its last known
 
 
 @dataclass
@@ -80,6 +81,7 @@ class State:
     has_ended: bool = False
     replies: dict[str, Reply] = field(default_factory=dict)  # accepted, and not in a step yet
     evaluated: int = -1  # the last round that was
+    tested: Chosen | None = None  # whose models are being tested, while training may go on
     best: Chosen | None = None
     final: dict[str, Any] | None = None  # scores by party of the chosen round, after adaptation
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -110,9 +112,14 @@ def score_of(results: Mapping[str, Any]) -> float | None:
 
 
 def _is_better(results: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
-    """Whether an evaluation beats the best one, judged by the parties that were there both times."""
-    both = [name for name in results if name in best]
-    new, old = (score_of({name: found[name] for name in both}) if both else None for found in (results, best))
+    """Whether an evaluation beats the best one, judged by the parties whose validation scores are known of both.
+
+    Without such parties it does, unless nobody can judge it and somebody could judge the best one.
+    """
+    if score_of(results) is None:
+        return score_of(best) is None
+    both = [name for name in results if name in best and results[name]["validation"][2] and best[name]["validation"][2]]
+    new, old = (score_of({name: found[name] for name in both}) for found in (results, best))
     return new is None or old is None or new > old
 
 
@@ -149,11 +156,11 @@ class Rules:
         trained = state.best.rows if state.has_ended and state.best is not None else state.rows
         if state.round == 0 or not trained:
             key = torch.as_tensor(keys.fold(self.plan.seed, "row", member.identity))
-            return self.plan.in_model_dtype(algorithm.init_row(key, descriptor))
+            return in_dtype(algorithm.init_row(key, descriptor), self.plan.dtype)
         shared = state.best.shared if state.has_ended and state.best is not None else state.shared
         served = self.plan.exchange("training").served(shared)
         rows = stack([trained[name] for name in trained])
-        return self.plan.in_model_dtype(algorithm.join_row(served, rows, descriptor))
+        return in_dtype(algorithm.join_row(served, rows, descriptor), self.plan.dtype)
 
     def _start(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """Those who are there stand in the order of their names, as in a simulation of the same parties."""
@@ -191,8 +198,17 @@ class Rules:
         """A party has lost what it kept: it goes on from what it has."""
         member = state.members[table["party"]]
         member.base, member.best_base = table["base"], table["best_base"]
+        if state.tested is not None and member.name in state.tested.bases:
+            state.tested.bases[member.name] = table["tested_base"]
 
     def _step(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """A round ends; one that nobody had the budget for leaves the memories as they are."""
+        if state.replies:
+            self._move_all(state)
+        state.round += 1
+        state.replies, state.cohort, state.attempt, state.is_open = {}, [], 0, False
+
+    def _move_all(self, state: State) -> None:
         order = step_order(state)
         groups = [
             (model, [name for name in order if state.members[name].architecture == model.name])
@@ -208,25 +224,25 @@ class Rules:
         for (_, names), rows in zip(groups, moved, strict=True):
             for place, name in enumerate(names):
                 state.rows[name] = copy(take(rows, place))
-        state.round += 1
-        state.replies, state.cohort, state.attempt, state.is_open = {}, [], 0, False
+
+    def _test(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """Every party's model of this round is about to be tested."""
+        bases = {name: member.base for name, member in state.members.items()}
+        state.tested = Chosen(state.round, copy(state.shared), copy(state.rows), bases)
 
     def _score(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """Every party's model was tested; the first strictly best round is chosen, or the last where none can be."""
-        state.evaluated = state.round
+        tested, results = state.tested, table["results"]
+        assert tested is not None
+        state.tested, state.evaluated = None, tested.round
         state.history.append({name: table[name] for name in ("round", "results", "time")})
-        score = score_of(table["results"])
-        if state.best is None or _is_better(table["results"], state.best.results):
-            older = state.best
-            state.best = Chosen(
-                state.round,
-                float("-inf") if score is None else score,
-                table["results"],
-                copy(state.shared, older and older.shared),
-                copy(state.rows),
-            )
-            for member in state.members.values():
-                member.best_base = member.base
+        before = {} if state.best is None else state.best.results
+        if state.best is None or _is_better(results, before):
+            score = score_of(results)
+            tested.score, tested.results = float("-inf") if score is None else score, {**before, **results}
+            state.best = tested
+            for name, base in tested.bases.items():
+                state.members[name].best_base = base
 
     def _end(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         state.has_ended = True
@@ -248,6 +264,10 @@ class Rules:
             assert state.best is not None
             state.best.rows[member.name] = copy(state.rows[member.name])
         member.has_joined = member.round >= self.plan.joining_rounds
+
+    def _finish(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """A party that joins has no budget for more rounds."""
+        state.members[table["party"]].has_joined = True
 
 
 def step_order(state: State) -> list[str]:
@@ -273,6 +293,10 @@ def reply_from(message: Message) -> Reply:
     )
 
 
+class Unfit(Exception):
+    """A record that the state cannot take; it is not on the disk."""
+
+
 @dataclass
 class Store:
     """A server's folder: checkpoints, and for each the journal of what came after it."""
@@ -282,12 +306,19 @@ class Store:
     number: int = 0  # of the checkpoint that the journal follows
 
     def __post_init__(self) -> None:
-        make_folder(self.folder)
+        make_folder(self.folder, mode=0o700)
 
     def commit(self, state: State, table: Mapping[str, Any], message: bytes = b"") -> None:
-        """Write a record, then move the state."""
+        """Move the state, then write the record; nobody hears of it before it is written.
+
+        In this order, since a record that cannot be applied would stop every server that reads it again. Where it
+        cannot, the state may have moved in part: load it again.
+        """
+        try:
+            self.rules.apply(state, table, message)
+        except Exception as error:
+            raise Unfit(f"the record {table['kind']!r} cannot be applied: {first_line(error)}") from error
         append_record(self._journal(self.number), table, message)
-        self.rules.apply(state, table, message)
 
     def load(self) -> State:
         """The newest intact checkpoint, with every record since then applied."""
@@ -302,8 +333,9 @@ class Store:
                 raise RunError(f"no checkpoint in {self.folder} is sound; bring the folder back from a backup.")
             state = self.rules.initial()
         # Journals of newer checkpoints that are damaged follow each other without a gap.
-        for number in range(self.number, max([self.number, *numbers]) + 1):
-            for table, message in records(self._journal(number)):
+        newest = max([self.number, *numbers])
+        for number in range(self.number, newest + 1):
+            for table, message in records(self._journal(number), is_last=number == newest):
                 self.rules.apply(state, table, message)
             self.number = number
         return state
@@ -311,24 +343,26 @@ class Store:
     def save(self, state: State) -> None:
         """Write a checkpoint; the journal begins anew."""
         assert not state.replies, "a checkpoint is written between rounds"
-        best = state.best
         tensors = named("shared", state.shared)
         for name, row in state.rows.items():
             tensors |= named(f"row/{name}", row)
-        if best is not None:
-            tensors |= named("best/shared", best.shared)
-            for name, row in best.rows.items():
-                tensors |= named(f"best/row/{name}", row)
-        skipped = ("shared", "rows", "members", "replies", "best", "cohort", "attempt", "is_open")
+        skipped = ("shared", "rows", "members", "replies", "best", "tested", "cohort", "attempt", "is_open")
         table = {name: value for name, value in vars(state).items() if name not in skipped}
         table["members"] = [asdict(member) for member in state.members.values()]
-        table["best"] = best and {
-            "round": best.round, "score": repr(best.score), "results": best.results, "rows": list(best.rows)
-        }  # fmt: skip
+        for part, chosen in (("best", state.best), ("tested", state.tested)):
+            table[part] = None
+            if chosen is not None:
+                tensors |= named(f"{part}/shared", chosen.shared)
+                for name, row in chosen.rows.items():
+                    tensors |= named(f"{part}/row/{name}", row)
+                table[part] = {
+                    "round": chosen.round, "score": repr(chosen.score), "results": chosen.results,
+                    "rows": list(chosen.rows), "bases": chosen.bases,
+                }  # fmt: skip
         number = self.number + 1
         write_tensors(self.folder / f"checkpoint-{number:09d}", tensors)
         table |= {"format": FORMAT, "plan": self.rules.plan.digest}
-        write_atomically(self.folder / f"checkpoint-{number:09d}.json", sealed_json(table))
+        write_atomically(self.folder / f"checkpoint-{number:09d}.json", sealed_json(table), mode=0o600)
         self.number = number
         for old in self._numbers()[NUM_KEPT:]:
             self._remove(old)
@@ -358,14 +392,16 @@ class Store:
         if tensors is None:
             return None
         members = {one["name"]: Member(**one) for one in table.pop("members")}
-        best = table.pop("best")
+        chosen = {part: table.pop(part) for part in ("best", "tested")}
         state = State(filled("shared", self.rules.start, tensors), members=members, **table)
         row = self._row_template()
         state.rows = {name: filled(f"row/{name}", row, tensors) for name in members}
-        if best is not None:
-            rows = {name: filled(f"best/row/{name}", row, tensors) for name in best["rows"]}
-            shared = filled("best/shared", self.rules.start, tensors)
-            state.best = Chosen(best["round"], float(best["score"]), best["results"], shared, rows)
+        for part, known in chosen.items():
+            if known is not None:
+                rows = {name: filled(f"{part}/row/{name}", row, tensors) for name in known["rows"]}
+                shared = filled(f"{part}/shared", self.rules.start, tensors)
+                score, results = float(known["score"]), known["results"]
+                setattr(state, part, Chosen(known["round"], shared, rows, known["bases"], score, results))
         return state
 
     def _row_template(self) -> Any:

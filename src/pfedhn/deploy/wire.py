@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 VERSION = 1
 MAGIC = b"pfhn"
 MAX_HEADER = 1 << 24  # bytes: a network of a hundred thousand tensors fits
-MAX_DEPTH = 16  # of a tree: what nests deeper would only exhaust the reader
+MAX_DEPTH = 16  # of a tree and of values: what nests deeper would only exhaust the reader
 TYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -33,6 +33,11 @@ TYPES = {
     )
 }  # fmt: skip
 """The types of numbers that cross the wire."""
+
+
+REFUSALS = ("version", "budget", "party")
+"""Why a party may say that it does not answer: it lacks the version that is asked for; has no budget left; or another
+reason of its own."""
 
 
 class WireError(ValueError):
@@ -80,15 +85,8 @@ def packed(message: Message) -> bytes:
     return b"".join([MAGIC, struct.pack("<I", len(content)), content, save(tensors)])
 
 
-def unpacked(content: bytes, limit: int | None = None) -> Message:
-    """A message from bytes that anybody may have made.
-
-    Args:
-        content: The bytes.
-        limit: How many bytes of it are read at most.
-    """
-    if limit is not None and len(content) > limit:
-        raise WireError("size", f"sent {len(content):,} bytes where {limit:,} are the most")
+def unpacked(content: bytes) -> Message:
+    """A message from bytes that anybody may have made."""
     if len(content) < 8 or content[:4] != MAGIC:
         raise WireError("form", "sent bytes that are no message")
     (length,) = struct.unpack("<I", content[4:8])
@@ -108,7 +106,7 @@ def unpacked(content: bytes, limit: int | None = None) -> Message:
 
 def _header(content: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(content)
+        header = json.loads(content, parse_constant=_no_number)
     except (ValueError, RecursionError):
         raise WireError("form", "sent a header that is no JSON") from None
     kinds = {"wire": int, "kind": str, "run": str, "party": str, "values": dict}
@@ -119,7 +117,21 @@ def _header(content: bytes) -> dict[str, Any]:
     for name, kind in kinds.items():
         if type(header[name]) is not kind:
             raise WireError("form", f"sent a header whose {name} does not fit")
+    if _is_deep(header["values"]):
+        raise WireError("form", "sent values that nest too deep")
     return header
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _is_deep(values: Any) -> bool:
+    level = [values]
+    for _ in range(MAX_DEPTH):
+        parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
+        level = [value for part in parts for value in part]
+    return bool(level)
 
 
 def _described(tree: Any, leaves: list[Tensor]) -> Any:

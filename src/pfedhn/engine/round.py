@@ -243,6 +243,10 @@ class Exchange:
             return weights | model.statistics_from(weights, take(batches, slice(second, None)))
         return weights | tracker.now
 
+    def personalize_key(self, number: int) -> Key:
+        """What the draws of an evaluation after round `number` are keyed by."""
+        return keys.fold(self.seed, "personalise", number)  # spelled as in every stored result
+
     def _key(self, transform: Transform, purpose: str, number: Tensor, identity: Tensor) -> Key:
         return 0 if isinstance(transform, Full) else keys.fold(self.seed, purpose, number, identity)
 

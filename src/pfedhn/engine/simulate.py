@@ -37,7 +37,7 @@ from pfedhn.engine.transform import FULL, Transform
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import Params, copy, put, stack, take
+from pfedhn.params import Params, copy, in_dtype, put, stack, take
 from pfedhn.privacy import Cost, Privacy, Protection, keyed_normal, refuse_leaks
 from pfedhn.sgd import Batches
 
@@ -187,7 +187,7 @@ class Simulation:
         dtype = next(iter(self.models.values())).dtype
 
         def made(*arguments: Any) -> Any:
-            return pytree.tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, make(*arguments))
+            return in_dtype(make(*arguments), dtype)
 
         return made
 
@@ -504,4 +504,4 @@ class Simulation:
         )
 
     def personalize_key(self, number: int) -> Key:
-        return keys.fold(self.seed, "personalise", number)  # spelled as in every stored result
+        return self.exchange.personalize_key(number)
