@@ -469,6 +469,75 @@ def test_what_cannot_be_applied_is_not_written(tmp_path: Path, monkeypatch: pyte
     assert group.new_server().state.num_accepted == 11
 
 
+@pytest.mark.parametrize("in_flight", mostly_slow([None, 6], None))
+def test_a_party_cannot_change_its_size(in_flight: int | None, tmp_path: Path) -> None:
+    """Its row and an update that was accepted are of the size that it began with: no step could take them together."""
+    size = "mlp"
+
+    class Restless(Virtual):
+        def members(self) -> set[str]:
+            nonlocal size
+            found = super().members()
+            if size != "gone":
+                return found
+            size = "wide"
+            return found - {"party-2"}  # away for one look
+
+    federation = named_federation().with_architectures(["mlp"] * 6)
+    models = {name: model(name) for name in ("mlp", "wide")}
+    simulation = simulation_of(small("pfedhn"), federation, models=models, rounds=3, cohort=6, evaluate_every=1_000)
+    group = Group(
+        simulation, tmp_path, Policy(in_flight=in_flight, aside_seconds=1e9), make_transport=Restless,
+        seconds=lambda party: 20.0 if party == "party-5" else 0.0,
+    )  # fmt: skip
+    party = group.parties["party-2"]
+
+    def answer(content: bytes) -> bytes:
+        message = opened(party.answer(content), party.key.public_key())
+        if message.kind == "hello":
+            message = replace(message, values={**message.values, "architecture": size})
+        return sealed(message, party.key)
+
+    def listen(event: Any) -> None:
+        nonlocal size
+        group.events.append(event)
+        if event["event"] == "accepted" and event["party"] == "party-2" and size == "mlp":
+            size = "gone"
+
+    group.answers["party-2"], group.server.log = answer, listen
+    group.server.run()
+    assert group.server.state.has_ended
+    assert {event["sentence"] for event in group.said("refused")} == {
+        "party-2 says the size 'wide' and takes part with 'mlp'."
+    }
+    assert group.new_server().state.members["party-2"].architecture == "mlp"
+
+
+@pytest.mark.parametrize("is_found", mostly_slow([True, False], True))
+def test_updates_that_a_step_cannot_take_are_dropped(
+    is_found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step goes on without the one that is at fault; without all of them where each is sound alone."""
+    whole = Rules._move_all
+
+    def move_all(rules: Rules, state: Any) -> None:
+        if state.attempt == 0 and "party-2" in state.replies and (is_found or len(state.replies) > 1):
+            state.round += 99  # it has moved the state in part
+            raise RuntimeError("shapes do not fit")
+        whole(rules, state)
+
+    monkeypatch.setattr(Rules, "_move_all", move_all)
+    group = Group(simulation_of(small("fedavg"), rounds=1, cohort=6, evaluate_every=1_000), tmp_path)
+    stop_after(group, "round", 1)
+    refused = [event["party"] for event in group.said("refused") if event["reason"] == "unfit"]
+    (stepped,) = (event["parties"] for event in group.said("round"))
+    assert sorted(refused) == (["party-2"] if is_found else sorted(group.parties))
+    assert sorted(stepped) == sorted(group.parties.keys() - ({"party-2"} if is_found else set()))
+    before = group.server.state
+    assert before.round == 1
+    assert_same_bits(group.new_server().state.shared, before.shared)
+
+
 @pytest.mark.slow
 def test_keys_of_others_and_bytes_that_were_changed_are_refused(tmp_path: Path) -> None:
     simulation = simulation_of(small("fedavg"), rounds=2, cohort=6)

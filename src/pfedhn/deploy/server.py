@@ -352,8 +352,22 @@ class Server:
 
     def _step(self) -> None:
         names = step_order(self.state)
-        self._commit({"kind": "step"})
+        try:
+            self._commit({"kind": "step"})
+        except Unfit as error:
+            self._drop(error)
+            return
         self._say("round", round=self.state.round, parties=names)
+
+    def _drop(self, error: Unfit) -> None:
+        """Go on without the updates that a step cannot take: those that cannot be taken alone, else all of them."""
+        self._reload()
+        names = list(self.state.replies)
+        names = [name for name in names if not self.store.can_step(name)] or names
+        self._commit({"kind": "drop", "parties": names})
+        for name in names:
+            self.failed.add(name)
+            self._has_failed(name, "unfit", f"sent what the server cannot take ({error!s:.300})")
 
     # What is asked.
 
@@ -476,9 +490,8 @@ class Server:
         try:
             self._take_in(name, message, arrival.content, asked)
         except Unfit as error:  # nothing that a party sends may end the server, now or when it starts again
-            before, self.state = self.state, self.store.load()
-            self.state.num_sent = max(self.state.num_sent, before.num_sent)  # the others at work have theirs
-            self._failed(asked, "unfit", f"sent what the server cannot take ({error})")
+            self._reload()
+            self._failed(asked, "unfit", f"sent what the server cannot take ({error!s:.300})")
 
     def _take_in(self, name: str, message: Message, content: bytes, asked: Asked) -> None:
         if message.kind == "hello":
@@ -531,6 +544,9 @@ class Server:
         is_known = isinstance(architecture, str) and architecture in self.plan.models
         if not is_known or type(size) is not int or not 0 < size < MAX_COUNT:
             raise WireError("hello", "says what it brings in a way that cannot be read")
+        known = self.state.members.get(message.party)
+        if known is not None and known.architecture != architecture:  # its row and its updates are of that size
+            raise WireError("hello", f"says the size {architecture!r} and takes part with {known.architecture!r}")
         if self.plan.algorithm.needs_descriptors and not self._is_description(message.tensors, str(architecture)):
             raise WireError("hello", "does not describe itself as this method needs it")
 
@@ -599,10 +615,13 @@ class Server:
         self.asked.pop((asked.party, asked.kind), None)
         if asked.kind == "train":
             self.failed.add(asked.party)
-        self._refuse(asked.party, reason, sentence)
-        if asked.party not in self.transport.members():  # it has gone, which is no failing: it may come again at once
+        self._has_failed(asked.party, reason, sentence)
+
+    def _has_failed(self, name: str, reason: str, sentence: str) -> None:
+        self._refuse(name, reason, sentence)
+        if name not in self.transport.members():  # it has gone, which is no failing: it may come again at once
             return
-        standing = self.standings.setdefault(asked.party, Standing())
+        standing = self.standings.setdefault(name, Standing())
         standing.failures += 1
         if standing.failures >= self.policy.patience:
             seconds = self.policy.aside_seconds * 2 ** min(standing.times_aside, 6)
@@ -610,7 +629,7 @@ class Server:
             standing.times_aside += 1
             standing.failures = self.policy.patience - 1  # back, it has one try
             standing.is_greeted = False
-            self._say("set aside", party=asked.party, seconds=seconds)
+            self._say("set aside", party=name, seconds=seconds)
 
     def _spent(self, asked: Asked, sentence: str) -> None:
         """A party has no budget left: it is asked to train no more until it comes again, and has not failed."""
@@ -684,6 +703,11 @@ class Server:
 
     def _commit(self, table: Mapping[str, Any], message: bytes = b"") -> None:
         self.store.commit(self.state, table, message)
+
+    def _reload(self) -> None:
+        """Go back to what is on the disk, after a record that may have moved the state in part."""
+        before, self.state = self.state, self.store.load()
+        self.state.num_sent = max(self.state.num_sent, before.num_sent)  # who is at work has a number already
 
     def _checkpoint(self, is_wanted: bool = False) -> None:
         is_due = self.clock() - self._saved >= self.policy.checkpoint_seconds

@@ -143,7 +143,7 @@ class Rules:
         name = table["party"]
         known = state.members.get(name)
         if known is not None:
-            known.size, known.architecture = table["size"], table["architecture"]
+            known.size = table["size"]
             return
         descriptor = _opened(message).tensors if message else None
         phase: Phase = "joining" if state.has_ended else "training"
@@ -224,6 +224,11 @@ class Rules:
         for (_, names), rows in zip(groups, moved, strict=True):
             for place, name in enumerate(names):
                 state.rows[name] = copy(take(rows, place))
+
+    def _drop(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """A step cannot take the updates of these parties, though each of them passed every check."""
+        for name in table["parties"]:
+            del state.replies[name]
 
     def _test(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """Every party's model of this round is about to be tested."""
@@ -319,6 +324,16 @@ class Store:
         except Exception as error:
             raise Unfit(f"the record {table['kind']!r} cannot be applied: {first_line(error)}") from error
         append_record(self._journal(self.number), table, message)
+
+    def can_step(self, name: str) -> bool:
+        """Whether the state on the disk can take a step with the update of this party alone."""
+        state = self.load()
+        state.replies = {name: state.replies[name]}
+        try:
+            self.rules.apply(state, {"kind": "step"})
+        except Exception:
+            return False
+        return True
 
     def load(self) -> State:
         """The newest intact checkpoint, with every record since then applied."""
