@@ -35,10 +35,10 @@ from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.party import SILENCE, Party
 from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.privacy import BudgetSpent, system_normal
-from pfedhn.deploy.server import Arrival, Policy, _check_scores
+from pfedhn.deploy.server import Arrival, Policy, Server, _check_scores
 from pfedhn.deploy.signing import new_key, opened, sealed
 from pfedhn.deploy.state import Rules, Store
-from pfedhn.deploy.wire import Message, WireError, from_envelope, is_finite, unpacked
+from pfedhn.deploy.wire import TYPES, Message, WireError, from_envelope, is_finite, unpacked
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.engine.transform import TRANSFORMS
@@ -375,6 +375,7 @@ BAD = {
         altered(tensors=lambda update: {name: leaf.float() for name, leaf in update.items()}),
         altered(tensors=lambda update: dict(list(update.items())[:-1])),
         altered(tensors=lambda update: {}),
+        altered(tensors=lambda update: torch.zeros(3)),
     ],
     "round": [
         altered(values=with_value(round=99)), altered(values=with_value(version=77)),
@@ -383,6 +384,7 @@ BAD = {
     "size": [altered(values=with_value(size=10**6)), altered(values=with_value(size=True))],
     "run": [altered(run=lambda run: "other"), altered(party=lambda party: "party-1")],
     "kind": [altered(kind=lambda kind: "evaluate")],
+    "form": [altered(tensors=lambda update: {name: leaf.to(torch.uint16) for name, leaf in update.items()})],
     "scores": [altered(values=with_value(scores={})), altered(values=with_value(scores={"validation": [1.0, 9.0, 1]}))],
 }  # fmt: skip
 
@@ -403,7 +405,7 @@ BAD_HELLOS = [
 ]
 
 
-def test_nothing_bad_gets_in(tmp_path: Path) -> None:
+def test_nothing_bad_gets_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Signed by the party itself, and wrong: refused under its name, and the run is as if it had not answered."""
     wrong = [(reason, change) for reason, changes in BAD.items() for change in changes]
     settings = {"rounds": len(wrong), "cohort": 3, "evaluate_every": 1_000}  # models are tested twice
@@ -424,7 +426,9 @@ def test_nothing_bad_gets_in(tmp_path: Path) -> None:
         message = opened(answer, party.key.public_key())
         reason, change = next(left[message.kind], ("", lambda message: message))
         sent.extend([reason] if reason else [])
-        return sealed(change(message), party.key)
+        with monkeypatch.context() as patched:  # its program sends numbers of any type
+            patched.setitem(TYPES, "uint16", torch.uint16)
+            return sealed(change(message), party.key)
 
     group.answers["party-2"] = bad
     group.new_server().run()
@@ -449,6 +453,23 @@ def test_scores_that_no_examples_can_give_are_refused(change: Callable[[Message]
     with pytest.raises(WireError) as refused:
         _check_scores(change(good), ("validation", "test"), has_metric=True)
     assert refused.value.reason == "scores"
+
+
+def test_an_error_while_an_answer_is_checked_is_that_partys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was not thought of: who sent it is named and counted, and the others go on."""
+    whole = Server._check_update
+
+    def check(server: Server, message: Message, asked: Any) -> None:
+        if message.party == "party-2":
+            raise ZeroDivisionError("what nobody thought of")
+        whole(server, message, asked)
+
+    monkeypatch.setattr(Server, "_check_update", check)
+    group = Group(simulation_of(small("fedavg"), rounds=1, cohort=6, evaluate_every=1_000), tmp_path)
+    group.server.run()
+    assert [(event["party"], event["reason"]) for event in group.said("refused")] == [("party-2", "form")]
+    assert "ZeroDivisionError" in group.said("refused")[0]["sentence"]
+    assert group.server.state.num_accepted == 5
 
 
 def test_what_cannot_be_applied_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from pfedhn.deploy.state import Member, Rules, State, Store, Unfit, split_result
 from pfedhn.deploy.wire import REFUSALS, Message, WireError, is_finite, layout, norm, packed
 from pfedhn.engine.simulate import next_of
 from pfedhn.engine.state import EVALUATED_SPLITS
+from pfedhn.errors import first_line
 from pfedhn.params import Params, num_bytes, zeros_like
 
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -367,7 +368,7 @@ class Server:
         self._commit({"kind": "drop", "parties": names})
         for name in names:
             self.failed.add(name)
-            self._has_failed(name, "unfit", f"sent what the server cannot take ({error!s:.300})")
+            self._has_failed(name, "unfit", f"sent what the server cannot take ({error})")
 
     # What is asked.
 
@@ -466,14 +467,17 @@ class Server:
             elif asked is not None:
                 self._failed(asked, "lost", arrival.fault or "cannot be reached")
             return
+        key = self.roster().get(name)
         try:
-            message = self._verified(name, arrival.content, asked)
-        except WireError as error:
+            message = self._verified(name, key, arrival.content, asked)
+        except Exception as error:  # nothing that a party sends may end the server
+            wrong = f"sent what cannot be checked ({first_line(error)})"
+            refusal = error if isinstance(error, WireError) else WireError("form", wrong)
             # What answers something else leaves the question open: the answer may still come.
-            if asked is None or error.reason in ("round", "late"):
-                self._refuse(name, error.reason, str(error))
+            if asked is None or refusal.reason in ("round", "late"):
+                self._refuse(name, refusal.reason, str(refusal))
             else:
-                self._failed(asked, error.reason, str(error))
+                self._failed(asked, refusal.reason, str(refusal))
             return
         assert asked is not None
         if message.kind == "refusal" and message.values.get("reason") == "budget" and asked.kind == "train":
@@ -489,9 +493,9 @@ class Server:
         del self.asked[name, asked.kind]
         try:
             self._take_in(name, message, arrival.content, asked)
-        except Unfit as error:  # nothing that a party sends may end the server, now or when it starts again
+        except Unfit as error:  # nor end it when it starts again
             self._reload()
-            self._failed(asked, "unfit", f"sent what the server cannot take ({error!s:.300})")
+            self._failed(asked, "unfit", f"sent what the server cannot take ({error})")
 
     def _take_in(self, name: str, message: Message, content: bytes, asked: Asked) -> None:
         if message.kind == "hello":
@@ -508,9 +512,8 @@ class Server:
         else:
             self._scored(name, message, asked)
 
-    def _verified(self, name: str, content: bytes, asked: Asked | None) -> Message:
+    def _verified(self, name: str, key: PublicKey | None, content: bytes, asked: Asked | None) -> Message:
         """A party's message, if there is nothing wrong with it; the cheap checks and the signature come first."""
-        key = self.roster().get(name)
         if key is None:
             raise WireError("stranger", "is not enrolled")
         message = opened(content, key, None if asked is None else asked.limit)
