@@ -394,14 +394,26 @@ def scored(*values: Any) -> Callable[[Message], Message]:
 
 
 BAD_SCORES = [
-    scored(1.0, 1.0, 10**400), scored(1.0, 1.0, 1 << 40), scored(1.0, 1.0, -1), scored(1.0, 1.0, True),
-    scored(1.0, 1e300, 1), scored(1.0, 1.5, 1), scored(1.0, -1.0, 1), scored(1.0, None, 1), scored(1.0, 1, 1),
+    scored(1.0, 1.0, 10**400), scored(1.0, 1.0, 1 << 40), scored(1.0, 1.0, 2), scored(1.0, 1.0, -1),
+    scored(1.0, 1.0, True), scored(1.0, 1e300, 1), scored(1.0, 1.5, 1), scored(1.0, -1.0, 1), scored(1.0, None, 1), scored(1.0, 1, 1),
     scored(-1.0, 1.0, 1), scored(1e301, 1.0, 1), scored(1.0, 0.0, 0), scored(None, 1.0, 1), scored(1.0, 1.0),
     altered(values=with_value(scores=None)), altered(values=with_value(scores={"validation": [1.0, 1.0, 1]})),
 ]  # fmt: skip
 BAD_HELLOS = [
     altered(values=with_value(**wrong))
-    for wrong in ({"architecture": []}, {"architecture": "none"}, {"size": 0}, {"size": 10**400}, {"size": True})
+    for wrong in (
+        {"architecture": []},
+        {"architecture": "none"},
+        {"size": 0},
+        {"size": 10**400},
+        {"size": True},
+        {"size": None},
+        {"examples": None},
+        {"examples": {"test": 1}},
+        {"examples": {"validation": 1, "test": -1}},
+        {"examples": {"validation": 10**400, "test": 1}},
+        {"examples": {"validation": [], "test": 1}},
+    )
 ]
 
 
@@ -446,12 +458,42 @@ def test_nothing_bad_gets_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert all("party-2" not in results for _, results in histories[0])
 
 
+def test_no_party_chooses_the_round_alone(tmp_path: Path) -> None:
+    """Scores count by their examples, and a party's are of as many as it said when it came."""
+    simulation = simulation_of(small("pfedhn"), rounds=2, cohort=6, evaluate_every=6)
+    group = Group(simulation, tmp_path)
+    party = group.parties["party-2"]
+
+    def answer(content: bytes) -> bytes:
+        message = opened(party.answer(content), party.key.public_key())
+        if message.kind == "evaluate":
+            count = 2**39
+            right = float(count if message.values["round"] == 1 else 0)
+            scores = {split: [1.0, right, count] for split in ("validation", "test")}
+            message = replace(message, values={**message.values, "scores": scores})
+        return sealed(message, party.key)
+
+    group.answers["party-2"] = answer
+    group.server.policy = Policy(aside_seconds=1e9)
+    group.server.run()
+    refused = [event for event in group.said("refused") if event["reason"] == "scores"]
+    assert "sent scores of 549755813888 examples and has" in refused[0]["sentence"]
+    assert all("party-2" not in one["results"] for one in group.server.state.history)
+    joined = {event["party"]: (event["size"], event["examples"]) for event in group.said("joined")}
+    splits = {split: simulation.federation.splits[split].size.tolist() for split in ("train", "validation", "test")}
+    for place, name in enumerate(group.parties):
+        of = {split: sizes[place] for split, sizes in splits.items()}
+        assert joined[name] == (of.pop("train"), of)
+
+
 @pytest.mark.parametrize("change", BAD_SCORES)
 def test_scores_that_no_examples_can_give_are_refused(change: Callable[[Message], Message]) -> None:
     good = scored(1.0, 1.0, 1)(Message("evaluate", RUN, "party-2"))
-    _check_scores(good, ("validation", "test"), has_metric=True)
+    examples = {"validation": 1, "test": 1}
+    _check_scores(good, examples, has_metric=True)
+    _check_scores(scored(0.0, 0.0, 0)(good), examples, has_metric=True)  # it keeps them to itself
     with pytest.raises(WireError) as refused:
-        _check_scores(change(good), ("validation", "test"), has_metric=True)
+        _check_scores(change(good), examples, has_metric=True)
     assert refused.value.reason == "scores"
 
 

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -535,17 +535,21 @@ class Server:
         if message.kind == "hello":
             self._check_hello(message)
             return message
-        model = self.plan.models[self.state.members[name].architecture]
+        member = self.state.members[name]
         splits = EVALUATED_SPLITS if message.kind == "evaluate" else ("validation",)
-        _check_scores(message, splits, has_metric=model.per_example_metric is not None)
+        examples = {split: member.examples[split] for split in splits}
+        _check_scores(message, examples, self.plan.models[member.architecture].per_example_metric is not None)
         if message.kind == "train":
             self._check_update(message, asked)
         return message
 
     def _check_hello(self, message: Message) -> None:
-        architecture, size = message.values.get("architecture"), message.values.get("size")
+        architecture, size, examples = (message.values.get(part) for part in ("architecture", "size", "examples"))
         is_known = isinstance(architecture, str) and architecture in self.plan.models
-        if not is_known or type(size) is not int or not 0 < size < MAX_COUNT:
+        are_counted = isinstance(examples, dict) and examples.keys() == set(EVALUATED_SPLITS)
+        counts = [size, *examples.values()] if isinstance(examples, dict) else []
+        is_possible = all(type(count) is int and 0 <= count < MAX_COUNT for count in counts) and size != 0
+        if not is_known or not are_counted or not is_possible:
             raise WireError("hello", "says what it brings in a way that cannot be read")
         known = self.state.members.get(message.party)
         if known is not None and known.architecture != architecture:  # its row and its updates are of that size
@@ -581,11 +585,11 @@ class Server:
         values = message.values
         standing = self.standings[name]
         known = self.state.members.get(name)
-        architecture, size = values["architecture"], values["size"]
-        if known is None or (known.size, known.architecture) != (size, architecture):
-            table = {"kind": "join", "party": name, "architecture": architecture, "size": size}
+        brought = {part: values[part] for part in ("architecture", "size", "examples")}
+        if known is None or brought != {part: getattr(known, part) for part in brought}:
+            table = {"kind": "join", "party": name, **brought}
             self._commit(table, content if self.plan.algorithm.needs_descriptors else b"")
-            self._say("joined", party=name, architecture=architecture, size=size)
+            self._say("joined", party=name, **brought)
         else:
             self._say("back", party=name)
         standing.is_greeted, standing.is_spent = True, False
@@ -722,16 +726,25 @@ class Server:
         self.log({"event": event, **details})
 
 
-def _check_scores(message: Message, splits: Collection[str], has_metric: bool) -> None:
-    """Refuse what no examples can give: the round is chosen by these numbers, and they are kept for good."""
+def _check_scores(message: Message, examples: Mapping[str, int], has_metric: bool) -> None:
+    """Refuse what no examples can give: the round is chosen by these numbers, and they are kept for good.
+
+    Args:
+        message: The party's.
+        examples: How many the party said that it has, by split. Its scores are of all of them, or of none where it
+            keeps them to itself: else it could make its own count for more than those of all others.
+        has_metric: Whether examples are right or wrong.
+    """
     scores = message.values.get("scores")
-    if not isinstance(scores, dict) or scores.keys() != set(splits):
+    if not isinstance(scores, dict) or scores.keys() != examples.keys():
         raise WireError("scores", "sent scores that cannot be read")
-    for values in scores.values():
+    for split, values in scores.items():
         if not isinstance(values, list) or [type(value) for value in values] != [
             float, float if has_metric else type(None), int,
         ]:  # fmt: skip
             raise WireError("scores", "sent scores that cannot be read")
         loss, metric, count = values
-        if not (0 <= count < MAX_COUNT and 0 <= loss <= (MAX_LOSS if count else 0) and 0 <= (metric or 0) <= count):
-            raise WireError("scores", f"sent scores that {count!s:.20} examples cannot have")
+        if count not in (0, examples[split]):
+            raise WireError("scores", f"sent scores of {count!s:.20} examples and has {examples[split]}")
+        if not (0 <= loss <= (MAX_LOSS if count else 0) and 0 <= (metric or 0) <= count):
+            raise WireError("scores", f"sent scores that {count} examples cannot have")

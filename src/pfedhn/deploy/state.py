@@ -25,7 +25,7 @@ from pfedhn.files import make_folder, read_bytes, write_atomically
 from pfedhn.params import copy, in_dtype, num_bytes, stack, take
 from pfedhn.seal import DamagedError, sealed_json, unsealed_json
 
-FORMAT = 2
+FORMAT = 3
 NUM_KEPT = 2  # checkpoints, with their journals
 
 
@@ -36,6 +36,7 @@ class Member:
     name: str
     architecture: str
     size: int  # training examples
+    examples: dict[str, int]  # of the splits that its models are tested on
     place: int  # in the order of the cohorts' draws
     phase: Phase = "training"
     base: int | None = None  # the last of its rounds that was accepted; what the party kept then is its version
@@ -143,11 +144,11 @@ class Rules:
         name = table["party"]
         known = state.members.get(name)
         if known is not None:
-            known.size = table["size"]
+            known.size, known.examples = table["size"], table["examples"]
             return
         descriptor = _opened(message).tensors if message else None
         phase: Phase = "joining" if state.has_ended else "training"
-        member = Member(name, table["architecture"], table["size"], len(state.members), phase)
+        member = Member(name, table["architecture"], table["size"], table["examples"], len(state.members), phase)
         state.members[name] = member
         state.rows[name] = self._first_row(state, member, descriptor)
 
