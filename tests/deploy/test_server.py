@@ -193,6 +193,80 @@ def test_a_damaged_checkpoint_is_made_up_for_by_the_one_before(
         group.new_server()
 
 
+def saved(file: Path) -> bool:
+    return file.name.startswith("checkpoint-")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_copy_that_was_made_while_checkpoints_were_written_is_whole_or_refused(rounds: int, tmp_path: Path) -> None:
+    """Checkpoints are copied first and journals last, and in between the server goes on and writes more of them."""
+    simulation = simulation_of(small("pfedhn-pc"), rounds=8, cohort=6, evaluate_every=1_000)
+    group = Group(simulation, tmp_path, Policy(checkpoint_seconds=1e9))
+    server, copied = tmp_path / "server", tmp_path / "copy"
+    copied.mkdir()
+
+    def copy_some(is_wanted: Callable[[Path], bool]) -> None:
+        for file in filter(is_wanted, server.iterdir()):
+            shutil.copy(file, copied)
+
+    def listen(event: Any) -> None:
+        group.events.append(event)
+        if event["event"] == "round":
+            group.server._saved = -1e12  # a checkpoint falls due
+        if event["event"] == "accepted" and event["round"] == 1 and not list(copied.iterdir()):
+            copy_some(saved)
+        if event["event"] == "accepted" and event["round"] == 1 + rounds:
+            copy_some(lambda file: not saved(file))
+            raise Killed
+
+    group.server.log = listen
+    with pytest.raises(Killed):
+        group.server.run()
+    group.transport._waiting.clear()
+    live = group.server.state
+    shutil.rmtree(server)
+    copied.rename(server)
+    if rounds > 1:  # the journal that follows the checkpoint is gone, with what it said
+        with pytest.raises(RunError, match="journal-000000001 is missing"):
+            group.new_server()
+        return
+    restored = group.new_server().state
+    assert (restored.round, restored.num_accepted) == (live.round, live.num_accepted) == (2, 13)
+    assert_same_bits([restored.shared, restored.rows], [live.shared, live.rows])
+    # Another checkpoint later, a new server still reads what happened and nothing else.
+    group.server._saved = -1e12
+    stop_after(group, "round", 2)
+    live = group.server.state
+    restored = group.new_server().state
+    assert (restored.round, restored.num_accepted) == (live.round, live.num_accepted)
+    assert_same_bits([restored.shared, restored.rows], [live.shared, live.rows])
+
+
+def test_what_another_server_left_after_a_checkpoint_is_not_taken_in(tmp_path: Path) -> None:
+    """It was brought back from a copy, and files of what came later are still there."""
+    group = Group(simulation_of(small("fedavg"), rounds=3, cohort=6, evaluate_every=1_000), tmp_path)
+    stop_after(group, "round", 1)
+    store = group.server.store
+    shutil.copy(store._journal(0), store._journal(1))
+    assert store.number == 0
+    group.server._checkpoint(is_wanted=True)
+    assert group.new_server().state.num_accepted == 6
+
+
+def test_journals_alone_are_no_state(tmp_path: Path) -> None:
+    group = Group(
+        simulation_of(small("fedavg"), rounds=4, cohort=6, evaluate_every=1_000),
+        tmp_path,
+        Policy(checkpoint_seconds=0.0),
+    )
+    stop_after(group, "round", 3)
+    for file in filter(saved, (tmp_path / "server").iterdir()):
+        file.unlink()
+    with pytest.raises(RunError, match=r"no checkpoint in .* is sound"):
+        group.new_server()
+
+
 def test_a_folder_serves_one_plan(expected: tuple[Simulation, State], tmp_path: Path) -> None:
     group = Group(expected[0], tmp_path, Policy(checkpoint_seconds=0.0))
     stop_after(group, "round", 1)
@@ -395,9 +469,9 @@ def scored(*values: Any) -> Callable[[Message], Message]:
 
 BAD_SCORES = [
     scored(1.0, 1.0, 10**400), scored(1.0, 1.0, 1 << 40), scored(1.0, 1.0, 2), scored(1.0, 1.0, -1),
-    scored(1.0, 1.0, True), scored(1.0, 1e300, 1), scored(1.0, 1.5, 1), scored(1.0, -1.0, 1), scored(1.0, None, 1), scored(1.0, 1, 1),
-    scored(-1.0, 1.0, 1), scored(1e301, 1.0, 1), scored(1.0, 0.0, 0), scored(None, 1.0, 1), scored(1.0, 1.0),
-    altered(values=with_value(scores=None)), altered(values=with_value(scores={"validation": [1.0, 1.0, 1]})),
+    scored(1.0, 1.0, True), scored(1.0, 1e300, 1), scored(1.0, 1.5, 1), scored(1.0, -1.0, 1), scored(1.0, None, 1),
+    scored(1.0, 1, 1), scored(-1.0, 1.0, 1), scored(1e301, 1.0, 1), scored(1.0, 0.0, 0), scored(None, 1.0, 1),
+    scored(1.0, 1.0), altered(values=with_value(scores=None)), altered(values=with_value(scores={"validation": [1.0, 1.0, 1]})),
 ]  # fmt: skip
 BAD_HELLOS = [
     altered(values=with_value(**wrong))

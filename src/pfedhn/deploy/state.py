@@ -350,6 +350,9 @@ class Store:
             if newest:
                 raise RunError(f"no checkpoint in {self.folder} is sound; bring the folder back from a backup.")
             state = self.rules.initial()
+        for number in range(max(self.number, 1), newest + 1):
+            if not self._journal(number).exists():
+                raise RunError(f"{self._journal(number)} is missing; bring the folder back from a backup.")
         for number in range(self.number, newest + 1):
             for table, message in records(self._journal(number), is_last=number == newest):
                 self.rules.apply(state, table, message)
@@ -377,16 +380,20 @@ class Store:
                 }  # fmt: skip
         number = self.number + 1
         write_tensors(self.folder / f"checkpoint-{number:09d}", tensors)
+        # Before the checkpoint counts: what an older server left there did not come after it, and one that is missing
+        # is missed.
+        write_atomically(self._journal(number), b"", mode=0o600)
         table |= {"format": FORMAT, "plan": self.rules.plan.digest}
         write_atomically(self.folder / f"checkpoint-{number:09d}.json", sealed_json(table), mode=0o600)
         self.number = number
-        for old in self._numbers()[NUM_KEPT:]:
-            self._remove(old)
+        if len(kept := self._numbers()[:NUM_KEPT]) == NUM_KEPT:
+            for old in {*self._numbers(), *self._numbers("journal-*")}:
+                if old < kept[-1]:
+                    self._remove(old)
 
     def _remove(self, number: int) -> None:
         for file in (f"checkpoint-{number:09d}.json", f"checkpoint-{number:09d}", self._journal(number).name):
             (self.folder / file).unlink(missing_ok=True)
-        self._journal(number - 1).unlink(missing_ok=True)
 
     def _numbers(self, pattern: str = "checkpoint-*.json") -> list[int]:
         found = (re.fullmatch(r"[a-z]+-(\d+)", file.stem) for file in self.folder.glob(pattern))
