@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -471,7 +472,8 @@ BAD_SCORES = [
     scored(1.0, 1.0, 10**400), scored(1.0, 1.0, 1 << 40), scored(1.0, 1.0, 2), scored(1.0, 1.0, -1),
     scored(1.0, 1.0, True), scored(1.0, 1e300, 1), scored(1.0, 1.5, 1), scored(1.0, -1.0, 1), scored(1.0, None, 1),
     scored(1.0, 1, 1), scored(-1.0, 1.0, 1), scored(1e301, 1.0, 1), scored(1.0, 0.0, 0), scored(None, 1.0, 1),
-    scored(1.0, 1.0), altered(values=with_value(scores=None)), altered(values=with_value(scores={"validation": [1.0, 1.0, 1]})),
+    scored(1.0, 1.0), altered(values=with_value(scores=None)),
+    altered(values=with_value(scores={"validation": [1.0, 1.0, 1]})),
 ]  # fmt: skip
 BAD_HELLOS = [
     altered(values=with_value(**wrong))
@@ -1060,6 +1062,33 @@ def test_a_run_ends_when_everybodys_budget_is_spent(in_flight: int | None, tmp_p
     assert not group.said("refused")
     assert all(party.personal_model() is not None for party in group.parties.values())
     assert_same_bits(group.new_server().state.shared, state.shared)
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_server_that_is_started_again_knows_whose_budget_is_spent(tmp_path: Path) -> None:
+    """One of them has gone home for good: nobody waits for it. One that comes again may have a new budget."""
+    simulation = simulation_of(small("fedavg"), rounds=5, cohort=6, evaluate_every=1_000)
+    group = Group(simulation, tmp_path, Policy())
+    for name in group.parties:
+        make_private(group, name, 1.0)
+    stop_after(group, "round", 2)
+    del group.answers["party-2"]
+    more = replace(group.parties["party-3"].privacy, epsilon=2.0)  # type: ignore[type-var]
+    group.parties["party-3"] = replace(group.parties["party-3"], privacy=more, heard=[])
+    group.answers["party-3"] = group.parties["party-3"].answer
+    stop = threading.Event()
+
+    def clock() -> float:
+        if group.transport.now > 10_000.0:
+            stop.set()
+        return group.transport.now
+
+    server = group.new_server()
+    server.clock = clock
+    server.run(stop)
+    assert server.state.has_ended
+    assert [event["parties"] for event in group.said("round")][1:] == [[], ["party-3"], [], []]
+    assert server.state.num_accepted == 7
 
 
 @pytest.mark.usefixtures("counted")

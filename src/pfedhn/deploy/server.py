@@ -104,7 +104,6 @@ class Standing:
     """How a party has behaved in this session; forgotten when the server starts anew."""
 
     is_greeted: bool = False
-    is_spent: bool = False  # its privacy budget: it trains no more, and is tested and told as ever
     failures: int = 0  # since its last update that was accepted
     times_aside: int = 0
     aside_until: float = 0.0
@@ -196,7 +195,7 @@ class Server:
             parties[name] = {
                 "is_present": name in self.present,
                 "is_aside": standing.aside_until > self.clock(),
-                "is_spent": standing.is_spent,
+                "is_spent": member.is_spent,
                 "architecture": member.architecture,
                 "size": member.size,
                 "phase": member.phase,
@@ -257,13 +256,13 @@ class Server:
         return [member for member in members if member.phase == phase and self._is_ready(member.name)]
 
     def _is_spent(self, name: str) -> bool:
-        return name in self.standings and self.standings[name].is_spent
+        return self.state.members[name].is_spent
 
     def _are_all_spent(self) -> bool:
         """Whether nobody has budget left, of those who are here and of those who may come back."""
         enrolled = self.roster()
-        known = [one.name for one in self.state.members.values() if one.phase == "training" and one.name in enrolled]
-        return bool(known) and all(map(self._is_spent, known))
+        known = [one for one in self.state.members.values() if one.phase == "training" and one.name in enrolled]
+        return bool(known) and all(one.is_spent for one in known)
 
     def _gather(self) -> None:
         wanted = self.plan.num_clients if self.policy.start_with is None else self.policy.start_with
@@ -313,7 +312,7 @@ class Server:
         does not happen while all who could make one are away.
         """
         ready, state = self._ready(), self.state
-        if not ready or (all(self._is_spent(one.name) for one in ready) and not self._are_all_spent()):
+        if not ready or (all(one.is_spent for one in ready) and not self._are_all_spent()):
             return False
         attempt = state.attempt + 1 if state.is_open else 0
         key = keys.fold(self.plan.seed, "rounds")
@@ -349,7 +348,7 @@ class Server:
 
     def _able(self) -> list[Member]:
         """Parties that can be asked to train."""
-        return [one for one in self._ready() if not self._is_spent(one.name)]
+        return [one for one in self._ready() if not one.is_spent]
 
     def _step(self) -> None:
         names = step_order(self.state)
@@ -582,17 +581,17 @@ class Server:
             raise WireError("stale", f"answered weights that are {stale} steps old")
 
     def _greeted(self, name: str, message: Message, content: bytes) -> None:
-        values = message.values
-        standing = self.standings[name]
         known = self.state.members.get(name)
-        brought = {part: values[part] for part in ("architecture", "size", "examples")}
-        if known is None or brought != {part: getattr(known, part) for part in brought}:
+        brought = {part: message.values[part] for part in ("architecture", "size", "examples")}
+        is_new = known is None or brought != {part: getattr(known, part) for part in brought}
+        if known is None or is_new or known.is_spent:
             table = {"kind": "join", "party": name, **brought}
             self._commit(table, content if self.plan.algorithm.needs_descriptors else b"")
+        if is_new:
             self._say("joined", party=name, **brought)
         else:
             self._say("back", party=name)
-        standing.is_greeted, standing.is_spent = True, False
+        self.standings[name].is_greeted = True
 
     def _scored(self, name: str, message: Message, asked: Asked) -> None:
         scores, member = message.values["scores"], self.state.members[name]
@@ -642,10 +641,8 @@ class Server:
         """A party has no budget left: it is asked to train no more until it comes again, and has not failed."""
         del self.asked[asked.party, asked.kind]
         self.failed.add(asked.party)
-        self.standings[asked.party].is_spent = True
+        self._commit({"kind": "spend", "party": asked.party})
         self._say("spent", party=asked.party, sentence=sentence[:500])
-        if self.state.members[asked.party].phase == "joining":
-            self._commit({"kind": "finish", "party": asked.party})
 
     def _refuse(self, name: str, reason: str, sentence: str) -> None:
         self.standings.setdefault(name, Standing()).refused[reason] += 1

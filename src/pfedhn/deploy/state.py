@@ -42,6 +42,7 @@ class Member:
     base: int | None = None  # the last of its rounds that was accepted; what the party kept then is its version
     best_base: int | None = None  # that of the chosen round
     is_told: bool = False  # that the run has ended, and which round was chosen
+    is_spent: bool = False  # its privacy budget, when it last came: it trains no more, and is tested and told as ever
     # Of a party that joins when training has ended:
     round: int = 0
     evaluated: int = -1
@@ -140,11 +141,11 @@ class Rules:
         getattr(self, f"_{table['kind']}")(state, table, message)
 
     def _join(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
-        """A party comes for the first time, or comes again with other data."""
+        """A party comes for the first time, or comes again with other data, or perhaps with a new budget."""
         name = table["party"]
         known = state.members.get(name)
         if known is not None:
-            known.size, known.examples = table["size"], table["examples"]
+            known.size, known.examples, known.is_spent = table["size"], table["examples"], False
             return
         descriptor = _opened(message).tensors if message else None
         phase: Phase = "joining" if state.has_ended else "training"
@@ -271,9 +272,11 @@ class Rules:
             state.best.rows[member.name] = copy(state.rows[member.name])
         member.has_joined = member.round >= self.plan.joining_rounds
 
-    def _finish(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
-        """A party that joins has no budget for more rounds."""
-        state.members[table["party"]].has_joined = True
+    def _spend(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """A party has no budget for more rounds; one that joins has what it has."""
+        member = state.members[table["party"]]
+        member.is_spent = True
+        member.has_joined = member.phase == "joining"
 
 
 def step_order(state: State) -> list[str]:
