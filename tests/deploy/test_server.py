@@ -931,6 +931,26 @@ def test_a_party_that_comes_while_models_are_tested_is_greeted(tmp_path: Path) -
     assert told[:2] == ["joined", "evaluated"]
 
 
+def test_a_late_answer_to_a_test_does_not_say_that_a_party_knows_the_end(tmp_path: Path) -> None:
+    """It answers the last test when it is told that the run has ended: of the same round, and it has not heard that."""
+    num_asked = 0
+
+    class Late(Virtual):
+        def post(self, party: str, kind: str, content: bytes) -> None:
+            nonlocal num_asked
+            is_it = (party, kind) == ("party-2", "evaluate")
+            num_asked += is_it
+            self.seconds = lambda party: {2: 31.0, 3: 20.0}.get(num_asked, 0.0) if is_it else 0.0
+            super().post(party, kind, content)
+
+    simulation = simulation_of(small("pfedhn-pc"), rounds=2, cohort=6, evaluate_every=1_000)
+    group = Group(simulation, tmp_path, Policy(reply_seconds=30.0), make_transport=Late)
+    group.server.run()
+    assert [event["reason"] for event in group.said("refused")] == ["silent", "round"]
+    assert group.server.state.members["party-2"].is_told
+    assert group.parties["party-2"].personal_model() is not None
+
+
 def test_models_are_tested_again_when_all_who_were_asked_have_left(tmp_path: Path) -> None:
     group = Group(
         simulation_of(small("fedavg"), rounds=1, cohort=1), tmp_path, Policy(start_with=1), clients=[0],

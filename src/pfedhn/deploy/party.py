@@ -226,7 +226,8 @@ class Party:
     def _evaluate(self, message: Message) -> Message:
         """Score the weights that the server would have this party use, and remember them in case they are chosen."""
         number, base, phase = message.values["round"], message.values["base"], message.values["phase"]
-        is_adapted, received = bool(message.values["is_adapted"]), message.tensors
+        is_adapted, is_last = bool(message.values["is_adapted"]), bool(message.values["is_last"])
+        received = message.tensors
         kept = self._kept(phase, base, received)
         scores = self._scores(phase, number, received, kept, EVALUATED_SPLITS, is_adapted)
         write_tensors(self._evaluated(phase, number), named("received", received) | named("kept", kept))
@@ -234,12 +235,11 @@ class Party:
         for file in self.folder.glob(f"evaluated-{phase}-*"):
             if file not in (self._evaluated(phase, number), self._evaluated(phase, -1 if chosen is None else chosen)):
                 file.unlink(missing_ok=True)
-        if message.values["is_last"]:
+        if is_last:
             table = {"phase": phase, "round": number, "architecture": self.architecture, "scores": scores}
             write_atomically(self.folder / "chosen.json", sealed_json(table), mode=0o600)
-        is_last = bool(message.values["is_last"])
         self._note({"kind": "evaluate", "round": number, "phase": phase, "scores": scores, "is_last": is_last})
-        values = {"round": number, "base": base, "phase": phase, "is_adapted": is_adapted}
+        values = {"round": number, "base": base, "phase": phase, "is_adapted": is_adapted, "is_last": is_last}
         values["scores"] = self._shown(scores)
         return Message("evaluate", self.run, self.name, values)
 

@@ -424,9 +424,11 @@ class Server:
             row, base = state.tested.rows[member.name], state.tested.bases[member.name]
         weights = self.plan.exchange(member.phase).publish(model, shared, row)
         is_adapted = is_last and self.plan.algorithm.adaptation_steps > 0
-        repeated = {"round": number, "base": base, "phase": member.phase, "is_adapted": is_adapted}
-        values = {**repeated, "best": best, "is_last": is_last}
-        self._ask(Message("evaluate", self.run_name, member.name, values, weights), repeated)
+        repeated = {
+            "round": number, "base": base, "phase": member.phase, "is_adapted": is_adapted, "is_last": is_last,
+        }  # fmt: skip
+        message = Message("evaluate", self.run_name, member.name, {**repeated, "best": best}, weights)
+        self._ask(message, repeated)
 
     def _ask(
         self,
@@ -529,7 +531,7 @@ class Server:
         for part, value in asked.values.items():
             found = message.values.get(part)
             if found != value or type(found) is not type(value):
-                reason = "round" if part in ("round", "version", "base", "phase", "challenge") else part
+                reason = part if part == "size" else "round"  # all else says which message it answers
                 raise WireError(reason, f"answered with the {part} {found!s:.40} where {value} was asked")
         if message.kind == "hello":
             self._check_hello(message)
