@@ -155,14 +155,14 @@ class Rules:
 
     def _first_row(self, state: State, member: Member, descriptor: Tensor | None) -> Any:
         algorithm = self.plan.algorithm
-        trained = state.best.rows if state.has_ended and state.best is not None else state.rows
+        known = state.best.rows if state.has_ended and state.best is not None else state.rows
+        trained = [row for name, row in known.items() if state.members[name].phase == "training"]
         if state.round == 0 or not trained:
             key = torch.as_tensor(keys.fold(self.plan.seed, "row", member.identity))
             return in_dtype(algorithm.init_row(key, descriptor), self.plan.dtype)
         shared = state.best.shared if state.has_ended and state.best is not None else state.shared
         served = self.plan.exchange("training").served(shared)
-        rows = stack([trained[name] for name in trained])
-        return in_dtype(algorithm.join_row(served, rows, descriptor), self.plan.dtype)
+        return in_dtype(algorithm.join_row(served, stack(trained), descriptor), self.plan.dtype)
 
     def _start(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """Those who are there stand in the order of their names, as in a simulation of the same parties."""
