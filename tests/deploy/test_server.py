@@ -33,6 +33,7 @@ from pfedhn.algorithms.fedper import FedPer
 from pfedhn.cli.federation import sayer
 from pfedhn.data.federation import Federation
 from pfedhn.deploy import privacy as secrets
+from pfedhn.deploy import server as serving
 from pfedhn.deploy.party import SILENCE, Party
 from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.privacy import BudgetSpent, system_normal
@@ -910,6 +911,25 @@ def test_a_party_that_comes_after_the_end_learns_what_is_its_own(tmp_path: Path)
     expected = joining.personal_weights(joined.best.memories, joining.model_of(0), 0, member.best_round)
     mine = group.parties["party-5"].personal_model().state_dict()
     assert_close({name: mine[name] for name in expected}, expected)
+
+
+def test_models_are_tested_a_few_at_a_time(
+    expected: tuple[Simulation, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that not all messages of a large federation are in memory at once; it is the same run."""
+    monkeypatch.setattr(serving, "TESTED_AT_ONCE", 2)
+    most = {True: 0, False: 0}
+
+    class Counting(Virtual):
+        def post(self, party: str, kind: str, content: bytes) -> None:
+            has_ended = group.server.state.has_ended
+            most[has_ended] = max(most[has_ended], sum(kind == "evaluate" for _, kind in group.server.asked))
+            super().post(party, kind, content)
+
+    group = Group(expected[0], tmp_path, make_transport=Counting, seconds=lambda party: 1.0)
+    group.server.run()
+    assert most == {True: 2, False: 2}
+    assert_simulated(group, expected[1])
 
 
 def test_a_party_that_comes_while_models_are_tested_is_greeted(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from pfedhn.errors import first_line
 from pfedhn.params import Params, num_bytes, zeros_like
 
 SECONDS_BETWEEN_LOOKS = 0.2
+TESTED_AT_ONCE = 64  # parties: the message to each, with its weights, is in memory until it is answered
 SMALL_MESSAGE = 1 << 16  # bytes that an answer without tensors may have
 MAX_COUNT = 1 << 40  # of examples, rounds and the like
 MAX_LOSS = 1e300  # summed; no number of parties makes it infinite
@@ -145,6 +146,7 @@ class Server:
         self.standings: dict[str, Standing] = {}
         self.asked: dict[tuple[str, str], Asked] = {}
         self.scores: dict[str, Any] = {}  # of the evaluation that goes on
+        self._to_test: list[str] = []  # who has not been asked yet in that evaluation
         self.present: set[str] = set()
         self._layouts: dict[tuple[str, Phase], tuple[str, int]] = {}
         self.failed: set[str] = set()  # who will not answer in the round that is open
@@ -671,13 +673,23 @@ class Server:
             self._collect()
             return
         self._commit({"kind": "test"})
-        self.scores = {}
-        for member in ready:
-            self._ask_to_evaluate(member)
+        self.scores, self._to_test = {}, [member.name for member in ready]
+        self._test_more()
+
+    def _test_more(self) -> None:
+        while self._to_test and self._has_room("evaluate"):
+            if self._is_ready(name := self._to_test.pop(0)):
+                self._ask_to_evaluate(self.state.members[name])
+
+    def _has_room(self, *kinds: str) -> bool:
+        """Whether one more message of such kinds can be in memory."""
+        return sum(kind in kinds for _, kind in self.asked) < TESTED_AT_ONCE
 
     def _end_evaluation(self) -> None:
         """Choose, if nobody is waited for any more; begin anew if nobody answered, or the server was started again."""
         tested, scores = self.state.tested, self.scores
+        if tested is not None:
+            self._test_more()
         if tested is None or any(kind == "evaluate" for _, kind in self.asked):
             return
         if not scores:
@@ -691,10 +703,12 @@ class Server:
     def _serve_the_ended(self) -> bool:
         """Tell parties which round was chosen, and let others join; whether anybody is waited for."""
         for member in self._ready("training"):
-            if not member.is_told and (member.name, "evaluate") not in self.asked:
+            is_asked = member.is_told or (member.name, "evaluate") in self.asked
+            if not is_asked and self._has_room("train", "evaluate"):
                 self._ask_to_evaluate(member, is_last=True)
         for member in self._ready("joining"):
-            if any(party == member.name for party, _ in self.asked) or member.is_told:
+            is_asked = member.is_told or any(party == member.name for party, _ in self.asked)
+            if is_asked or not self._has_room("train", "evaluate"):
                 continue
             if member.has_joined:
                 self._ask_to_evaluate(member, is_last=True)
