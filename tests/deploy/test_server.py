@@ -458,8 +458,8 @@ BAD = {
         altered(values=with_value(base=7)), altered(values=with_value(phase="joining")),
     ],
     "size": [altered(values=with_value(size=10**6)), altered(values=with_value(size=True))],
-    "run": [altered(run=lambda run: "other"), altered(party=lambda party: "party-1")],
-    "kind": [altered(kind=lambda kind: "evaluate")],
+    "run": [altered(run=lambda run: "other"), altered(party=lambda party: "party-1" + "x" * 9_999)],
+    "kind": [altered(kind=lambda kind: "evaluate"), altered(kind=lambda kind: "x" * 9_999)],
     "form": [altered(tensors=lambda update: {name: leaf.to(torch.uint16) for name, leaf in update.items()})],
     "scores": [altered(values=with_value(scores={})), altered(values=with_value(scores={"validation": [1.0, 9.0, 1]}))],
 }  # fmt: skip
@@ -525,6 +525,7 @@ def test_nothing_bad_gets_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert {event["party"] for event in refused} == {"party-2"}
     assert [event["reason"] for event in refused] == sent
     assert len(sent) == len(wrong) + 2 + len(BAD_HELLOS)
+    assert max(len(event["sentence"]) for event in refused) < 400
     without = Group(simulation_of(small("fedavg"), federation, **settings), tmp_path / "without", Policy(start_with=2))
     for name in ("party-2", "party-3", "party-4", "party-5"):
         del without.answers[name]
@@ -722,6 +723,13 @@ def test_what_a_party_says_of_its_own_is_counted_under_one_name(tmp_path: Path) 
     assert next(number) > 1
     assert set(group.server.status()["parties"][party.name]["refused"]) == {"party"}
     assert max(len(event["sentence"]) for event in group.said("refused")) < 400
+
+
+def test_what_nobody_asks_for_is_not_read(tmp_path: Path) -> None:
+    """There is no limit to how large it may be."""
+    group = Group(simulation_of(small("fedavg"), rounds=1, cohort=6), tmp_path)
+    group.server._settle(Arrival("party-2", "train", b"\0" * 100))
+    assert [event["reason"] for event in group.said("refused")] == ["late"]
 
 
 def test_who_is_not_enrolled_is_sent_nothing(tmp_path: Path) -> None:

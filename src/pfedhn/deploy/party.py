@@ -115,10 +115,10 @@ class Party:
         """
         message = opened(envelope, self.server_key)
         if (message.run, message.party) != (self.run, self.name):
-            raise WireError("run", f"asks {message.party!r} of the run {message.run!r}, who is somebody else")
+            raise WireError("run", f"asks {message.party!r:.80} of the run {message.run!r:.80}, who is somebody else")
         answers = {"hello": self._hello, "train": self._train, "evaluate": self._evaluate}
         if message.kind not in answers:
-            raise WireError("kind", f"asks for {message.kind!r}, which is unknown")
+            raise WireError("kind", f"asks for {message.kind!r:.80}, which is unknown")
         asked = hashlib.sha256(from_envelope(envelope)[1]).digest()
         if message.kind == "train" and (before := self._reply_to(asked)) is not None:
             return before

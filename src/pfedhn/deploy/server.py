@@ -519,17 +519,17 @@ class Server:
         """A party's message, if there is nothing wrong with it; the cheap checks and the signature come first."""
         if key is None:
             raise WireError("stranger", "is not enrolled")
-        message = opened(content, key, None if asked is None else asked.limit)
-        if message.run != self.run_name or message.party != name:
-            raise WireError("run", f"sent a message of {message.party!r} in the run {message.run!r}")
-        if asked is None:
+        if asked is None:  # not even read: there is no limit to how large it may be
             raise WireError("late", "answered what nobody asks any more")
+        message = opened(content, key, asked.limit)
+        if message.run != self.run_name or message.party != name:
+            raise WireError("run", f"sent a message of {message.party!r:.80} in the run {message.run!r:.80}")
         if message.kind == "refusal" and message.values.get("of") == asked.kind:
             if message.values.get("round") not in (None, asked.values.get("round")):
                 raise WireError("round", "refuses what is not asked")
             return message
         if message.kind != asked.kind:
-            raise WireError("kind", f"answered with {message.kind!r} what asked for {asked.kind!r}")
+            raise WireError("kind", f"answered with {message.kind!r:.80} what asked for {asked.kind!r}")
         for part, value in asked.values.items():
             found = message.values.get(part)
             if found != value or type(found) is not type(value):
@@ -704,7 +704,7 @@ class Server:
         """Tell parties which round was chosen, and let others join; whether anybody is waited for."""
         for member in self._ready("training"):
             is_asked = member.is_told or (member.name, "evaluate") in self.asked
-            if not is_asked and self._has_room("train", "evaluate"):
+            if not is_asked and self._has_room("evaluate"):
                 self._ask_to_evaluate(member, is_last=True)
         for member in self._ready("joining"):
             is_asked = member.is_told or any(party == member.name for party, _ in self.asked)
