@@ -636,7 +636,7 @@ def test_ctrl_c_says_how_to_go_on_and_ends_with_130(finished: Path) -> None:
     process = start("run", "mine.toml", "--out", "stopped", "--jobs", "2", "--threads", "1", *forever)
     wait_for(runs, 2)
     os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the parent and every worker
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert "stopped; `pfedhn run --resume stopped` continues." in errors
     assert "Traceback" not in errors + output
