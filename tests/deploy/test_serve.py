@@ -81,7 +81,7 @@ def test_a_server_with_an_authority_of_one_s_own(site: Site, monkeypatch: pytest
         def ask(path: str, data: bytes | None = None) -> Any:
             key = base64.b64encode(key_text(KEYS[0].public_key())).decode()
             request = urllib.request.Request(f"https://{site.address}{path}", data, {KEY_HEADER: key})
-            with urllib.request.urlopen(request, timeout=20, context=context) as answer:
+            with urllib.request.urlopen(request, timeout=120, context=context) as answer:
                 return json.loads(answer.read())
 
         assert ask("/v1/fleet/pull-messages", b"hello") == {"call": "pull-messages", "content": "hello"}
@@ -97,7 +97,7 @@ def test_a_server_with_an_authority_of_one_s_own(site: Site, monkeypatch: pytest
 def test_a_key_is_registered_when_the_engine_says_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it said of another key, some time ago, says nothing of this one."""
     service = Service(site, False, lambda event: None)
-    (service.home / "commands.log").write_text(f"Public key {IN_USE}.")
+    (service.home / "failed-command.log").write_text(f"Public key {IN_USE}.")
     answers = [(1, "the engine does not answer"), (1, f'{{"success": false,\n"message": "Public key {IN_USE}."}}')]
 
     def run(command: Sequence[str], home: Path) -> subprocess.CompletedProcess[str]:

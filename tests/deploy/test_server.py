@@ -167,20 +167,28 @@ def stop_after(group: Group, event: str, times: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_gone", [False, True])
 def test_a_damaged_checkpoint_is_made_up_for_by_the_one_before(
-    expected: tuple[Simulation, State], tmp_path: Path
+    is_gone: bool, expected: tuple[Simulation, State], tmp_path: Path
 ) -> None:
     group = Group(expected[0], tmp_path, Policy(checkpoint_seconds=0.0))
     stop_after(group, "round", 3)
     files = sorted((tmp_path / "server").glob("checkpoint-*"))
     assert len(files) == 4  # two, each of tensors and a table
-    for file in files[2:]:
+
+    def spoil(file: Path) -> None:
         file.write_bytes(file.read_bytes()[:-9])
+        if is_gone:
+            file.unlink()
+
+    for file in files[2:]:
+        spoil(file)
     group.new_server()
+    assert group.server.state.round == 3
     group.server.run()
     assert_simulated(group, expected[1])
     for file in (tmp_path / "server").glob("checkpoint-*"):
-        file.write_bytes(b"")
+        spoil(file)
     with pytest.raises(RunError, match=r"no checkpoint in .* is sound"):
         group.new_server()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as some
 from safetensors.torch import save
 from support import assert_same_bits
@@ -85,7 +85,7 @@ def test_what_is_too_large_is_not_even_verified() -> None:
     assert refused.value.reason == "size"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(some.binary(max_size=200), some.integers(0, 400), some.integers(0, 400))
 def test_no_bytes_do_more_than_be_refused(noise: bytes, start: int, length: int) -> None:
     """Whoever holds a key can sign anything: what is read after the signature must be as careful as before."""

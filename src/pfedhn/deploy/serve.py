@@ -132,7 +132,7 @@ class Service:
         with suppress(ValueError):
             answer = json.loads(done.stdout[max(0, done.stdout.find("{")) :])
         if done.returncode or answer is None or not answer.get("success", True):
-            append(self.home / "commands.log", f"{words}\n{said}\n")
+            write_atomically(self.home / "failed-command.log", f"{words}\n{said}\n".encode())  # the last one
             return None, said
         return answer, said
 

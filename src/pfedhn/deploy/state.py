@@ -322,18 +322,18 @@ class Store:
 
     def load(self) -> State:
         """The newest intact checkpoint, with every record since then applied."""
-        state, numbers = None, self._numbers()
-        for number in numbers:
+        state = None
+        for number in self._numbers():
             state = self._read(number)
             if state is not None:
                 self.number = number
                 break
+        # A checkpoint that is damaged or gone is made up for: the journals follow each other without a gap.
+        newest = max([self.number, *self._numbers(), *self._numbers("journal-*")])
         if state is None:
-            if numbers:
+            if newest:
                 raise RunError(f"no checkpoint in {self.folder} is sound; bring the folder back from a backup.")
             state = self.rules.initial()
-        # Journals of newer checkpoints that are damaged follow each other without a gap.
-        newest = max([self.number, *numbers])
         for number in range(self.number, newest + 1):
             for table, message in records(self._journal(number), is_last=number == newest):
                 self.rules.apply(state, table, message)
@@ -372,8 +372,8 @@ class Store:
             (self.folder / file).unlink(missing_ok=True)
         self._journal(number - 1).unlink(missing_ok=True)
 
-    def _numbers(self) -> list[int]:
-        found = (re.fullmatch(r"checkpoint-(\d+)", file.stem) for file in self.folder.glob("checkpoint-*.json"))
+    def _numbers(self, pattern: str = "checkpoint-*.json") -> list[int]:
+        found = (re.fullmatch(r"[a-z]+-(\d+)", file.stem) for file in self.folder.glob(pattern))
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def _journal(self, number: int) -> Path:
