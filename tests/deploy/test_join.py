@@ -222,7 +222,10 @@ def test_noise_is_not_forgotten_in_the_next_run(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_process_is_at_work_under_its_own_name() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # before that, it may have no name yet
         assert is_alive(process.pid, sys.executable)
         assert not is_alive(process.pid, "flwr-serverapp")
         process.kill()
