@@ -66,7 +66,7 @@ def test_columns_that_need_scaling_are_named_once(tmp_path: Path, caplog: pytest
     for seed in (0, 1):
         build_federation(cell, seed)
     (message,) = caplog.messages
-    assert message.startswith("ages.csv is not scaled: its feature 2 has mean ")
+    assert message.startswith("ages.csv is not scaled: its column 'age' has mean ")
 
 
 def test_own_data_keep_their_names(tmp_path: Path) -> None:
