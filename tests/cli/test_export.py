@@ -221,6 +221,30 @@ def test_the_table_of_training_can_be_predicted(kinds: Path, monkeypatch: pytest
     assert "of 60." in said.stderr
 
 
+def test_finished_runs_are_not_those_of_a_table_that_changed(
+    kinds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(kinds, tmp_path, dirs_exist_ok=True)
+    text = Path("visits.csv").read_text()
+    Path("kinds.toml").write_text(KINDS.replace('"visits.csv"', f'"{kinds / "visits.csv"}"'))
+    again = invoke("run", "kinds.toml", "--out", "runs", "--device", "cpu")
+    assert again.exit_code == 0, again.output
+    assert "1 of 1 runs are finished already" in again.stderr
+    try:
+        (kinds / "visits.csv").write_text(text.replace(",x,", ",xx,"))
+        changed = invoke("run", "kinds.toml", "--out", "runs", "--device", "cpu", "--seeds", "0,1")
+        (kinds / "visits.csv").write_text(text + "\n\n")  # the same table, written another way
+        same = invoke("run", "kinds.toml", "--out", "runs", "--device", "cpu")
+    finally:
+        (kinds / "visits.csv").write_text(text)
+    assert changed.exit_code == 2
+    assert "visits.csv has changed since runs/pfedhn-visits-2-seed0 was finished; give another --out" in " ".join(
+        changed.stderr.split()
+    )
+    assert same.exit_code == 0, same.output
+
+
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [("kind,dose\nq,0.5\n", "'q', which the run was not trained on"), ("dose\n1\n", "no column 'kind'")],
