@@ -1,5 +1,6 @@
 """Columns of a table as numbers, and how others are read alike."""
 
+import csv
 import datetime
 from pathlib import Path
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from pfedhn.data.columns import medians
+from pfedhn.data.columns import Encoding, medians
 from pfedhn.data.files import from_table, read_client, read_federation, read_inputs
 from pfedhn.data.reading import Column, Reading, TableReading
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_federation, check
 from pfedhn.experiments.grid import from_toml, with_assignments
 from pfedhn.settings import parse_assignments
+
+ENCODED = Encoding("one-hot", "zero")
 
 
 def test_medians_are_the_ordinary_ones() -> None:
@@ -108,3 +111,37 @@ def test_a_table_of_numbers_alone_refuses_empty_cells_later(tmp_path: Path) -> N
     (tmp_path / "new.csv").write_text("b,a\n1,2\n,4\n")
     with pytest.raises(UserError, match=r"'b' in line 3 of new\.csv is empty; fill the cell or drop the example\."):
         read_inputs(tmp_path / "new.csv", how=how)
+
+
+def test_semicolons_and_decimal_commas_are_understood(tmp_path: Path) -> None:
+    """As a spreadsheet writes them where numbers have decimal commas."""
+    rows = [("ab"[i % 2], i / 4, i if i % 7 else "", ("x", "u,v", "y")[i % 3], i % 2) for i in range(20)]
+    for name, separator, point in (("comma", ",", "."), ("semicolon", ";", ",")):
+        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.writer(file, delimiter=separator)
+            writer.writerow(["who", "dose", "count", "kind", "label"])
+            writer.writerows([who, str(dose).replace(".", point), *rest] for who, dose, *rest in rows)
+    assert "a;0,5;2;y;0" in (tmp_path / "semicolon.csv").read_text()
+    both = [from_table(tmp_path / f"{name}.csv", "who", "label", encoding=ENCODED) for name in ("comma", "semicolon")]
+    assert both[0].columns == both[1].columns
+    assert numpy.array_equal(both[0].x, both[1].x, equal_nan=True)
+    assert both[0].x[:, 0].tolist() == [i / 4 for i in range(20)]
+
+
+@pytest.mark.parametrize("cells", [["1.234,5", "2,5"], ["a,b", "1,5"]])
+def test_what_is_no_number_with_a_decimal_comma_stays_text(cells: list[str], tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("who;what;a\n" + "\n".join(f"1;2;{cell}" for cell in cells))
+    with pytest.raises(UserError, match=f"'a' in line 2 of table.csv is '{cells[0]}' and not a number"):
+        from_table(tmp_path / "table.csv", "who", "what")
+
+
+def test_a_header_with_both_signs_is_taken_at_its_commas(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("who;x,what;a\n1;2;3\n")
+    with pytest.raises(UserError, match=r"has 1 cells and the header 2; .* if they are separated by semicolons"):
+        from_table(tmp_path / "table.csv", "who", "what")
+
+
+def test_decimal_commas_and_points_in_one_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("who;what;a;b\n1;2;0,5;1.234\n1;2;1,5;2.345\n")
+    with pytest.raises(UserError, match="with commas in column 'a' and with points in column 'b'; write them all"):
+        from_table(tmp_path / "table.csv", "who", "what")

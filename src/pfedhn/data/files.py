@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TextIO, TypeAlias, get_args
 
 import numpy
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ from pfedhn.data.reading import Column, ImageReading, Reading, TableReading
 from pfedhn.errors import UserError, closest, first_line, short
 from pfedhn.files import given_path, reading
 
+MAX_HEADER = 1_000_000  # characters of the first line that are looked at
 MAX_CELL = 1_000  # characters in a cell of a text file; numbers and names are shorter, and all of a column get room
 
 TABLES = (".csv", ".tsv", ".parquet")
@@ -239,7 +240,8 @@ def from_table(
     0, 1, ... in sorted order; so do clients (whole numbers in their own order). Features are not scaled.
 
     Args:
-        path: The file.
+        path: The file. Cells of a .csv file are separated by commas; or by semicolons, where its first line has these
+            and no commas, and then numbers may have decimal commas.
         client_column: The column that names the client.
         label_column: The column that holds the label.
         task: "classification" where labels are class numbers or names, "regression" where they are numbers to predict.
@@ -388,7 +390,8 @@ def read_columns(
 def _read_csv(file: Path) -> Columns:
     try:
         with reading(file), file.open(newline="", encoding="utf-8-sig") as stream:
-            reader = csv.reader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
+            separator = _separator(file, stream)
+            reader = csv.reader(stream, delimiter=separator)
             header = [name.strip() for name in next(reader, [])]
             numbered = [(reader.line_num, line) for line in reader if line]
     except UnicodeDecodeError as error:
@@ -403,8 +406,10 @@ def _read_csv(file: Path) -> Columns:
         raise UserError(f"the first line of {file.name} must name every column once.")
     for number, line in numbered:
         if len(line) != len(header):
+            others = [word for sign, word in SEPARATORS.items() if sign != separator and sign in "".join(header)]
+            hint = f", or separate all cells by commas if they are separated by {others[0]}" if others else ""
             raise UserError(
-                f"line {number} of {file.name} has {len(line)} cells and the header {len(header)}; repair it."
+                f"line {number} of {file.name} has {len(line)} cells and the header {len(header)}; repair it{hint}."
             )
         if len(longest := max(line, key=len)) > MAX_CELL:
             raise UserError(
@@ -412,7 +417,42 @@ def _read_csv(file: Path) -> Columns:
                 "are no number and no name: drop that column."
             )
     columns = {name: numpy.array([line[place] for _, line in numbered], str) for place, name in enumerate(header)}
+    if separator == ";":
+        columns = _with_points(file, columns)
     return Columns(file, columns, [number for number, _ in numbered])
+
+
+SEPARATORS = {";": "semicolons", "\t": "tabs"}
+
+
+def _separator(file: Path, stream: TextIO) -> str:
+    """What separates cells; a spreadsheet of a country with decimal commas writes semicolons."""
+    if file.suffix.lower() == ".tsv":
+        return "\t"
+    header = stream.readline(MAX_HEADER)
+    stream.seek(0)
+    return ";" if ";" in header and "," not in header else ","
+
+
+def _with_points(file: Path, columns: Mapping[str, Array]) -> dict[str, Array]:
+    """Columns of numbers that have decimal commas, with points instead; the others as they are."""
+    commas = [name for name, column in columns.items() if _are_numbers(column, ",")]
+    points = [name for name, column in columns.items() if _are_numbers(column, r"\.")]
+    if commas and points:  # 1.234 may be more than a thousand here
+        raise UserError(
+            f"{file.name} has numbers with commas in column {commas[0]!r} and with points in column {points[0]!r}; "
+            "write them all with decimal points, and no sign between thousands."
+        )
+    return {
+        name: numpy.char.replace(column, ",", ".") if name in commas else column for name, column in columns.items()
+    }
+
+
+def _are_numbers(column: Array, sign: str) -> bool:
+    """Whether a column of texts holds numbers, and some of them have this sign before their fraction."""
+    number = re.compile(rf"\s*([+-]?(\d+({sign}\d*)?|{sign}\d+)([eE][+-]?\d+)?)?\s*")
+    cells = column.tolist()
+    return any(re.search(sign, cell) for cell in cells) and all(number.fullmatch(cell) for cell in cells)
 
 
 def _read_parquet(file: Path, takes_empty: bool, is_ignored: Callable[[str], bool]) -> Columns:
