@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 import pfedhn
 from pfedhn.cli.app import app
+from pfedhn.portable import to_markdown
 from pfedhn.record import read_spec, write_spec
 
 CLINICS = """
@@ -150,6 +151,12 @@ def test_images_are_predicted_by_their_files(tmp_path: Path, monkeypatch: pytest
     with torch.no_grad():
         best = pfedhn.load("runs", device="cpu").personal_model("Lyon")(x).argmax(-1)
     assert [row["prediction"] for row in said] == [("cat", "dog")[place] for place in best.tolist()]
+    card = pfedhn.load("runs", device="cpu").card("Lyon")
+    assert card["input"]["images"]["channels"] == ["red", "green", "blue"]
+    assert (
+        "Images of 4 x 4 pixels (height x width), resized with Pillow's Image.resize with Image.Resampling.BILINEAR; "
+        "channels red, green, blue, in this order and first; each value from 0 to 1"
+    ) in to_markdown(card)
     Path("table.csv").write_text("a,b\n1,2\n")
     refused = invoke("predict", "runs", "--client", "Lyon", "--data", "table.csv")
     assert "table.csv is a table, and this run's examples have shape (3, 4, 4); give arrays" in refused.stderr
@@ -295,6 +302,24 @@ def test_a_client_that_joins_is_read_as_the_others_were(
     train = pfedhn.Federation.from_clients({"Oslo": (x, y)}).splits["train"].of(0)
     assert dose == {"name": "dose", "empty": numpy.median([i for i in train.tolist() if i % 4])}
     assert kind == {"name": "kind", "texts": ["x", "y", "z"]}
+    card = Path("oslo.md").read_text()
+    assert f"| 1 | dose | as it is; {dose['empty']:.6g} for an empty cell |" in card
+    assert "| 2 to 4 | kind | 1 in the place of its text, 0 elsewhere: x, y, z |" in card
+
+
+def test_a_card_says_what_goes_in(kinds: Path, tmp_path: Path) -> None:
+    run = pfedhn.load(kinds / "runs", device="cpu")
+    for place, client in enumerate(("Berlin", "Rome")):
+        (dose, _) = run.card(client)["input"]["columns"]
+        assert dose == {"name": "dose", "empty": pytest.approx(fill_of(kinds, place))}
+    run.export("Rome", tmp_path / "rome.safetensors")
+    assert "| 1 | dose | as it is; " in (tmp_path / "rome.md").read_text()
+
+
+def test_a_card_of_numbers_names_the_columns() -> None:
+    card = pfedhn.load("runs", device="cpu").card("Lyon")
+    assert card["input"]["columns"] == [{"name": "age"}, {"name": "dose"}]
+    assert "| 1 | age | as it is |\n| 2 | dose | as it is |\n" in to_markdown(card)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+RESIZED_WITH = "Pillow's Image.resize with Image.Resampling.BILINEAR"
+
 
 @dataclass(frozen=True)
 class Column:
@@ -77,10 +79,11 @@ def reading_card(how: Reading | None, shape: Sequence[int], fill: Sequence[float
     if how.images is not None:
         return {
             "images": {
-                "channels": how.images.channels,
-                "values": "0 to 1",
-                "resize": list(shape[1:]),
-                "filter": "bilinear, as in Pillow",
+                "channels": ["gray"] if how.images.channels == "gray" else ["red", "green", "blue"],
+                "height": shape[1],
+                "width": shape[2],
+                "resized_with": None if how.images.resize is None else RESIZED_WITH,
+                "pixels_divided_by": 255,
             }
         }
     if how.table is None:
