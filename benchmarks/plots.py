@@ -2,17 +2,19 @@
 
     python benchmarks/plots.py
 
-Of equal measurements the last one counts, files in the order of their names.
+There is one file for light pages and one for dark ones. Of equal measurements the last one counts, files in the order
+of their names.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator
+
+from pfedhn.report.figures import to_svg
 
 RESULTS = Path(__file__).parent / "results"
 FILE = Path(__file__).parents[1] / "docs" / "figures" / "cost.svg"
@@ -93,9 +95,9 @@ def figure_of(records: list[Record]) -> Figure:
 
 
 def main() -> None:
-    matplotlib.rcParams["svg.hashsalt"] = "pfedhn"  # the same lines give the same file
-    figure_of(read()).savefig(FILE, metadata={"Date": None})
-    print(FILE)
+    for file, is_dark in ((FILE, False), (FILE.with_stem(f"{FILE.stem}-dark"), True)):
+        file.write_bytes(to_svg(figure_of(read()), is_dark))
+        print(file)
 
 
 if __name__ == "__main__":

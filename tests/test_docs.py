@@ -285,6 +285,17 @@ def test_figures_are_whole() -> None:
         assert xml.etree.ElementTree.parse(figure).getroot().tag.endswith("svg")
 
 
+def test_figures_fit_light_and_dark_pages() -> None:
+    """A drawing follows the color scheme by itself; a plot is there twice, and a page shows the one that fits."""
+    text = "".join(page.read_text() for page in PAGES)
+    for figure in (ROOT / "docs" / "figures").iterdir():
+        if "prefers-color-scheme" in figure.read_text():
+            continue
+        name = figure.stem.removesuffix("-dark")
+        assert f"figures/{name}.svg#only-light)" in text, figure.name
+        assert f"figures/{name}-dark.svg#only-dark)" in text, figure.name
+
+
 def toml_value(text: str) -> Any:
     value = tomllib.loads(f"value = {text}")["value"]
     return None if value == "none" else tuple(value) if isinstance(value, list) else value

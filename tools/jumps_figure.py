@@ -1,7 +1,7 @@
-"""Draws what jumps.py wrote: a row for each setting, a line for each seed.
+"""Draws what jumps.py wrote, for light and for dark pages: a row for each setting, a line for each seed.
 
-python tools/jumps_figure.py results/jumps/pfedhn-pc-cifar100-50.jsonl docs/figures/jumps-50.png
-python tools/jumps_figure.py results/jumps/pfedhn-cifar100-10.jsonl docs/figures/jumps-10.png
+python tools/jumps_figure.py results/jumps/pfedhn-pc-cifar100-50.jsonl docs/figures/jumps-50.svg
+python tools/jumps_figure.py results/jumps/pfedhn-cifar100-10.jsonl docs/figures/jumps-10.svg
 """
 
 import json
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+
+from pfedhn.report.figures import to_svg
 
 COLUMNS = {
     "validation": "validation accuracy, %",
@@ -21,7 +23,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 FIRST_STEP = 150  # before it everything rises
 
 
-def main(source: Path, target: Path) -> None:
+def figure_of(source: Path) -> Figure:
     runs: dict[str, list[dict[str, Any]]] = {}
     for line in source.read_text().splitlines():
         run = json.loads(line)
@@ -49,7 +51,12 @@ def main(source: Path, target: Path) -> None:
         axes.set_xlabel("communication steps", fontsize=10)
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=9)
-    figure.savefig(target, dpi=90)
+    return figure
+
+
+def main(source: Path, target: Path) -> None:
+    target.write_bytes(to_svg(figure_of(source)))
+    target.with_stem(f"{target.stem}-dark").write_bytes(to_svg(figure_of(source), is_dark=True))
 
 
 if __name__ == "__main__":

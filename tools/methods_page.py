@@ -1,9 +1,9 @@
 """Writes the tables of docs/methods.md, docs/privacy.md and docs/deployment.md.
 
 What each method moves and keeps, what fewer bits cost, and all settings; accuracy against epsilon; accuracy against
-clients at work. `make docs` runs it. A table stands between two markers and is made from a method's file and its row of
-`ALGORITHMS`, so that a new method appears by itself, or from the stored runs of an experiment. What a setting means is
-the comment behind it in the dataclass.
+clients in flight. `make docs` runs it. A table stands between two markers and is made from a method's file and its row
+of `ALGORITHMS`, so that a new method appears by itself, or from the stored runs of an experiment. What a setting means
+is the comment behind it in the dataclass.
 """
 
 import ast
@@ -153,14 +153,14 @@ def privacy_table() -> str:
 
 
 def staleness_table() -> str:
-    """Accuracy against clients at work of the stored runs of the experiment `staleness`."""
+    """Accuracy against clients in flight, of the stored runs of the experiment `staleness`."""
     (report,) = to_reports(read_file(PAGE.parents[1] / "results" / "staleness.jsonl"))
     accuracies: dict[str, dict[int, str]] = {}
     for entry in report.entries:
         accuracies.setdefault(entry.cell.method, {})[entry.cell.in_flight or 0] = number_text(entry.test("clients"))
     counts = sorted({count for row in accuracies.values() for count in row})
     lines = [
-        f"| method | replies for a step | {' | '.join(f'{count} at work' for count in counts)} |",
+        f"| method | replies per step | {' | '.join(f'{count} in flight' for count in counts)} |",
         f"|---|---:|{'---:|' * len(counts)}",
     ]
     for method, row in accuracies.items():

@@ -22,9 +22,16 @@ OPENING = """\
 
 # The rest of the paper
 
-Table 1 is on [the page of results](results.md). Here is what else the paper shows, in its order, each by one command;
-the paper's value stands beside ours. A figure is made again from the stored lines by
-`pfedhn report results --out report`, and [experiments](experiments.md#studies) says how a study is made.
+The paper's Table 1 is on the page of [results](results.md). Its other experiments are *studies*, each of which is one
+command; [experiments](experiments.md#studies) says how a study works.
+"""
+SHOWN = """\
+Below are the studies that have been run, in the order of the paper, with its values beside ours where it has any. To
+redraw the figures from the stored results: `pfedhn report results --out report`.
+"""
+NONE_SHOWN = """\
+None of these has a stored result yet, so there is nothing to show here. With `--small`, each runs on the digits in
+seconds: `pfedhn run novel-clients --small`.
 """
 NUMBERS = """\
 <!-- Made by `make results` from the files in results/. Do not edit. -->
@@ -43,7 +50,7 @@ def found(results: Path) -> list[Finding]:
 
 
 def page(shown: Sequence[Finding]) -> str:
-    parts = [OPENING, commands()]
+    parts = [OPENING, commands(), SHOWN if shown else NONE_SHOWN]
     for finding in shown:
         parts += [f"## {finding.title}", finding.sentence, f"`pfedhn run {finding.name}`"]
         for stem in map(finding.stem, finding.figures):
@@ -65,6 +72,8 @@ def numbers(shown: Sequence[Finding]) -> str:
             parts.append(f"## {finding.name}")
         for lines, caption in long:
             parts += [markdown_table(lines), caption]
+    if len(parts) == 1:
+        parts.append("There are none yet.")
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 

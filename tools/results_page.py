@@ -173,7 +173,7 @@ SUMMARY_TABLE = """\
 Test accuracy of each client's own model on its own test examples, in percent, averaged over clients, at the round
 chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the same splits for all methods. Columns are
 data sets and numbers of clients. **Bold**: the best of a column, and what three seeds cannot tell from it (the 95 %
-interval of the paired difference holds zero). Empty: not run."""
+interval of the paired difference contains zero). Empty: not run."""
 
 SUMMARY_END = """\
 The [log](results-log.md) has every cell with both averages, bytes, time, rates, commit and paired intervals, MNIST, the
@@ -266,7 +266,7 @@ def page(every: Sequence[Report], notes: str, tuning: Sequence[Mapping[str, Any]
                 parts += [caption(column), markdown(lines)] if lines else []
         else:
             parts.append("No run of this table is stored yet.")
-    parts += ["## pFedHN: does it reach what it should?", BAR_TEXT, markdown(bars(every))]
+    parts += ["## Does pFedHN reach what it should?", BAR_TEXT, markdown(bars(every))]
     parts += ["## Baselines that differ from the paper", *far_section(reports), notes.strip()]
     parts += ["## Rates", RATES_TEXT, *tuning_section(tuning), STORED_TEXT]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -278,7 +278,7 @@ OPENING = f"""\
 # Results: the log
 
 The long form of the [results](results.md). Every number of ours comes from a line in `results/` of the repository, and
-the line names the command that makes it again ([how](#how-a-result-is-stored-and-rerun)).
+the line names the command that reproduces it ([how](#how-a-result-is-stored-and-rerun)).
 
 Accuracy is that of each client's own model on its own test examples, in percent, at the round chosen on validation.
 *Over clients* is the mean of the clients' accuracies, as the paper defines it; *over samples* counts every test
@@ -290,8 +290,8 @@ means *not run yet*; *1 seed* marks a number that no second seed has confirmed. 
 and 2, on which all methods have the same splits.
 
 Before you quote a number, read [what explains the differences from the
-paper](#baselines-that-differ-from-the-paper). Wall times are of runs that shared the GPU with others; what one takes
-alone is on the page on [performance](performance.md)."""
+paper](#baselines-that-differ-from-the-paper). Wall times are of runs that shared the GPU with others;
+[performance](performance.md) has those of runs alone."""
 
 
 def grid(report: Report) -> list[list[str]]:
@@ -365,12 +365,12 @@ def commits_text(entry: Entry) -> str:
 
 
 BAR_TEXT = """\
-A cell of pFedHN or pFedHN-PC must not lie more than two standard errors of the difference under what is known to be
-reachable: under *r - 2 s √(1/n + 1/m)*. *r* is the mean of *m* runs of a faithful re-implementation, written for this
-purpose and thrown away, or where it was not run the paper's mean of 3; *s* is the largest of our deviation, that one's
-and the paper's; *n* is our number of runs, in some cells more than the table's three. These accuracies are over
-samples. Of a cell that fails, either the fault must be found or shown why there is none: [what was looked
-at](#pfedhn-under-its-bar-what-was-looked-at)."""
+A check against regressions: a cell of pFedHN or pFedHN-PC should not be more than two standard errors of the
+difference below what is known to be reachable, so its bound is *r - 2 s √(1/n + 1/m)*. *r* is the mean of *m* runs of
+an independent re-implementation that was written for this check and is not part of the package, or, where that was
+not run, the paper's mean of 3. *s* is the largest of three standard deviations: ours, the re-implementation's and the
+paper's. *n* is our number of runs, in some cells more than the table's three. Accuracies here are over samples. Cells
+that fail are [looked at below](#cells-of-pfedhn-below-their-bound)."""
 
 
 def bars(reports: Sequence[Report]) -> list[list[str]]:
@@ -414,8 +414,8 @@ def far_section(reports: Sequence[Report]) -> list[str]:
         dataset, clients = entry.column
         lines.append([display_name(entry.label), dataset, str(clients), number_text(entry.test())])
         lines[-1] += [f"{paper[0]:.2f} ± {paper[1]:.2f}", f"{difference:+.2f}", steps_to(entry, paper[0])]
-    about = f"""Those by more than {FAR:g} points; below, what explains them. *There after* says when the mean of our
-test curves first reaches the paper's number, in communication steps."""
+    about = f"""All cells that differ by more than {FAR:g} points; explanations follow the table. *There after* says
+when the mean of our test curves first reaches the paper's number, in communication steps."""
     return [about, markdown(lines)]
 
 
@@ -435,19 +435,20 @@ def unexplained(reports: Sequence[Report], notes: str) -> list[str]:
 
 
 RATES_TEXT = """\
-pFedHN and pFedHN-PC run with their authors' rates. A baseline's are chosen by `pfedhn tune` on the paper's grids:
-learning rates 0.1, 0.05, 0.01, 0.005 and personal ones 0.05, 0.01, 0.005, 0.001, on validation rows, with 50 clients
-and seed 0: every point for a fifth of the steps, the best three for all of them. They are kept for 10 and 100
-clients. LG-FedAvg takes FedAvg's rate, MNIST takes CIFAR-10's. Points that are closer than a point or so cannot be
-told apart by one seed. Where the rate that one seed chose diverged with another of the table's seeds, it is out:
-Local on Omniglot was tuned again on all three, and pFedMe on Omniglot took its second-best point (0.1 and 0.01), as
-the best diverged with seed 2. pFedHN and pFedHN-PC were tuned on CIFAR-100 only to see [what the paper's search
-would choose](#runs-that-jump); the table does not use it.
+pFedHN and pFedHN-PC run with their authors' learning rates. Those of the baselines are chosen by `pfedhn tune` on the
+paper's grids: learning rates 0.1, 0.05, 0.01, 0.005 and personal ones 0.05, 0.01, 0.005, 0.001, on validation
+examples, with 50 clients and seed 0. Every point runs for a fifth of the steps, then the best three for all of them.
+The choice is kept for 10 and 100 clients. LG-FedAvg takes FedAvg's rate, MNIST takes CIFAR-10's. Points within about
+a percentage point of each other cannot be told apart by one seed. A rate that diverged with another of the table's
+seeds is excluded: Local on Omniglot was tuned again on all three seeds, and pFedMe on Omniglot took its second-best
+point (0.1 and 0.01), as the best diverged with seed 2. pFedHN and pFedHN-PC were tuned on CIFAR-100 only to see [what
+the paper's search would choose](#runs-that-jump); the table does not use it.
 
-The baselines of CIFAR-100 were tuned with a version whose linear layer got, by our estimate, one minibatch in
-200,000 wrong (two copies raced on the GPU; it is mended, and the runs of CIFAR-100 and Omniglot in the tables are
-later; ten classes were never concerned). Per-FedAvg's grid was run again for 1,000 steps: the best three are the
-same, but 0.005 and 0.005 comes first among them, as it may by chance; they were not run in full again."""
+The baselines of CIFAR-100 were tuned with a version whose linear layer, by our estimate, got one minibatch in 200,000
+wrong (a race between two copies on the GPU). This is fixed; the runs of CIFAR-100 and Omniglot in the tables were
+made later, and networks with ten classes were never affected. Per-FedAvg's grid was run again for 1,000 steps: the
+best three are the same, but 0.005 and 0.005 comes first among them, possibly by chance; they were not run in full
+again."""
 
 
 def tuning_section(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -485,10 +486,11 @@ def score_text(stage: Mapping[str, Any] | None) -> str:
 STORED_TEXT = """\
 ## How a result is stored and rerun
 
-`results/` has a `.jsonl` file for each table: a line with the experiment, then a line for each run. A run's line holds
-every field of its cell, every setting of the method, seed, command, commit, device, versions, precision and whether it
-was deterministic, wall time, bytes, the checksum of the split, scores at the chosen round with each client's number of
-correct rows and of rows, and the learning curve. [Experiments](experiments.md#resultjson) describes the fields.
+`results/` has a `.jsonl` file for each table: a line with the experiment, then a line for each run. A run's line
+holds every field of its cell, every setting of the method, seed, command, commit, device, versions, precision and
+whether it was deterministic, wall time, bytes, the checksum of the split, scores at the chosen round with each
+client's number of correct examples and of examples, and the learning curve. [Experiments](experiments.md#resultjson)
+describes the fields.
 
 ```sh
 pfedhn run table1-cifar10 --out runs/table1-cifar10                               # on a GPU
@@ -500,13 +502,13 @@ pfedhn report results                                                           
 A `.jsonl` file that was made on another machine goes in the same way: `pfedhn report FILE.jsonl --export ...`.
 
 To check a cell, take `command` from its line and run it at its `commit` with an `--out` of its own. If
-`environment.deterministic` is true, the same device and versions give the same bits: the same correct rows of every
-client and the same losses. Otherwise the order of sums on a GPU may differ, and the result lies about as far away as
-that of another seed. Steps and bytes of LG-FedAvg include the FedAvg run that it starts from.
+`environment.deterministic` is true, the same device and versions give the same bits: the same correct examples of
+every client and the same losses. Otherwise the order of sums on a GPU may differ, and the result differs about as
+much as that of another seed. Steps and bytes of LG-FedAvg include the FedAvg run that it starts from.
 
 `results/jumps/` has what `tools/jumps.py` wrote, `results/checks/` the runs and comparisons that the text above
 quotes and no table holds: runs on a CPU, Per-FedAvg's Hessian-free form and its grid, and what `tools/same_seed.py`
-found of runs made twice."""
+found about runs made twice."""
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:

@@ -93,6 +93,6 @@ def pairs(report: Report, column: Column, average: Average = "clients") -> list[
 
 def caption(column: Column) -> str:
     return (
-        f"{column_text(column)}: differences are taken seed by seed, on the same splits; where the interval holds "
-        "zero, the two methods are not told apart. Rank: the mean place over the seeds that all methods have."
+        f"{column_text(column)}: differences are taken seed by seed, on the same splits; if the interval contains "
+        "zero, the seeds cannot tell the two methods apart. Rank: the mean place over the seeds that all methods have."
     )
