@@ -46,7 +46,7 @@ class Server:
         self.health = {"is_up": True, "has_ended": False}
         app = make_app(
             self.invitations, "127.0.0.1:9", folder / AUTHORITY, self.authority, self.enrolled, lambda: self.health,
-            lambda event: None,
+            lambda event: None, 1 << 20,
         )  # fmt: skip
         self.gate = Gate(app, folder, "127.0.0.1", self.port)
 

@@ -24,9 +24,12 @@ from starlette.routing import Route
 from pfedhn.deploy import engine, serve
 from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certificates
 from pfedhn.deploy.gate import Gate
-from pfedhn.deploy.serve import IN_USE, Service
+from pfedhn.deploy.serve import IN_USE, Service, max_body
+from pfedhn.deploy.server import SMALL_MESSAGE
 from pfedhn.deploy.signing import KEY_HEADER, key_text, public_text
 from pfedhn.deploy.site import Site
+from pfedhn.deploy.spec import read_spec, to_plan
+from pfedhn.params import num_bytes
 
 SPEC = 'model = "mlp-4"\nclients = 2\n[data]\nclasses = 2\nshape = [2]\n'
 LINE = public_text(KEYS[0].public_key())
@@ -115,3 +118,19 @@ def test_a_key_is_registered_when_the_engine_says_so(site: Site, monkeypatch: py
     answers.append((0, '{"success": true}'))
     service._register()
     assert service.registered == {LINE}
+
+
+def test_the_engine_s_programs_find_each_other_past_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "intranet")
+    monkeypatch.delenv("no_proxy", raising=False)
+    found = engine.environment(tmp_path)
+    assert found["NO_PROXY"] == "intranet,127.0.0.1,localhost"
+    assert found["no_proxy"] == "127.0.0.1,localhost"
+
+
+@pytest.mark.parametrize("model", ["mlp-4", "mlp-200000"])
+def test_a_party_can_send_its_update_and_not_much_more(model: str) -> None:
+    plan = to_plan(read_spec(SPEC.replace("mlp-4", model), Path("spec.toml")))
+    update = num_bytes(plan.start(model))
+    assert 2 * update + SMALL_MESSAGE < max_body(plan) <= 4 * update + (4 << 20)

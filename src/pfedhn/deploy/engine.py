@@ -21,13 +21,18 @@ QUIET = {
     "PYTHONUNBUFFERED": "1",
 }
 """What the engine's programs find in their environment: they tell nobody anything, and install nothing."""
+HERE = ("127.0.0.1", "localhost")
 SECONDS_TO_STOP = 10.0
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of the engine's programs; they find each other beside this Python."""
+    """The environment of the engine's programs; they find each other beside this Python, and by no proxy."""
     paths = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    return {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": os.pathsep.join(filter(None, paths))}
+    direct = {
+        name: ",".join(filter(None, [os.environ.get(name, ""), *HERE]))  # both spellings are in use
+        for name in ("NO_PROXY", "no_proxy")
+    }
+    return {**os.environ, **QUIET, **direct, "FLWR_HOME": str(home), "PATH": os.pathsep.join(filter(None, paths))}
 
 
 def program(name: str) -> str:

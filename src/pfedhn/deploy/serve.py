@@ -17,6 +17,7 @@ import tomli_w
 from pfedhn.deploy import engine
 from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certificates
 from pfedhn.deploy.gate import Gate, make_app
+from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.signing import public_text
 from pfedhn.deploy.site import Site
 from pfedhn.errors import RunError
@@ -25,11 +26,18 @@ from pfedhn.files import append, make_folder, read_text, write_atomically
 CONNECTION = "pfedhn"
 RUN = "flwr-serverapp"  # the program that the engine starts for a run
 IN_USE = "already in use"  # in what the engine says of a key that it knows
+SMALL_BODY = 4 << 20  # bytes
 SECONDS_BETWEEN_CHECKS = 1.0  # whether everything is at work
 SECONDS_TO_START = 120.0
 SECONDS_BETWEEN_QUESTIONS = 10.0  # to the engine, about the run; each starts a program
 SECONDS_TO_REGISTER = 30.0  # that a party waits until the engine knows its key, before it is told to come
 SECONDS_TO_LEAVE = 20.0  # that a run may take to write what it knows
+
+
+def max_body(plan: Plan) -> int:
+    """Bytes that a party may send at once: far above its update, which the engine sends whole, and its own messages."""
+    largest = max(sum(shape.numel() for shape in model.shapes.values()) for model in plan.models.values())
+    return 4 * largest * plan.dtype.itemsize + SMALL_BODY
 
 
 class Service:
@@ -64,7 +72,7 @@ class Service:
         _ = self.site.plan, self.site.key  # what is wrong with SPEC is said before anything starts
         app = make_app(
             self.site.invitations, self.engine_address, self.home / AUTHORITY, read_text(self.site.folder / AUTHORITY),
-            self._enrolled, self._health, self._log,
+            self._enrolled, self._health, self._log, max_body(self.site.plan),
         )  # fmt: skip
         gate = Gate(app, self.site.folder, self.site.settings["host"], self.site.settings["port"])
         gate.start()
