@@ -170,7 +170,7 @@ def test_what_is_kept_is_its_owner_s_alone(server: Server, tmp_path: Path, monke
         remember(tmp_path / "own", "lyon", tmp_path, "")
         append_record(tmp_path / "journal", {})
         service = Service(Site(tmp_path / "state"), True, lambda event: None)
-        service._log({"event": "serving"})
+        service.site.log({"event": "serving"})
         private = Privacy(1.0, 1.0, 100.0)
         monkeypatch.setattr(secrets, "spent", lambda history, delta: 0.0)  # the accountant takes time to load
         secrets.Budget(private, tmp_path / "privacy.json").pay(private.cost(10, 5, 1))

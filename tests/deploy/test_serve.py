@@ -9,7 +9,8 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pfedhn.deploy import engine, serve
+from pfedhn.deploy import engine, flower, serve
 from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certificates
 from pfedhn.deploy.gate import Gate
 from pfedhn.deploy.serve import IN_USE, Service, max_body
@@ -29,6 +30,8 @@ from pfedhn.deploy.server import SMALL_MESSAGE
 from pfedhn.deploy.signing import KEY_HEADER, key_text, public_text
 from pfedhn.deploy.site import Site
 from pfedhn.deploy.spec import read_spec, to_plan
+from pfedhn.errors import RunError, UserError
+from pfedhn.files import claimed
 from pfedhn.params import num_bytes
 
 SPEC = 'model = "mlp-4"\nclients = 2\n[data]\nclasses = 2\nshape = [2]\n'
@@ -127,6 +130,90 @@ def test_the_engine_s_programs_find_each_other_past_a_proxy(tmp_path: Path, monk
     found = engine.environment(tmp_path)
     assert found["NO_PROXY"] == "intranet,127.0.0.1,localhost"
     assert found["no_proxy"] == "127.0.0.1,localhost"
+
+
+class Engines:
+    """An engine that starts, and whose runs do what they are told to; each run is the next of `runs`."""
+
+    def __init__(self, site: Site, monkeypatch: pytest.MonkeyPatch, *runs: Callable[[], None]) -> None:
+        self.site, self.runs, self.num_runs = site, list(runs), 0
+        process = SimpleNamespace(poll=lambda: None, pid=0)
+        monkeypatch.setattr(engine, "start", lambda command, home: process)
+        monkeypatch.setattr(engine, "program", str)
+        monkeypatch.setattr(engine, "stop", lambda process: None)
+        monkeypatch.setattr(engine, "is_listening", lambda address: True)
+        monkeypatch.setattr(engine, "is_alive", lambda pid, name: False)
+        monkeypatch.setattr(engine, "run", self.run)
+        monkeypatch.setattr(serve, "SECONDS_BETWEEN_CHECKS", 0.001)
+        monkeypatch.setattr(serve, "SECONDS_BETWEEN_QUESTIONS", 0.0)
+
+    def run(self, command: Sequence[str], home: Path) -> subprocess.CompletedProcess[str]:
+        answer: dict[str, Any] = {"runs": [{"status": "finished:failed"}]}
+        if command[1] == "run":
+            self.num_runs += 1
+            answer = {"run-id": self.num_runs}
+            self.runs.pop(0)()
+        return subprocess.CompletedProcess(command, 0, json.dumps(answer), "")
+
+
+def lives(site: Site, error: type[Exception]) -> Callable[[], None]:
+    """The program of a run, to its end by an error."""
+    config = {"served": True, "state": str(site.folder), "leave": True}
+
+    def run() -> None:
+        grid: Any = SimpleNamespace()
+        with pytest.raises(error):
+            flower.main(grid, SimpleNamespace(run_config=config, run_id=1))  # type: ignore[arg-type]
+
+    return run
+
+
+def raises(error: Exception) -> Callable[..., None]:
+    def serve(*given: Any) -> None:
+        raise error
+
+    return serve
+
+
+def test_a_server_whose_run_gives_up_says_why_and_ends(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal that is damaged is not read again and again."""
+    sentence = "the journal is damaged at byte 7; bring it back from a backup."
+    (site.folder / "server").mkdir()
+    monkeypatch.setattr(flower, "serve", raises(RunError(sentence)))
+    engines = Engines(site, monkeypatch, lives(site, RunError))
+    with pytest.raises(RunError) as caught:
+        Service(site, True, lambda event: None).run(threading.Event())
+    assert str(caught.value) == sentence
+    assert [event["why"] for event in events(site) if event["event"] == "gave up"] == [sentence]
+    assert engines.num_runs == 1
+
+
+def test_a_run_that_dies_for_another_reason_is_started_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and where it has got nothing done in between after a time that grows; each time it is said why."""
+    (site.folder / "server").mkdir()
+    monkeypatch.setattr(flower, "serve", raises(ZeroDivisionError("a defect of ours")))
+    monkeypatch.setattr(flower, "SECONDS_FOR_THE_LAST_ONE", 0.0)
+    monkeypatch.setattr(serve, "SECONDS_BETWEEN_RUNS", 0.01)
+    monkeypatch.setattr(serve, "MOST_SECONDS_BETWEEN_RUNS", 0.05)
+
+    def waits() -> None:
+        with claimed(site.folder / "server", 1.0):  # by a run that an earlier server left behind
+            lives(site, UserError)()
+
+    fails = lives(site, ZeroDivisionError)
+    accepts, leaves = (partial(site.log, {"event": kind}) for kind in ("accepted", "left"))
+    engines = Engines(site, monkeypatch, fails, waits, fails, fails, fails, accepts, leaves)
+    Service(site, True, lambda event: None).run(threading.Event())
+    assert engines.num_runs == 7
+    pauses = [event["again_in"] for event in events(site) if event["event"] == "run died"]
+    assert pauses == pytest.approx([0.0, 0.01, 0.03, 0.05, 0.05, 0.0])
+    reasons = [event["why"] for event in events(site) if event["event"] == "failed"]
+    assert [reasons[0], *reasons[2:]] == 4 * ["ZeroDivisionError: a defect of ours"]
+    assert "is being run by another process" in reasons[1]
+
+
+def events(site: Site) -> list[Any]:
+    return [json.loads(line) for line in site.events.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("model", ["mlp-4", "mlp-200000"])

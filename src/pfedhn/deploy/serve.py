@@ -19,9 +19,9 @@ from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certi
 from pfedhn.deploy.gate import Gate, make_app
 from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.signing import public_text
-from pfedhn.deploy.site import Site
+from pfedhn.deploy.site import GAVE_UP, Site
 from pfedhn.errors import RunError
-from pfedhn.files import append, make_folder, read_text, write_atomically
+from pfedhn.files import make_folder, read_text, write_atomically
 
 CONNECTION = "pfedhn"
 RUN = "flwr-serverapp"  # the program that the engine starts for a run
@@ -30,6 +30,8 @@ SMALL_BODY = 4 << 20  # bytes
 SECONDS_BETWEEN_CHECKS = 1.0  # whether everything is at work
 SECONDS_TO_START = 120.0
 SECONDS_BETWEEN_QUESTIONS = 10.0  # to the engine, about the run; each starts a program
+SECONDS_BETWEEN_RUNS = 5.0  # where one has died twice; twice as many each time
+MOST_SECONDS_BETWEEN_RUNS = 300.0
 SECONDS_TO_REGISTER = 30.0  # that a party waits until the engine knows its key, before it is told to come
 SECONDS_TO_LEAVE = 20.0  # that a run may take to write what it knows
 
@@ -63,6 +65,9 @@ class Service:
         self._run_pid: int | None = None  # of the run's process
         self._is_at_work = False  # the run, by its own word
         self._has_left = False  # the run has said that it is over
+        self._trouble = ""  # a sentence of the run that gave up
+        self._num_deaths = 0  # of runs, since one has got anything done
+        self._begin_at = 0.0  # when the next run may begin
 
     def run(self, stop: threading.Event) -> None:
         """Serve until it is asked to stop, or until the run has ended if it leaves then."""
@@ -72,17 +77,19 @@ class Service:
         _ = self.site.plan, self.site.key  # what is wrong with SPEC is said before anything starts
         app = make_app(
             self.site.invitations, self.engine_address, self.home / AUTHORITY, read_text(self.site.folder / AUTHORITY),
-            self._enrolled, self._health, self._log, max_body(self.site.plan),
+            self._enrolled, self._health, self.site.log, max_body(self.site.plan),
         )  # fmt: skip
         gate = Gate(app, self.site.folder, self.site.settings["host"], self.site.settings["port"])
         gate.start()
-        self._log({"event": "serving", "address": self.site.address, "run": self.site.run})
+        self.site.log({"event": "serving", "address": self.site.address, "run": self.site.run})
         try:
             while not stop.is_set():
                 self._keep_engine()
                 self._keep_run()
                 self._register()
                 self._show()
+                if self._trouble:
+                    raise RunError(self._trouble)
                 if self.is_leaving and self._has_left:
                     self._count_traffic()
                     break
@@ -101,7 +108,7 @@ class Service:
         if self.superlink is not None and self.superlink.poll() is None:
             return
         if self.superlink is not None:
-            self._log({"event": "engine died", "code": self.superlink.returncode})
+            self.site.log({"event": "engine died", "code": self.superlink.returncode})
             engine.stop(self.superlink)
             self._show()
             self._end_run()
@@ -122,7 +129,7 @@ class Service:
         }
         write_atomically(self.home / "config.toml", tomli_w.dumps(table).encode())
         self.superlink = engine.start(command, self.home)
-        self._log({"event": "engine", "pid": self.superlink.pid})
+        self.site.log({"event": "engine", "pid": self.superlink.pid})
         began = time.monotonic()
         while not engine.is_listening(self.engine_address):
             if self.superlink.poll() is not None or time.monotonic() - began > SECONDS_TO_START:
@@ -157,13 +164,20 @@ class Service:
                 self.registered.add(line)
 
     def _keep_run(self) -> None:
-        """Start the run, and start it again if it has died: it goes on from its checkpoint and journal."""
+        """Start the run, and start it again if it has died: it goes on from its checkpoint and journal.
+
+        One that dies again before it has got anything done waits longer each time.
+        """
         if self.run_number is not None:
             trouble = self._trouble_of_run()
             self._show()
-            if not trouble or self._has_left:
+            if not trouble or self._has_left or self._trouble:
                 return
-            self._log({"event": "run died", "status": trouble})
+            pause = min(MOST_SECONDS_BETWEEN_RUNS, SECONDS_BETWEEN_RUNS * (2**self._num_deaths - 1))
+            self.site.log({"event": "run died", "status": trouble, "again_in": pause})
+            self._num_deaths, self._begin_at, self.run_number = self._num_deaths + 1, time.monotonic() + pause, None
+        if time.monotonic() < self._begin_at:
+            return
         self._asked, self._run_pid = time.monotonic(), None
         source = Path(__file__).parent / "app"
         copied = self.home / "app"
@@ -203,7 +217,7 @@ class Service:
         status = self.site.known()
         ours = {name: status.get(name) for name in ("wire_down", "wire_up")}
         engines = {"engine_down": traffic.get("outbound-bytes"), "engine_up": traffic.get("inbound-bytes")}
-        self._log({"event": "traffic", **ours, **engines})
+        self.site.log({"event": "traffic", **ours, **engines})
 
     def _stop_run(self) -> None:
         """Ask the run to write what it knows and to leave."""
@@ -234,16 +248,17 @@ class Service:
             self._has_left = self._has_left or kind == "left"
             if kind == "running":
                 self._run_pid, self._is_at_work = event["pid"], True
-            elif kind in ("left", "stopped") or kind == "run died":
+            elif kind in ("left", "stopped", "failed", "run died"):
                 self._is_at_work = False
+            elif kind in ("accepted", "round", "evaluated"):
+                self._num_deaths = 0
+            elif kind == GAVE_UP:
+                self._trouble, self._is_at_work = str(event["why"]), False
             self.say(event)
-
-    def _log(self, event: Mapping[str, Any]) -> None:
-        append(self.site.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n", mode=0o600)
 
     def _enrolled(self, name: str, key: str) -> dict[str, Any]:
         """What a party is told that may come; when the engine knows its key, or it would be sent away once more."""
-        self._log({"event": "enrolled", "party": name})
+        self.site.log({"event": "enrolled", "party": name})
         end = time.monotonic() + SECONDS_TO_REGISTER
         while key not in self.registered and time.monotonic() < end:
             time.sleep(0.1)

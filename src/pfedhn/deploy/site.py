@@ -3,6 +3,8 @@
 import json
 import secrets
 import socket
+import time
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.signing import PrivateKey, load_or_make_key
 from pfedhn.deploy.spec import Spec, read_spec, to_plan
 from pfedhn.errors import UserError
-from pfedhn.files import make_folder, read_text, write_atomically
+from pfedhn.files import append, make_folder, read_text, write_atomically
 
 SETTINGS = "serve.json"
+GAVE_UP = "gave up"  # the event of a run that is of no use to start again, with a sentence for a person
 DEFAULTS = {"host": "0.0.0.0", "port": 9443}  # noqa: S104 - parties come from other machines
 
 
@@ -98,6 +101,10 @@ class Site:
     def key(self) -> PrivateKey:
         """The server's own, which signs what it sends."""
         return load_or_make_key(self.folder / "key")
+
+    def log(self, event: Mapping[str, Any]) -> None:
+        """Add a line to what has happened."""
+        append(self.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n", mode=0o600)
 
     def known(self) -> dict[str, Any]:
         """Where the run stands, as its server last wrote it; empty before that."""
