@@ -136,7 +136,9 @@ class Engines:
     """An engine that starts, and whose runs do what they are told to; each run is the next of `runs`."""
 
     def __init__(self, site: Site, monkeypatch: pytest.MonkeyPatch, *runs: Callable[[], None]) -> None:
-        self.site, self.runs, self.num_runs = site, list(runs), 0
+        self.site, self.runs, self.begun = site, list(runs), list[float]()
+        self.clock = partial(next, itertools.count(1.0))  # it moves when somebody looks at it
+        monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=self.clock))
         process = SimpleNamespace(poll=lambda: None, pid=0)
         monkeypatch.setattr(engine, "start", lambda command, home: process)
         monkeypatch.setattr(engine, "program", str)
@@ -150,8 +152,8 @@ class Engines:
     def run(self, command: Sequence[str], home: Path) -> subprocess.CompletedProcess[str]:
         answer: dict[str, Any] = {"runs": [{"status": "finished:failed"}]}
         if command[1] == "run":
-            self.num_runs += 1
-            answer = {"run-id": self.num_runs}
+            self.begun.append(self.clock())
+            answer = {"run-id": len(self.begun)}
             self.runs.pop(0)()
         return subprocess.CompletedProcess(command, 0, json.dumps(answer), "")
 
@@ -185,7 +187,7 @@ def test_a_server_whose_run_gives_up_says_why_and_ends(site: Site, monkeypatch: 
         Service(site, True, lambda event: None).run(threading.Event())
     assert str(caught.value) == sentence
     assert [event["why"] for event in events(site) if event["event"] == "gave up"] == [sentence]
-    assert engines.num_runs == 1
+    assert len(engines.begun) == 1
 
 
 def test_a_run_that_dies_for_another_reason_is_started_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +195,7 @@ def test_a_run_that_dies_for_another_reason_is_started_again(site: Site, monkeyp
     (site.folder / "server").mkdir()
     monkeypatch.setattr(flower, "serve", raises(ZeroDivisionError("a defect of ours")))
     monkeypatch.setattr(flower, "SECONDS_FOR_THE_LAST_ONE", 0.0)
-    monkeypatch.setattr(serve, "SECONDS_BETWEEN_RUNS", 0.01)
-    monkeypatch.setattr(serve, "MOST_SECONDS_BETWEEN_RUNS", 0.05)
+    monkeypatch.setattr(serve, "MOST_SECONDS_BETWEEN_RUNS", 20.0)
 
     def waits() -> None:
         with claimed(site.folder / "server", 1.0):  # by a run that an earlier server left behind
@@ -204,9 +205,10 @@ def test_a_run_that_dies_for_another_reason_is_started_again(site: Site, monkeyp
     accepts, leaves = (partial(site.log, {"event": kind}) for kind in ("accepted", "left"))
     engines = Engines(site, monkeypatch, fails, waits, fails, fails, fails, accepts, leaves)
     Service(site, True, lambda event: None).run(threading.Event())
-    assert engines.num_runs == 7
     pauses = [event["again_in"] for event in events(site) if event["event"] == "run died"]
-    assert pauses == pytest.approx([0.0, 0.01, 0.03, 0.05, 0.05, 0.0])
+    assert pauses == [0.0, 5.0, 15.0, 20.0, 20.0, 0.0]
+    gaps = [after - before for before, after in itertools.pairwise(engines.begun)]
+    assert all(gap > pause for gap, pause in zip(gaps, pauses, strict=True))
     reasons = [event["why"] for event in events(site) if event["event"] == "failed"]
     assert [reasons[0], *reasons[2:]] == 4 * ["ZeroDivisionError: a defect of ours"]
     assert "is being run by another process" in reasons[1]
