@@ -214,6 +214,21 @@ def test_a_run_that_dies_for_another_reason_is_started_again(site: Site, monkeyp
     assert "is being run by another process" in reasons[1]
 
 
+def test_what_happened_is_passed_on_past_half_a_line_and_a_cut(site: Site) -> None:
+    said: list[Any] = []
+    service = Service(site, False, said.append)
+    site.log({"event": "one"})
+    with site.events.open("ab") as file:
+        file.write(b'{"event": "hal\n\0\0\n7\n{}\n')
+    site.log({"event": "two"})
+    service._show()
+    site.events.write_bytes(b"")
+    service._show()
+    site.log({"event": "three"})
+    service._show()
+    assert [event["event"] for event in said] == ["one", "two", "three"]
+
+
 def events(site: Site) -> list[Any]:
     return [json.loads(line) for line in site.events.read_text().splitlines()]
 

@@ -237,14 +237,19 @@ class Service:
         """Pass on what has happened."""
         if not self.site.events.exists():
             return
+        if self.site.events.stat().st_size < self._place:
+            self._place = 0  # somebody has cut the file off, as programs do that keep logs short
         with self.site.events.open("rb") as file:
             file.seek(self._place)
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         self._place += len(whole)
         for line in whole.splitlines():
-            event = json.loads(line)
-            kind = event["event"]
+            try:
+                event = json.loads(line)
+                kind = event["event"]
+            except (ValueError, TypeError, KeyError):  # half a line: the disk was full, or the power went
+                continue
             self._has_left = self._has_left or kind == "left"
             if kind == "running":
                 self._run_pid, self._is_at_work = event["pid"], True
