@@ -118,9 +118,59 @@ def test_a_key_is_registered_when_the_engine_says_so(site: Site, monkeypatch: py
     assert service.registered == {LINE}
     service._register()  # it is not asked for again
     service.registered.clear()
-    answers.append((0, '{"success": true}'))
+    answers.append((0, '{"success": true, "node-id": 7}'))
     service._register()
     assert service.registered == {LINE}
+
+
+def test_keys_are_registered_one_at_a_time_and_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is started again is asked whom it knows; one that fails is not in the way of others."""
+    lines = {"lyon": LINE}
+    for name, key in (("nice", KEYS[1]), ("paris", KEYS[2])):
+        lines[name] = public_text(key.public_key())
+        site.invitations.invite(name, site.address, "", lines[name])
+    nodes, asked, refused, numbers = dict[str, int](), list[str](), {"lyon"}, itertools.count(100)
+    gone: set[str] = set()
+
+    def run(command: Sequence[str], home: Path) -> subprocess.CompletedProcess[str]:
+        asked.append(command[2])
+        if command[2] == "list":
+            status = {name: "unregistered" if name in gone else "offline" for name in nodes}
+            listed = [{"node-id": str(node), "status": status[name]} for name, node in nodes.items()]
+            return subprocess.CompletedProcess(command, 0, json.dumps({"nodes": listed}), "")
+        name = command[command.index("--name") + 1]
+        if name in refused:
+            return subprocess.CompletedProcess(command, 1, "the engine does not answer", "")
+        nodes[name] = next(numbers)
+        return subprocess.CompletedProcess(command, 0, json.dumps({"success": True, "node-id": nodes[name]}), "")
+
+    monkeypatch.setattr(engine, "program", str)
+    monkeypatch.setattr(engine, "run", run)
+
+    def start(turns: int) -> Service:
+        asked.clear()
+        service = Service(site, False, lambda event: None)
+        service._recall()
+        for turn in range(turns):
+            before = len(asked)
+            service._register()
+            assert len(asked) <= before + 1, turn
+        return service
+
+    assert start(6).registered == {lines["nice"], lines["paris"]}
+    refused.clear()
+    assert start(3).registered == set(lines.values())
+    assert asked == ["list", "register"]
+    assert start(3).registered == set(lines.values())
+    assert asked == ["list"]
+    del nodes["nice"]  # by an engine that was brought back from an older copy
+    assert start(0).registered == {LINE, lines["paris"]}
+    start(2)
+    assert asked == ["list", "register"]
+    gone.add("paris")
+    assert start(0).registered == {LINE, lines["nice"]}
+    (site.folder / "engine" / serve.REGISTERED).write_text("{")
+    assert start(0).registered == set()
 
 
 def test_the_engine_s_programs_find_each_other_past_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,8 @@ from pfedhn.files import make_folder, read_text, write_atomically
 
 CONNECTION = "pfedhn"
 RUN = "flwr-serverapp"  # the program that the engine starts for a run
+REGISTERED = "registered.json"
+AT_HAND = ("registered", "online", "offline")  # what the engine says of a node whose key it knows
 IN_USE = "already in use"  # in what the engine says of a key that it knows
 SMALL_BODY = 4 << 20  # bytes
 SECONDS_BETWEEN_CHECKS = 1.0  # whether everything is at work
@@ -59,7 +61,9 @@ class Service:
         self.engine_address = f"127.0.0.1:{engine.free_port()}"
         self.superlink: subprocess.Popen[bytes] | None = None
         self.run_number: str | None = None
-        self.registered: set[str] = set()
+        self.registered: set[str] = set()  # the keys that the engine knows
+        self._nodes: dict[str, str] = {}  # the engine's names of these, as far as it has told them
+        self._turn = 0
         self._place = self.site.events.stat().st_size if self.site.events.exists() else 0
         self._asked = 0.0
         self._run_pid: int | None = None  # of the run's process
@@ -113,7 +117,6 @@ class Service:
             self._show()
             self._end_run()
         self.run_number = None
-        self.registered = set()
         port = self.engine_address.rpartition(":")[2]
         command = [
             engine.program("flower-superlink"), "--host", "127.0.0.1", "--port", port,
@@ -135,6 +138,7 @@ class Service:
             if self.superlink.poll() is not None or time.monotonic() - began > SECONDS_TO_START:
                 raise RunError(f"the engine does not start; {self.home / 'flower-superlink.log'} says why.")
             time.sleep(SECONDS_BETWEEN_CHECKS)
+        self._recall()
 
     def _ask(self, *words: str) -> tuple[dict[str, Any] | None, str]:
         """What the engine says to a command, None if it fails; and all that was printed."""
@@ -151,17 +155,32 @@ class Service:
             return None, said
         return answer, said
 
+    def _recall(self) -> None:
+        """Find out whose keys an engine that was started again still has: one question, and not one for each party."""
+        file, known = self.home / REGISTERED, dict[str, str]()
+        with suppress(RunError, ValueError):
+            known = json.loads(read_text(file))
+        answer = self._ask("supernode", "list", CONNECTION, "--format", "json")[0] if known else None
+        found = {str(node["node-id"]) for node in (answer or {}).get("nodes", ()) if node["status"] in AT_HAND}
+        self._nodes = {line: node for line, node in known.items() if node in found}
+        self.registered = set(self._nodes)
+
     def _register(self) -> None:
-        """Tell the engine the keys of parties that have enrolled."""
-        for name, line in self.site.invitations.roster().lines.items():
-            if line in self.registered:
-                continue
-            file = self.home / f"{name}.pub"
-            write_atomically(file, line.encode())
-            words = "supernode", "register", str(file), CONNECTION, "--name", name, "--format", "json"
-            answer, said = self._ask(*words)
-            if answer is not None or IN_USE in " ".join(said.split()):  # else it is tried again
-                self.registered.add(line)
+        """Tell the engine the key of a party that has enrolled: one at a time, since each takes seconds."""
+        waiting = [one for one in self.site.invitations.roster().lines.items() if one[1] not in self.registered]
+        if not waiting:
+            return
+        self._turn += 1
+        name, line = waiting[self._turn % len(waiting)]  # in turns: one that fails is not in the way of others
+        file = self.home / f"{name}.pub"
+        write_atomically(file, line.encode())
+        words = "supernode", "register", str(file), CONNECTION, "--name", name, "--format", "json"
+        answer, said = self._ask(*words)
+        if node := (answer or {}).get("node-id"):
+            self._nodes[line] = str(node)
+            write_atomically(self.home / REGISTERED, json.dumps(self._nodes).encode())
+        if answer is not None or IN_USE in " ".join(said.split()):  # else it is tried again
+            self.registered.add(line)
 
     def _keep_run(self) -> None:
         """Start the run, and start it again if it has died: it goes on from its checkpoint and journal.
