@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pfedhn import files
 from pfedhn.deploy import engine, flower, serve
 from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certificates
 from pfedhn.deploy.gate import Gate
@@ -277,6 +278,35 @@ def test_what_happened_is_passed_on_past_half_a_line_and_a_cut(site: Site) -> No
     site.log({"event": "three"})
     service._show()
     assert [event["event"] for event in said] == ["one", "two", "three"]
+
+
+def test_where_a_run_stands_is_read_once_a_second_whoever_asks(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: now))
+    service = Service(site, False, lambda event: None)
+    site.status.write_text('{"rou')  # the power went, and nobody waits for the disk
+    assert service._health()["round"] is None
+    site.status.write_text('{"round": 3}')
+    assert service._health()["round"] is None
+    now = 2.0
+    assert service._health() == {"is_up": False, "round": 3, "has_ended": False}
+
+
+def test_what_is_written_at_every_event_does_not_wait_for_the_disk(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    (site.folder / "server").mkdir()
+
+    class Talkative(flower.Server):
+        def run(self, *given: Any) -> None:
+            monkeypatch.setattr(files.os, "fsync", waited.append)
+            for number in range(3):
+                self.log({"event": "refused", "number": number})
+
+    monkeypatch.setattr(flower, "Server", Talkative)
+    grid: Any = SimpleNamespace(get_nodes=list)
+    flower.serve(grid, site, flower.Flower, is_lingering=False)
+    assert not waited
+    assert site.known()["round"] == 0
 
 
 def events(site: Site) -> list[Any]:

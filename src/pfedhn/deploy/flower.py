@@ -171,7 +171,7 @@ def serve(grid: Grid, site: Site, make_transport: type[Flower], is_lingering: bo
             "strangers": len(transport.strangers),
             "time": round(time.time(), 3),
         }
-        write_atomically(site.status, json.dumps(table).encode(), mode=0o600)
+        write_atomically(site.status, json.dumps(table).encode(), mode=0o600, is_lasting=False)  # at every event
 
     roster = site.invitations.enrolled
     transport = make_transport(grid, roster, site.spec.policy.reply_seconds, log)

@@ -64,6 +64,7 @@ class Service:
         self.registered: set[str] = set()  # the keys that the engine knows
         self._nodes: dict[str, str] = {}  # the engine's names of these, as far as it has told them
         self._turn = 0
+        self._status, self._looked = dict[str, Any](), -1e9  # where the run stands, and when that was read
         self._place = self.site.events.stat().st_size if self.site.events.exists() else 0
         self._asked = 0.0
         self._run_pid: int | None = None  # of the run's process
@@ -290,5 +291,8 @@ class Service:
 
     def _health(self) -> dict[str, Any]:
         is_up = self.superlink is not None and self.superlink.poll() is None
-        status = self.site.known()
+        now = time.monotonic()
+        if now - self._looked > SECONDS_BETWEEN_CHECKS:  # anybody may ask, as often as it likes
+            self._status, self._looked = self.site.known(), now
+        status = self._status
         return {"is_up": is_up, "round": status.get("round"), "has_ended": status.get("has_ended", False)}

@@ -5,6 +5,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,10 @@ class Site:
         append(self.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n", mode=0o600)
 
     def known(self) -> dict[str, Any]:
-        """Where the run stands, as its server last wrote it; empty before that."""
-        table: dict[str, Any] = json.loads(read_text(self.status)) if self.status.exists() else {}
+        """Where the run stands, as its server last wrote it; empty before that, or where a power cut cut it short."""
+        table: dict[str, Any] = {}
+        with suppress(ValueError):
+            table = json.loads(read_text(self.status)) if self.status.exists() else {}
         return table
 
     def invite(self, name: str, key: str | None = None) -> Bundle:
