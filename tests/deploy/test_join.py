@@ -15,6 +15,7 @@ import numpy
 import pytest
 from parties import Group, simulation_of, small
 
+from pfedhn.cli import join as join_command
 from pfedhn.cli.federation import standing
 from pfedhn.deploy import join
 from pfedhn.deploy import privacy as secrets
@@ -215,10 +216,39 @@ def test_noise_is_not_forgotten_in_the_next_run(tmp_path: Path, monkeypatch: pyt
         budget = load_party(tmp_path, privacy=privacy).budget
         assert budget is not None
         assert budget.spent == number
+        assert str(budget) == f"level client, epsilon {number}.000 of 5 spent"
         budget.pay(privacy.cost(9, 9, 1))
     forgetful = load_party(tmp_path)  # as `pfedhn export` reads it, which needs no options
     with pytest.raises(UserError, match="has sent updates with noise"):
         Joined(forgetful, Bundle("lyon", "", "", ""), tmp_path, lambda event: None)
+
+
+def test_a_party_says_how_private_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def enrolled(bundle: Bundle, folder: Path, *rest: Any) -> None:
+        key = public_text(load_or_make_key(folder / "key").public_key())
+        (folder / ENROLLED).write_text(json.dumps({"run": "one", "spec": SPEC, "server": key, "key": "key"}))
+
+    monkeypatch.setattr(secrets, "spent", lambda history, delta: 0.25)
+    monkeypatch.setattr(join, "enroll", enrolled)
+    monkeypatch.setattr(Joined, "run", lambda *given: None)
+    numpy.save(tmp_path / "x.npy", numpy.zeros((20, 2), dtype=numpy.float32))
+    numpy.save(tmp_path / "y.npy", numpy.arange(20) % 2)
+    invitation = tmp_path / "lyon.invite"
+    invitation.write_text(json.dumps({"name": "lyon", "address": "", "authority": "", "token": ""}))
+    given: Any = {"bundle": invitation, "data": tmp_path, "folder": tmp_path / "own", "as_json": True}
+    join_command.join(**given)
+    join_command.join(**given, clip=1.0, noise=2.0, epsilon=8.0, level="client")
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["privacy"] for event in said] == ["none", "level client, epsilon 0.250 of 8 spent"]
+
+
+@pytest.mark.parametrize("option", [{"level": "example"}, {"delta": 1e-6}, {"clip": 1.0, "noise": 1.0}])
+def test_privacy_that_is_asked_for_in_part_is_refused(tmp_path: Path, option: Any) -> None:
+    """It must not be taken for none: updates would leave as they are."""
+    with pytest.raises(UserError, match="privacy needs all three: --clip, --noise and --epsilon"):
+        join_command.join(tmp_path / "lyon.invite", tmp_path, **option)
 
 
 def test_a_process_is_at_work_under_its_own_name() -> None:
