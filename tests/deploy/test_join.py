@@ -1,10 +1,12 @@
 """A party gets in with its invitation, over TLS, and every invitation has a key of its own."""
 
+import errno
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from parties import Group, simulation_of, small
 from pfedhn.cli import join as join_command
 from pfedhn.cli.federation import standing
 from pfedhn.deploy import join
+from pfedhn.deploy import party as party_module
 from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
 from pfedhn.deploy.engine import end_orphan, free_port, is_alive
@@ -31,7 +34,7 @@ from pfedhn.deploy.server import Policy
 from pfedhn.deploy.signing import load_or_make_key, public_text, write_private
 from pfedhn.deploy.site import Site
 from pfedhn.errors import RunError, UserError
-from pfedhn.files import claimed, is_claimed
+from pfedhn.files import claimed, is_claimed, writing
 from pfedhn.privacy import Privacy
 
 SPEC = 'model = "mlp-4"\nclients = 2\n[data]\nclasses = 2\nshape = [2]\n'
@@ -242,6 +245,50 @@ def test_a_party_says_how_private_it_is(
     join_command.join(**given, clip=1.0, noise=2.0, epsilon=8.0, level="client")
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["privacy"] for event in said] == ["none", "level client, epsilon 0.250 of 8 spent"]
+
+
+def test_a_party_whose_disk_is_full_says_so_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process goes on, its owner and the server are told, and with room on the disk it takes part."""
+    group = Group(simulation_of(small("pfedhn-pc"), rounds=2, cohort=1), tmp_path, Policy(start_with=1), clients=[0])
+    party, num_full = group.parties["party-0"], 0
+    whole = party_module.write_atomically
+
+    def full(path: Path, *given: Any, **named: Any) -> None:
+        nonlocal num_full
+        if path.name == "reply" and not num_full:
+            num_full += 1
+            with writing(path):
+                raise OSError(errno.ENOSPC, "No space left on device")
+        whole(path, *given, **named)
+
+    monkeypatch.setattr(party_module, "write_atomically", full)
+    group.server.run()
+    assert num_full == 1
+    (said,) = [event for event in party.heard if event["kind"] == "refusal"]
+    assert "no space left on device; make room" in said["sentence"]
+    (refused,) = group.said("refused")
+    assert "make room" in refused["sentence"]
+    assert group.server.state.round == 2
+
+
+def test_a_party_leaves_nothing_under_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not it has come to be at work."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    write_enrolled(tmp_path, SPEC)
+    joined = Joined(Mock(), Bundle("lyon", "", "", ""), tmp_path, lambda event: None)
+    assert not list((tmp_path / "temporary").iterdir())
+    places: list[bool] = []
+
+    def keep(home: Joined) -> None:
+        places.append((home.place / "socket").is_socket())
+        raise RunError("the engine does not start.")
+
+    monkeypatch.setattr(Joined, "_keep_node", keep)
+    with pytest.raises(RunError):
+        joined.run(threading.Event())
+    assert places == [True]
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 @pytest.mark.parametrize("option", [{"level": "example"}, {"delta": 1e-6}, {"clip": 1.0, "noise": 1.0}])

@@ -134,10 +134,13 @@ class Party:
         if message.kind not in answers:
             raise WireError("kind", f"asks for {message.kind!r}, which is unknown")
         asked = hashlib.sha256(from_envelope(envelope)[1]).digest()
-        if message.kind == "train" and (before := self._reply_to(asked)) is not None:
-            return before
         try:
-            answer = answers[message.kind](message)
+            if message.kind == "train" and (before := self._reply_to(asked)) is not None:
+                return before
+            result = sealed(answers[message.kind](message), self.key)
+            if message.kind == "train":
+                write_atomically(self.folder / "reply", asked + result, mode=0o600)
+            return result
         except MissingVersion as error:
             return self._refusal(message, "version", str(error))
         except BudgetSpent as error:
@@ -147,10 +150,6 @@ class Party:
         except Exception as error:  # a defect of ours must not end the party's process, nor pass unheard
             logger.exception("an error inside pfedhn")
             return self._refusal(message, "party", f"has an error inside pfedhn ({first_line(error)})")
-        result = sealed(answer, self.key)
-        if message.kind == "train":
-            write_atomically(self.folder / "reply", asked + result, mode=0o600)
-        return result
 
     def _refusal(self, message: Message, reason: str, sentence: str) -> bytes:
         self._note({"kind": "refusal", "of": message.kind, "sentence": sentence})
