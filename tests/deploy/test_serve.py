@@ -3,9 +3,11 @@
 import base64
 import itertools
 import json
+import os
 import shutil
 import ssl
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -29,7 +31,7 @@ from pfedhn.deploy.gate import Gate
 from pfedhn.deploy.serve import IN_USE, Service, max_body
 from pfedhn.deploy.server import SMALL_MESSAGE
 from pfedhn.deploy.signing import KEY_HEADER, key_text, public_text
-from pfedhn.deploy.site import Site
+from pfedhn.deploy.site import RUN, Site
 from pfedhn.deploy.spec import read_spec, to_plan
 from pfedhn.errors import RunError, UserError
 from pfedhn.files import claimed
@@ -237,6 +239,7 @@ def test_a_server_whose_run_gives_up_says_why_and_ends(site: Site, monkeypatch: 
     with pytest.raises(RunError) as caught:
         Service(site, True, lambda event: None).run(threading.Event())
     assert str(caught.value) == sentence
+    assert site.run_note.read_text() == str(os.getpid())
     assert [event["why"] for event in events(site) if event["event"] == "gave up"] == [sentence]
     assert len(engines.begun) == 1
 
@@ -263,6 +266,29 @@ def test_a_run_that_dies_for_another_reason_is_started_again(site: Site, monkeyp
     reasons = [event["why"] for event in events(site) if event["event"] == "failed"]
     assert [reasons[0], *reasons[2:]] == 4 * ["ZeroDivisionError: a defect of ours"]
     assert "is being run by another process" in reasons[1]
+
+
+def test_a_run_that_was_left_behind_is_ended_first(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was killed alone leaves one, which holds the folder. A run of another federation stays."""
+    Engines(site, monkeypatch)
+    home = site.folder / "engine"
+    command = [sys.executable, "-c", "input()", RUN]
+    processes = []
+    for place in (home, site.folder.parent / "another"):
+        given = {**os.environ, "FLWR_HOME": str(place)}
+        processes.append(subprocess.Popen(command, env=given, stdin=subprocess.PIPE))
+    stop = threading.Event()
+    stop.set()
+    try:
+        for process in reversed(processes):
+            home.mkdir(exist_ok=True)
+            site.run_note.write_text(str(process.pid))
+            Service(site, False, lambda event: None).run(stop)
+        assert processes[0].wait(120) < 0
+        assert processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.communicate()
 
 
 def test_what_happened_is_passed_on_past_half_a_line_and_a_cut(site: Site) -> None:

@@ -141,6 +141,8 @@ def main(grid: Grid, context: Context) -> None:
     try:
         with claimed(site.folder / "server", SECONDS_FOR_THE_LAST_ONE):
             is_ours = True
+            if config["served"]:
+                write_atomically(site.run_note, str(os.getpid()).encode())
             serve(grid, site, make_transport, is_lingering)
     except Exception as error:  # `pfedhn serve`, which starts the run again, sees nothing else of it
         is_known = isinstance(error, UserError)

@@ -19,12 +19,11 @@ from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certi
 from pfedhn.deploy.gate import Gate, make_app
 from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.signing import public_text
-from pfedhn.deploy.site import GAVE_UP, Site
+from pfedhn.deploy.site import GAVE_UP, RUN, Site
 from pfedhn.errors import RunError
 from pfedhn.files import make_folder, read_text, write_atomically
 
 CONNECTION = "pfedhn"
-RUN = "flwr-serverapp"  # the program that the engine starts for a run
 REGISTERED = "registered.json"
 AT_HAND = ("registered", "online", "offline")  # what the engine says of a node whose key it knows
 IN_USE = "already in use"  # in what the engine says of a key that it knows
@@ -87,6 +86,8 @@ class Service:
         gate = Gate(app, self.site.folder, self.site.settings["host"], self.site.settings["port"])
         gate.start()
         self.site.log({"event": "serving", "address": self.site.address, "run": self.site.run})
+        # The run of a server that was killed alone holds the folder, and would look for its engine for ever.
+        engine.end_orphan(self.site.run_note, str(self.home))
         try:
             while not stop.is_set():
                 self._keep_engine()

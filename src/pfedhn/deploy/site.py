@@ -19,6 +19,7 @@ from pfedhn.errors import UserError
 from pfedhn.files import append, make_folder, read_text, write_atomically
 
 SETTINGS = "serve.json"
+RUN = "flwr-serverapp"  # the program that the engine starts for a run
 GAVE_UP = "gave up"  # the event of a run that is of no use to start again, with a sentence for a person
 DEFAULTS = {"host": "0.0.0.0", "port": 9443}  # noqa: S104 - parties come from other machines
 
@@ -34,6 +35,7 @@ class Site:
         self.folder = folder = folder.absolute()  # the engine's programs run elsewhere
         self.events = folder / "events.jsonl"
         self.status = folder / "status.json"
+        self.run_note = folder / "engine" / f"{RUN}.pid"  # has the process of the run that holds the folder
         self.invitations = Invitations(folder / "parties")
         if not (folder / SETTINGS).exists():
             raise UserError(
