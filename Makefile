@@ -58,6 +58,8 @@ check: $(SETUP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint deploy/*.Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
 
 # Not part of .ci/run: the lists of vulnerabilities are elsewhere, and a checkout must pass without the network.
 audit:

@@ -116,7 +116,8 @@ def bytes_per_party(num_parties: int) -> float:
     state = rules.initial()
     before = resident()
     for number in range(num_parties):
-        rules.apply(state, {"kind": "join", "party": f"party-{number:06d}", "architecture": "mlp-32", "size": 100})
+        brought = {"architecture": "mlp-32", "size": 100, "examples": {"validation": 20, "test": 20}}
+        rules.apply(state, {"kind": "join", "party": f"party-{number:06d}", **brought})
     return (resident() - before) / num_parties
 
 

@@ -1,13 +1,13 @@
 # The server of a federation: docker build -f deploy/server.Dockerfile -t pfedhn-server .
 FROM python:3.11-slim
 
-RUN useradd --create-home pfedhn && mkdir /state && chown pfedhn /state
+RUN useradd --create-home --uid 1000 pfedhn && mkdir /state && chown pfedhn /state
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
 RUN pip install --no-cache-dir --constraint constraints.txt ".[federation]"
 
-USER pfedhn
+USER 1000
 WORKDIR /state
 VOLUME /state
 EXPOSE 9443

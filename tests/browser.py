@@ -27,7 +27,7 @@ for number, place in zip(sys.argv[1:3], (3, 4)):
     os.set_inheritable(place, True)  # also where it was there already
 os.execv(sys.argv[3], sys.argv[3:])
 """
-SECONDS = 60.0  # for one answer; a machine may be busy
+SECONDS = 180.0  # for one answer; a machine may be busy
 
 
 class Browser:

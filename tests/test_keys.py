@@ -27,7 +27,7 @@ def splitmix_finalizer(value: int) -> int:
 
 
 @given(SIGNED)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_mix_is_the_published_finalizer_on_every_kind_of_number(value: int) -> None:
     expected = signed(splitmix_finalizer(value))
     assert keys.mix(value) == expected
@@ -36,7 +36,7 @@ def test_mix_is_the_published_finalizer_on_every_kind_of_number(value: int) -> N
 
 
 @given(SIGNED, st.lists(st.one_of(SIGNED, st.text(max_size=5)), min_size=1, max_size=4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_folding_is_the_same_for_numbers_and_tensors(key: int, parts: list[int | str]) -> None:
     held = [torch.tensor(part) if isinstance(part, int) else part for part in parts]
     on_host = keys.fold(key, *parts)
@@ -76,7 +76,7 @@ def test_a_whole_permutation_is_exact(size: int) -> None:
 
 
 @given(SIGNED, st.integers(1, 3_000), st.integers(0, 80))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_head_is_the_beginning_of_the_permutation(key: int, size: int, count: int) -> None:
     """So a party that knows only its own number of rows draws the same batch; what is past the end reads 0."""
     head, whole = keys.permutation_head(key, size, count), keys.permutation_head(key, size, size)

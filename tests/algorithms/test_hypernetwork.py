@@ -31,7 +31,7 @@ def num_weights(shapes: dict[str, torch.Size]) -> int:
 
 
 @given(SHAPES, st.integers(0, 2), st.booleans(), st.booleans(), st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_shapes(shapes: dict[str, torch.Size], num_hidden: int, linear: bool, spectral: bool, dim: int) -> None:
     form = Hypernetwork(dim, 5, num_hidden, linear, spectral)
     phi = form.init({"net": shapes}, 1)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -593,7 +594,7 @@ def start(*arguments: str) -> "subprocess.Popen[str]":
 
 def wait_for(runs: list[Path], num_records: int) -> None:
     """Until each run has begun, and together they have so many records."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         counts = [
             len(path.read_text().splitlines()) if path.exists() else 0 for path in (r / "metrics.jsonl" for r in runs)
@@ -606,16 +607,23 @@ def wait_for(runs: list[Path], num_records: int) -> None:
 
 @pytest.mark.slow
 def test_kill_9_at_any_moment_then_resume_gives_the_same_bits(finished: Path) -> None:
-    runs = [Path("killed") / f"{method}-digits-6-seed0" for method in METHODS]
-    process = start("run", "mine.toml", "--out", "killed", "--checkpoint-every", "7", "--jobs", "2", "--threads", "1")
-    wait_for(runs, random.randint(2, 8))
-    time.sleep(random.uniform(0, 0.05))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    for attempt in range(10):  # a busy machine may look away until the runs have ended
+        out = Path(f"killed-{attempt}")
+        runs = [out / f"{method}-digits-6-seed0" for method in METHODS]
+        process = start(
+            "run", "mine.toml", "--out", str(out), "--checkpoint-every", "7", "--jobs", "2", "--threads", "1"
+        )
+        wait_for(runs, random.randint(2, 8))
+        time.sleep(random.uniform(0, 0.05))
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if not all((run / "result.json").exists() for run in runs):
+            break
+    else:
+        raise AssertionError("too late to be a test")
     assert process.returncode == -signal.SIGKILL
-    unfinished = [run for run in runs if not (run / "result.json").exists()]
-    assert unfinished, "too late to be a test"
-    result = invoke("run", "--resume", "killed")
+    result = invoke("run", "--resume", str(out))
     assert result.exit_code == 0, result.output
     for run in runs:
         assert scores(run) == scores(finished / "runs" / run.name)
@@ -628,7 +636,7 @@ def test_ctrl_c_says_how_to_go_on_and_ends_with_130(finished: Path) -> None:
     process = start("run", "mine.toml", "--out", "stopped", "--jobs", "2", "--threads", "1", *forever)
     wait_for(runs, 2)
     os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the parent and every worker
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert "stopped; `pfedhn run --resume stopped` continues." in errors
     assert "Traceback" not in errors + output

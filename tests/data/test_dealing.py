@@ -32,7 +32,7 @@ def fractions(draw: st.DrawFn) -> tuple[float, float, float]:
     return train, validation, max(0.0, 1 - train - validation)
 
 
-@settings(deadline=2000, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.sampled_from(RULES),
     fractions(),
@@ -83,7 +83,7 @@ def test_no_example_is_in_two_splits_or_with_two_clients(
         assert min([*tested, *assignment.unused["test"].tolist()]) >= count
 
 
-@settings(deadline=2000, max_examples=100)
+@settings(max_examples=100)
 @given(fractions(), st.booleans(), st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 100))
 def test_no_example_of_a_client_is_in_two_splits(
     split: tuple[float, float, float], stratify: bool, sizes: list[int], seed: int

@@ -88,7 +88,7 @@ def assert_shares_rounded_down(assignment: Assignment, splits: Splits) -> None:
         assert short.min() > -1e-9
 
 
-@settings(deadline=2000, max_examples=150)
+@settings(max_examples=150)
 @given(any_splits(), rules, st.integers(-(2**63), 2**63 - 1))
 def test_every_rule_gives_every_example_one_owner_or_none(splits: Splits, rule: Partition, key: int) -> None:
     assignment = rule.assign(splits, key)
@@ -99,7 +99,7 @@ def test_every_rule_gives_every_example_one_owner_or_none(splits: Splits, rule: 
     assert same(assignment, rule.assign(splits, key))
 
 
-@settings(deadline=2000, max_examples=150)
+@settings(max_examples=150)
 @given(any_splits(), st.data(), st.integers(0, 1000))
 def test_by_classes_is_balanced_and_distinct(splits: Splits, data: st.DataObject, key: int) -> None:
     present = numpy.unique(numpy.concatenate([labels.y for labels in splits.values()]))
@@ -187,7 +187,7 @@ def test_another_key_deals_other_examples_and_another_split_its_own() -> None:
         assert all(map(numpy.array_equal, alone.clients["train"], together.clients["train"]))
 
 
-@settings(deadline=2000, max_examples=60)
+@settings(max_examples=60)
 @given(
     any_splits(), st.floats(1e-9, 1e9), st.integers(1, 30), st.sampled_from(["paper", "per-class"]), st.integers(0, 9)
 )
@@ -262,7 +262,7 @@ def test_a_client_may_come_out_empty() -> None:
     assert sorted(map(len, assignment.clients["train"])) == [0] * 9 + [50]
 
 
-@settings(deadline=2000, max_examples=50)
+@settings(max_examples=50)
 @given(any_splits())
 def test_by_group_gives_a_client_all_examples_of_its_group(splits: Splits) -> None:
     assignment = by_group().assign(splits, 0)
@@ -274,7 +274,7 @@ def test_by_group_gives_a_client_all_examples_of_its_group(splits: Splits) -> No
             assert numpy.array_equal(owned, numpy.flatnonzero(labels.groups == group))
 
 
-@settings(deadline=2000, max_examples=50)
+@settings(max_examples=50)
 @given(any_splits(), st.integers(1, 5))
 def test_by_coarse_class_splits_each_fine_class_evenly(splits: Splits, per_class: int) -> None:
     assignment = by_coarse_class(per_class).assign(splits, 0)
@@ -301,7 +301,7 @@ def whole_shares(splits: Splits, per_class: int) -> dict[str, list[list[int]]]:
     }
 
 
-@settings(deadline=2000, max_examples=60)
+@settings(max_examples=60)
 @given(any_splits(), st.integers(1, 250))
 def test_by_coarse_class_rounds_as_whole_numbers_do(splits: Splits, per_class: int) -> None:
     assignment = by_coarse_class(per_class).assign(splits, 0)
@@ -310,7 +310,7 @@ def test_by_coarse_class_rounds_as_whole_numbers_do(splits: Splits, per_class: i
         assert counts(assignment, splits, name)[:, present].tolist() == expected
 
 
-@settings(deadline=2000, max_examples=300)
+@settings(max_examples=300)
 @given(st.integers(1, 3_000), st.integers(1, 40), st.integers(0, 3_000))
 def test_a_kth_of_any_number_is_its_quotient(per_class: int, quotient: int, remainder: int) -> None:
     zeros = numpy.zeros(per_class * quotient + remainder % per_class, dtype=int)

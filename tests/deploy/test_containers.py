@@ -38,7 +38,7 @@ def test_a_container_is_confined(name: str) -> None:
     assert "/tmp" in service["tmpfs"]
     file = FOLDER.parent / service["build"]["dockerfile"]
     said = instructions(file)
-    assert said["USER"] == "pfedhn"
+    assert said["USER"] == "1000"
     assert said["ENTRYPOINT"] == '["pfedhn"]'
     default = json.loads(said["CMD"])
     given = parsed(service.get("command", default))

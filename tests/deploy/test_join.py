@@ -19,7 +19,7 @@ from parties import Group, simulation_of, small
 
 from pfedhn.cli import join as join_command
 from pfedhn.cli.federation import standing
-from pfedhn.deploy import join
+from pfedhn.deploy import engine, join
 from pfedhn.deploy import party as party_module
 from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
@@ -299,7 +299,10 @@ def test_privacy_that_is_asked_for_in_part_is_refused(tmp_path: Path, option: An
 
 
 def test_a_process_is_at_work_under_its_own_name() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # before that, it may have no name yet
         assert is_alive(process.pid, sys.executable)
         assert not is_alive(process.pid, "flwr-serverapp")
         process.kill()
@@ -308,13 +311,16 @@ def test_a_process_is_at_work_under_its_own_name() -> None:
     assert not is_alive(process.pid, sys.executable)
 
 
-def test_what_a_killed_process_left_behind_is_asked_to_leave_first(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_behind_is_asked_to_leave_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A node that says goodbye may come again at once."""
+    monkeypatch.setattr(engine, "SECONDS_TO_STOP", 120.0)
     program, place, said = tmp_path / "node", tmp_path / "place", tmp_path / "said"
     program.write_text(
-        "import pathlib, signal, sys\n"
+        "import pathlib, signal, sys, time\n"
         "def leave(number, frame):\n    pathlib.Path(sys.argv[2]).write_text('goodbye')\n    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, leave)\nprint('ready', flush=True)\nsignal.pause()\n"
+        "signal.signal(signal.SIGTERM, leave)\nprint('ready', flush=True)\nwhile True:\n    time.sleep(0.05)\n"
     )
     command = [sys.executable, str(program), str(place), str(said)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -324,7 +330,7 @@ def test_what_a_killed_process_left_behind_is_asked_to_leave_first(tmp_path: Pat
         end_orphan(tmp_path / "node.pid", "another place")
         assert process.poll() is None
         end_orphan(tmp_path / "node.pid", str(place))
-        process.wait(20)
+        process.wait(120)
     assert said.read_text() == "goodbye"
 
 

@@ -90,7 +90,7 @@ def test_a_server_with_an_authority_of_one_s_own(site: Site, monkeypatch: pytest
         def ask(path: str, data: bytes | None = None) -> Any:
             key = base64.b64encode(key_text(KEYS[0].public_key())).decode()
             request = urllib.request.Request(f"https://{site.address}{path}", data, {KEY_HEADER: key})
-            with urllib.request.urlopen(request, timeout=20, context=context) as answer:
+            with urllib.request.urlopen(request, timeout=120, context=context) as answer:
                 return json.loads(answer.read())
 
         assert ask("/v1/fleet/pull-messages", b"hello") == {"call": "pull-messages", "content": "hello"}

@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,13 +33,14 @@ from pfedhn.algorithms.fedper import FedPer
 from pfedhn.cli.federation import sayer
 from pfedhn.data.federation import Federation
 from pfedhn.deploy import privacy as secrets
+from pfedhn.deploy import server as serving
 from pfedhn.deploy.party import SILENCE, Party
 from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.privacy import BudgetSpent, system_normal
-from pfedhn.deploy.server import Arrival, Policy, _check_scores
+from pfedhn.deploy.server import Arrival, Policy, Server, _check_scores
 from pfedhn.deploy.signing import new_key, opened, sealed
 from pfedhn.deploy.state import Rules, Store
-from pfedhn.deploy.wire import Message, WireError, from_envelope, is_finite, unpacked
+from pfedhn.deploy.wire import TYPES, Message, WireError, from_envelope, is_finite, unpacked
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.engine.transform import TRANSFORMS
@@ -189,6 +191,80 @@ def test_a_damaged_checkpoint_is_made_up_for_by_the_one_before(
     assert_simulated(group, expected[1])
     for file in (tmp_path / "server").glob("checkpoint-*"):
         spoil(file)
+    with pytest.raises(RunError, match=r"no checkpoint in .* is sound"):
+        group.new_server()
+
+
+def saved(file: Path) -> bool:
+    return file.name.startswith("checkpoint-")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_copy_that_was_made_while_checkpoints_were_written_is_whole_or_refused(rounds: int, tmp_path: Path) -> None:
+    """Checkpoints are copied first and journals last, and in between the server goes on and writes more of them."""
+    simulation = simulation_of(small("pfedhn-pc"), rounds=8, cohort=6, evaluate_every=1_000)
+    group = Group(simulation, tmp_path, Policy(checkpoint_seconds=1e9))
+    server, copied = tmp_path / "server", tmp_path / "copy"
+    copied.mkdir()
+
+    def copy_some(is_wanted: Callable[[Path], bool]) -> None:
+        for file in filter(is_wanted, server.iterdir()):
+            shutil.copy(file, copied)
+
+    def listen(event: Any) -> None:
+        group.events.append(event)
+        if event["event"] == "round":
+            group.server._saved = -1e12  # a checkpoint falls due
+        if event["event"] == "accepted" and event["round"] == 1 and not list(copied.iterdir()):
+            copy_some(saved)
+        if event["event"] == "accepted" and event["round"] == 1 + rounds:
+            copy_some(lambda file: not saved(file))
+            raise Killed
+
+    group.server.log = listen
+    with pytest.raises(Killed):
+        group.server.run()
+    group.transport._waiting.clear()
+    live = group.server.state
+    shutil.rmtree(server)
+    copied.rename(server)
+    if rounds > 1:  # the journal that follows the checkpoint is gone, with what it said
+        with pytest.raises(RunError, match="journal-000000001 is missing"):
+            group.new_server()
+        return
+    restored = group.new_server().state
+    assert (restored.round, restored.num_accepted) == (live.round, live.num_accepted) == (2, 13)
+    assert_same_bits([restored.shared, restored.rows], [live.shared, live.rows])
+    # Another checkpoint later, a new server still reads what happened and nothing else.
+    group.server._saved = -1e12
+    stop_after(group, "round", 2)
+    live = group.server.state
+    restored = group.new_server().state
+    assert (restored.round, restored.num_accepted) == (live.round, live.num_accepted)
+    assert_same_bits([restored.shared, restored.rows], [live.shared, live.rows])
+
+
+def test_what_another_server_left_after_a_checkpoint_is_not_taken_in(tmp_path: Path) -> None:
+    """It was brought back from a copy, and files of what came later are still there."""
+    group = Group(simulation_of(small("fedavg"), rounds=3, cohort=6, evaluate_every=1_000), tmp_path)
+    stop_after(group, "round", 1)
+    store = group.server.store
+    shutil.copy(store._journal(0), store._journal(1))
+    assert store.number == 0
+    group.server._checkpoint(is_wanted=True)
+    assert group.new_server().state.num_accepted == 6
+
+
+def test_journals_alone_are_no_state(tmp_path: Path) -> None:
+    group = Group(
+        simulation_of(small("fedavg"), rounds=4, cohort=6, evaluate_every=1_000),
+        tmp_path,
+        Policy(checkpoint_seconds=0.0),
+    )
+    stop_after(group, "round", 3)
+    for file in filter(saved, (tmp_path / "server").iterdir()):
+        file.unlink()
     with pytest.raises(RunError, match=r"no checkpoint in .* is sound"):
         group.new_server()
 
@@ -375,14 +451,16 @@ BAD = {
         altered(tensors=lambda update: {name: leaf.float() for name, leaf in update.items()}),
         altered(tensors=lambda update: dict(list(update.items())[:-1])),
         altered(tensors=lambda update: {}),
+        altered(tensors=lambda update: torch.zeros(3)),
     ],
     "round": [
         altered(values=with_value(round=99)), altered(values=with_value(version=77)),
         altered(values=with_value(base=7)), altered(values=with_value(phase="joining")),
     ],
     "size": [altered(values=with_value(size=10**6)), altered(values=with_value(size=True))],
-    "run": [altered(run=lambda run: "other"), altered(party=lambda party: "party-1")],
-    "kind": [altered(kind=lambda kind: "evaluate")],
+    "run": [altered(run=lambda run: "other"), altered(party=lambda party: "party-1" + "x" * 9_999)],
+    "kind": [altered(kind=lambda kind: "evaluate"), altered(kind=lambda kind: "x" * 9_999)],
+    "form": [altered(tensors=lambda update: {name: leaf.to(torch.uint16) for name, leaf in update.items()})],
     "scores": [altered(values=with_value(scores={})), altered(values=with_value(scores={"validation": [1.0, 9.0, 1]}))],
 }  # fmt: skip
 
@@ -392,18 +470,31 @@ def scored(*values: Any) -> Callable[[Message], Message]:
 
 
 BAD_SCORES = [
-    scored(1.0, 1.0, 10**400), scored(1.0, 1.0, 1 << 40), scored(1.0, 1.0, -1), scored(1.0, 1.0, True),
-    scored(1.0, 1e300, 1), scored(1.0, 1.5, 1), scored(1.0, -1.0, 1), scored(1.0, None, 1), scored(1.0, 1, 1),
-    scored(-1.0, 1.0, 1), scored(1e301, 1.0, 1), scored(1.0, 0.0, 0), scored(None, 1.0, 1), scored(1.0, 1.0),
-    altered(values=with_value(scores=None)), altered(values=with_value(scores={"validation": [1.0, 1.0, 1]})),
+    scored(1.0, 1.0, 10**400), scored(1.0, 1.0, 1 << 40), scored(1.0, 1.0, 2), scored(1.0, 1.0, -1),
+    scored(1.0, 1.0, True), scored(1.0, 1e300, 1), scored(1.0, 1.5, 1), scored(1.0, -1.0, 1), scored(1.0, None, 1),
+    scored(1.0, 1, 1), scored(-1.0, 1.0, 1), scored(1e301, 1.0, 1), scored(1.0, 0.0, 0), scored(None, 1.0, 1),
+    scored(1.0, 1.0), altered(values=with_value(scores=None)),
+    altered(values=with_value(scores={"validation": [1.0, 1.0, 1]})),
 ]  # fmt: skip
 BAD_HELLOS = [
     altered(values=with_value(**wrong))
-    for wrong in ({"architecture": []}, {"architecture": "none"}, {"size": 0}, {"size": 10**400}, {"size": True})
+    for wrong in (
+        {"architecture": []},
+        {"architecture": "none"},
+        {"size": 0},
+        {"size": 10**400},
+        {"size": True},
+        {"size": None},
+        {"examples": None},
+        {"examples": {"test": 1}},
+        {"examples": {"validation": 1, "test": -1}},
+        {"examples": {"validation": 10**400, "test": 1}},
+        {"examples": {"validation": [], "test": 1}},
+    )
 ]
 
 
-def test_nothing_bad_gets_in(tmp_path: Path) -> None:
+def test_nothing_bad_gets_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Signed by the party itself, and wrong: refused under its name, and the run is as if it had not answered."""
     wrong = [(reason, change) for reason, changes in BAD.items() for change in changes]
     settings = {"rounds": len(wrong), "cohort": 3, "evaluate_every": 1_000}  # models are tested twice
@@ -424,7 +515,9 @@ def test_nothing_bad_gets_in(tmp_path: Path) -> None:
         message = opened(answer, party.key.public_key())
         reason, change = next(left[message.kind], ("", lambda message: message))
         sent.extend([reason] if reason else [])
-        return sealed(change(message), party.key)
+        with monkeypatch.context() as patched:  # its program sends numbers of any type
+            patched.setitem(TYPES, "uint16", torch.uint16)
+            return sealed(change(message), party.key)
 
     group.answers["party-2"] = bad
     group.new_server().run()
@@ -432,6 +525,7 @@ def test_nothing_bad_gets_in(tmp_path: Path) -> None:
     assert {event["party"] for event in refused} == {"party-2"}
     assert [event["reason"] for event in refused] == sent
     assert len(sent) == len(wrong) + 2 + len(BAD_HELLOS)
+    assert max(len(event["sentence"]) for event in refused) < 400
     without = Group(simulation_of(small("fedavg"), federation, **settings), tmp_path / "without", Policy(start_with=2))
     for name in ("party-2", "party-3", "party-4", "party-5"):
         del without.answers[name]
@@ -442,13 +536,60 @@ def test_nothing_bad_gets_in(tmp_path: Path) -> None:
     assert all("party-2" not in results for _, results in histories[0])
 
 
+def test_no_party_chooses_the_round_alone(tmp_path: Path) -> None:
+    """Scores count by their examples, and a party's are of as many as it said when it came."""
+    simulation = simulation_of(small("pfedhn"), rounds=2, cohort=6, evaluate_every=6)
+    group = Group(simulation, tmp_path)
+    party = group.parties["party-2"]
+
+    def answer(content: bytes) -> bytes:
+        message = opened(party.answer(content), party.key.public_key())
+        if message.kind == "evaluate":
+            count = 2**39
+            right = float(count if message.values["round"] == 1 else 0)
+            scores = {split: [1.0, right, count] for split in ("validation", "test")}
+            message = replace(message, values={**message.values, "scores": scores})
+        return sealed(message, party.key)
+
+    group.answers["party-2"] = answer
+    group.server.policy = Policy(aside_seconds=1e9)
+    group.server.run()
+    refused = [event for event in group.said("refused") if event["reason"] == "scores"]
+    assert "sent scores of 549755813888 examples and has" in refused[0]["sentence"]
+    assert all("party-2" not in one["results"] for one in group.server.state.history)
+    joined = {event["party"]: (event["size"], event["examples"]) for event in group.said("joined")}
+    splits = {split: simulation.federation.splits[split].size.tolist() for split in ("train", "validation", "test")}
+    for place, name in enumerate(group.parties):
+        of = {split: sizes[place] for split, sizes in splits.items()}
+        assert joined[name] == (of.pop("train"), of)
+
+
 @pytest.mark.parametrize("change", BAD_SCORES)
 def test_scores_that_no_examples_can_give_are_refused(change: Callable[[Message], Message]) -> None:
     good = scored(1.0, 1.0, 1)(Message("evaluate", RUN, "party-2"))
-    _check_scores(good, ("validation", "test"), has_metric=True)
+    examples = {"validation": 1, "test": 1}
+    _check_scores(good, examples, has_metric=True)
+    _check_scores(scored(0.0, 0.0, 0)(good), examples, has_metric=True)  # it keeps them to itself
     with pytest.raises(WireError) as refused:
-        _check_scores(change(good), ("validation", "test"), has_metric=True)
+        _check_scores(change(good), examples, has_metric=True)
     assert refused.value.reason == "scores"
+
+
+def test_an_error_while_an_answer_is_checked_is_that_partys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was not thought of: who sent it is named and counted, and the others go on."""
+    whole = Server._check_update
+
+    def check(server: Server, message: Message, asked: Any) -> None:
+        if message.party == "party-2":
+            raise ZeroDivisionError("what nobody thought of")
+        whole(server, message, asked)
+
+    monkeypatch.setattr(Server, "_check_update", check)
+    group = Group(simulation_of(small("fedavg"), rounds=1, cohort=6, evaluate_every=1_000), tmp_path)
+    group.server.run()
+    assert [(event["party"], event["reason"]) for event in group.said("refused")] == [("party-2", "form")]
+    assert "ZeroDivisionError" in group.said("refused")[0]["sentence"]
+    assert group.server.state.num_accepted == 5
 
 
 def test_what_cannot_be_applied_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,6 +608,75 @@ def test_what_cannot_be_applied_is_not_written(tmp_path: Path, monkeypatch: pyte
     assert [(event["party"], event["reason"]) for event in group.said("refused")] == [("party-2", "unfit")]
     assert group.server.state.num_accepted == 11
     assert group.new_server().state.num_accepted == 11
+
+
+@pytest.mark.parametrize("in_flight", mostly_slow([None, 6], None))
+def test_a_party_cannot_change_its_size(in_flight: int | None, tmp_path: Path) -> None:
+    """Its row and an update that was accepted are of the size that it began with: no step could take them together."""
+    size = "mlp"
+
+    class Restless(Virtual):
+        def members(self) -> set[str]:
+            nonlocal size
+            found = super().members()
+            if size != "gone":
+                return found
+            size = "wide"
+            return found - {"party-2"}  # away for one look
+
+    federation = named_federation().with_architectures(["mlp"] * 6)
+    models = {name: model(name) for name in ("mlp", "wide")}
+    simulation = simulation_of(small("pfedhn"), federation, models=models, rounds=3, cohort=6, evaluate_every=1_000)
+    group = Group(
+        simulation, tmp_path, Policy(in_flight=in_flight, aside_seconds=1e9), make_transport=Restless,
+        seconds=lambda party: 20.0 if party == "party-5" else 0.0,
+    )  # fmt: skip
+    party = group.parties["party-2"]
+
+    def answer(content: bytes) -> bytes:
+        message = opened(party.answer(content), party.key.public_key())
+        if message.kind == "hello":
+            message = replace(message, values={**message.values, "architecture": size})
+        return sealed(message, party.key)
+
+    def listen(event: Any) -> None:
+        nonlocal size
+        group.events.append(event)
+        if event["event"] == "accepted" and event["party"] == "party-2" and size == "mlp":
+            size = "gone"
+
+    group.answers["party-2"], group.server.log = answer, listen
+    group.server.run()
+    assert group.server.state.has_ended
+    assert {event["sentence"] for event in group.said("refused")} == {
+        "party-2 says the size 'wide' and takes part with 'mlp'."
+    }
+    assert group.new_server().state.members["party-2"].architecture == "mlp"
+
+
+@pytest.mark.parametrize("is_found", mostly_slow([True, False], True))
+def test_updates_that_a_step_cannot_take_are_dropped(
+    is_found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step goes on without the one that is at fault; without all of them where each is sound alone."""
+    whole = Rules._move_all
+
+    def move_all(rules: Rules, state: Any) -> None:
+        if state.attempt == 0 and "party-2" in state.replies and (is_found or len(state.replies) > 1):
+            state.round += 99  # it has moved the state in part
+            raise RuntimeError("shapes do not fit")
+        whole(rules, state)
+
+    monkeypatch.setattr(Rules, "_move_all", move_all)
+    group = Group(simulation_of(small("fedavg"), rounds=1, cohort=6, evaluate_every=1_000), tmp_path)
+    stop_after(group, "round", 1)
+    refused = [event["party"] for event in group.said("refused") if event["reason"] == "unfit"]
+    (stepped,) = (event["parties"] for event in group.said("round"))
+    assert sorted(refused) == (["party-2"] if is_found else sorted(group.parties))
+    assert sorted(stepped) == sorted(group.parties.keys() - ({"party-2"} if is_found else set()))
+    before = group.server.state
+    assert before.round == 1
+    assert_same_bits(group.new_server().state.shared, before.shared)
 
 
 @pytest.mark.slow
@@ -513,6 +723,13 @@ def test_what_a_party_says_of_its_own_is_counted_under_one_name(tmp_path: Path) 
     assert next(number) > 1
     assert set(group.server.status()["parties"][party.name]["refused"]) == {"party"}
     assert max(len(event["sentence"]) for event in group.said("refused")) < 400
+
+
+def test_what_nobody_asks_for_is_not_read(tmp_path: Path) -> None:
+    """There is no limit to how large it may be."""
+    group = Group(simulation_of(small("fedavg"), rounds=1, cohort=6), tmp_path)
+    group.server._settle(Arrival("party-2", "train", b"\0" * 100))
+    assert [event["reason"] for event in group.said("refused")] == ["late"]
 
 
 def test_who_is_not_enrolled_is_sent_nothing(tmp_path: Path) -> None:
@@ -678,20 +895,21 @@ def test_a_party_that_comes_during_the_run_takes_part(tmp_path: Path) -> None:
 def test_a_party_that_comes_after_the_end_learns_what_is_its_own(tmp_path: Path) -> None:
     """Over the wire as in the simulator: the hypernetwork is frozen, and the embedding and the head learn."""
     simulation = simulation_of(small("pfedhn-pc"), rounds=6, cohort=6)
-    group = Group(simulation, tmp_path, Policy(start_with=5), clients=[0, 1, 2, 3, 4])
+    group = Group(simulation, tmp_path, Policy(start_with=4), clients=[0, 1, 2, 3])
     group.server.run()
     best = group.server.state.best
     assert best is not None
     before = [leaf.clone() for leaf in (*best.shared.phi.values(),)]
-    group.add(5)
-    group.server.run()
+    for client in (4, 5):  # who came after the end before has no part in where this one starts
+        group.add(client)
+        group.server.run()
     member = group.server.state.members["party-5"]
     assert member.is_told
     assert member.round == 3
     assert_same_bits(before, [*best.shared.phi.values()])
     # The same party joins the same memories in the simulator.
     data = alone(simulation.federation, 5)
-    trained = [best.rows[f"party-{number}"] for number in range(5)]
+    trained = [best.rows[f"party-{number}"] for number in range(4)]
     memories = simulation.initial_state().memories._replace(shared=best.shared, rows=stack(trained))
     joining = simulation.joining(data, memories, 3, int(keys.fold(simulation.seed, "new client", 0)))
     joined = simulated(joining)
@@ -701,6 +919,25 @@ def test_a_party_that_comes_after_the_end_learns_what_is_its_own(tmp_path: Path)
     expected = joining.personal_weights(joined.best.memories, joining.model_of(0), 0, member.best_round)
     mine = group.parties["party-5"].personal_model().state_dict()
     assert_close({name: mine[name] for name in expected}, expected)
+
+
+def test_models_are_tested_a_few_at_a_time(
+    expected: tuple[Simulation, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that not all messages of a large federation are in memory at once; it is the same run."""
+    monkeypatch.setattr(serving, "TESTED_AT_ONCE", 2)
+    most = {True: 0, False: 0}
+
+    class Counting(Virtual):
+        def post(self, party: str, kind: str, content: bytes) -> None:
+            has_ended = group.server.state.has_ended
+            most[has_ended] = max(most[has_ended], sum(kind == "evaluate" for _, kind in group.server.asked))
+            super().post(party, kind, content)
+
+    group = Group(expected[0], tmp_path, make_transport=Counting, seconds=lambda party: 1.0)
+    group.server.run()
+    assert most == {True: 2, False: 2}
+    assert_simulated(group, expected[1])
 
 
 def test_a_party_that_comes_while_models_are_tested_is_greeted(tmp_path: Path) -> None:
@@ -721,6 +958,26 @@ def test_a_party_that_comes_while_models_are_tested_is_greeted(tmp_path: Path) -
         event["event"] for event in group.events if event["event"] == "evaluated" or event.get("party") == "party-5"
     ]
     assert told[:2] == ["joined", "evaluated"]
+
+
+def test_a_late_answer_to_a_test_does_not_say_that_a_party_knows_the_end(tmp_path: Path) -> None:
+    """It answers the last test when it is told that the run has ended: of the same round, and it has not heard that."""
+    num_asked = 0
+
+    class Late(Virtual):
+        def post(self, party: str, kind: str, content: bytes) -> None:
+            nonlocal num_asked
+            is_it = (party, kind) == ("party-2", "evaluate")
+            num_asked += is_it
+            self.seconds = lambda party: {2: 31.0, 3: 20.0}.get(num_asked, 0.0) if is_it else 0.0
+            super().post(party, kind, content)
+
+    simulation = simulation_of(small("pfedhn-pc"), rounds=2, cohort=6, evaluate_every=1_000)
+    group = Group(simulation, tmp_path, Policy(reply_seconds=30.0), make_transport=Late)
+    group.server.run()
+    assert [event["reason"] for event in group.said("refused")] == ["silent", "round"]
+    assert group.server.state.members["party-2"].is_told
+    assert group.parties["party-2"].personal_model() is not None
 
 
 def test_models_are_tested_again_when_all_who_were_asked_have_left(tmp_path: Path) -> None:
@@ -854,6 +1111,33 @@ def test_a_run_ends_when_everybodys_budget_is_spent(in_flight: int | None, tmp_p
     assert not group.said("refused")
     assert all(party.personal_model() is not None for party in group.parties.values())
     assert_same_bits(group.new_server().state.shared, state.shared)
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_server_that_is_started_again_knows_whose_budget_is_spent(tmp_path: Path) -> None:
+    """One of them has gone home for good: nobody waits for it. One that comes again may have a new budget."""
+    simulation = simulation_of(small("fedavg"), rounds=5, cohort=6, evaluate_every=1_000)
+    group = Group(simulation, tmp_path, Policy())
+    for name in group.parties:
+        make_private(group, name, 1.0)
+    stop_after(group, "round", 2)
+    del group.answers["party-2"]
+    more = replace(group.parties["party-3"].privacy, epsilon=2.0)  # type: ignore[type-var]
+    group.parties["party-3"] = replace(group.parties["party-3"], privacy=more, heard=[])
+    group.answers["party-3"] = group.parties["party-3"].answer
+    stop = threading.Event()
+
+    def clock() -> float:
+        if group.transport.now > 10_000.0:
+            stop.set()
+        return group.transport.now
+
+    server = group.new_server()
+    server.clock = clock
+    server.run(stop)
+    assert server.state.has_ended
+    assert [event["parties"] for event in group.said("round")][1:] == [[], ["party-3"], [], []]
+    assert server.state.num_accepted == 7
 
 
 @pytest.mark.usefixtures("counted")

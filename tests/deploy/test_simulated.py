@@ -161,14 +161,17 @@ def test_flwr_run_simulates_the_same(tmp_path: Path) -> None:
     ports = {"FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": "", "FLWR_LOCAL_CONTROL_API_PORT": ""}
     ports = {name: str(engine.free_port()) for name in ports}
     source = str(Path(pfedhn.__file__).parents[1])
-    environment = {**engine.environment(home), **ports, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **engine.environment(home), **ports, "PYTHONPATH": source, "OMP_NUM_THREADS": "1",
+        "RAY_ADDRESS": "local",  # else it joins whatever cluster this machine has, another test's for example
+    }  # fmt: skip
     given = " ".join(f"{name}={json.dumps(str(tmp_path / file))}" for name, file in (
         ("state", "run"), ("spec", "spec.toml"), ("data", "data"),
     ))  # fmt: skip
     command = [str(Path(sys.executable).parent / "flwr"), "run", str(APP), "--stream", "-c", given]
     command += ["--federation-config", f"num-supernodes={len(PARTIES)}"]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
         assert (tmp_path / "run" / "status.json").exists(), done.stdout + done.stderr
         assert json.loads((tmp_path / "run" / "status.json").read_text())["has_ended"], done.stdout + done.stderr
         assert_models(tmp_path / "run", tmp_path / "data", SPEC)

@@ -86,6 +86,21 @@ def test_own_data_keep_their_names(tmp_path: Path) -> None:
         build_federation(Cell(dataset=str(table), clients=1, columns={"client": "city"}), seed=0)
 
 
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_table_is_split_alike_in_an_experiment_and_in_python(tmp_path: Path, seed: int) -> None:
+    table = tmp_path / "visits.csv"
+    rows = [f"{'lyon' if row % 3 else 'metz'},{row},{'ill' if row % 2 else 'well'}" for row in range(60)]
+    table.write_text("\n".join(["city,age,outcome", *rows]))
+    columns = {"client": "city", "label": "outcome"}
+    in_experiment = build_federation(Cell(dataset=str(table), clients=2, columns=columns), seed)
+    in_python = pfedhn.datasets.read_federation(table, "city", "outcome", seed=seed)
+    assert in_experiment.names == in_python.names
+    assert torch.equal(in_experiment.x, in_python.x)
+    for split, owned in in_experiment.splits.items():
+        assert torch.equal(owned.index, in_python.splits[split].index)
+        assert torch.equal(owned.size, in_python.splits[split].size)
+
+
 SIZES = Cell(clients=6, sizes=("mlp-8", "mlp-16", "mlp-32"), steps=12, evaluate_every=4, settings={"local_steps": 1})
 
 

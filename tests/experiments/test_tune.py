@@ -10,6 +10,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -355,24 +356,31 @@ def test_a_failure_that_is_no_divergence_ends_the_tuning(monkeypatch: pytest.Mon
 def test_after_kill_9_the_finished_points_are_only_read() -> None:
     succeed("tune", "mine.toml", "--jobs", "1", "--out", "whole")
     Path("mine.rates.toml").unlink()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pfedhn", "tune", "mine.toml", "--jobs", "1", "--out", "killed"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 60
-    while not (finished := list(Path("killed").glob("*/*/result.json"))) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert finished
-    assert not Path("killed/tuning.json").exists(), "too late to be a test"
-    before = {file: file.stat().st_mtime_ns for file in Path("killed").glob("*/*/result.json")}
-    shown = succeed("tune", "mine.toml", "--jobs", "1", "--out", "killed")
+    for attempt in range(10):  # a busy machine may look away until all have finished
+        killed = f"killed-{attempt}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pfedhn", "tune", "mine.toml", "--jobs", "1", "--out", killed],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 300
+        while not list(Path(killed).glob("*/*/result.json")) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if not Path(killed, "tuning.json").exists():
+            break
+        Path("mine.rates.toml").unlink(missing_ok=True)
+    else:
+        raise AssertionError("too late to be a test")
+    before = {file: file.stat().st_mtime_ns for file in Path(killed).glob("*/*/result.json")}
+    assert before
+    shown = succeed("tune", "mine.toml", "--jobs", "1", "--out", killed)
     assert " of 4 runs are finished already." in shown.stderr
     assert {file: file.stat().st_mtime_ns for file in before} == before
-    scores = [json.loads(Path(out, "tuning.json").read_text())["methods"]["fedavg"] for out in ("whole", "killed")]
+    scores = [json.loads(Path(out, "tuning.json").read_text())["methods"]["fedavg"] for out in ("whole", killed)]
     for record in scores:
         for point in record["points"]:
             for stage in ("first", "finals"):

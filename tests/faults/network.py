@@ -44,7 +44,7 @@ class Federation(World):
         text = SPEC.replace("steps = 6", f"steps = {3 * ROUNDS}").replace("evaluate_every = 6", "evaluate_every = 60")
         text = text.replace('upload = "half"\n', "")  # rounding is drawn, so that a difference of one bit would grow
         (self.folder / "spec.toml").write_text(
-            text.replace("reply_seconds = 100.0", "reply_seconds = 45.0\naside_seconds = 5.0")
+            text.replace("reply_seconds = 600.0", "reply_seconds = 45.0\naside_seconds = 5.0")
         )
         self.serve()
         self.wait_for("serving")

@@ -49,6 +49,6 @@ def test_what_hangs_and_what_is_raw_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
     from faults import inputs
 
+    assert inputs.called(lambda: 1 / 0)[0] == INTERNAL
     monkeypatch.setattr(inputs, "SECONDS", 0.05)
     assert inputs.called(lambda: time.sleep(5))[0] == HANG
-    assert inputs.called(lambda: 1 / 0)[0] == INTERNAL

@@ -597,7 +597,7 @@ def test_the_page_marks_empty_cells_and_single_seeds(tmp_path: Path) -> None:
 def test_the_table_compares_on_common_seeds_and_the_check_takes_all(tmp_path: Path) -> None:
     runs = pretended({"pfedhn": {0: 90.0, 1: 91.0, 2: 92.0, 3: 70.0, 4: 70.0}})
     text = generator.page(generator.read_results(stored(tmp_path, runs)), "", [])
-    table, check = text.split("## pFedHN: does it reach what it should?")
+    table, check = text.split("## Does pFedHN reach what it should?")
     assert "**90.00\xa0±\xa01.00** (3 seeds)" in table  # over clients 1 point less than over samples
     assert "(5 seeds)" not in table
     assert re.search(r"82\.60.* \(5 seeds\)", check)

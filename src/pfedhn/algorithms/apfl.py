@@ -12,7 +12,7 @@
 
 A client computes twice: 2 K gradients, and one for alpha_i, where FedAvg takes K. Nothing more is sent for it. Only
 chosen clients work: the others keep their last models, and one never chosen has the common start. Differs: the authors'
-program mixes the outputs of two networks where the paper mixes weights, and pulls alpha_i to zero besides.
+code mixes the outputs of two networks where the paper mixes weights, and also pulls alpha_i to zero.
 """
 
 from collections.abc import Mapping, Sequence

@@ -9,7 +9,7 @@
     client   tested with (w_lower, start(W_i)) after M steps of W_i on training data         personalize
 
 W_i starts at one, so that a client without a model of its own starts from w. Differs: the authors learn W_i until its
-loss is steady at first and for an epoch of a part of the rows later; M is a fixed number here. In their program every
+loss is steady at first and for an epoch of some of the examples later; M is a fixed number here. In their code every
 client, chosen or not, moves to a new start in every round; here only chosen ones do, and the others when tested.
 """
 

@@ -1,12 +1,12 @@
-"""pFedHN (Shamsian et al., ICML 2021, Algorithm 1): a hypernetwork writes each client's weights from its embedding.
+"""pFedHN (Shamsian et al., ICML 2021, Algorithm 1): a hypernetwork generates each client's weights.
 
     server   theta_i  = h(v_i; phi)                                                    send
     client   theta~_i = K steps of SGD from theta_i (and from omega_i, which it keeps)  train
     server   (phi, v_i) -= lr * (d theta_i / d(phi, v_i))^T (theta_i - theta~_i)       receive
 
-What is written is a choice: with `generated` layers, the others are one for all clients, which the server moves by
-`shared_lr` times the mean update (1 is FedAvg), or frozen. A head that is not dense writes what is added to layers that
-are one for all.
+It may generate some layers only (`generated`); the others are then shared by all clients, and the server moves them by
+`shared_lr` times the mean update (1 is FedAvg), or they are frozen. A low-rank or chunked head generates what is added
+to shared layers.
 
 `receive` runs the small generator again instead of keeping a graph alive between calls: any order of replies, any
 number of clients, over a network too.
@@ -76,7 +76,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     embedding_momentum: Fraction | None = None  # momentum of the steps on the embeddings; that of phi by default
     embedding_weight_decay: Rate | None = None  # weight decay of the embeddings; that of phi by default
     averaging: Share | None = None  # decay of the moving average that is served; None serves the newest weights
-    local_momentum: Fraction = 0.9  # momentum of a client's steps; at rest when a round starts, but for personal layers
+    local_momentum: Fraction = 0.9  # momentum of a client's steps; reset in every round, except for personal layers
     local_weight_decay: float = 5e-5  # weight decay of a client's steps
     clip: float | None = 50.0  # largest norm of the server's gradient, over phi and embeddings together
     local_clip: float | None = 50.0  # largest norm of a client's gradient, personal layers left out

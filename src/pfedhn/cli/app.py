@@ -50,7 +50,7 @@ def all_commands(
         bool, typer.Option("--debug", envvar="PFEDHN_DEBUG", help="Show the traceback of an error.")
     ] = False,
 ) -> None:
-    """A simulator and a deployment of personalized federated learning.
+    """A simulator and a deployment framework for personalized federated learning.
 
     [bold]pfedhn demo[/] shows it within two minutes; [bold]pfedhn list[/] what there is to run.
     """

@@ -17,16 +17,14 @@ def invite(
     state: StateOption = Path("federation"),
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="The bundle; NAME.invite.")] = None,
     key: Annotated[
-        Path | None, typer.Option("--public-key", metavar="FILE", help="The key of a party that sent one.")
+        Path | None, typer.Option("--public-key", metavar="FILE", help="The public key of a party that has its own.")
     ] = None,
-    revoke: Annotated[
-        bool, typer.Option("--revoke", help="Take the party out: nothing of it counts any more.")
-    ] = False,
+    revoke: Annotated[bool, typer.Option("--revoke", help="Remove the party: its key is no longer accepted.")] = False,
 ) -> None:
     """Invite a party: write a bundle that lets it join once.
 
-    The bundle is a secret until it is used: give it to the party over a safe way. To
-    invite a party again gives it a new key, and its old one counts no more.
+    The bundle is a secret until it is used: send it over a secure channel.
+    Inviting a party again replaces its key.
 
     \b
     [bold]Examples[/]

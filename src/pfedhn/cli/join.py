@@ -11,7 +11,11 @@ from pfedhn.screen import say
 
 FolderOption = Annotated[
     Path | None,
-    typer.Option("--folder", metavar="DIR", help="The party's own: its key, what it keeps. pfedhn-NAME by default."),
+    typer.Option(
+        "--folder",
+        metavar="DIR",
+        help="The party's own folder, with its key and personal layers; pfedhn-NAME by default.",
+    ),
 ]
 
 
@@ -23,7 +27,7 @@ def join(
     size: Annotated[str, typer.Option("--size", metavar="S", help="Which of several networks to run.")] = "",
     folder: FolderOption = None,
     key: Annotated[
-        Path | None, typer.Option("--key", metavar="FILE", help="A private key of yours; made where none is given.")
+        Path | None, typer.Option("--key", metavar="FILE", help="Your own private key; created if not given.")
     ] = None,
     clip: Annotated[
         float | None,
@@ -32,30 +36,37 @@ def join(
         ),
     ] = None,
     noise: Annotated[
-        float | None, typer.Option("--noise", metavar="S", help="Privacy: noise of deviation S * C on every number.")
+        float | None,
+        typer.Option("--noise", metavar="S", help="Privacy: noise of standard deviation S * C on every value."),
     ] = None,
     level: Annotated[
         str | None,
         typer.Option(
             "--level",
             metavar="L",
-            help="Privacy: protects all that you have (client), or any one example (example).",
+            help="Privacy: protects all your data (client), or any single example (example).",
             show_default="client",
         ),
     ] = None,
     epsilon: Annotated[
-        float | None, typer.Option("--epsilon", metavar="E", help="Privacy: the budget; then nothing more is sent.")
+        float | None,
+        typer.Option("--epsilon", metavar="E", help="Privacy: the budget; when it is spent, nothing more is sent."),
     ] = None,
     delta: Annotated[
         float | None,
-        typer.Option("--delta", metavar="D", help="Privacy: where the budget is counted.", show_default="1e-5"),
+        typer.Option(
+            "--delta",
+            metavar="D",
+            help="Privacy: the probability that the budget is counted at.",
+            show_default="0.00001",
+        ),
     ] = None,
-    stay: Annotated[bool, typer.Option("--stay", help="Stay when the run is over.")] = False,
+    stay: Annotated[bool, typer.Option("--stay", help="Keep running when the run is over.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Take part in a federation. Data and personal layers never leave this machine.
 
-    Waits for the server as long as it takes, and comes back after whatever happened.
+    Waits for the server as long as it takes, and resumes after any interruption.
 
     \b
     [bold]Examples[/]

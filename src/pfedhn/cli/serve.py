@@ -12,7 +12,7 @@ from pfedhn.screen import say
 
 def serve(
     spec: Annotated[
-        Path | None, typer.Argument(metavar="[SPEC]", help="The federation's file; not needed to go on with one.")
+        Path | None, typer.Argument(metavar="[SPEC]", help="The federation's file; not needed to resume one.")
     ] = None,
     state: StateOption = Path("federation"),
     host: Annotated[
@@ -25,14 +25,14 @@ def serve(
         str | None, typer.Option("--address", metavar="HOST:PORT", help="Where parties find it; this machine's name.")
     ] = None,
     leave: Annotated[
-        bool, typer.Option("--leave", help="End when training has; without it, others can still join.")
+        bool, typer.Option("--leave", help="Exit when training has ended; without it, others can still join.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Serve a federation of real parties, each with data of its own.
 
-    Makes certificates and keys at the first start. The same command again, after
-    whatever happened, goes on from the last update that was accepted; host, port and
+    Creates certificates and keys at the first start. After any interruption, the
+    same command continues from the last update that was accepted; host, port and
     address stay as they were unless others are given.
 
     \b

@@ -1,6 +1,7 @@
 """The engine's own programs, started so that nothing leaves this machine but what a federation needs."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pfedhn.errors import missing_extra
+from pfedhn.errors import RunError, missing_extra
 from pfedhn.files import write_atomically
 
 QUIET = {
@@ -120,10 +121,15 @@ def stop(process: "subprocess.Popen[bytes] | None") -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port for a program that will listen on it in some seconds.
+
+    The system lends those above 32,767 to connections that go out: such a one may be taken until then.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_768), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise RunError(f"no port of {host} between 20,000 and 32,767 is free for the engine; end what listens there.")
 
 
 def is_listening(address: str) -> bool:

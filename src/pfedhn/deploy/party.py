@@ -129,10 +129,10 @@ class Party:
         """
         message = opened(envelope, self.server_key)
         if (message.run, message.party) != (self.run, self.name):
-            raise WireError("run", f"asks {message.party!r} of the run {message.run!r}, who is somebody else")
+            raise WireError("run", f"asks {message.party!r:.80} of the run {message.run!r:.80}, who is somebody else")
         answers = {"hello": self._hello, "train": self._train, "evaluate": self._evaluate}
         if message.kind not in answers:
-            raise WireError("kind", f"asks for {message.kind!r}, which is unknown")
+            raise WireError("kind", f"asks for {message.kind!r:.80}, which is unknown")
         asked = hashlib.sha256(from_envelope(envelope)[1]).digest()
         try:
             if message.kind == "train" and (before := self._reply_to(asked)) is not None:
@@ -239,7 +239,8 @@ class Party:
     def _evaluate(self, message: Message) -> Message:
         """Score the weights that the server would have this party use, and remember them in case they are chosen."""
         number, base, phase = message.values["round"], message.values["base"], message.values["phase"]
-        is_adapted, received = bool(message.values["is_adapted"]), message.tensors
+        is_adapted, is_last = bool(message.values["is_adapted"]), bool(message.values["is_last"])
+        received = message.tensors
         kept = self._kept(phase, base, received)
         scores = self._scores(phase, number, received, kept, EVALUATED_SPLITS, is_adapted)
         write_tensors(self._evaluated(phase, number), named("received", received) | named("kept", kept))
@@ -247,12 +248,11 @@ class Party:
         for file in self.folder.glob(f"evaluated-{phase}-*"):
             if file not in (self._evaluated(phase, number), self._evaluated(phase, -1 if chosen is None else chosen)):
                 file.unlink(missing_ok=True)
-        if message.values["is_last"]:
+        if is_last:
             table = {"phase": phase, "round": number, "architecture": self.architecture, "scores": scores}
             write_atomically(self.folder / "chosen.json", sealed_json(table), mode=0o600)
-        is_last = bool(message.values["is_last"])
         self._note({"kind": "evaluate", "round": number, "phase": phase, "scores": scores, "is_last": is_last})
-        values = {"round": number, "base": base, "phase": phase, "is_adapted": is_adapted}
+        values = {"round": number, "base": base, "phase": phase, "is_adapted": is_adapted, "is_last": is_last}
         values["scores"] = self._shown(scores)
         return Message("evaluate", self.run, self.name, values)
 

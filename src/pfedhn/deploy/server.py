@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -25,9 +25,11 @@ from pfedhn.deploy.state import Member, Rules, State, Store, Unfit, split_result
 from pfedhn.deploy.wire import REFUSALS, Message, WireError, is_finite, layout, norm, packed
 from pfedhn.engine.simulate import next_of
 from pfedhn.engine.state import EVALUATED_SPLITS
+from pfedhn.errors import first_line
 from pfedhn.params import Params, num_bytes, zeros_like
 
 SECONDS_BETWEEN_LOOKS = 0.2
+TESTED_AT_ONCE = 64  # parties: the message to each, with its weights, is in memory until it is answered
 SMALL_MESSAGE = 1 << 16  # bytes that an answer without tensors may have
 MAX_COUNT = 1 << 40  # of examples, rounds and the like
 MAX_LOSS = 1e300  # summed; no number of parties makes it infinite
@@ -103,7 +105,6 @@ class Standing:
     """How a party has behaved in this session; forgotten when the server starts anew."""
 
     is_greeted: bool = False
-    is_spent: bool = False  # its privacy budget: it trains no more, and is tested and told as ever
     failures: int = 0  # since its last update that was accepted
     times_aside: int = 0
     aside_until: float = 0.0
@@ -145,6 +146,7 @@ class Server:
         self.standings: dict[str, Standing] = {}
         self.asked: dict[tuple[str, str], Asked] = {}
         self.scores: dict[str, Any] = {}  # of the evaluation that goes on
+        self._to_test: list[str] = []  # who has not been asked yet in that evaluation
         self.present: set[str] = set()
         self._layouts: dict[tuple[str, Phase], tuple[str, int]] = {}
         self.failed: set[str] = set()  # who will not answer in the round that is open
@@ -195,7 +197,7 @@ class Server:
             parties[name] = {
                 "is_present": name in self.present,
                 "is_aside": standing.aside_until > self.clock(),
-                "is_spent": standing.is_spent,
+                "is_spent": member.is_spent,
                 "architecture": member.architecture,
                 "size": member.size,
                 "phase": member.phase,
@@ -256,13 +258,13 @@ class Server:
         return [member for member in members if member.phase == phase and self._is_ready(member.name)]
 
     def _is_spent(self, name: str) -> bool:
-        return name in self.standings and self.standings[name].is_spent
+        return self.state.members[name].is_spent
 
     def _are_all_spent(self) -> bool:
         """Whether nobody has budget left, of those who are here and of those who may come back."""
         enrolled = self.roster()
-        known = [one.name for one in self.state.members.values() if one.phase == "training" and one.name in enrolled]
-        return bool(known) and all(map(self._is_spent, known))
+        known = [one for one in self.state.members.values() if one.phase == "training" and one.name in enrolled]
+        return bool(known) and all(one.is_spent for one in known)
 
     def _gather(self) -> None:
         wanted = self.plan.num_clients if self.policy.start_with is None else self.policy.start_with
@@ -312,7 +314,7 @@ class Server:
         does not happen while all who could make one are away.
         """
         ready, state = self._ready(), self.state
-        if not ready or (all(self._is_spent(one.name) for one in ready) and not self._are_all_spent()):
+        if not ready or (all(one.is_spent for one in ready) and not self._are_all_spent()):
             return False
         attempt = state.attempt + 1 if state.is_open else 0
         key = keys.fold(self.plan.seed, "rounds")
@@ -348,12 +350,26 @@ class Server:
 
     def _able(self) -> list[Member]:
         """Parties that can be asked to train."""
-        return [one for one in self._ready() if not self._is_spent(one.name)]
+        return [one for one in self._ready() if not one.is_spent]
 
     def _step(self) -> None:
         names = step_order(self.state)
-        self._commit({"kind": "step"})
+        try:
+            self._commit({"kind": "step"})
+        except Unfit as error:
+            self._drop(error)
+            return
         self._say("round", round=self.state.round, parties=names)
+
+    def _drop(self, error: Unfit) -> None:
+        """Go on without the updates that a step cannot take: those that cannot be taken alone, else all of them."""
+        self._reload()
+        names = list(self.state.replies)
+        names = [name for name in names if not self.store.can_step(name)] or names
+        self._commit({"kind": "drop", "parties": names})
+        for name in names:
+            self.failed.add(name)
+            self._has_failed(name, "unfit", f"sent what the server cannot take ({error})")
 
     # What is asked.
 
@@ -410,9 +426,11 @@ class Server:
             row, base = state.tested.rows[member.name], state.tested.bases[member.name]
         weights = self.plan.exchange(member.phase).publish(model, shared, row)
         is_adapted = is_last and self.plan.algorithm.adaptation_steps > 0
-        repeated = {"round": number, "base": base, "phase": member.phase, "is_adapted": is_adapted}
-        values = {**repeated, "best": best, "is_last": is_last}
-        self._ask(Message("evaluate", self.run_name, member.name, values, weights), repeated)
+        repeated = {
+            "round": number, "base": base, "phase": member.phase, "is_adapted": is_adapted, "is_last": is_last,
+        }  # fmt: skip
+        message = Message("evaluate", self.run_name, member.name, {**repeated, "best": best}, weights)
+        self._ask(message, repeated)
 
     def _ask(
         self,
@@ -452,14 +470,17 @@ class Server:
             elif asked is not None:
                 self._failed(asked, "lost", arrival.fault or "cannot be reached")
             return
+        key = self.roster().get(name)
         try:
-            message = self._verified(name, arrival.content, asked)
-        except WireError as error:
+            message = self._verified(name, key, arrival.content, asked)
+        except Exception as error:  # nothing that a party sends may end the server
+            wrong = f"sent what cannot be checked ({first_line(error)})"
+            refusal = error if isinstance(error, WireError) else WireError("form", wrong)
             # What answers something else leaves the question open: the answer may still come.
-            if asked is None or error.reason in ("round", "late"):
-                self._refuse(name, error.reason, str(error))
+            if asked is None or refusal.reason in ("round", "late"):
+                self._refuse(name, refusal.reason, str(refusal))
             else:
-                self._failed(asked, error.reason, str(error))
+                self._failed(asked, refusal.reason, str(refusal))
             return
         assert asked is not None
         if message.kind == "refusal" and message.values.get("reason") == "budget" and asked.kind == "train":
@@ -475,9 +496,8 @@ class Server:
         del self.asked[name, asked.kind]
         try:
             self._take_in(name, message, arrival.content, asked)
-        except Unfit as error:  # nothing that a party sends may end the server, now or when it starts again
-            before, self.state = self.state, self.store.load()
-            self.state.num_sent = max(self.state.num_sent, before.num_sent)  # the others at work have theirs
+        except Unfit as error:  # nor end it when it starts again
+            self._reload()
             self._failed(asked, "unfit", f"sent what the server cannot take ({error})")
 
     def _take_in(self, name: str, message: Message, content: bytes, asked: Asked) -> None:
@@ -495,42 +515,48 @@ class Server:
         else:
             self._scored(name, message, asked)
 
-    def _verified(self, name: str, content: bytes, asked: Asked | None) -> Message:
+    def _verified(self, name: str, key: PublicKey | None, content: bytes, asked: Asked | None) -> Message:
         """A party's message, if there is nothing wrong with it; the cheap checks and the signature come first."""
-        key = self.roster().get(name)
         if key is None:
             raise WireError("stranger", "is not enrolled")
-        message = opened(content, key, None if asked is None else asked.limit)
-        if message.run != self.run_name or message.party != name:
-            raise WireError("run", f"sent a message of {message.party!r} in the run {message.run!r}")
-        if asked is None:
+        if asked is None:  # not even read: there is no limit to how large it may be
             raise WireError("late", "answered what nobody asks any more")
+        message = opened(content, key, asked.limit)
+        if message.run != self.run_name or message.party != name:
+            raise WireError("run", f"sent a message of {message.party!r:.80} in the run {message.run!r:.80}")
         if message.kind == "refusal" and message.values.get("of") == asked.kind:
             if message.values.get("round") not in (None, asked.values.get("round")):
                 raise WireError("round", "refuses what is not asked")
             return message
         if message.kind != asked.kind:
-            raise WireError("kind", f"answered with {message.kind!r} what asked for {asked.kind!r}")
+            raise WireError("kind", f"answered with {message.kind!r:.80} what asked for {asked.kind!r}")
         for part, value in asked.values.items():
             found = message.values.get(part)
             if found != value or type(found) is not type(value):
-                reason = "round" if part in ("round", "version", "base", "phase", "challenge") else part
+                reason = part if part == "size" else "round"  # all else says which message it answers
                 raise WireError(reason, f"answered with the {part} {found!s:.40} where {value} was asked")
         if message.kind == "hello":
             self._check_hello(message)
             return message
-        model = self.plan.models[self.state.members[name].architecture]
+        member = self.state.members[name]
         splits = EVALUATED_SPLITS if message.kind == "evaluate" else ("validation",)
-        _check_scores(message, splits, has_metric=model.per_example_metric is not None)
+        examples = {split: member.examples[split] for split in splits}
+        _check_scores(message, examples, self.plan.models[member.architecture].per_example_metric is not None)
         if message.kind == "train":
             self._check_update(message, asked)
         return message
 
     def _check_hello(self, message: Message) -> None:
-        architecture, size = message.values.get("architecture"), message.values.get("size")
+        architecture, size, examples = (message.values.get(part) for part in ("architecture", "size", "examples"))
         is_known = isinstance(architecture, str) and architecture in self.plan.models
-        if not is_known or type(size) is not int or not 0 < size < MAX_COUNT:
+        are_counted = isinstance(examples, dict) and examples.keys() == set(EVALUATED_SPLITS)
+        counts = [size, *examples.values()] if isinstance(examples, dict) else []
+        is_possible = all(type(count) is int and 0 <= count < MAX_COUNT for count in counts) and size != 0
+        if not is_known or not are_counted or not is_possible:
             raise WireError("hello", "says what it brings in a way that cannot be read")
+        known = self.state.members.get(message.party)
+        if known is not None and known.architecture != architecture:  # its row and its updates are of that size
+            raise WireError("hello", f"says the size {architecture!r} and takes part with {known.architecture!r}")
         if self.plan.algorithm.needs_descriptors and not self._is_description(message.tensors, str(architecture)):
             raise WireError("hello", "does not describe itself as this method needs it")
 
@@ -559,17 +585,17 @@ class Server:
             raise WireError("stale", f"answered weights that are {stale} steps old")
 
     def _greeted(self, name: str, message: Message, content: bytes) -> None:
-        values = message.values
-        standing = self.standings[name]
         known = self.state.members.get(name)
-        architecture, size = values["architecture"], values["size"]
-        if known is None or (known.size, known.architecture) != (size, architecture):
-            table = {"kind": "join", "party": name, "architecture": architecture, "size": size}
+        brought = {part: message.values[part] for part in ("architecture", "size", "examples")}
+        is_new = known is None or brought != {part: getattr(known, part) for part in brought}
+        if known is None or is_new or known.is_spent:
+            table = {"kind": "join", "party": name, **brought}
             self._commit(table, content if self.plan.algorithm.needs_descriptors else b"")
-            self._say("joined", party=name, architecture=architecture, size=size)
+        if is_new:
+            self._say("joined", party=name, **brought)
         else:
             self._say("back", party=name)
-        standing.is_greeted, standing.is_spent = True, False
+        self.standings[name].is_greeted = True
 
     def _scored(self, name: str, message: Message, asked: Asked) -> None:
         scores, member = message.values["scores"], self.state.members[name]
@@ -599,10 +625,13 @@ class Server:
         self.asked.pop((asked.party, asked.kind), None)
         if asked.kind == "train":
             self.failed.add(asked.party)
-        self._refuse(asked.party, reason, sentence)
-        if asked.party not in self.transport.members():  # it has gone, which is no failing: it may come again at once
+        self._has_failed(asked.party, reason, sentence)
+
+    def _has_failed(self, name: str, reason: str, sentence: str) -> None:
+        self._refuse(name, reason, sentence)
+        if name not in self.transport.members():  # it has gone, which is no failing: it may come again at once
             return
-        standing = self.standings.setdefault(asked.party, Standing())
+        standing = self.standings.setdefault(name, Standing())
         standing.failures += 1
         if standing.failures >= self.policy.patience:
             seconds = self.policy.aside_seconds * 2 ** min(standing.times_aside, 6)
@@ -610,16 +639,14 @@ class Server:
             standing.times_aside += 1
             standing.failures = self.policy.patience - 1  # back, it has one try
             standing.is_greeted = False
-            self._say("set aside", party=asked.party, seconds=seconds)
+            self._say("set aside", party=name, seconds=seconds)
 
     def _spent(self, asked: Asked, sentence: str) -> None:
         """A party has no budget left: it is asked to train no more until it comes again, and has not failed."""
         del self.asked[asked.party, asked.kind]
         self.failed.add(asked.party)
-        self.standings[asked.party].is_spent = True
+        self._commit({"kind": "spend", "party": asked.party})
         self._say("spent", party=asked.party, sentence=sentence[:500])
-        if self.state.members[asked.party].phase == "joining":
-            self._commit({"kind": "finish", "party": asked.party})
 
     def _refuse(self, name: str, reason: str, sentence: str) -> None:
         self.standings.setdefault(name, Standing()).refused[reason] += 1
@@ -646,13 +673,23 @@ class Server:
             self._collect()
             return
         self._commit({"kind": "test"})
-        self.scores = {}
-        for member in ready:
-            self._ask_to_evaluate(member)
+        self.scores, self._to_test = {}, [member.name for member in ready]
+        self._test_more()
+
+    def _test_more(self) -> None:
+        while self._to_test and self._has_room("evaluate"):
+            if self._is_ready(name := self._to_test.pop(0)):
+                self._ask_to_evaluate(self.state.members[name])
+
+    def _has_room(self, *kinds: str) -> bool:
+        """Whether one more message of such kinds can be in memory."""
+        return sum(kind in kinds for _, kind in self.asked) < TESTED_AT_ONCE
 
     def _end_evaluation(self) -> None:
         """Choose, if nobody is waited for any more; begin anew if nobody answered, or the server was started again."""
         tested, scores = self.state.tested, self.scores
+        if tested is not None:
+            self._test_more()
         if tested is None or any(kind == "evaluate" for _, kind in self.asked):
             return
         if not scores:
@@ -666,10 +703,12 @@ class Server:
     def _serve_the_ended(self) -> bool:
         """Tell parties which round was chosen, and let others join; whether anybody is waited for."""
         for member in self._ready("training"):
-            if not member.is_told and (member.name, "evaluate") not in self.asked:
+            is_asked = member.is_told or (member.name, "evaluate") in self.asked
+            if not is_asked and self._has_room("evaluate"):
                 self._ask_to_evaluate(member, is_last=True)
         for member in self._ready("joining"):
-            if any(party == member.name for party, _ in self.asked) or member.is_told:
+            is_asked = member.is_told or any(party == member.name for party, _ in self.asked)
+            if is_asked or not self._has_room("train", "evaluate"):
                 continue
             if member.has_joined:
                 self._ask_to_evaluate(member, is_last=True)
@@ -685,6 +724,11 @@ class Server:
     def _commit(self, table: Mapping[str, Any], message: bytes = b"") -> None:
         self.store.commit(self.state, table, message)
 
+    def _reload(self) -> None:
+        """Go back to what is on the disk, after a record that may have moved the state in part."""
+        before, self.state = self.state, self.store.load()
+        self.state.num_sent = max(self.state.num_sent, before.num_sent)  # who is at work has a number already
+
     def _checkpoint(self, is_wanted: bool = False) -> None:
         is_due = self.clock() - self._saved >= self.policy.checkpoint_seconds
         if (is_due or is_wanted) and not self.state.replies and not self.state.is_open:
@@ -695,16 +739,25 @@ class Server:
         self.log({"event": event, **details})
 
 
-def _check_scores(message: Message, splits: Collection[str], has_metric: bool) -> None:
-    """Refuse what no examples can give: the round is chosen by these numbers, and they are kept for good."""
+def _check_scores(message: Message, examples: Mapping[str, int], has_metric: bool) -> None:
+    """Refuse what no examples can give: the round is chosen by these numbers, and they are kept for good.
+
+    Args:
+        message: The party's.
+        examples: How many the party said that it has, by split. Its scores are of all of them, or of none where it
+            keeps them to itself: else it could make its own count for more than those of all others.
+        has_metric: Whether examples are right or wrong.
+    """
     scores = message.values.get("scores")
-    if not isinstance(scores, dict) or scores.keys() != set(splits):
+    if not isinstance(scores, dict) or scores.keys() != examples.keys():
         raise WireError("scores", "sent scores that cannot be read")
-    for values in scores.values():
+    for split, values in scores.items():
         if not isinstance(values, list) or [type(value) for value in values] != [
             float, float if has_metric else type(None), int,
         ]:  # fmt: skip
             raise WireError("scores", "sent scores that cannot be read")
         loss, metric, count = values
-        if not (0 <= count < MAX_COUNT and 0 <= loss <= (MAX_LOSS if count else 0) and 0 <= (metric or 0) <= count):
-            raise WireError("scores", f"sent scores that {count!s:.20} examples cannot have")
+        if count not in (0, examples[split]):
+            raise WireError("scores", f"sent scores of {count!s:.20} examples and has {examples[split]}")
+        if not (0 <= loss <= (MAX_LOSS if count else 0) and 0 <= (metric or 0) <= count):
+            raise WireError("scores", f"sent scores that {count} examples cannot have")

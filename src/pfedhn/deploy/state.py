@@ -25,7 +25,7 @@ from pfedhn.files import make_folder, read_bytes, write_atomically
 from pfedhn.params import copy, in_dtype, num_bytes, stack, take
 from pfedhn.seal import DamagedError, sealed_json, unsealed_json
 
-FORMAT = 2
+FORMAT = 3
 NUM_KEPT = 2  # checkpoints, with their journals
 
 
@@ -36,11 +36,13 @@ class Member:
     name: str
     architecture: str
     size: int  # training examples
+    examples: dict[str, int]  # of the splits that its models are tested on
     place: int  # in the order of the cohorts' draws
     phase: Phase = "training"
     base: int | None = None  # the last of its rounds that was accepted; what the party kept then is its version
     best_base: int | None = None  # that of the chosen round
     is_told: bool = False  # that the run has ended, and which round was chosen
+    is_spent: bool = False  # its privacy budget, when it last came: it trains no more, and is tested and told as ever
     # Of a party that joins when training has ended:
     round: int = 0
     evaluated: int = -1
@@ -139,28 +141,28 @@ class Rules:
         getattr(self, f"_{table['kind']}")(state, table, message)
 
     def _join(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
-        """A party comes for the first time, or comes again with other data."""
+        """A party comes for the first time, or comes again with other data, or perhaps with a new budget."""
         name = table["party"]
         known = state.members.get(name)
         if known is not None:
-            known.size, known.architecture = table["size"], table["architecture"]
+            known.size, known.examples, known.is_spent = table["size"], table["examples"], False
             return
         descriptor = _opened(message).tensors if message else None
         phase: Phase = "joining" if state.has_ended else "training"
-        member = Member(name, table["architecture"], table["size"], len(state.members), phase)
+        member = Member(name, table["architecture"], table["size"], table["examples"], len(state.members), phase)
         state.members[name] = member
         state.rows[name] = self._first_row(state, member, descriptor)
 
     def _first_row(self, state: State, member: Member, descriptor: Tensor | None) -> Any:
         algorithm = self.plan.algorithm
-        trained = state.best.rows if state.has_ended and state.best is not None else state.rows
+        known = state.best.rows if state.has_ended and state.best is not None else state.rows
+        trained = [row for name, row in known.items() if state.members[name].phase == "training"]
         if state.round == 0 or not trained:
             key = torch.as_tensor(keys.fold(self.plan.seed, "row", member.identity))
             return in_dtype(algorithm.init_row(key, descriptor), self.plan.dtype)
         shared = state.best.shared if state.has_ended and state.best is not None else state.shared
         served = self.plan.exchange("training").served(shared)
-        rows = stack([trained[name] for name in trained])
-        return in_dtype(algorithm.join_row(served, rows, descriptor), self.plan.dtype)
+        return in_dtype(algorithm.join_row(served, stack(trained), descriptor), self.plan.dtype)
 
     def _start(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """Those who are there stand in the order of their names, as in a simulation of the same parties."""
@@ -225,6 +227,11 @@ class Rules:
             for place, name in enumerate(names):
                 state.rows[name] = copy(take(rows, place))
 
+    def _drop(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """A step cannot take the updates of these parties, though each of them passed every check."""
+        for name in table["parties"]:
+            del state.replies[name]
+
     def _test(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """Every party's model of this round is about to be tested."""
         bases = {name: member.base for name, member in state.members.items()}
@@ -265,9 +272,11 @@ class Rules:
             state.best.rows[member.name] = copy(state.rows[member.name])
         member.has_joined = member.round >= self.plan.joining_rounds
 
-    def _finish(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
-        """A party that joins has no budget for more rounds."""
-        state.members[table["party"]].has_joined = True
+    def _spend(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """A party has no budget for more rounds; one that joins has what it has."""
+        member = state.members[table["party"]]
+        member.is_spent = True
+        member.has_joined = member.phase == "joining"
 
 
 def step_order(state: State) -> list[str]:
@@ -320,6 +329,16 @@ class Store:
             raise Unfit(f"the record {table['kind']!r} cannot be applied: {first_line(error)}") from error
         append_record(self._journal(self.number), table, message)
 
+    def can_step(self, name: str) -> bool:
+        """Whether the state on the disk can take a step with the update of this party alone."""
+        state = self.load()
+        state.replies = {name: state.replies[name]}
+        try:
+            self.rules.apply(state, {"kind": "step"})
+        except Exception:
+            return False
+        return True
+
     def load(self) -> State:
         """The newest intact checkpoint, with every record since then applied."""
         state = None
@@ -334,6 +353,9 @@ class Store:
             if newest:
                 raise RunError(f"no checkpoint in {self.folder} is sound; bring the folder back from a backup.")
             state = self.rules.initial()
+        for number in range(max(self.number, 1), newest + 1):
+            if not self._journal(number).exists():
+                raise RunError(f"{self._journal(number)} is missing; bring the folder back from a backup.")
         for number in range(self.number, newest + 1):
             for table, message in records(self._journal(number), is_last=number == newest):
                 self.rules.apply(state, table, message)
@@ -361,16 +383,20 @@ class Store:
                 }  # fmt: skip
         number = self.number + 1
         write_tensors(self.folder / f"checkpoint-{number:09d}", tensors)
+        # Before the checkpoint counts: what an older server left there did not come after it, and one that is missing
+        # is missed.
+        write_atomically(self._journal(number), b"", mode=0o600)
         table |= {"format": FORMAT, "plan": self.rules.plan.digest}
         write_atomically(self.folder / f"checkpoint-{number:09d}.json", sealed_json(table), mode=0o600)
         self.number = number
-        for old in self._numbers()[NUM_KEPT:]:
-            self._remove(old)
+        if len(kept := self._numbers()[:NUM_KEPT]) == NUM_KEPT:
+            for old in {*self._numbers(), *self._numbers("journal-*")}:
+                if old < kept[-1]:
+                    self._remove(old)
 
     def _remove(self, number: int) -> None:
         for file in (f"checkpoint-{number:09d}.json", f"checkpoint-{number:09d}", self._journal(number).name):
             (self.folder / file).unlink(missing_ok=True)
-        self._journal(number - 1).unlink(missing_ok=True)
 
     def _numbers(self, pattern: str = "checkpoint-*.json") -> list[int]:
         found = (re.fullmatch(r"[a-z]+-(\d+)", file.stem) for file in self.folder.glob(pattern))

@@ -162,6 +162,8 @@ def _rebuilt(tree: Any, leaves: dict[str, Tensor], places: Any, depth: int) -> A
         leaf = leaves.pop(str(next(places, -1)), None)
         if leaf is None or parts != [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]:
             raise WireError("form", "sent tensors of other shapes than its header says")
+        if leaf.dtype not in TYPES.values():  # the format of the tensors knows more of them
+            raise WireError("form", "sent numbers of a type that does not cross the wire")
         return leaf
     if kind == "dict":
         pairs = [part for part in parts if isinstance(part, list) and len(part) == 2 and isinstance(part[0], str)]

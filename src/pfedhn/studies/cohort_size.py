@@ -35,7 +35,7 @@ def called(entry: Entry) -> str:
 
 
 def draw(found: Found) -> Finding:
-    lines = [["method", "clients a round", "server step", "accuracy", "rounds", "ms a round", "seeds"]]
+    lines = [["method", "clients per round", "server step", "accuracy", "rounds", "ms per round", "seeds"]]
     for entry in found.entries:
         first = next(iter(entry.results.values()))
         rule = "" if size_of(entry.cell) == 1 else NAMES[setting(entry.cell, "rule")]
@@ -73,7 +73,7 @@ def picture(found: Found) -> Any:
 
 STUDY = Study(
     "cohort-size",
-    "How many clients a round (CIFAR-10, 50 clients)",
+    "How many clients per round (CIFAR-10, 50 clients)",
     cells(),
     draw,
 )

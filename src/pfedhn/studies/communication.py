@@ -30,7 +30,7 @@ def draw(found: Found) -> Finding:
         (entry, next(iter(analyses.values()))) for entry in found.entries if (analyses := found.analyses(entry.cell))
     ]
     smallest = min((values["hypernetwork"] for _, values in rows), default=1)
-    lines = [["method", "width", "hypernetwork", "growth", "bytes a round", "accuracy", "ms a round", "seeds"]]
+    lines = [["method", "width", "hypernetwork", "growth", "bytes per round", "accuracy", "ms per round", "seeds"]]
     for entry, values in rows:
         size = values["hypernetwork"]
         numbers = [f"{size:,}", f"{size / smallest:.0f}x", f"{round(bytes_a_round(entry)):,}"]
@@ -87,7 +87,7 @@ def small(cell: Cell) -> Cell:
 
 STUDY = Study(
     "communication",
-    "Section 3: bytes a round while the hypernetwork grows (CIFAR-10, 50 clients)",
+    "Section 3: bytes per round while the hypernetwork grows (CIFAR-10, 50 clients)",
     tuple(
         varied(table1_cell("cifar10", method, 50), hidden_dim=width)
         for method in known("pfedhn", "pfedhn-pc", "pfedhn-plus")
