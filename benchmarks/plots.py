@@ -87,10 +87,10 @@ def figure_of(records: list[Record]) -> Figure:
     (clients, steps), (runs, sizes) = figure.subplots(2, 2)
     flat = points(records, "clients", "ms_per_round", workload="one local step", program="traced", kind="cpu")
     draw(clients, {CPU: flat}, "Clients (one local step of an MLP)", "clients in the federation", is_flat=True)
-    draw(steps, curves(records, "local_steps"), "Local steps", "local steps a round")
+    draw(steps, curves(records, "local_steps"), "Local steps", "local steps per round")
     draw(runs, curves(records, "runs"), "Runs at the same time, each one's share", "runs (CPU: processes on 2 cores)")
     draw(sizes, curves(records, "target"), "Size of the target network", "weights of LeNet S, M, L")
-    figure.supylabel("milliseconds a round", fontsize=9)
+    figure.supylabel("milliseconds per round", fontsize=9)
     return figure
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import numpy
 import pytest
 import typer
+from browser import CHROMIUM, Browser
 from support import mostly_slow
 from typer.testing import CliRunner
 
@@ -294,6 +295,27 @@ def test_figures_fit_light_and_dark_pages() -> None:
         name = figure.stem.removesuffix("-dark")
         assert f"figures/{name}.svg#only-light)" in text, figure.name
         assert f"figures/{name}-dark.svg#only-dark)" in text, figure.name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="there is no Chromium on this machine; `apt install chromium` installs one."
+)
+def test_the_site_can_be_searched_from_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("material")
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(site)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    with Browser(tmp_path / "home") as browser:
+        browser.open(site / "tutorials" / "sizes.html")
+        browser.evaluate("document.querySelector('.md-search__input').focus()")
+        for letter in "aggregation":
+            browser.ask("Input.dispatchKeyEvent", type="keyDown", text=letter, key=letter)
+            browser.ask("Input.dispatchKeyEvent", type="keyUp", key=letter)
+        links = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+        browser.until(lambda: any("privacy.html" in link for link in browser.evaluate(links)))
+        assert not browser.complaints
+        assert all(address.startswith(("file:", "data:")) for address in browser.requests)
 
 
 def toml_value(text: str) -> Any:

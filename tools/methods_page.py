@@ -104,7 +104,7 @@ def wire_table() -> str:
     start = model.fresh(0)
     lines = [
         "| method | the client receives | the client keeps | the server keeps for it | minibatches before a test |",
-        "|---|---|---|---|---|",
+        "|---|---:|---:|---:|---:|",
     ]
     for name, method in ALGORITHMS.items():
         algorithm = method().for_clients(NUM_CLIENTS)

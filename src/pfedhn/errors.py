@@ -10,9 +10,9 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """Something the person at the keyboard can fix; the message is one sentence that says how.
+    """An error that the user can fix; its message is one sentence that says how.
 
-    Only this becomes a sentence on the command line. Every other exception is a defect of ours and keeps its traceback.
+    The command line shows it without a traceback. Every other exception is a bug in pfedhn and keeps its traceback.
     """
 
     exit_code = 2  # the input was wrong; 1 where the input was right and something happened on the way

@@ -45,15 +45,15 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Privacy:
-    """What a client does to keep its data from those who see its updates.
+    """How a client protects its data from those who see its updates: differential privacy.
 
     Args:
         clip: The largest norm of an update, or of one example's gradient.
-        noise: The deviation of the noise, in multiples of `clip`.
+        noise: The standard deviation of the noise, in multiples of `clip`.
         epsilon: How much privacy may be spent, at `delta`; then the client sends nothing more. None sets no limit.
         delta: The probability that the bound does not hold.
-        level: "client" protects all that a client has, by noise on its update; "example" any one of its training
-            examples, by noise in every local step (DP-SGD).
+        level: "client" protects a client's whole data set, by noise on its update; "example" protects any single
+            training example, by noise in every local step (DP-SGD).
 
     Examples:
         >>> import numpy, pfedhn

@@ -19,18 +19,18 @@ SPIN_COUNT = "1000"
 
 
 def set_up_process() -> None:
-    """Make this process fit for runs. A script that trains on a CPU calls it first, before it imports torch.
+    """Set up this process for fast runs. A script that trains on a CPU should call it first, before it imports torch.
 
     It changes how fast a run is, never its numbers:
 
-    - Threads that wait for each other spin a short time only (`GOMP_SPINCOUNT=1000`, unless that variable or
-      `OMP_WAIT_POLICY` is set). Where another process has taken a core, threads that spin slow down the one that they
-      wait for, up to ten times. PyTorch reads the variable when it is loaded; a call that comes later says so.
+    - Threads that wait for each other spin only briefly (`GOMP_SPINCOUNT=1000`, unless that variable or
+      `OMP_WAIT_POLICY` is set). If another process uses a core, spinning threads slow down the one they wait for, up to
+      ten times. PyTorch reads the variable when it is loaded; a call that comes later says so.
     - Freed memory is kept for the next step (glibc's `mallopt`), which saves a third of a round on a CPU.
     - Compiled kernels are kept in the cache of pfedhn, not in a temporary folder (`TORCHINDUCTOR_CACHE_DIR` and
       `TRITON_CACHE_DIR`, unless they are set).
 
-    The command line and its worker processes make this call by themselves.
+    The command line and its worker processes do this by themselves.
 
     Examples:
         >>> import pfedhn

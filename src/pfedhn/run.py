@@ -209,7 +209,7 @@ def assemble(
 
 @dataclass(repr=False)
 class Run:
-    """A finished or interrupted run: its chosen round, every client's model, and room for new clients.
+    """A finished or interrupted run: its chosen round and every client's model; new clients can join it.
 
     Made by `pfedhn.train` and `pfedhn.load`. `run.accuracy` holds each client's test accuracy at the round chosen on
     validation.
@@ -239,7 +239,7 @@ class Run:
     def accuracy(self) -> NDArray[numpy.float64]:
         """[clients]: test accuracy of each client's own model at the chosen round; NaN where it has no examples.
 
-        Where clients adapt, after they have.
+        If clients adapt their model before they use it, this is the accuracy after that.
         """
         test = scores_of(self.chosen.splits["test"]) if self.result is None else self.result.test
         sums = numpy.array(test.clients, dtype=float) * (1 if test.has_accuracy else -1)
@@ -249,7 +249,7 @@ class Run:
 
     @property
     def epsilon(self) -> NDArray[numpy.float64]:
-        """[clients]: the privacy that each has spent, all rounds counted; infinite where there is no privacy."""
+        """[clients]: the privacy that each has spent over all rounds; infinite without privacy."""
         simulation, counts = self.simulation, self.state.num_updates
         privacy, num_clients = simulation.privacy, simulation.federation.num_clients
         if privacy is None:
@@ -276,7 +276,7 @@ class Run:
         return self.state.memories if last else self.state.best.memories.to(self.simulation.federation.x.device)
 
     def embeddings(self, last: bool = False) -> Tensor:
-        """[clients, D]: what the server learned of each client at the chosen round, or after the last one.
+        """[clients, D]: the embedding of each client at the chosen round, or after the last one.
 
         Args:
             last: After the last round instead of the chosen one.
@@ -312,7 +312,7 @@ class Run:
         """A plain module with this client's weights, in evaluation mode.
 
         Args:
-            client: Its number, or its name where the federation has names; or the name that it joined by.
+            client: Its number or, if clients have names, its name; or the name it joined with.
             last: The weights after the last round instead of those of the chosen one.
             architecture: Another of the run's target networks; the client keeps its embedding.
             data: The client's training examples (x, y), for a method that adapts on them (Per-FedAvg) in a run that was
@@ -325,12 +325,12 @@ class Run:
         return model.with_weights(weights)
 
     def export(self, client: int | str, path: str | Path, *, last: bool = False, data: Arrays | None = None) -> Path:
-        """Write a client's model to a file that runs without this package, and beside it a card that describes it.
+        """Write a client's model to a file that runs without this package, and a model card next to it.
 
         Args:
             client: As `personal_model`.
-            path: What it ends with says what is written: `.onnx` (batches of any size), `.pt2` (`torch.export`), or
-                `.safetensors` (the weights, for a network that you have the code of). The card ends with `.md`.
+            path: Its extension chooses the format: `.onnx` (batches of any size), `.pt2` (`torch.export`), or
+                `.safetensors` (the weights, if you have the network's code). The card ends with `.md`.
             last: As `personal_model`.
             data: As `personal_model`.
         """
@@ -349,7 +349,7 @@ class Run:
         """Write the model of every client into a folder, with a README.md that lists them; the files by client.
 
         Args:
-            folder: It is made if it is not there.
+            folder: Created if it does not exist.
             ending: Which format, as in `export`.
             last: As `personal_model`.
         """
@@ -463,10 +463,10 @@ class Run:
         seed: int = 0,
         last: bool = False,
     ) -> "NewClient":
-        """Let a client join that took no part in training: only what is its own learns, the server's model is frozen.
+        """Let a client join that took no part in training; only what is its own is learned, the rest is frozen.
 
-        For pFedHN that is the embedding (and the personal layers of PC). The rounds are those of training, but that the
-        server moves the client's row alone (`move_row`).
+        For pFedHN that is the embedding and, for PC, the personal layers. Rounds are as in training, except that the
+        server moves the client's row only (`move_row`).
 
         Args:
             x: The new client's examples; they are split, and the best round is chosen on its validation examples.
@@ -474,9 +474,9 @@ class Run:
             rounds: How many rounds it takes part in.
             split: Fractions for training, validation and test.
             architecture: Which of several target networks it runs; that of the first client by default.
-            descriptor: Of the new client, for a run with fixed descriptors; its class shares by default.
-            name: What the client draws by; where it has none, its examples stand for it.
-            seed: Of its split and its draws.
+            descriptor: The new client's, for a run with fixed embeddings; its class shares by default.
+            name: The client's name, on which its random draws depend; without one, they depend on its examples.
+            seed: Seed of its split and its random draws.
             last: Join the run as it was after its last round instead of the chosen one.
         """
         simulation = self.simulation
@@ -533,8 +533,8 @@ class Run:
         Args:
             federation: The new clients, such as those that a partition holds back (`federation.joining`).
             rounds: How many rounds they take part in; the best one for all of them is chosen on validation.
-            settings: Settings of the method that are others while they join, e.g. `{"embedding_lr": 0.05}`.
-            seed: Of their draws.
+            settings: Settings of the method that differ while they join, e.g. `{"embedding_lr": 0.05}`.
+            seed: Seed of their random draws.
             last: Join the run as it was after its last round instead of the chosen one.
         """
         simulation = self.simulation
@@ -958,24 +958,23 @@ def train(
         loss: (outputs, y) -> one value per example; cross-entropy for class labels, squared error for numbers by
             default.
         metric: (outputs, y) -> one value per example, higher is better; accuracy for class labels by default.
-        directory: Where to keep the run; the same call on the same directory resumes it, `pfedhn.load` gives the run
-            back and `pfedhn report` shows it.
-        device: "auto" is the GPU if PyTorch finds one, else the CPU. Several, as "cuda:0,cuda:1", share the clients of
-            every round, which pays for large cohorts only: such rounds are not captured.
+        directory: Where to keep the run; the same call with the same directory resumes it, `pfedhn.load` loads it, and
+            `pfedhn report` shows it.
+        device: "auto" is the GPU if PyTorch finds one, else the CPU. Several devices, as in "cuda:0,cuda:1", share the
+            clients of every round. That pays off for large cohorts only, since such rounds are not captured.
         executor: How a cohort is computed: "auto", "loop", "traced", "vectorized" or "captured".
-        upload: What is done to updates on their way: "full" sends every number as it is, "half" 16 bits of it, "8-bit"
-            8 bits; or a transform of your own.
-        download: The same for weights on their way to a client.
-        privacy: What clients do to keep their data from those who see their updates: `pfedhn.Privacy`.
-        in_flight: How many clients are at work at once in a run that does not wait for its cohorts: the server steps
-            whenever `cohort_size` of them have replied, on updates for weights that are some steps old. None waits.
-        precision: Precision of products on a GPU: "tf32" rounds their factors to 10 bits and is faster, "fp32" does
-            not. It applies while the run lasts.
-        deterministic: Whether a GPU gives the same bits whenever GPU and versions are the same; slower.
+        upload: How updates are encoded: "full" (as they are), "half" (16 bits), "8-bit", or a transform of your own.
+        download: How the weights sent to a client are encoded.
+        privacy: How clients protect their data from those who see their updates: `pfedhn.Privacy`.
+        in_flight: How many clients train at the same time in an asynchronous run: the server steps whenever
+            `cohort_size` of them have replied, on updates for weights that are some steps old. None runs synchronously.
+        precision: Precision of matrix products and convolutions on a GPU: "tf32" rounds their inputs to 10 bits and is
+            faster than "fp32".
+        deterministic: Whether the same GPU and versions always give the same bits; slower.
         progress: Whether to show a progress bar.
         checkpoint_every: Communication steps between checkpoints; one a minute by default.
         on: A Ray cluster whose workers share the clients of every round: "ray" for a local one,
-            "ray:ADDRESS" for a running one. It pays for large cohorts, best with clients that are loaded when needed.
+            "ray:ADDRESS" for a running one. It pays off for large cohorts, best with data that are loaded when needed.
         callbacks: Functions (run, moment) that are called after every evaluation; `moment` is also the last of
             `run.history`. `pfedhn.tracking` has some: `TensorBoard("logs")`.
 
@@ -1073,21 +1072,21 @@ def load(
 ) -> Run:
     """A run from its directory, whether `pfedhn.train` or `pfedhn run` made it, without its clients' data.
 
-    It has its history and accuracies, gives every client's model (`personal_model`) and lets new clients join
-    (`add_client`). It holds no examples: whoever needs one is told so.
+    It has the history and accuracies, every client's model (`personal_model`), and lets new clients join
+    (`add_client`). It holds no examples; what needs some says so.
 
     Loading a directory imports the code that it names (the module of your network, say), so load only what you trust.
     Code of the standard library is refused.
 
     Args:
-        directory: Of one run, or of an experiment.
+        directory: The directory of one run, or of an experiment.
         run: Which run of an experiment that has several, by the name of its folder.
-        model: What makes the network, where the directory cannot name it: a lambda, or a function inside another.
-            Several by name where the run has several.
-        method: The class of the algorithm, where the directory cannot name it.
-        loss: The loss, where the directory cannot name it; needed only to train.
+        model: The function that makes the network, if the directory cannot name it: a lambda, or a function inside
+            another. Several by name if the run has several.
+        method: The class of the algorithm, if the directory cannot name it.
+        loss: The loss, if the directory cannot name it; needed only to train.
         metric: The metric, likewise.
-        device: Where the weights shall be; "auto" is the GPU if PyTorch finds one, else the CPU.
+        device: Where the weights go; "auto" is the GPU if PyTorch finds one, else the CPU.
 
     Examples:
         >>> import functools, numpy, pfedhn, tempfile, torch

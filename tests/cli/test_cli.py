@@ -200,6 +200,7 @@ def test_list_names_everything() -> None:
     output = invoke("list").output
     for name in (*ALGORITHMS, *datasets.DATASETS, *EXPERIMENTS):
         assert re.search(rf"^{re.escape(name)}\s+\S", output, re.MULTILINE), name
+    assert not re.search(r"\b1\s+(cells|seeds)\b", output)
 
 
 def test_doctor_says_what_is_there_and_how_to_get_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -539,6 +539,12 @@ def test_a_client_stands_at_its_own_accuracy(found: Report) -> None:
     assert axes.get_ylim()[1] == 100
 
 
+def test_numbers_in_the_words_of_an_svg_stay_whole() -> None:
+    figure = new_figure(5.0, 5.0)
+    figure.subplots().set_title("lr=0.00125")
+    assert b">lr=0.00125</text>" in to_svg(figure)
+
+
 def test_figures_as_svg_and_for_dark_pages(found: Report, tmp_path: Path) -> None:
     files = write([found], tmp_path, ["svg"])
     assert {file.name for file in files} == {"curves-digits-4.svg", "clients-digits-4.svg"}

@@ -1,4 +1,4 @@
-"""Ditto (Li, Hu, Beirami, Smith, ICML 2021): FedAvg, and a personal model beside it that is held to the shared one.
+"""Ditto (Li, Hu, Beirami, Smith, ICML 2021): FedAvg, plus a personal model that is pulled toward the shared one.
 
     server   send w                                                                       send
     client   w_i = w; K times, on a batch B:                                              train

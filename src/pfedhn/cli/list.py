@@ -20,6 +20,7 @@ def list_all(as_json: JsonOption = False) -> None:
     from pfedhn.algorithms import ALGORITHMS
     from pfedhn.data.catalogue import DATASETS
     from pfedhn.experiments.paper import EXPERIMENTS
+    from pfedhn.report.entries import counted
     from pfedhn.studies import STUDIES
 
     if as_json:
@@ -35,11 +36,13 @@ def list_all(as_json: JsonOption = False) -> None:
     console.print(listing("methods", [(name, ALGORITHMS[name].description) for name in ALGORITHMS]))
     console.print(listing("data sets", [(name, source.description) for name, source in DATASETS.items()]))
     lines = [
-        (name, f"{item.title} ({len(item.cells)} cells, {len(item.seeds)} seeds each)")
+        (name, f"{item.title} ({counted(len(item.cells), 'cell')}, {counted(len(item.seeds), 'seed')} each)")
         for name, item in EXPERIMENTS.items()
     ]
     console.print(listing("experiments", lines))
-    lines = [(name, f"{study.title} ({len(study.experiment().cells)} cells)") for name, study in STUDIES.items()]
+    lines = [
+        (name, f"{study.title} ({counted(len(study.experiment().cells), 'cell')})") for name, study in STUDIES.items()
+    ]
     console.print(listing("studies: the rest of the paper", lines))
     console.print(
         "`pfedhn run NAME` runs an experiment or a study; `pfedhn run FILE.toml` one of your own (see its --help)."

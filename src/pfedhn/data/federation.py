@@ -61,7 +61,7 @@ class Examples:
 class Federation:
     """A set of clients, each with training, validation and test examples of its own.
 
-    Make one with `Federation.from_arrays` (one data set, shared out among clients by a rule), `Federation.from_clients`
+    Make one with `Federation.from_arrays` (one data set, divided among clients by a rule), `Federation.from_clients`
     (every client brings its own arrays) or `Federation.lazy` (a client's data are loaded when they are needed).
 
     Examples:
@@ -122,7 +122,7 @@ class Federation:
         stratify: bool = False,
         class_names: Sequence[str] | None = None,
     ) -> "Federation":
-        """Share one data set out among clients.
+        """Divide one data set among clients.
 
         Args:
             x: The examples, one after the other.
@@ -187,8 +187,8 @@ class Federation:
     ) -> "Federation":
         """A federation of clients that bring their own data.
 
-        A client with a name draws its split and its minibatches by it, so that it draws on a machine of its own what it
-        draws among the others.
+        The split and the minibatches of a client with a name depend on that name, so that it draws the same on a
+        machine of its own as among the others.
 
         Args:
             clients: A list, or a mapping from each client's own name. A client is either (x, y), which is split at
@@ -276,7 +276,7 @@ class Federation:
     ) -> "Federation":
         """A federation whose data are made or loaded when a client takes part or is tested, so that it may be large.
 
-        To test a million clients takes as long as it sounds: `evaluating` chooses some of them.
+        Testing a million clients takes long: `evaluating` chooses some of them.
 
         Args:
             num_clients: How many clients there are.
@@ -284,7 +284,7 @@ class Federation:
             train: How many training examples each client has, one number for all or one per client.
             validation: As `train`, for validation.
             test: As `train`, for test.
-            num_cached: Of how many clients, the last ones used, the data are kept.
+            num_cached: How many clients' data are kept in memory, those used last.
         """
         from pfedhn.data.lazy import lazy_federation  # it is built on this class
 

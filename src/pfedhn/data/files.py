@@ -73,13 +73,13 @@ def read_federation(
         split: The fractions of a client's examples for training, validation and test.
         stratify: Draw each client's split within each of its classes instead of over all its examples.
         seed: The seed of the split.
-        resize: Height and width that all images are brought to; needed where they are of several sizes.
-        channels: Of images: "rgb", or "gray".
-        corrupt: Of images: whether a damaged file is refused ("refuse") or left out with a warning ("skip").
-        encode: Of a table: whether columns of texts are refused or become a column for each text ("one-hot").
-        missing: Of a table: whether empty cells are refused or filled with their column's "median", or with "zero".
-        fitted: Of a table: whether a median is that of the client's own training examples ("client") or of all clients'
-            ("all").
+        resize: Height and width of all images; needed if their sizes differ.
+        channels: For images: "rgb" or "gray".
+        corrupt: For images: whether a damaged file is refused ("refuse") or left out with a warning ("skip").
+        encode: For a table: whether text columns are refused or become a column for each value ("one-hot").
+        missing: For a table: whether empty cells are refused or filled with their column's "median", or with "zero".
+        fitted: For a table: whether a median is that of the client's own training examples ("client") or of all
+            clients' ("all").
 
     Examples:
         >>> import pathlib, tempfile

@@ -62,7 +62,7 @@ class Cell:
     evaluate_every: int = 30
     upload: str = "full"  # what is done to updates on their way: full, half or 8-bit
     download: str = "full"  # and to the weights on their way down
-    in_flight: int | None = None  # clients at work at once in a run that does not wait for its cohorts; none waits
+    in_flight: int | None = None  # clients that train at the same time in an asynchronous run; synchronous if none
     privacy: Mapping[str, Any] = field(default_factory=dict)  # how clients keep their data private (`Privacy`)
     pretrain: str | None = None  # the method whose last model every client starts from
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method

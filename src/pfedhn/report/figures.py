@@ -240,7 +240,8 @@ def to_svg(figure: Any, is_dark: bool = False) -> bytes:
         _for_dark_pages(figure)
     with matplotlib.rc_context({"svg.hashsalt": "pfedhn", "svg.fonttype": "none"}):
         content = _saved(figure, format="svg", metadata={"Date": None}, transparent=True)
-    return re.sub(rb"(\d\.\d\d)\d+", rb"\1", content)  # a hundredth of a point is enough, and half the file
+    # A hundredth of a point is enough, and half the file; numbers between tags are words of the figure.
+    return re.sub(rb"<[^>]*>", lambda tag: re.sub(rb"(\d\.\d\d)\d+", rb"\1", tag[0]), content)
 
 
 def _for_dark_pages(figure: Any) -> None:
