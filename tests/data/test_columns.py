@@ -145,3 +145,22 @@ def test_decimal_commas_and_points_in_one_file_are_refused(tmp_path: Path) -> No
     (tmp_path / "table.csv").write_text("who;what;a;b\n1;2;0,5;1.234\n1;2;1,5;2.345\n")
     with pytest.raises(UserError, match="with commas in column 'a' and with points in column 'b'; write them all"):
         from_table(tmp_path / "table.csv", "who", "what")
+
+
+def test_all_columns_that_cannot_be_read_are_named_at_once(tmp_path: Path) -> None:
+    lines = [f"a,{i or ''},{'xy'[i % 2]},2026-01-{i % 28 + 1},{i},{i % 2}" for i in range(20)]
+    (tmp_path / "table.csv").write_text("\n".join(["who,dose,kind,day,age,label", *lines]))
+    with pytest.raises(UserError, match=r"^'dose' in line 2 .* is empty; .* Nor can 'kind', 'day' be read as they are"):
+        from_table(tmp_path / "table.csv", "who", "label")
+    with pytest.raises(UserError, match=r"^column 'kind' of table\.csv holds texts .* Nor can 'day' be read"):
+        from_table(tmp_path / "table.csv", "who", "label", encoding=Encoding(missing="zero"))
+
+
+def test_an_empty_cell_among_texts_is_none_of_them_and_has_no_median(tmp_path: Path) -> None:
+    lines = [f"a,{i},{('x', 'y', '')[i % 3]},{i % 2}" for i in range(30)]
+    (tmp_path / "table.csv").write_text("\n".join(["who,dose,kind,label", *lines]))
+    federation = read_federation(tmp_path / "table.csv", "who", "label", encode="one-hot", missing="median")
+    assert federation.reading is not None
+    assert federation.reading.table is not None
+    assert federation.reading.table.fill_of("a") == (federation.reading.table.own["a"][0], 0.0, 0.0)
+    assert int((federation.x[:, 1:].sum(1) == 0).sum()) == 10

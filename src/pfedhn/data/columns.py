@@ -13,7 +13,7 @@ from pfedhn.data.arrays import as_tensor
 from pfedhn.data.catalogue import Array
 from pfedhn.data.federation import Federation
 from pfedhn.data.reading import Column, TableReading
-from pfedhn.errors import UserError, closest
+from pfedhn.errors import UserError, closest, some
 
 Encode: TypeAlias = Literal["refuse", "one-hot"]
 Missing: TypeAlias = Literal["refuse", "median", "zero"]
@@ -82,31 +82,43 @@ def encoded(
     columns: Columns, features: Sequence[str], encoding: Encoding
 ) -> tuple[NDArray[numpy.float32], tuple[Column, ...]]:
     """[examples, features], with NaN where a number is missing, and what became of each column."""
-    parts, described = [], []
+    parts, described, refused = [], [], {}
     for name in features:
-        cells = _texts(columns[name])
-        if encoding.missing == "refuse" and "" in cells:
-            raise UserError(f"{name!r} in {columns.where(cells.index(''))} is empty; {FILL_IT}.")
-        if (values := _numbers(columns, name, cells)) is not None:
-            if encoding.missing == "refuse" and numpy.isnan(values).any():
-                place = int(numpy.flatnonzero(numpy.isnan(values))[0])
-                raise UserError(f"{name!r} in {columns.where(place)} is {cells[place]!r}; {FILL_IT}.")
-            parts.append(values[:, None])
-            described.append(Column(name))
+        try:
+            if encoding.is_used:
+                values, column = _encoded_column(columns, name, encoding)
+            else:
+                values, column = to_numbers(columns, name, encode_it(name), FILL_IT)[:, None], Column(name)
+        except UserError as error:
+            refused[name] = error
             continue
-        kinds = sorted(set(cells) - {""})
-        if encoding.encode == "refuse":
-            raise UserError(
-                f"column {name!r} of {columns.file.name} holds texts such as {kinds[0]!r}; {encode_it(name)}."
-            )
-        if len(kinds) > MAX_CATEGORIES:
-            raise UserError(
-                f"column {name!r} of {columns.file.name} has {len(kinds):,} different texts, and one-hot would make as "
-                f"many columns; bring it to at most {MAX_CATEGORIES}, or {leave_it_out(name)}."
-            )
-        parts.append(_one_hot(cells, kinds))
-        described.append(Column(name, tuple(kinds)))
+        parts.append(values)
+        described.append(column)
+    if refused:
+        first, *others = refused
+        more = f" Nor can {some(list(map(repr, others)))} be read as they are." if others else ""
+        raise UserError(f"{refused[first]}{more}")
     return numpy.concatenate(parts, axis=1), tuple(described)
+
+
+def _encoded_column(columns: Columns, name: str, encoding: Encoding) -> tuple[NDArray[numpy.float32], Column]:
+    cells = _texts(columns[name])
+    if encoding.missing == "refuse" and "" in cells:
+        raise UserError(f"{name!r} in {columns.where(cells.index(''))} is empty; {FILL_IT}.")
+    if (values := _numbers(columns, name, cells)) is not None:
+        if encoding.missing == "refuse" and numpy.isnan(values).any():
+            place = int(numpy.flatnonzero(numpy.isnan(values))[0])
+            raise UserError(f"{name!r} in {columns.where(place)} is {cells[place]!r}; {FILL_IT}.")
+        return values[:, None], Column(name)
+    kinds = sorted(set(cells) - {""})
+    if encoding.encode == "refuse":
+        raise UserError(f"column {name!r} of {columns.file.name} holds texts such as {kinds[0]!r}; {encode_it(name)}.")
+    if len(kinds) > MAX_CATEGORIES:
+        raise UserError(
+            f"column {name!r} of {columns.file.name} has {len(kinds):,} different texts, and one-hot would make as "
+            f"many columns; bring it to at most {MAX_CATEGORIES}, or {leave_it_out(name)}."
+        )
+    return _one_hot(cells, kinds), Column(name, tuple(kinds))
 
 
 def encoded_like(columns: Columns, table: TableReading) -> NDArray[numpy.float32]:
@@ -206,15 +218,17 @@ def filled(federation: Federation, x: NDArray[numpy.float32], table: TableReadin
     values = torch.from_numpy(x)[rows]
     if table.missing == "median":
         train = federation.splits["train"]
+        is_number = torch.tensor([column.texts is None for column in table.columns for _ in column.features])
         if table.common is None:
             everybody = torch.cat([train.of(client) for client in range(federation.num_clients)])
             common = medians(values[everybody], torch.zeros(values.shape[1]))
-            table = replace(table, common=tuple(common.tolist()))
+            table = replace(table, common=tuple(torch.where(is_number, common, 0.0).tolist()))
         common = torch.tensor(table.common, dtype=values.dtype)
         if table.fitted == "client":
             own = [medians(values[train.of(client)], common) for client in range(federation.num_clients)]
             names = [federation.name_of(client) for client in range(federation.num_clients)]
-            table = replace(table, own={name: tuple(fill.tolist()) for name, fill in zip(names, own, strict=True)})
+            fills = [tuple(torch.where(is_number, fill, 0.0).tolist()) for fill in own]
+            table = replace(table, own=dict(zip(names, fills, strict=True)))
         for client in range(federation.num_clients):
             for part in federation.splits.values():
                 mine = part.of(client)

@@ -21,7 +21,6 @@ from pfedhn.data.columns import (
     Encoding,
     Fitted,
     Missing,
-    encode_it,
     encoded,
     encoded_like,
     filled,
@@ -289,11 +288,7 @@ def from_table(
         if "" in cells:
             where = columns.where(cells.index(""))
             raise UserError(f"{where} has no {name!r}; fill the cell or drop the example.")
-    if encoding.is_used:
-        x, described = encoded(columns, features, encoding)
-    else:
-        x = numpy.stack([to_numbers(columns, name, encode_it(name), FILL_IT) for name in features], axis=1)
-        described = tuple(map(Column, features))
+    x, described = encoded(columns, features, encoding)
     (y,), class_names = _labels([_as_numbers(columns[label_column])], task, f"column {label_column!r} of {file.name}")
     clients, groups = numpy.unique(_as_identifiers(columns[client_column]), return_inverse=True)
     client_names = tuple(map(str, clients.tolist()))
