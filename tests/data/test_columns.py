@@ -164,3 +164,17 @@ def test_an_empty_cell_among_texts_is_none_of_them_and_has_no_median(tmp_path: P
     assert federation.reading.table is not None
     assert federation.reading.table.fill_of("a") == (federation.reading.table.own["a"][0], 0.0, 0.0)
     assert int((federation.x[:, 1:].sum(1) == 0).sum()) == 10
+
+
+def test_a_column_that_nobody_reads_may_be_long_texts(tmp_path: Path) -> None:
+    lines = [f"{'ab'[i % 2]},{'long ' * 300},{i},{i % 2}" for i in range(20)]
+    (tmp_path / "visits.csv").write_text("\n".join(["who,notes,dose,label", *lines]))
+    with pytest.raises(UserError, match=r"line 2 .* cell of 1,500 characters; .*columns\.ignore = \[\"notes\"\]"):
+        read_federation(tmp_path / "visits.csv", "who", "label")
+    federation = read_federation(tmp_path / "visits.csv", "who", "label", ignore_columns=["notes"])
+    assert read_inputs(tmp_path / "visits.csv", how=federation.reading).x[:, 0].tolist() == list(range(20))
+
+
+def test_a_mark_at_the_beginning_of_a_file_is_no_part_of_a_name(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("who;what;a\n1;2;0,5\n", encoding="utf-8-sig")
+    assert from_table(tmp_path / "table.csv", "who", "what").x.tolist() == [[0.5]]

@@ -266,7 +266,7 @@ def from_table(
             raise UserError(f"{file} is not a file; give a .csv, .tsv or .parquet file.")
     if not isinstance(ignore_columns, Sequence) or isinstance(ignore_columns, str):
         raise UserError(f"ignore_columns is {short(ignore_columns)}; give a list of columns.")
-    columns = read_columns(file, encoding.is_used, lambda name: name in ignore_columns)
+    columns = read_columns(file, encoding.is_used, lambda name: name in ignore_columns, FILL_IT)
     for wanted in (client_column, label_column, *ignore_columns):
         if not isinstance(wanted, str) or wanted not in columns:
             raise UserError(f"{file.name} has no column {short(wanted)}; {closest(wanted, columns)}")
@@ -368,21 +368,27 @@ def _labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array
 
 
 def read_columns(
-    file: Path, takes_empty: bool = False, is_ignored: Callable[[str], bool] = lambda name: False
+    file: Path,
+    takes_empty: bool = False,
+    is_ignored: Callable[[str], bool] = lambda name: False,
+    empty: str = "fill or drop them",
 ) -> Columns:
     """The columns of a table.
 
     Args:
         file: CSV, TSV or parquet.
         takes_empty: Whether a parquet file may have empty cells.
-        is_ignored: Whether nobody looks at a column, which may then hold whatever parquet files can.
+        is_ignored: Whether nobody looks at a column, which may then hold anything.
+        empty: What to do about empty cells otherwise, in words.
     """
     if not is_table(file):
         raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
-    return _read_parquet(file, takes_empty, is_ignored) if file.suffix.lower() == ".parquet" else _read_csv(file)
+    if file.suffix.lower() == ".parquet":
+        return _read_parquet(file, is_ignored, None if takes_empty else empty)
+    return _read_csv(file, is_ignored)
 
 
-def _read_csv(file: Path) -> Columns:
+def _read_csv(file: Path, is_ignored: Callable[[str], bool]) -> Columns:
     try:
         with reading(file), file.open(newline="", encoding="utf-8-sig") as stream:
             separator = _separator(file, stream)
@@ -399,6 +405,7 @@ def _read_csv(file: Path) -> Columns:
         raise UserError(f"{file} is not UTF-8 text (its header has null characters); save the table as UTF-8.")
     if len(set(header)) != len(header) or not header:
         raise UserError(f"the first line of {file.name} must name every column once.")
+    ignored = list(map(is_ignored, header))
     for number, line in numbered:
         if len(line) != len(header):
             others = [word for sign, word in SEPARATORS.items() if sign != separator and sign in "".join(header)]
@@ -406,15 +413,24 @@ def _read_csv(file: Path) -> Columns:
             raise UserError(
                 f"line {number} of {file.name} has {len(line)} cells and the header {len(header)}; repair it{hint}."
             )
-        if len(longest := max(line, key=len)) > MAX_CELL:
-            raise UserError(
-                f"line {number} of {file.name} has a cell of {len(longest):,} characters; more than {MAX_CELL:,} "
-                "are no number and no name: drop that column."
-            )
-    columns = {name: numpy.array([line[place] for _, line in numbered], str) for place, name in enumerate(header)}
+        for place, cell in enumerate(line):
+            if len(cell) > MAX_CELL and not ignored[place]:
+                raise UserError(
+                    f"line {number} of {file.name} has a cell of {len(cell):,} characters; more than {MAX_CELL:,} are "
+                    f"no number and no name: drop the column {header[place]!r}, or {leave_it_out(header[place])}."
+                )
+    columns: dict[str, Array] = {
+        name: _unread(len(numbered)) if ignored[place] else numpy.array([line[place] for _, line in numbered], str)
+        for place, name in enumerate(header)
+    }
     if separator == ";":
         columns = _with_points(file, columns)
     return Columns(file, columns, [number for number, _ in numbered])
+
+
+def _unread(count: int) -> Array:
+    """A column that is there, and that nobody looks at."""
+    return numpy.full(count, None, dtype=object)
 
 
 SEPARATORS = {";": "semicolons", "\t": "tabs"}
@@ -431,8 +447,9 @@ def _separator(file: Path, stream: TextIO) -> str:
 
 def _with_points(file: Path, columns: Mapping[str, Array]) -> dict[str, Array]:
     """Columns of numbers that have decimal commas, with points instead; the others as they are."""
-    commas = [name for name, column in columns.items() if _are_numbers(column, ",")]
-    points = [name for name, column in columns.items() if _are_numbers(column, r"\.")]
+    texts = {name: column for name, column in columns.items() if column.dtype.kind == "U"}
+    commas = [name for name, column in texts.items() if _are_numbers(column, ",")]
+    points = [name for name, column in texts.items() if _are_numbers(column, r"\.")]
     if commas and points:  # 1.234 may be more than a thousand here
         raise UserError(
             f"{file.name} has numbers with commas in column {commas[0]!r} and with points in column {points[0]!r}; "
@@ -450,7 +467,7 @@ def _are_numbers(column: Array, sign: str) -> bool:
     return any(re.search(sign, cell) for cell in cells) and all(number.fullmatch(cell) for cell in cells)
 
 
-def _read_parquet(file: Path, takes_empty: bool, is_ignored: Callable[[str], bool]) -> Columns:
+def _read_parquet(file: Path, is_ignored: Callable[[str], bool], empty: str | None) -> Columns:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -467,10 +484,10 @@ def _read_parquet(file: Path, takes_empty: bool, is_ignored: Callable[[str], boo
     columns = {}
     for name in table.column_names:
         if is_ignored(name):
-            columns[name] = numpy.full(table.num_rows, None, dtype=object)
+            columns[name] = _unread(table.num_rows)
             continue
-        if table[name].null_count and not takes_empty:
-            raise UserError(f"column {name!r} of {file.name} has empty cells; {FILL_IT}.")
+        if table[name].null_count and empty is not None:
+            raise UserError(f"column {name!r} of {file.name} has empty cells; {empty}.")
         try:
             columns[name] = table[name].to_numpy()
         except pyarrow.ArrowException as error:
