@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy
 import torch
@@ -25,10 +25,11 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.cluster import Workers, connection
 from pfedhn.data.absent import AbsentFederation, Description, with_examples
 from pfedhn.data.arrays import Arrays
-from pfedhn.data.columns import new_client
+from pfedhn.data.columns import filled_with, new_client
 from pfedhn.data.federation import Federation
+from pfedhn.data.files import read_inputs
 from pfedhn.data.lazy import LazyFederation
-from pfedhn.data.reading import reading_card
+from pfedhn.data.reading import Reading, reading_card
 from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.crew import Devices
 from pfedhn.engine.evaluate import SplitResult
@@ -329,6 +330,31 @@ class Run:
         model = self.simulation.model_of(self._place(client)) if architecture is None else self._network(architecture)
         return model.with_weights(weights)
 
+    def read(self, path: str | Path, client: int | str) -> Tensor:
+        """New examples from a file, as a client's own model takes them.
+
+        A table's columns are found by name, in any order; text columns and empty cells are treated as in training, and
+        other columns are ignored. Images are brought to the size of the run's. A run that was trained on arrays knows
+        no names: all columns are features, in the order of training.
+
+        Args:
+            path: A table, `x.npy`, an image, or a folder with `x.npy` or images.
+            client: As `personal_model`; empty cells are filled with this client's medians.
+
+        Examples:
+            >>> import functools, pathlib, pfedhn, tempfile
+            >>> folder = pathlib.Path(tempfile.mkdtemp())
+            >>> visits = [f"{'lyon' if i % 3 else 'paris'},{i},{i % 7},{i % 2}" for i in range(60)]
+            >>> _ = (folder / "visits.csv").write_text("\\n".join(["clinic,age,dose,outcome", *visits]))
+            >>> clinics = pfedhn.datasets.read_federation(folder / "visits.csv", "clinic", "outcome")
+            >>> network = functools.partial(pfedhn.TabularMLP, 2, 4, 2)
+            >>> run = pfedhn.train("pfedhn", clinics, network, steps=2, progress=False)
+            >>> _ = (folder / "new.csv").write_text("dose,age\\n3,61\\n")
+            >>> run.read(folder / "new.csv", "lyon")
+            tensor([[61.,  3.]])
+        """
+        return read_examples(self, path, client).x
+
     def export(self, client: int | str, path: str | Path, *, last: bool = False, data: Arrays | None = None) -> Path:
         """Write a client's model to a file that runs without this package, and a model card next to it.
 
@@ -524,6 +550,7 @@ class Run:
             joined.round,
             self._card(name or "that joined", model, scores, fill),
             self._portable(model.name),
+            fill,
         )
         if name is not None:
             self.joined[name] = client
@@ -585,6 +612,52 @@ class Run:
         return value
 
 
+class GivenExamples(NamedTuple):
+    """Examples from a file, for a client's own model."""
+
+    x: Tensor
+    answers: NDArray[Any] | None  # the right ones, where they are known
+    files: tuple[str, ...] | None  # of images: where each was
+
+
+def read_examples(
+    run: Run, path: str | Path, client: int | str, label: str | None = None, how: Reading | None = None
+) -> GivenExamples:
+    """Examples from a file, read as the run read its own.
+
+    Args:
+        run: Whose model takes them.
+        path: As for `Run.read`.
+        client: As for `Run.read`.
+        label: The column of a table that holds the right answers.
+        how: How the run read its own, if it does not say so itself.
+    """
+    described = run.description
+    how = how or described.reading
+    columns = run.origin.cell.get("columns") or {}
+    leave_out = (columns.get("client", ""), columns.get("label", ""))
+    given, answers, files = read_inputs(path, label, leave_out, described.shape, how)
+    if isinstance(client, str) and client in run.joined:
+        given = filled_with(given, run.joined[client].fill)
+    elif how is not None and how.table is not None:
+        federation = run.simulation.federation
+        given = filled_with(given, how.table.fill_of(federation.name_of(federation.number_of(client))))
+    x = torch.from_numpy(described.prepared(given))
+    if tuple(x.shape[1:]) != described.shape:
+        raise UserError(
+            f"{path} has examples of shape {tuple(x.shape[1:])}; this run's have {described.shape}: give the same "
+            "features in the same order."
+        )
+    dtype: torch.dtype = getattr(torch, described.dtype)
+    return GivenExamples(
+        x.to(
+            run.simulation.federation.x.device, run.simulation.model_of(0).dtype if dtype.is_floating_point else dtype
+        ),
+        answers,
+        files,
+    )
+
+
 @dataclass
 class NewClient:
     """A client that joined a trained federation."""
@@ -597,6 +670,7 @@ class NewClient:
     round: int  # of joining, chosen on its validation examples
     card: Card  # what its model was trained on and how good it is, as plain values
     portable: Portable = field(repr=False)
+    fill: Sequence[float] | None = None  # what its empty cells are filled with, where the run fills them
 
     def export(self, path: str | Path) -> Path:
         """Write its model to a file that runs without this package, as `Run.export` does.

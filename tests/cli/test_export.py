@@ -307,6 +307,17 @@ def test_a_client_that_joins_is_read_as_the_others_were(
     assert "| 2 to 4 | kind | 1 in the place of its text, 0 elsewhere: x, y, z |" in card
 
 
+def test_python_reads_as_the_command_does(kinds: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text("note,kind,dose\nlate,z,0.5\n,x,\n")
+    run = pfedhn.load(kinds / "runs", device="cpu")
+    expected = [[0.5, 0, 0, 1], [fill_of(kinds, 1), 1, 0, 0]]
+    assert torch.equal(run.read(tmp_path / "new.csv", "Rome"), torch.tensor(expected))
+    x = numpy.array([[numpy.nan if i % 4 == 0 else i, 1, 0, 0] for i in range(40)])
+    joined = run.add_client(x, numpy.arange(40) % 2, rounds=0, name="Oslo")
+    assert joined.fill is not None
+    assert float(run.read(tmp_path / "new.csv", "Oslo")[1, 0]) == joined.fill[0] != fill_of(kinds, 1)
+
+
 def test_a_card_says_what_goes_in(kinds: Path, tmp_path: Path) -> None:
     run = pfedhn.load(kinds / "runs", device="cpu")
     for place, client in enumerate(("Berlin", "Rome")):

@@ -1,19 +1,13 @@
 """`pfedhn add-client`: a model from a trained run for a person who holds data of their own."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from pfedhn.cli.options import DeviceOption, RunArgument
 from pfedhn.errors import UserError
 from pfedhn.screen import say
-
-if TYPE_CHECKING:
-    import numpy
-    from numpy.typing import NDArray
-
-    from pfedhn.run import Run
 
 
 def add_client(
@@ -70,7 +64,7 @@ def add_client(
     trained = load(directory, run=run, device=device or "auto")
     federation = trained.simulation.federation
     given, y = read_client(data, label, federation.class_names, tuple(federation.x.shape[1:]), federation.reading)
-    x = prepared(trained, given)
+    x = trained.description.prepared(given)
     began = time.monotonic()
     settings: dict[str, Any] = {"architecture": architecture, "name": name, "seed": seed}
     before = trained.add_client(x, y, rounds=0, **settings)
@@ -91,23 +85,3 @@ def add_client(
     if out is not None:
         joined.export(out)
         say(f"Its model is in {out}, and what it is in {out.with_suffix('.md')}.")
-
-
-def prepared(trained: "Run", x: "NDArray[Any]") -> "NDArray[numpy.float32]":
-    """Examples as the run was trained on them: whole numbers are pixels and go through what its own went through."""
-    import numpy
-
-    federation: Any = trained.simulation.federation
-    steps = federation.description.preprocessing
-    values: NDArray[numpy.float32] = x.astype(numpy.float32)
-    shape = tuple(federation.x.shape[1:])
-    if x.dtype.kind not in "iu" or steps is None:
-        return values
-    values = values / float(steps["scale"])
-    if len(shape) == 3:  # [N, height, width, channels], or without channels
-        values = values[..., None] if values.ndim == 3 else values
-        if values.shape[-1] == shape[0]:
-            values = numpy.moveaxis(values, -1, 1)
-    channels = (-1, *([1] * (values.ndim - 2)))
-    mean, std = (numpy.array(steps[name], dtype=numpy.float32).reshape(channels) for name in ("mean", "std"))
-    return ((values - mean) / std).astype(numpy.float32)

@@ -54,7 +54,6 @@ def export(
       pfedhn export runs/clinics --all --to models --format safetensors
       pfedhn export pfedhn-lyon --to lyon.onnx  # by a party of a federation, of its own
     """
-    from pfedhn.cli.add_client import prepared
     from pfedhn.data.columns import filled_with
     from pfedhn.data.files import read_client
     from pfedhn.run import load
@@ -80,7 +79,7 @@ def export(
         if described.reading is not None and described.reading.table is not None:
             federation = trained.simulation.federation
             x = filled_with(x, described.reading.table.fill_of(federation.name_of(federation.number_of(client))))
-        examples = prepared(trained, x), y
+        examples = described.prepared(x), y
     trained.export(client, to, data=examples)
     say(f"The model of client {client} is in {to}, and what it is in {to.with_suffix('.md')}.")
 

@@ -53,33 +53,17 @@ def predict(
 
     import torch
 
-    from pfedhn.cli.add_client import prepared
-    from pfedhn.data.columns import filled_with
-    from pfedhn.data.files import read_inputs
     from pfedhn.files import write_atomically
-    from pfedhn.run import load
+    from pfedhn.run import load, read_examples
 
     trained = load(directory, run=run, device="cpu")
     described = trained.description
-    federation = trained.simulation.federation
-    name = federation.name_of(federation.number_of(client))
-    how = described.reading or _earlier_reading(trained.origin.cell, data)
-    columns = trained.origin.cell.get("columns") or {}
-    leave_out = (columns.get("client", ""), columns.get("label", ""))
-    given, answers, files = read_inputs(data, label, leave_out, described.shape, how)
-    if how is not None and how.table is not None:
-        given = filled_with(given, how.table.fill_of(name))
-    x = torch.from_numpy(prepared(trained, given)).to(trained.simulation.model_of(0).dtype)
-    if tuple(x.shape[1:]) != described.shape:
-        raise UserError(
-            f"{data} has examples of shape {tuple(x.shape[1:])}; this run's have {described.shape}: give the same "
-            "features in the same order."
-        )
+    x, answers, files = read_examples(
+        trained, data, client, label, described.reading or _earlier_reading(trained.origin.cell, data)
+    )
     model = trained.personal_model(client)
     with torch.no_grad():
-        outputs: Any = model(
-            x if getattr(torch, described.dtype).is_floating_point else x.to(getattr(torch, described.dtype))
-        )
+        outputs: Any = model(x)
     if not isinstance(outputs, torch.Tensor):
         raise UserError("the network gives no single tensor; use personal_model in Python.")
     text = io.StringIO()

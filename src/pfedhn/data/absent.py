@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pfedhn.data.arrays import SPLITS, Arrays
@@ -58,6 +60,21 @@ class Description:
             descriptor_dim=federation.descriptor_dim,
             reading=federation.reading,
         )
+
+    def prepared(self, x: NDArray[Any]) -> NDArray[numpy.float32]:
+        """Examples as the run was trained on them: whole numbers are pixels, and treated as its own were."""
+        steps = self.preprocessing
+        values: NDArray[numpy.float32] = x.astype(numpy.float32)
+        if x.dtype.kind not in "iu" or steps is None:
+            return values
+        values = values / float(steps["scale"])
+        if len(self.shape) == 3:  # [N, height, width, channels], or without channels
+            values = values[..., None] if values.ndim == 3 else values
+            if values.shape[-1] == self.shape[0]:
+                values = numpy.moveaxis(values, -1, 1)
+        channels = (-1, *([1] * (values.ndim - 2)))
+        mean, std = (numpy.array(steps[name], dtype=numpy.float32).reshape(channels) for name in ("mean", "std"))
+        return ((values - mean) / std).astype(numpy.float32)
 
 
 def _dtype_name(tensor: Tensor) -> str:
