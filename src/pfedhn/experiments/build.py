@@ -18,6 +18,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
 from pfedhn.data.dealing import share_out
+from pfedhn.data.describe import LARGE, large_labels
 from pfedhn.data.federation import Federation
 from pfedhn.data.files import read_federation
 from pfedhn.engine.simulate import Simulation
@@ -222,11 +223,37 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
     federation = read_federation(cell.dataset, **how)
     if cell.dataset.lower().endswith(TABLE_ENDINGS) and cell.model.startswith(("mlp", "linear")):
         warn_of_scales(Path(cell.dataset).name, cell.model, federation)
+    warn_of_labels(Path(cell.dataset).name, columns[1], cell.task, federation)
     return federation
 
 
-LARGE = 20  # of a column's mean or deviation; networks are made for 1
+MANY = 100  # classes that a person seldom means
 _warned: set[str] = set()  # of which files; an experiment reads each several times
+
+
+def warn_of_labels(file: str, column: str | None, task: str, federation: Federation) -> None:
+    """Numbers as large as prices make training diverge, and a quantity that is taken for classes learns nothing."""
+    what = "the labels" if column is None else repr(column)
+    key = f"{file}: {what}"
+    if key in _warned or multiprocessing.parent_process() is not None:
+        return
+    if (scale := large_labels(federation)) is not None:
+        _warned.add(key)
+        logger.warning(
+            "%s: the numbers to predict, %s, have mean %.4g and standard deviation %.4g, so that training learns badly "
+            "or diverges. Standardize them (subtract that mean, divide by that deviation), and undo it in predictions.",
+            *(file, what, *scale),
+        )
+    if task != "auto" or federation.class_names is not None or federation.num_classes is None:
+        return
+    different = len(federation.y.unique())
+    if different > MANY and 10 * different > len(federation.y):
+        _warned.add(key)
+        logger.warning(
+            "%s: %s: %s different whole numbers, which are taken for classes; the network tells %s apart. For a "
+            'quantity, set task = "regression"; for classes, task = "classification".',
+            *(file, what, f"{different:,}", f"{federation.num_classes:,}"),
+        )
 
 
 def warn_of_scales(file: str, model: str, federation: Federation) -> None:
