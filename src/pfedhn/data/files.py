@@ -121,7 +121,11 @@ def read_federation(
 
 def _folders_of(root: Path) -> list[Path]:
     with reading(root):
-        return sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+        return sorted(folder for folder in root.iterdir() if is_client_folder(folder))
+
+
+def is_client_folder(place: Path) -> bool:
+    return place.is_dir() and not place.name.startswith(".")
 
 
 def _holds_images(root: Path) -> bool:
