@@ -343,6 +343,11 @@ def test_report_writes_beside_the_runs(finished: Path) -> None:
     assert result.exit_code == 0, result.output
     assert {path.name for path in Path("out").iterdir()} == {"report.md", "report.csv", "report.tex"}
     refused(2, "holds no experiment", "report", "out")
+    refused(2, "there is no file or folder nope; give a directory that `pfedhn run` made.", "report", "nope")
+    Path("mine.toml").write_text("steps = 3")
+    refused(2, "mine.toml holds no results; give the directory that `pfedhn run` made.", "report", "mine.toml")
+    Path("runs/mine").mkdir(parents=True)
+    refused(2, "made, such as runs/mine.", "report", "mine.toml", "--export", "mine.jsonl")
     refused(2, "there is no format 'pdf'", "report", str(finished / "runs"), "--format", "pdf")
     refused(2, "it takes clients or samples", "report", str(finished / "runs"), "--average", "rows")
 
@@ -450,6 +455,23 @@ def test_a_wrong_file_gets_one_sentence_and_code_2(text: str, sentence: str) -> 
     Path("mine.toml").write_text(text)
     refused(2, sentence, "run", "mine.toml")
     assert not Path("runs").exists()
+
+
+def test_data_in_the_place_of_an_experiment_are_said_to_be_data() -> None:
+    Path("visits.csv").write_text("clinic,age,outcome")
+    columns = 'and columns = {client = "...", label = "..."}, and give that.'
+    refused(
+        2,
+        f"visits.csv is a table and not an experiment; write a file mine.toml with the lines "
+        f"dataset = 'visits.csv' {columns}",
+        "run",
+        "visits.csv",
+    )
+    Path("photos").mkdir()
+    refused(2, "photos is a folder and not an experiment; ", "run", "photos")
+    Path("photos/experiment.toml").touch()
+    refused(2, "photos holds runs; to go on with them, use `pfedhn run --resume photos`.", "run", "photos")
+    refused(2, "there is no file other.csv.", "run", "other.csv")
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,11 @@ def test_predictions_of_features_alone_go_to_a_file() -> None:
     result = invoke("predict", "runs", "--client", "Lyon", "--data", "new.csv", "--out", "said.csv")
     assert result.exit_code == 0, result.output
     assert len(Path("said.csv").read_text().splitlines()) == 2
+    before = Path("new.csv").read_text()
+    result = invoke("predict", "runs", "--client", "Lyon", "--data", "new.csv", "--out", "./new.csv")
+    assert result.exit_code == 2
+    assert "--out new.csv would replace the examples; give another name." in result.output
+    assert Path("new.csv").read_text() == before
 
 
 @pytest.mark.slow

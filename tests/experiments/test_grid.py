@@ -262,7 +262,7 @@ def test_spoilt_data_is_refused_with_its_row(tmp_path: Path, spoil: Callable[...
 
 
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is neither a folder nor a file"):
+    with pytest.raises(UserError, match=r"there is no file or folder .*; give a folder per client"):
         build_federation(Cell(dataset=str(tmp_path / "nowhere")), seed=0)
 
 

@@ -51,9 +51,11 @@ def predict(
 
     from pfedhn.cli.add_client import prepared
     from pfedhn.data.files import read_inputs
-    from pfedhn.files import write_atomically
+    from pfedhn.files import given_path, write_atomically
     from pfedhn.run import load
 
+    if out is not None and given_path(out, is_resolved=True) == given_path(data, is_resolved=True):
+        raise UserError(f"--out {out} would replace the examples; give another name.")
     trained = load(directory, run=run, device="cpu")
     described = trained.description
     cell = trained.origin.cell
