@@ -9,7 +9,7 @@ import typer
 
 from pfedhn.cli.options import JsonOption
 from pfedhn.errors import UserError
-from pfedhn.screen import Screen, say
+from pfedhn.screen import Screen, say, table_screen
 
 
 def report(
@@ -104,7 +104,7 @@ def report(
         return
     own = [] if study is None else [find_study(str(study))]
     shown = findings(runs, [item for item in own if item is not None])
-    console = Screen()
+    console = table_screen()
     for item in found:
         console.print(to_terminal(item, over))
     for finding in shown:

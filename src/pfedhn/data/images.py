@@ -35,7 +35,7 @@ def image_files(folder: Path) -> list[tuple[str, Path]]:
 def refuse_other_layout(root: Path) -> None:
     """Refuse images that lie elsewhere than in a folder per class in a folder per client."""
     with reading(root):
-        found = [file for depth in ("*", "*/*") for file in root.glob(depth)]
+        found = [file for depth in ("*", "*/*") for file in sorted(root.glob(depth))]
     images = [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
     if images:
         where = "by themselves" if images[0].parent == root else "one folder deep, and they belong two deep"
