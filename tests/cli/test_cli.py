@@ -20,6 +20,7 @@ from unittest.mock import Mock
 
 import numpy
 import pytest
+import typer.main
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
@@ -108,6 +109,18 @@ def test_the_package_is_installed_whole() -> None:
     files = {path.relative_to(source) for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     assert {Path("experiments/rates.toml"), Path("kernels/kernel_configs.json"), Path("report/page.html")} <= files
     assert not [name for name in files if not (Path(pfedhn.__file__).parent / name).is_file()]
+
+
+@pytest.mark.parametrize("words", [[], ["run"], ["data", "get"]])
+def test_flags_are_not_shown_with_a_value(words: list[str]) -> None:
+    """Newer versions of Typer show <bool> where nothing is given in its place."""
+    command = typer.main.get_command(app)
+    context = command.make_context("pfedhn", ["list"])
+    for word in words:
+        command = command.get_command(context, word)  # type: ignore[attr-defined]
+    flags = [option for option in command.get_params(context) if getattr(option, "is_flag", False)]
+    assert flags
+    assert [option.metavar for option in flags] == [""] * len(flags)
 
 
 def test_the_version() -> None:
