@@ -19,7 +19,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from pfedhn import keys
+from pfedhn import keys, models
 from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.cluster import Workers, connection
@@ -129,7 +129,7 @@ def _refuse_without_evaluation(federation: Federation) -> None:
 def assemble(
     method: str | AnyAlgorithm,
     federation: Federation,
-    model: Factory | Mapping[str, Factory],
+    model: str | Factory | Mapping[str, Factory],
     *,
     steps: int = 5_000,
     cohort_size: int | None = None,
@@ -158,6 +158,9 @@ def assemble(
     steps, batch_size = whole_number("steps", steps), whole_number("batch_size", batch_size)
     evaluate_every, seed = whole_number("evaluate_every", evaluate_every), check_seed(seed)
     federation = federation.to(choose_device(device))
+    if isinstance(model, str):
+        shape = tuple(federation.x.shape[1:])
+        model = {models.network_name(model): models.factory(model, federation.num_classes or 1, shape)}
     factories = dict(model) if isinstance(model, Mapping) else {"model": model}
     if not factories:
         raise UserError("model names no target network; give a function that makes one.")
@@ -174,15 +177,15 @@ def assemble(
     if unknown:
         raise UserError(f"there is no target network {sorted(unknown)[0]!r}; {closest(sorted(unknown)[0], factories)}")
     _refuse_without_evaluation(federation)
-    models = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
+    networks = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
     if isinstance(federation, LazyFederation):
-        federation = with_num_outputs(federation, models.values())
+        federation = with_num_outputs(federation, networks.values())
     algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)
     if cohort_size is None:
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
     cohort_size = whole_number("cohort_size", cohort_size)
-    models = {name: with_frozen(network, algorithm, seed) for name, network in models.items()}
-    for network in models.values():
+    networks = {name: with_frozen(network, algorithm, seed) for name, network in networks.items()}
+    for network in networks.values():
         refuse_single_rows(network, federation, batch_size)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
     if not isinstance(executor, str):
@@ -192,7 +195,7 @@ def assemble(
         raise UserError(f"privacy is {short(privacy)}; give a pfedhn.Privacy(clip=..., noise=...).")
     simulation = Simulation(
         algorithm,
-        models,
+        networks,
         federation,
         schedule,
         seed,
@@ -920,7 +923,7 @@ def drain(work: Generator[None, None, Value]) -> Value:
 def train(
     method: str | AnyAlgorithm,
     federation: Federation,
-    model: Factory | Mapping[str, Factory],
+    model: str | Factory | Mapping[str, Factory],
     *,
     steps: int = 5_000,
     cohort_size: int | None = None,
@@ -948,8 +951,10 @@ def train(
     Args:
         method: One of `pfedhn.ALGORITHMS` ("pfedhn", "fedavg", ...) or an algorithm such as `pfedhn.PFedHN(lr=0.01)`.
         federation: The clients and their data.
-        model: A function that makes the target network, e.g. the class of an `nn.Module`; or several by name, for
-            clients of different sizes (`federation.with_architectures` says who runs which).
+        model: A function that makes the target network, e.g. the class of an `nn.Module`; one of the package's by its
+            name in experiment files, as "tabular-32" or "lenet-s"; or several functions by name, for clients of
+            different sizes (`federation.with_architectures` says who runs which). A hypernetwork's first weights are
+            drawn by the network's name: for the numbers of `pfedhn run`, give the name.
         steps: Communication steps: one client taking part once. 5,000 rounds of one client, or 1,000 of five.
         cohort_size: Clients per round; 1 for pFedHN, 5 for the averaging methods by default.
         batch_size: Examples in a minibatch.

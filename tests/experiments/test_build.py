@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from support import assert_same_bits, memories_of
 from torch.utils import _pytree as pytree
 
 import pfedhn
@@ -22,7 +23,7 @@ from pfedhn.experiments.runner import prepare
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.models import build, factory
 from pfedhn.record import Origin, open_directory
-from pfedhn.run import drain
+from pfedhn.run import assemble, drain
 
 NOVEL = {"rule": "dirichlet", "alpha": 1.0, "novel_clients": 2}
 
@@ -134,6 +135,17 @@ def test_a_table_is_split_alike_in_an_experiment_and_in_python(tmp_path: Path, s
     for split, owned in in_experiment.splits.items():
         assert torch.equal(owned.index, in_python.splits[split].index)
         assert torch.equal(owned.size, in_python.splits[split].size)
+
+
+def test_a_network_by_its_name_starts_as_in_an_experiment() -> None:
+    """First weights are drawn by the network's name."""
+    cell = Cell(clients=6, model="mlp-8", settings={"local_steps": 1}, split=(0.5, 0.25, 0.25))
+    in_experiment = build_simulation(RunSpec(cell, 0, "named"), Options())
+    method = pfedhn.PFedHN(local_steps=1)
+    in_python = assemble(method, build_federation(cell, 0), "mlp-8")
+    assert_same_bits(memories_of(in_python.initial_state()), memories_of(in_experiment.initial_state()))
+    with pytest.raises(UserError, match="mlp"):
+        assemble(method, build_federation(cell, 0), "mpl-8")
 
 
 SIZES = Cell(clients=6, sizes=("mlp-8", "mlp-16", "mlp-32"), steps=12, evaluate_every=4, settings={"local_steps": 1})
