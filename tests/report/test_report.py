@@ -22,7 +22,7 @@ from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.files import claimed
 from pfedhn.record import FORMAT, Part, Spec, identity, write_history, write_result, write_spec
-from pfedhn.report.entries import Report, collect, compare, summarize
+from pfedhn.report.entries import Entry, Report, collect, compare, summarize
 from pfedhn.report.figures import (
     draw_demo,
     figures_of,
@@ -50,7 +50,7 @@ from pfedhn.report.tables import (
     to_terminal,
     unfinished,
 )
-from pfedhn.result import Cost, Curve, Environment, Moment, Result, Scores
+from pfedhn.result import Cost, Curve, Environment, Measures, Moment, Result, Scores
 from pfedhn.seal import digest
 
 ROWS = [4, 4, 2, 0]  # test rows of each client; the last has none
@@ -373,6 +373,25 @@ def test_a_method_that_ends_early_is_drawn_across(found: Report) -> None:
     assert list(across.get_xdata()) == [10, 20]
     assert list(across.get_ydata()) == [pytest.approx(first)] * 2
     assert any(text.get_text() == f"Local {first:.1f}" for text in axes.texts)
+
+
+def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_scale(found: Report) -> None:
+    local, _, pfedhn = found.entries
+
+    def losing(entry: Entry, *losses: float) -> Entry:
+        measures = Measures(loss=losses)
+        return replace(entry, results={}, curves={0: Curve(tuple(range(len(losses))), measures, measures)})
+
+    axes = new_figure(8.0, 5.0).subplots()
+    plot_curves(axes, [losing(local, 2e6), losing(pfedhn, 2e6, 8e5, 7e3, 6e3)])
+    assert axes.get_yscale() == "log"
+    assert [line.get_marker() for line in axes.get_lines()[:2]] == ["o", "None"]  # a curve of one point is seen
+    assert {"10,000", "30,000", "1,000,000"} <= {text.get_text() for text in axes.get_yticklabels()}
+    low, high = axes.get_ylim()
+    assert all(low <= text.xyann[1] <= high for text in axes.texts)
+    axes = new_figure(8.0, 5.0).subplots()
+    plot_curves(axes, [losing(pfedhn, 0.9, 0.7, 0.5)])
+    assert axes.get_yscale() == "linear"
 
 
 def test_markdown_has_a_table_that_renders(found: Report) -> None:

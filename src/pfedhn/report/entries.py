@@ -177,8 +177,7 @@ class Report:
     @property
     def is_squared(self) -> bool:
         """Whether its measure is the squared error, of which a root is easier to read."""
-        measured = [entry for entry in self.entries if entry.results]
-        return not self.has_accuracy and all(entry.is_squared for entry in measured)
+        return is_squared(self.entries)
 
     @property
     def measure(self) -> str:
@@ -290,6 +289,12 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
             )
         )
     return entries
+
+
+def is_squared(entries: Iterable[Entry]) -> bool:
+    """Whether those that have begun are measured by the squared error."""
+    begun = [entry for entry in entries if entry.results or entry.curves]
+    return not all(entry.has_accuracy for entry in begun) and all(entry.is_squared for entry in begun)
 
 
 def _is_squared(cell: Cell, losses: Sequence[str]) -> bool:

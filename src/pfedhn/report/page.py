@@ -27,6 +27,7 @@ from pfedhn.report.entries import (
     column_text,
     counted,
     display_name,
+    is_squared,
     summarize,
 )
 from pfedhn.report.figures import figures_of, style, to_png, to_svg
@@ -249,7 +250,7 @@ def _column(entries: Sequence[Entry], column: Column, average: Average) -> dict[
     return {
         "name": printable(column_text(column)),
         "isAccuracy": is_accuracy,
-        "isSquared": not is_accuracy and all(entry.is_squared for entry in entries if entry.results),
+        "isSquared": is_squared(entries),
         "series": [_series(entry, entries, average) for entry in entries if entry.results or entry.curves],
         "names": _words(next((found for found in names if found), None)),
         "classNames": _words(class_names),
