@@ -25,8 +25,10 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.cluster import Workers, connection
 from pfedhn.data.absent import AbsentFederation, Description, with_examples
 from pfedhn.data.arrays import Arrays
+from pfedhn.data.columns import new_client
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
+from pfedhn.data.reading import reading_card
 from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.crew import Devices
 from pfedhn.engine.evaluate import SplitResult
@@ -399,6 +401,8 @@ class Run:
         assert test.client_examples is not None
         total, count = test.clients[place], test.client_examples[place]
         mean = total / count if count else None
+        reading = self.simulation.federation.reading
+        table = None if reading is None else reading.table
         return self._card(
             self.simulation.federation.name_of(place),
             self.simulation.model_of(place),
@@ -407,9 +411,10 @@ class Run:
                 "accuracy": mean if test.has_accuracy else None,
                 "loss": None if test.has_accuracy else mean,
             },
+            None if table is None else table.fill_of(self.simulation.federation.name_of(place)),
         )
 
-    def _card(self, client: str, model: Model, test: Mapping[str, Any]) -> Card:
+    def _card(self, client: str, model: Model, test: Mapping[str, Any], fill: Sequence[float] | None) -> Card:
         described, made, code = self.description, environment("cpu"), Code.of(model.factory)
         state = self.state
         return {
@@ -425,6 +430,7 @@ class Run:
                 if getattr(torch, described.dtype).is_floating_point
                 else described.dtype,
                 "preprocessing": None if described.preprocessing is None else to_json(dict(described.preprocessing)),
+                **reading_card(described.reading, described.shape, fill),
             },
             "classes": described.classes,
             "class_names": None if described.class_names is None else list(described.class_names),
@@ -485,7 +491,8 @@ class Run:
         simulation = self.simulation
         seed = check_seed(seed)
         model = simulation.model_of(0) if architecture is None else self._network(architecture)
-        data = Federation.from_clients([(x, y)] if name is None else {name: (x, y)}, split=split, seed=seed)
+        reading = simulation.federation.reading
+        data, fill = new_client(x, y, name, split, seed, None if reading is None else reading.table)
         if not sum(int(data.splits[part].size.sum()) for part in EVALUATED_SPLITS):
             raise UserError(
                 f"split = {split} of so few examples ({len(data.x)}) leaves none for validation or test; give more "
@@ -515,7 +522,7 @@ class Run:
             kept.private,
             joined.splits,
             joined.round,
-            self._card(name or "that joined", model, scores),
+            self._card(name or "that joined", model, scores, fill),
             self._portable(model.name),
         )
         if name is not None:

@@ -173,7 +173,12 @@ def test_an_empty_cell_is_to_be_filled() -> None:
     Path("own.toml").write_text(
         'dataset = "visits.csv"\nclients = 2\nmodel = "linear"\ncolumns = {client = "clinic", label = "outcome"}\n'
     )
-    refused(2, "'age' of example 2 of visits.csv is empty; fill the cell or drop the example.", "run", "own.toml")
+    refused(
+        2,
+        "'age' in line 3 of visits.csv is empty; fill it, drop the example, or have such cells filled in with read =",
+        "run",
+        "own.toml",
+    )
 
 
 def test_data_alone_shows_its_help() -> None:

@@ -67,7 +67,7 @@ def test_columns_that_need_scaling_are_named_once(tmp_path: Path, caplog: pytest
     for seed in (0, 1):
         build_federation(cell, seed)
     (message,) = caplog.messages
-    assert message.startswith("ages.csv is not scaled: its feature 2 has mean ")
+    assert message.startswith("ages.csv is not scaled: its column 'age' has mean ")
 
 
 def table_with_labels(file: Path, labels: list[Any]) -> Cell:

@@ -30,6 +30,7 @@ from pfedhn.data.arrays import (
 )
 from pfedhn.data.dealing import check_split, share_out, split_examples
 from pfedhn.data.partition import Assignment, Partition
+from pfedhn.data.reading import Reading
 from pfedhn.errors import UserError, closest, short, some
 from pfedhn.keys import Key
 from pfedhn.privacy import num_places
@@ -82,6 +83,7 @@ class Federation:
     class_names: tuple[str, ...] | None = None
     identities: Tensor | None = None  # [N], what clients draw by: from their names, or numbers that do not begin at 0
     joining: "Federation | None" = None  # clients that take part after training, with the same x and y
+    reading: Reading | None = None  # how the examples were read from somebody's own files
 
     def __post_init__(self) -> None:
         if self.names is not None and self.identities is None:

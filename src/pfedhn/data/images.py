@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy
 
 from pfedhn.data.catalogue import Array
+from pfedhn.data.reading import ImageReading
 from pfedhn.errors import UserError, first_line
 from pfedhn.files import reading
 
@@ -92,26 +93,38 @@ def images_below(place: Path) -> list[Path]:
         return [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
 
 
-def read_like(files: list[Path], shape: tuple[int, ...]) -> Array:
-    """Images as a run has them: brought to the shape [C, H, W] of its examples."""
+def read_like(files: list[Path], shape: tuple[int, ...], how: ImageReading | None = None) -> tuple[list[Path], Array]:
+    """Images as a run has them, brought to the shape [C, H, W] of its examples; and the files that are images.
+
+    Where the run skipped damaged files, they are skipped here.
+    """
     if len(shape) != 3 or shape[0] not in (1, 3):
         raise UserError(f"{files[0]} is an image, and this run's examples have shape {shape}; give arrays or a table.")
     channels: Channels = "rgb" if shape[0] == 3 else "gray"
+    skips = how is not None and how.corrupt == "skip"
     parts = [(file.parent.name, file) for file in files]
-    return numpy.stack([image for *_, image in _decoded(parts, (shape[1], shape[2]), channels, "refuse")])
+    found = list(_decoded(parts, (shape[1], shape[2]), channels, "skip" if skips else "remove"))
+    if not found:
+        raise UserError(f"{files[0]} is not a complete image, nor is any other; bring them back.")
+    return [file for _, file, _ in found], numpy.stack([image for *_, image in found])
 
 
 def _decoded(
-    listed: list[tuple[str, Path]], resize: tuple[int, int] | None, channels: Channels, corrupt: Corrupt
+    listed: list[tuple[str, Path]],
+    resize: tuple[int, int] | None,
+    channels: Channels,
+    corrupt: Corrupt | Literal["remove"],
 ) -> Iterator[tuple[str, Path, Array]]:
     for label, file in listed:
         try:
             yield label, file, decode(file, resize, channels)
         except (OSError, SyntaxError, ValueError) as error:  # as Pillow has it
-            if corrupt == "refuse":
+            if corrupt != "skip":
+                way_out = "take it out of the folder"
+                if corrupt == "refuse":  # where that can be said
+                    way_out = 'skip such files with read = {corrupt = "skip"} (in Python, corrupt="skip")'
                 raise UserError(
-                    f"{file} is not a complete image ({first_line(error)}); bring it back, or skip such files with "
-                    'corrupt = "skip".'
+                    f"{file} is not a complete image ({first_line(error)}); bring it back, or {way_out}."
                 ) from error
             if str(file) not in _warned and multiprocessing.parent_process() is None:  # it is read several times
                 _warned.add(str(file))

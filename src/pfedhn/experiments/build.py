@@ -23,7 +23,7 @@ from pfedhn.data.federation import Federation
 from pfedhn.data.files import is_client_folder, read_federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
-from pfedhn.errors import UserError, closest
+from pfedhn.errors import UserError, closest, short
 from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
 from pfedhn.files import given_path, reading
 from pfedhn.params import Params
@@ -66,6 +66,7 @@ def check(experiment: Experiment) -> None:
                 raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
         if not is_made(cell.dataset):
             build_partition(cell)
+        table_columns(cell)
         if reading_options(cell) and not is_own_data(cell.dataset):
             raise UserError(
                 f"read is for your own data, and {cell.dataset} is a data set of the package; leave it out."
@@ -217,16 +218,16 @@ def _made_federation(cell: Cell, seed: int) -> Federation:
 
 
 def _own_federation(cell: Cell, seed: int) -> Federation:
-    columns = cell.columns.get("client"), cell.columns.get("label")
-    if cell.dataset.lower().endswith(TABLE_ENDINGS) and None in columns:
-        missing = ("client", "label")[columns.index(None)]
-        raise UserError(f'{cell.dataset} is a table; say which column is the {missing}: columns.{missing} = "...".')
-    how: dict[str, Any] = {"client_column": columns[0], "label_column": columns[1], "task": cell.task}
+    columns = table_columns(cell)
+    for name in ("client", "label"):
+        if cell.dataset.lower().endswith(TABLE_ENDINGS) and f"{name}_column" not in columns:
+            raise UserError(f'{cell.dataset} is a table; say which column is the {name}: columns.{name} = "...".')
+    how: dict[str, Any] = {**columns, "task": cell.task}
     how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed, **reading_options(cell)}
     federation = read_federation(cell.dataset, **how)
     if cell.dataset.lower().endswith(TABLE_ENDINGS) and cell.model.startswith(("mlp", "linear")):
         warn_of_scales(Path(cell.dataset).name, cell.model, federation)
-    warn_of_labels(Path(cell.dataset).name, columns[1], cell.task, federation)
+    warn_of_labels(Path(cell.dataset).name, columns.get("label_column"), cell.task, federation)
     return federation
 
 
@@ -280,11 +281,30 @@ def warn_of_scales(file: str, model: str, federation: Federation) -> None:
     if len(large) and file not in _warned and multiprocessing.parent_process() is None:
         _warned.add(file)
         number = int(large[0])
+        assert federation.reading is not None
+        assert federation.reading.table is not None
         logger.warning(
-            "%s is not scaled: its feature %d has mean %.4g and standard deviation %.4g, which %s learns badly from. "
+            "%s is not scaled: its column %r has mean %.4g and standard deviation %.4g, which %s learns badly from. "
             'Scale the columns, or set model = "tabular-32", which scales them by each client\'s own data.',
-            *(file, number + 1, mean[number], deviation[number], model),
+            *(file, federation.reading.table.features[number], mean[number], deviation[number], model),
         )
+
+
+COLUMNS = {"client": "client_column", "label": "label_column", "ignore": "ignore_columns"}
+
+
+def table_columns(cell: Cell) -> dict[str, Any]:
+    """What the columns of a cell's table are, as `read_federation` takes it."""
+    named: dict[str, Any] = {}
+    for name, value in cell.columns.items():
+        if name not in COLUMNS:
+            raise UserError(f"columns has no setting {name!r}; {closest(name, COLUMNS)}")
+        listed = [value] if name != "ignore" or isinstance(value, str) else value
+        if not isinstance(listed, list | tuple) or not all(isinstance(part, str) for part in listed):
+            form = 'a list of columns, as in ["visit_date"]' if name == "ignore" else "a column's name"
+            raise UserError(f"columns.{name} = {short(value)} does not fit; give {form}.")
+        named[COLUMNS[name]] = tuple(listed) if name == "ignore" else value
+    return named
 
 
 READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted")
