@@ -32,7 +32,9 @@ def given_path(path: str | Path, is_resolved: bool = False) -> Path:
         raise UserError(f"{path} leads nowhere ({first_line(error)}); give another path.") from None
 
 
-def write_atomically(path: Path, content: bytes, way_out: str = ANOTHER_PLACE, mode: int = 0o666) -> None:
+def write_atomically(
+    path: Path, content: bytes, way_out: str = ANOTHER_PLACE, mode: int = 0o666, is_lasting: bool = True
+) -> None:
     """Write the whole new file or leave the old one, whenever the power goes.
 
     The content goes to a new file beside it first, whose name nobody can guess. Neither there nor at the path itself
@@ -43,6 +45,8 @@ def write_atomically(path: Path, content: bytes, way_out: str = ANOTHER_PLACE, m
         content: All of it.
         way_out: What a person can do where the system refuses.
         mode: Who may read and write it, less what the process's mask takes away; 0o600 for a secret.
+        is_lasting: Whether to wait for the disk, which takes long. Without it a power cut may leave a file that is cut
+            short.
     """
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     with writing(path, way_out):
@@ -50,9 +54,11 @@ def write_atomically(path: Path, content: bytes, way_out: str = ANOTHER_PLACE, m
             with open(scratch, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())
+                if is_lasting:
+                    os.fsync(file.fileno())
             os.replace(scratch, path)
-            keep_names(path.parent)
+            if is_lasting:
+                keep_names(path.parent)
         finally:
             with suppress(OSError):  # it became the file itself, or was never made
                 scratch.unlink()

@@ -178,7 +178,32 @@ def to_markdown(card: Card) -> str:
         "made with": ", ".join(f"{name} {version}" for name, version in card["versions"].items()),
     }
     lines += [f"| {name} | {_plain(str(value))} |" for name, value in rows.items() if value]
-    return "\n".join([*lines, "", "```text", network["layers"], "```", ""])
+    return "\n".join([*lines, "", *_what_goes_in(given), "```text", network["layers"], "```", ""])
+
+
+def _what_goes_in(given: Mapping[str, Any]) -> list[str]:
+    """How an example becomes numbers, where the card says it."""
+    if images := given.get("images"):
+        size = f"{images['height']} x {images['width']} pixels (height x width)"
+        if images["resized_with"]:
+            size += f", resized with {images['resized_with']}"
+        channels = f"channels {', '.join(images['channels'])}"
+        values = f"each value from 0 to 1 (the pixel divided by {images['pixels_divided_by']})"
+        return ["## What goes in", "", f"Images of {size}; {channels}, in this order and first; {values}.", ""]
+    if not given.get("columns"):
+        return []
+    lines = ["## What goes in", "", "An example is these numbers, in this order:", "", "| numbers | column | value |"]
+    lines.append("|---|---|---|")
+    place = 1
+    for column in given["columns"]:
+        last = place + len(column.get("texts", [""])) - 1
+        value = "as it is" + (f"; {column['empty']:.6g} for an empty cell" if "empty" in column else "")
+        if "texts" in column:
+            value = f"1 in the place of its text, 0 elsewhere: {', '.join(column['texts'])}"
+        numbers = str(place) if place == last else f"{place} to {last}"
+        lines.append(f"| {numbers} | {_plain(column['name'])} | {_plain(value)} |")
+        place = last + 1
+    return [*lines, ""]
 
 
 def index(cards: Mapping[str, Card]) -> str:

@@ -19,14 +19,16 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from pfedhn import keys
+from pfedhn import keys, models
 from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.cluster import Workers, connection
 from pfedhn.data.absent import AbsentFederation, Description, with_examples
 from pfedhn.data.arrays import Arrays
+from pfedhn.data.columns import new_client
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
+from pfedhn.data.reading import reading_card
 from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.crew import Devices
 from pfedhn.engine.evaluate import SplitResult
@@ -45,7 +47,7 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Progress, Schedule, State
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
-from pfedhn.errors import RunError, UserError, closest, short
+from pfedhn.errors import RunError, UserError, closest, short, some
 from pfedhn.files import flush, given_path, make_folder, write_atomically
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params, take
@@ -129,7 +131,7 @@ def _refuse_without_evaluation(federation: Federation) -> None:
 def assemble(
     method: str | AnyAlgorithm,
     federation: Federation,
-    model: Factory | Mapping[str, Factory],
+    model: str | Factory | Mapping[str, Factory],
     *,
     steps: int = 5_000,
     cohort_size: int | None = None,
@@ -158,6 +160,9 @@ def assemble(
     steps, batch_size = whole_number("steps", steps), whole_number("batch_size", batch_size)
     evaluate_every, seed = whole_number("evaluate_every", evaluate_every), check_seed(seed)
     federation = federation.to(choose_device(device))
+    if isinstance(model, str):
+        shape = tuple(federation.x.shape[1:])
+        model = {models.network_name(model): models.factory(model, federation.num_classes or 1, shape)}
     factories = dict(model) if isinstance(model, Mapping) else {"model": model}
     if not factories:
         raise UserError("model names no target network; give a function that makes one.")
@@ -174,15 +179,15 @@ def assemble(
     if unknown:
         raise UserError(f"there is no target network {sorted(unknown)[0]!r}; {closest(sorted(unknown)[0], factories)}")
     _refuse_without_evaluation(federation)
-    models = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
+    networks = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
     if isinstance(federation, LazyFederation):
-        federation = with_num_outputs(federation, models.values())
+        federation = with_num_outputs(federation, networks.values())
     algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)
     if cohort_size is None:
         cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
     cohort_size = whole_number("cohort_size", cohort_size)
-    models = {name: with_frozen(network, algorithm, seed) for name, network in models.items()}
-    for network in models.values():
+    networks = {name: with_frozen(network, algorithm, seed) for name, network in networks.items()}
+    for network in networks.values():
         refuse_single_rows(network, federation, batch_size)
     schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
     if not isinstance(executor, str):
@@ -192,7 +197,7 @@ def assemble(
         raise UserError(f"privacy is {short(privacy)}; give a pfedhn.Privacy(clip=..., noise=...).")
     simulation = Simulation(
         algorithm,
-        models,
+        networks,
         federation,
         schedule,
         seed,
@@ -396,6 +401,8 @@ class Run:
         assert test.client_examples is not None
         total, count = test.clients[place], test.client_examples[place]
         mean = total / count if count else None
+        reading = self.simulation.federation.reading
+        table = None if reading is None else reading.table
         return self._card(
             self.simulation.federation.name_of(place),
             self.simulation.model_of(place),
@@ -404,9 +411,10 @@ class Run:
                 "accuracy": mean if test.has_accuracy else None,
                 "loss": None if test.has_accuracy else mean,
             },
+            None if table is None else table.fill_of(self.simulation.federation.name_of(place)),
         )
 
-    def _card(self, client: str, model: Model, test: Mapping[str, Any]) -> Card:
+    def _card(self, client: str, model: Model, test: Mapping[str, Any], fill: Sequence[float] | None) -> Card:
         described, made, code = self.description, environment("cpu"), Code.of(model.factory)
         state = self.state
         return {
@@ -422,6 +430,7 @@ class Run:
                 if getattr(torch, described.dtype).is_floating_point
                 else described.dtype,
                 "preprocessing": None if described.preprocessing is None else to_json(dict(described.preprocessing)),
+                **reading_card(described.reading, described.shape, fill),
             },
             "classes": described.classes,
             "class_names": None if described.class_names is None else list(described.class_names),
@@ -482,7 +491,8 @@ class Run:
         simulation = self.simulation
         seed = check_seed(seed)
         model = simulation.model_of(0) if architecture is None else self._network(architecture)
-        data = Federation.from_clients([(x, y)] if name is None else {name: (x, y)}, split=split, seed=seed)
+        reading = simulation.federation.reading
+        data, fill = new_client(x, y, name, split, seed, None if reading is None else reading.table)
         if not sum(int(data.splits[part].size.sum()) for part in EVALUATED_SPLITS):
             raise UserError(
                 f"split = {split} of so few examples ({len(data.x)}) leaves none for validation or test; give more "
@@ -512,7 +522,7 @@ class Run:
             kept.private,
             joined.splits,
             joined.round,
-            self._card(name or "that joined", model, scores),
+            self._card(name or "that joined", model, scores, fill),
             self._portable(model.name),
         )
         if name is not None:
@@ -920,7 +930,7 @@ def drain(work: Generator[None, None, Value]) -> Value:
 def train(
     method: str | AnyAlgorithm,
     federation: Federation,
-    model: Factory | Mapping[str, Factory],
+    model: str | Factory | Mapping[str, Factory],
     *,
     steps: int = 5_000,
     cohort_size: int | None = None,
@@ -948,8 +958,10 @@ def train(
     Args:
         method: One of `pfedhn.ALGORITHMS` ("pfedhn", "fedavg", ...) or an algorithm such as `pfedhn.PFedHN(lr=0.01)`.
         federation: The clients and their data.
-        model: A function that makes the target network, e.g. the class of an `nn.Module`; or several by name, for
-            clients of different sizes (`federation.with_architectures` says who runs which).
+        model: A function that makes the target network, e.g. the class of an `nn.Module`; one of the package's by its
+            name in experiment files, as "tabular-32" or "lenet-s"; or several functions by name, for clients of
+            different sizes (`federation.with_architectures` says who runs which). A hypernetwork's first weights are
+            drawn by the network's name: for the numbers of `pfedhn run`, give the name.
         steps: Communication steps: one client taking part once. 5,000 rounds of one client, or 1,000 of five.
         cohort_size: Clients per round; 1 for pFedHN, 5 for the averaging methods by default.
         batch_size: Examples in a minibatch.
@@ -1080,7 +1092,7 @@ def load(
 
     Args:
         directory: The directory of one run, or of an experiment.
-        run: Which run of an experiment that has several, by the name of its folder.
+        run: Which run of an experiment that has several, by the name of its folder or a beginning that no other has.
         model: The function that makes the network, if the directory cannot name it: a lambda, or a function inside
             another. Several by name if the run has several.
         method: The class of the algorithm, if the directory cannot name it.
@@ -1128,6 +1140,11 @@ def _run_directory(path: Path, name: str | None) -> Path:
         return path / names[0]
     if not names:
         raise UserError(f"{path} holds no run; give the directory that `pfedhn.train` or `pfedhn run` wrote.")
+    if name and name not in names:
+        begun = [other for other in names if other.startswith(name)]
+        if len(begun) > 1:
+            raise UserError(f"{name!r} begins the names of several runs in {path}; say which: {some(begun, 20)}.")
+        name = begun[0] if begun else name
     if name not in names:
         which = (
             f"there is no run {name!r} in {path}"

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -14,6 +16,8 @@ from typer.testing import CliRunner, Result
 
 import pfedhn
 from pfedhn.cli.app import app
+from pfedhn.portable import to_markdown
+from pfedhn.record import read_spec, write_spec
 
 CLINICS = """
 dataset = "visits.csv"
@@ -88,6 +92,40 @@ def test_predictions_of_features_alone_go_to_a_file() -> None:
     result = invoke("predict", "runs", "--client", "Lyon", "--data", "new.csv", "--out", "said.csv")
     assert result.exit_code == 0, result.output
     assert len(Path("said.csv").read_text().splitlines()) == 2
+    before = Path("new.csv").read_text()
+    result = invoke("predict", "runs", "--client", "Lyon", "--data", "new.csv", "--out", "./new.csv")
+    assert result.exit_code == 2
+    assert "--out new.csv would replace the examples; give another name." in result.output
+    assert Path("new.csv").read_text() == before
+
+
+def test_columns_are_found_by_their_names() -> None:
+    rows = [row.split(",") for row in Path("visits.csv").read_text().splitlines()]
+    Path("other.csv").write_text("\n".join(f"{dose},x,{age}" for _, age, dose, _ in rows).replace("x", "note", 1))
+    usual, other = (
+        invoke("predict", "runs", "--client", "Lyon", "--data", f"{file}.csv") for file in ("visits", "other")
+    )
+    assert usual.exit_code == other.exit_code == 0, other.output
+    assert usual.stdout == other.stdout
+    Path("other.csv").write_text("Alter,dose\n0.1,0.2\n")
+    refused = invoke("predict", "runs", "--client", "Lyon", "--data", "other.csv")
+    assert refused.exit_code == 2
+    assert "other.csv has no column 'age', which the run was trained on; there are Alter, dose." in refused.stderr
+
+
+def test_a_run_that_does_not_know_its_columns_takes_them_in_order(tmp_path: Path) -> None:
+    """As runs of earlier versions, which kept no names."""
+    shutil.copytree("runs", tmp_path / "runs")
+    folder = tmp_path / "runs" / "pfedhn-visits-3-seed0"
+    spec = read_spec(folder)
+    assert spec is not None
+    write_spec(folder, replace(spec, data=replace(spec.data, reading=None)))
+    Path("other.csv").write_text("a,b\n0.1,0.2\n")
+    Path("new.csv").write_text("age,dose\n0.1,0.2\n")
+    before = invoke("predict", "runs", "--client", "Lyon", "--data", "new.csv")
+    said = invoke("predict", str(folder), "--client", "Lyon", "--data", "other.csv")
+    assert said.exit_code == 0, said.output
+    assert said.stdout == before.stdout
 
 
 @pytest.mark.slow
@@ -118,6 +156,17 @@ def test_images_are_predicted_by_their_files(tmp_path: Path, monkeypatch: pytest
     with torch.no_grad():
         best = pfedhn.load("runs", device="cpu").personal_model("Lyon")(x).argmax(-1)
     assert [row["prediction"] for row in said] == [("cat", "dog")[place] for place in best.tolist()]
+    card = pfedhn.load("runs", device="cpu").card("Lyon")
+    assert card["input"]["images"]["channels"] == ["red", "green", "blue"]
+    assert (
+        "Images of 4 x 4 pixels (height x width), resized with Pillow's Image.resize with Image.Resampling.BILINEAR; "
+        "channels red, green, blue, in this order and first; each value from 0 to 1"
+    ) in to_markdown(card)
+    Path("table.csv").write_text("a,b\n1,2\n")
+    refused = invoke("predict", "runs", "--client", "Lyon", "--data", "table.csv")
+    assert "table.csv is a table, and this run's examples have shape (3, 4, 4); give arrays" in refused.stderr
+    refused = invoke("add-client", "runs", "--data", "table.csv", "--label", "b")
+    assert "table.csv is a table, and this run's examples have shape (3, 4, 4)" in refused.stderr
     alone = invoke("predict", "runs", "--client", "Lyon", "--data", "photos/Lyon/dog/3.png")
     assert list(csv.DictReader(io.StringIO(alone.stdout))) == [{**said[13], "file": "3.png"}]
     joined = invoke("add-client", "runs", "--data", "photos/Berlin", "--rounds", "1", "--device", "cpu")
@@ -125,30 +174,157 @@ def test_images_are_predicted_by_their_files(tmp_path: Path, monkeypatch: pytest
     assert "of 20 examples" in joined.output
 
 
-@pytest.mark.slow
-def test_texts_are_encoded_as_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+KINDS = (
+    CLINICS.replace("clients = 3", 'clients = 2\nread = {encode = "one-hot", missing = "median"}')
+    .replace('label = "outcome"', 'label = "outcome", ignore = ["day"]')
+    .replace("mlp-4", "tabular-4")
+)
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a table with texts, empty cells and a date."""
+    folder = tmp_path_factory.mktemp("kinds")
     random = numpy.random.default_rng(0)
-    rows = [f"{('Berlin', 'Rome')[i % 2]},{random.normal():.3f},{'xyz'[i % 3]},{i % 2}" for i in range(60)]
-    Path("visits.csv").write_text("\n".join(["clinic,dose,kind,outcome", *rows]))
-    Path("kinds.toml").write_text(CLINICS.replace("clients = 3", 'clients = 2\nread = {encode = "one-hot"}'))
-    assert invoke("run", "kinds.toml", "--out", "runs", "--device", "cpu").exit_code == 0
-    Path("new.csv").write_text("kind,dose\nz,0.5\nx,-1\n")  # found by name, in any order
-    said = invoke("predict", "runs", "--client", "Rome", "--data", "new.csv")
+    rows = [
+        f"{('Berlin', 'Rome')[i % 2]},2026-01-{i % 28 + 1},{f'{random.normal(i % 2):.3f}' if i % 5 else ''},"
+        f"{'xyz'[i % 3]},{i % 2}"
+        for i in range(60)
+    ]
+    (folder / "visits.csv").write_text("\n".join(["clinic,day,dose,kind,outcome", *rows]))
+    (folder / "kinds.toml").write_text(KINDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        result = invoke("run", "kinds.toml", "--out", "runs", "--device", "cpu")
+        assert result.exit_code == 0, result.output
+    return folder
+
+
+def fill_of(folder: Path, client: int) -> float:
+    """The median dose of a client's training examples."""
+    federation = pfedhn.datasets.read_federation(
+        folder / "visits.csv", "clinic", "outcome", ignore_columns=["day"], encode="one-hot", missing="zero"
+    )
+    dose = federation.x[federation.splits["train"].of(client), 0]
+    return float(numpy.median(dose[dose != 0].numpy()))
+
+
+def test_texts_and_empty_cells_are_read_as_in_training_without_the_table(
+    kinds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(kinds / "runs", "moved")
+    monkeypatch.setattr("pfedhn.data.files.from_table", None)  # nobody reads the table again
+    Path("new.csv").write_text("kind,dose\nz,0.5\nx,\n,-1\n")  # found by name, in any order
+    said = invoke("predict", "moved", "--client", "Rome", "--data", "new.csv")
     assert said.exit_code == 0, said.output
-    x = torch.tensor([[0.5, 0.0, 0.0, 1.0], [-1.0, 1.0, 0.0, 0.0]])
+    monkeypatch.undo()
+    x = torch.tensor([[0.5, 0.0, 0.0, 1.0], [fill_of(kinds, 1), 1.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]])
     with torch.no_grad():
-        best = pfedhn.load("runs", device="cpu").personal_model("Rome")(x).softmax(-1).max(-1)
+        best = pfedhn.load(tmp_path / "moved", device="cpu").personal_model("Rome")(x).softmax(-1).max(-1)
     found = [row["probability"] for row in csv.DictReader(io.StringIO(said.stdout))]
     assert [float(value) for value in found] == pytest.approx(best.values.tolist(), abs=1e-4)
-    for table, sentence in (
-        ("kind,dose\nq,0.5\n", "which the run was not trained on"),
-        ("dose\n1\n", "no column 'kind'"),
-    ):
-        Path("new.csv").write_text(table)
-        refused = invoke("predict", "runs", "--client", "Rome", "--data", "new.csv")
-        assert refused.exit_code == 2
-        assert sentence in " ".join(refused.stderr.split())
+
+
+def test_the_table_of_training_can_be_predicted(kinds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(kinds)
+    said = invoke("predict", "runs", "--client", "Rome", "--data", "visits.csv", "--label", "outcome")
+    assert said.exit_code == 0, said.output
+    assert "of 60." in said.stderr
+
+
+def test_finished_runs_are_not_those_of_a_table_that_changed(
+    kinds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(kinds, tmp_path, dirs_exist_ok=True)
+    text = Path("visits.csv").read_text()
+    Path("kinds.toml").write_text(KINDS.replace('"visits.csv"', f'"{kinds / "visits.csv"}"'))
+    again = invoke("run", "kinds.toml", "--out", "runs", "--device", "cpu")
+    assert again.exit_code == 0, again.output
+    assert "1 of 1 runs are finished already" in again.stderr
+    try:
+        (kinds / "visits.csv").write_text(text.replace(",x,", ",xx,"))
+        changed = invoke("run", "kinds.toml", "--out", "runs", "--device", "cpu", "--seeds", "0,1")
+        (kinds / "visits.csv").write_text(text + "\n\n")  # the same table, written another way
+        same = invoke("run", "kinds.toml", "--out", "runs", "--device", "cpu")
+    finally:
+        (kinds / "visits.csv").write_text(text)
+    assert changed.exit_code == 2
+    assert "visits.csv has changed since runs/pfedhn-visits-2-seed0 was finished; give another --out" in " ".join(
+        changed.stderr.split()
+    )
+    assert same.exit_code == 0, same.output
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [("kind,dose\nq,0.5\n", "'q', which the run was not trained on"), ("dose\n1\n", "no column 'kind'")],
+)
+def test_what_a_run_does_not_know_is_refused(table: str, sentence: str, kinds: Path, tmp_path: Path) -> None:
+    (tmp_path / "new.csv").write_text(table)
+    refused = invoke("predict", str(kinds / "runs"), "--client", "Rome", "--data", str(tmp_path / "new.csv"))
+    assert refused.exit_code == 2
+    assert sentence in " ".join(refused.stderr.split())
+
+
+def test_an_earlier_run_finds_its_texts_in_its_table(
+    kinds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(kinds / "runs" / "pfedhn-visits-2-seed0", "run")
+    spec = read_spec(Path("run"))
+    assert spec is not None
+    assert spec.cell is not None
+    cell = {**spec.cell, "columns": {"client": "clinic", "label": "outcome"}, "dataset": str(tmp_path / "visits.csv")}
+    write_spec(Path("run"), replace(spec, data=replace(spec.data, reading=None), cell=cell))
+    lines = [line.split(",") for line in (kinds / "visits.csv").read_text().splitlines()]
+    Path("visits.csv").write_text("\n".join(",".join([who, *rest]) for who, _, *rest in lines))
+    Path("new.csv").write_text("kind,dose\nz,0.5\n")
+    said = [invoke("predict", str(run), "--client", "Rome", "--data", "new.csv") for run in ("run", kinds / "runs")]
+    assert said[0].exit_code == 0, said[0].output
+    assert said[0].stdout == said[1].stdout
+    Path("visits.csv").unlink()
+    refused = invoke("predict", "run", "--client", "Rome", "--data", "new.csv")
+    assert refused.exit_code == 2
+    assert "which is not there any more" in " ".join(refused.stderr.split())
+
+
+def test_a_client_that_joins_is_read_as_the_others_were(
+    kinds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts, empty cells, the client's own column and the date; its medians are those of its own training examples."""
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{i % 2},{'xyz'[i % 3]},{'' if i % 4 == 0 else i},Oslo,2026-02-01" for i in range(40)]
+    Path("oslo.csv").write_text("\n".join(["outcome,kind,dose,clinic,day", *rows]))
+    given = ["add-client", str(kinds / "runs"), "--data", "oslo.csv", "--name", "Oslo", "--rounds", "1"]
+    result = invoke(*given, "--device", "cpu", "--out", "oslo.safetensors")
+    assert result.exit_code == 0, result.output
+    assert "of 40 examples" in " ".join(result.output.split())
+    with safe_open("oslo.safetensors", "pt") as stored:
+        (dose, kind) = json.loads(stored.metadata()["card"])["input"]["columns"]
+    x, y = numpy.arange(40)[:, None], numpy.arange(40) % 2
+    train = pfedhn.Federation.from_clients({"Oslo": (x, y)}).splits["train"].of(0)
+    assert dose == {"name": "dose", "empty": numpy.median([i for i in train.tolist() if i % 4])}
+    assert kind == {"name": "kind", "texts": ["x", "y", "z"]}
+    card = Path("oslo.md").read_text()
+    assert f"| 1 | dose | as it is; {dose['empty']:.6g} for an empty cell |" in card
+    assert "| 2 to 4 | kind | 1 in the place of its text, 0 elsewhere: x, y, z |" in card
+
+
+def test_a_card_says_what_goes_in(kinds: Path, tmp_path: Path) -> None:
+    run = pfedhn.load(kinds / "runs", device="cpu")
+    for place, client in enumerate(("Berlin", "Rome")):
+        (dose, _) = run.card(client)["input"]["columns"]
+        assert dose == {"name": "dose", "empty": pytest.approx(fill_of(kinds, place))}
+    run.export("Rome", tmp_path / "rome.safetensors")
+    assert "| 1 | dose | as it is; " in (tmp_path / "rome.md").read_text()
+
+
+def test_a_card_of_numbers_names_the_columns() -> None:
+    card = pfedhn.load("runs", device="cpu").card("Lyon")
+    assert card["input"]["columns"] == [{"name": "age"}, {"name": "dose"}]
+    assert "| 1 | age | as it is |\n| 2 | dose | as it is |\n" in to_markdown(card)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +341,7 @@ def test_texts_are_encoded_as_in_training(tmp_path: Path, monkeypatch: pytest.Mo
             "has no column 'outcom'; did you mean 'outcome'",
             "predict runs --client Lyon --data visits.csv --label outcom",
         ),
-        ("this run's have (2,)", "predict runs --client Lyon --data wide.csv"),
+        ("wide.csv has no column 'age', which the run was trained on", "predict runs --client Lyon --data wide.csv"),
         ("cat.png is an image, and this run's examples have shape (2,)", "predict runs --client Lyon --data cat.png"),
     ],
 )
@@ -188,3 +364,20 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing() -> None:
     weights = 2 * 4 + 4 + 4 * 2 + 2
     assert f"pfedhn-visits-3 2 6 {weights} " in words
     assert "2 runs in other, 2 side by side (0 are finished already)." in words
+
+
+def test_a_plan_is_whole_where_it_is_piped_and_json_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # of a terminal; a pipe has no width
+    command = ["run", "mine.toml", "--dry-run", "--device", "cpu", "--jobs", "1", "--out", "other"]
+    header = next(line for line in invoke(*command).stdout.splitlines() if line.startswith("cell"))
+    assert header.split() == ["cell", "seeds", "rounds", "parameters", "memory", "time"]
+    plan = json.loads(invoke(*command, "--json").stdout)
+    (cell,) = plan["cells"]
+    assert (plan["directory"], plan["finished"], plan["jobs"]) == ("other", [], 1)
+    assert (cell["name"], cell["rounds"], cell["parameters"]) == ("pfedhn-visits-3", 6, 2 * 4 + 4 + 4 * 2 + 2)
+    assert cell["runs"] == ["pfedhn-visits-3-seed0"]
+    assert cell["megabytes"] > 0
+    assert cell["seconds"] >= 0
+    refused = invoke("run", "mine.toml", "--json")
+    assert refused.exit_code == 2
+    assert "--json is for --dry-run" in refused.output

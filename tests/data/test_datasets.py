@@ -662,11 +662,14 @@ def test_labels_of_a_table(labels: list[str], expected: list[float], kind: str, 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("who,what,a\n1,2,3\n1,2\n", "example 2 of table.csv has 2 cells and the header 3"),
-        ("who,what,a\n1,2,3\n1,2,x\n", "'a' of example 2 of table.csv is 'x' and not a number"),
-        ("who,what,a\n1,2,\n", "'a' of example 1 of table.csv is empty; fill the cell"),
-        ("who,what,a\n1,2,3\n1,2,nan\n", "'a' of example 2 of table.csv is 'nan' and not a finite number"),
-        ("who,what,a\n1,2,3\n1,,3\n", "example 2 of table.csv has no 'what'; fill the cell"),
+        ("who,what,a\n1,2,3\n1,2\n", "line 3 of table.csv has 2 cells and the header 3"),
+        (
+            "who,what,a\n1,2,3\n1,2,x\n",
+            "'a' in line 3 of table.csv is 'x' and not a number; .*encode = \"one-hot\".*columns.ignore = .\"a\".",
+        ),
+        ("who,what,a\n1,2,\n", "'a' in line 2 of table.csv is empty; fill it, .* read = .missing = \"median\""),
+        ("who,what,a\n1,2,3\n1,2,nan\n", "'a' in line 3 of table.csv is 'nan' and not a finite number"),
+        ("who,what,a\n1,2,3\n\n1,,3\n", "line 4 of table.csv has no 'what'; fill the cell"),
         ("whom,what,a\n1,2,3\n", "no column 'who'; did you mean 'whom'"),
         ("who,what\n1,2\n", "no feature columns"),
         ("who,what,a\n", "has no examples"),
@@ -702,9 +705,9 @@ def test_a_file_that_is_no_table_of_text_is_refused(content: bytes, sentence: st
     ("column", "sentence"),
     [
         (pyarrow.array([0, 1], pyarrow.timestamp("s")), r"column 'a' of table\.parquet holds datetime64"),
-        (pyarrow.array([[1.0], [2.0]]), r"'a' of example 1 of table\.parquet is .* and not a number"),
-        (pyarrow.array([[1.0, 2.0], [2.0]]), r"'a' of example 1 of table\.parquet is .* and not a number"),
-        (pyarrow.array([{"b": 1}, {"b": 2}]), r"'a' of example 1 of table\.parquet is .* and not a number"),
+        (pyarrow.array([[1.0], [2.0]]), r"'a' in row 1 of table\.parquet is .* and not a number"),
+        (pyarrow.array([[1.0, 2.0], [2.0]]), r"'a' in row 1 of table\.parquet is .* and not a number"),
+        (pyarrow.array([{"b": 1}, {"b": 2}]), r"'a' in row 1 of table\.parquet is .* and not a number"),
     ],
 )
 def test_columns_of_dates_and_lists_are_refused(column: Any, sentence: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import encoded
 
-from pfedhn.data.files import read_federation
+from pfedhn.data.files import read_client, read_federation, read_inputs
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_federation, check
 from pfedhn.experiments.grid import from_toml
@@ -62,11 +62,29 @@ def test_a_corrupt_image_is_named_and_refused_or_skipped(tmp_path: Path, caplog:
     root = photos(tmp_path, sizes=(6,))
     bad = root / "lyon" / "cat" / "2.png"
     bad.write_bytes(bad.read_bytes()[:40])
-    with pytest.raises(UserError, match=r'cat/2\.png is not a complete image .* skip such files with corrupt = "skip"'):
+    with pytest.raises(
+        UserError, match=r'cat/2\.png is not a complete image .* skip such files with read = .corrupt = "skip"'
+    ):
         read_federation(root)
     with caplog.at_level(logging.WARNING):
         assert len(read_federation(root, corrupt="skip").x) == 15
-    assert "2.png is not a complete image and was skipped" in caplog.text
+    read_federation(root, corrupt="skip")
+    (message,) = caplog.messages  # however often it is read
+    assert message.endswith("cat/2.png is not a complete image and was skipped.")
+    assert message.count("2.png") == 1
+
+
+@pytest.mark.parametrize(("place", "words"), [("", "by themselves"), ("cat", "one folder deep")])
+def test_images_that_lie_elsewhere_are_seen_and_their_place_is_said(tmp_path: Path, place: str, words: str) -> None:
+    root = tmp_path / "photos"
+    (root / place).mkdir(parents=True)
+    for number in range(3):
+        (root / place / f"{number}.png").write_bytes(encoded(numpy.zeros((6, 6, 3), dtype=numpy.uint8)))
+    for options in ({}, {"resize": (4, 4)}):
+        with pytest.raises(
+            UserError, match=rf"photos has 3 images {words}.* goes into .*, as in photos/CLIENT/CLASS/0\.png\."
+        ):
+            read_federation(root, **options)  # type: ignore[arg-type]
 
 
 VISITS = "clinic,age,dose,sex,outcome\n"
@@ -94,7 +112,7 @@ def test_texts_are_encoded_and_empty_cells_filled_from_training_examples(tmp_pat
         own = federation.x[mine]
         was_empty = own[:, 1] % 5 == 0
         known = [part[part[:, 1] % 5 != 0][:, 0] for part in train]
-        expected = known[client].median() if fitted == "client" else torch.cat(known).median()
+        expected = numpy.median((known[client] if fitted == "client" else torch.cat(known)).numpy())
         assert bool((own[was_empty][:, 0] == expected).all())
         assert torch.equal(own[~was_empty][:, 0], base + own[~was_empty][:, 1])
         third = own[own[:, 1] == 3]
@@ -108,9 +126,9 @@ def test_what_is_not_declared_is_refused(tmp_path: Path) -> None:
     path = visits(tmp_path / "visits.csv")
     with pytest.raises(UserError, match="is empty; fill"):
         read_federation(path, "clinic", "outcome")
-    with pytest.raises(UserError, match=r"column 'sex' of visits\.csv holds texts .*'f'; .* encode = \"one-hot\""):
+    with pytest.raises(UserError, match=r"column 'sex' of visits\.csv holds texts .*'f'; .*encode = \"one-hot\""):
         read_federation(path, "clinic", "outcome", missing="median")
-    with pytest.raises(UserError, match=r"'age' of example 1 of visits\.csv is empty; .* missing = \"median\""):
+    with pytest.raises(UserError, match=r"'age' in line 2 of visits\.csv is empty; .*missing = \"median\""):
         read_federation(path, "clinic", "outcome", encode="one-hot")
     with pytest.raises(UserError, match="are for images"):
         read_federation(path, "clinic", "outcome", resize=(4, 4))
@@ -129,3 +147,22 @@ def test_an_experiment_file_says_how_data_are_read(tmp_path: Path) -> None:
     toml.write_text("clients = 2\nread = {resize = [4, 4]}\n")
     with pytest.raises(UserError, match="read is for your own data, and digits is a data set of the package"):
         check(Experiment("mine", from_toml(toml).cells))
+
+
+def test_a_corrupt_image_is_skipped_later_where_the_run_skipped_some(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = photos(tmp_path, sizes=(6,))
+    bad = root / "lyon" / "cat" / "2.png"
+    bad.write_bytes(bad.read_bytes()[:40])
+    with pytest.raises(UserError, match=r"2\.png is not a complete image .*; bring it back, or take it out of the f"):
+        read_inputs(root / "lyon", shape=(3, 6, 6))
+    how = read_federation(root, corrupt="skip").reading
+    given = read_inputs(root / "lyon", shape=(3, 6, 6), how=how)
+    assert given.files is not None
+    assert len(given.x) == len(given.files) == 7
+    assert "cat/2.png" not in given.files
+    x, y = read_client(root / "lyon", None, ("cat", "dog"), (3, 6, 6), how)
+    assert len(x) == 7
+    assert y.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert "2.png is not a complete image and was skipped" in caplog.text

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,24 +11,29 @@ from typing import Any
 import httpx
 import pytest
 from parties import KEYS
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from pfedhn.deploy import gate
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
-from pfedhn.deploy.gate import make_app
+from pfedhn.deploy.engine import free_port
+from pfedhn.deploy.gate import Gate, make_app
 from pfedhn.deploy.invitations import Invitations
 from pfedhn.deploy.signing import KEY_HEADER, key_text, proof, public_text
 
 
 class Door:
-    """A door with nothing behind it: what gets through finds no engine."""
+    """A door; with nothing behind it, unless that is said: what gets through then finds no engine."""
 
-    def __init__(self, folder: Path) -> None:
-        make_certificates(folder, ["localhost"])
+    def __init__(self, folder: Path, engine: str = "127.0.0.1:9") -> None:
+        make_certificates(folder, ["localhost", "127.0.0.1"])
         self.invitations, self.events = Invitations(folder / "parties"), list[Any]()
         self.authority = (folder / AUTHORITY).read_text()
         self.app = make_app(
-            self.invitations, "127.0.0.1:9", folder / AUTHORITY, self.authority, lambda name, key: {"name": name},
-            lambda: {"is_up": True}, self.events.append,
+            self.invitations, engine, folder / AUTHORITY, self.authority, lambda name, key: {"name": name},
+            lambda: {"is_up": True}, self.events.append, 20_000,
         )  # fmt: skip
 
     def post(self, path: str, content: bytes = b"", in_pieces: bool = False, **headers: str) -> httpx.Response:
@@ -75,15 +81,42 @@ def test_nothing_but_what_a_node_needs_gets_through(door: Door) -> None:
         assert door.post("/v1/fleet/pull-messages", **{KEY_HEADER: header}).status_code == 401
     for path in ("/v1/control/start-run", "/v1/runtime/push-messages", "/v1/fleet/../control/start-run", "/"):
         assert door.post(path, **{KEY_HEADER: mine}).status_code == 404
-    for content in (b"", b"[]", b"{}", b"x", b'{"name": "lyon", "token": "", "key": "", "proof": "zz"}'):
+    for content in (b"", b"[]", b"{}", b"x", b'{"name": "lyon", "token": "", "key": "", "proof": "zz"}', b"[" * 9_999):
         assert door.post("/enroll", content).status_code in (401, 403)
     door.invitations.revoke("lyon")
     assert door.post("/v1/fleet/pull-messages", **{KEY_HEADER: mine}).status_code == 401
 
 
-def test_what_is_too_large_is_not_read(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+async def echo(request: Request) -> Response:
+    return JSONResponse({"call": request.path_params["call"]})
+
+
+def test_what_gets_through_reaches_the_engine_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the proxy that the environment names, and as one name of a call, whatever is in it."""
+    for name in ("NO_PROXY", "no_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    ports = [free_port(), free_port()]
+    door = Door(tmp_path, f"127.0.0.1:{ports[0]}")
+    door.invitations.invite("lyon", "server:1", door.authority, key=public_text(KEYS[0].public_key()))
+    mine = {KEY_HEADER: base64.b64encode(key_text(KEYS[0].public_key())).decode()}
+    engine = Starlette(routes=[Route("/v1/fleet/{call}", echo, methods=["POST"])])
+    gates = [Gate(app, tmp_path, "127.0.0.1", port) for app, port in zip((engine, door.app), ports, strict=True)]
+    context = ssl.create_default_context(cafile=str(tmp_path / AUTHORITY))
+    try:
+        for one in gates:
+            one.start()
+        with httpx.Client(base_url=f"https://127.0.0.1:{ports[1]}", verify=context, trust_env=False) as client:
+            for path, call in (("pull-messages", "pull-messages"), ("a%3Fb%23c", "a?b#c"), ("a%25b", "a%b")):
+                answer = client.post(f"/v1/fleet/{path}", headers=mine, timeout=120)
+                assert (answer.status_code, answer.json()) == (200, {"call": call})
+    finally:
+        for one in gates:
+            one.stop()
+
+
+def test_what_is_too_large_is_not_read(door: Door) -> None:
     """Nor is what comes in pieces and does not say how long it is."""
-    monkeypatch.setattr(gate, "MAX_BODY", 20_000)
     door.invitations.invite("lyon", "server:1", door.authority, key=public_text(KEYS[0].public_key()))
     mine = {KEY_HEADER: base64.b64encode(key_text(KEYS[0].public_key())).decode()}
     for in_pieces in (False, True):

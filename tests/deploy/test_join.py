@@ -1,10 +1,12 @@
 """A party gets in with its invitation, over TLS, and every invitation has a key of its own."""
 
+import errno
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +17,10 @@ import numpy
 import pytest
 from parties import Group, simulation_of, small
 
+from pfedhn.cli import join as join_command
 from pfedhn.cli.federation import standing
 from pfedhn.deploy import engine, join
+from pfedhn.deploy import party as party_module
 from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
 from pfedhn.deploy.engine import end_orphan, free_port, is_alive
@@ -30,7 +34,7 @@ from pfedhn.deploy.server import Policy
 from pfedhn.deploy.signing import load_or_make_key, public_text, write_private
 from pfedhn.deploy.site import Site
 from pfedhn.errors import RunError, UserError
-from pfedhn.files import claimed, is_claimed
+from pfedhn.files import claimed, is_claimed, writing
 from pfedhn.privacy import Privacy
 
 SPEC = 'model = "mlp-4"\nclients = 2\n[data]\nclasses = 2\nshape = [2]\n'
@@ -46,7 +50,7 @@ class Server:
         self.health = {"is_up": True, "has_ended": False}
         app = make_app(
             self.invitations, "127.0.0.1:9", folder / AUTHORITY, self.authority, self.enrolled, lambda: self.health,
-            lambda event: None,
+            lambda event: None, 1 << 20,
         )  # fmt: skip
         self.gate = Gate(app, folder, "127.0.0.1", self.port)
 
@@ -170,7 +174,7 @@ def test_what_is_kept_is_its_owner_s_alone(server: Server, tmp_path: Path, monke
         remember(tmp_path / "own", "lyon", tmp_path, "")
         append_record(tmp_path / "journal", {})
         service = Service(Site(tmp_path / "state"), True, lambda event: None)
-        service._log({"event": "serving"})
+        service.site.log({"event": "serving"})
         private = Privacy(1.0, 1.0, 100.0)
         monkeypatch.setattr(secrets, "spent", lambda history, delta: 0.0)  # the accountant takes time to load
         secrets.Budget(private, tmp_path / "privacy.json").pay(private.cost(10, 5, 1))
@@ -215,10 +219,83 @@ def test_noise_is_not_forgotten_in_the_next_run(tmp_path: Path, monkeypatch: pyt
         budget = load_party(tmp_path, privacy=privacy).budget
         assert budget is not None
         assert budget.spent == number
+        assert str(budget) == f"level client, epsilon {number}.000 of 5 spent"
         budget.pay(privacy.cost(9, 9, 1))
     forgetful = load_party(tmp_path)  # as `pfedhn export` reads it, which needs no options
     with pytest.raises(UserError, match="has sent updates with noise"):
         Joined(forgetful, Bundle("lyon", "", "", ""), tmp_path, lambda event: None)
+
+
+def test_a_party_says_how_private_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def enrolled(bundle: Bundle, folder: Path, *rest: Any) -> None:
+        key = public_text(load_or_make_key(folder / "key").public_key())
+        (folder / ENROLLED).write_text(json.dumps({"run": "one", "spec": SPEC, "server": key, "key": "key"}))
+
+    monkeypatch.setattr(secrets, "spent", lambda history, delta: 0.25)
+    monkeypatch.setattr(join, "enroll", enrolled)
+    monkeypatch.setattr(Joined, "run", lambda *given: None)
+    numpy.save(tmp_path / "x.npy", numpy.zeros((20, 2), dtype=numpy.float32))
+    numpy.save(tmp_path / "y.npy", numpy.arange(20) % 2)
+    invitation = tmp_path / "lyon.invite"
+    invitation.write_text(json.dumps({"name": "lyon", "address": "", "authority": "", "token": ""}))
+    given: Any = {"bundle": invitation, "data": tmp_path, "folder": tmp_path / "own", "as_json": True}
+    join_command.join(**given)
+    join_command.join(**given, clip=1.0, noise=2.0, epsilon=8.0, level="client")
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["privacy"] for event in said] == ["none", "level client, epsilon 0.250 of 8 spent"]
+
+
+def test_a_party_whose_disk_is_full_says_so_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process goes on, its owner and the server are told, and with room on the disk it takes part."""
+    group = Group(simulation_of(small("pfedhn-pc"), rounds=2, cohort=1), tmp_path, Policy(start_with=1), clients=[0])
+    party, num_full = group.parties["party-0"], 0
+    whole = party_module.write_atomically
+
+    def full(path: Path, *given: Any, **named: Any) -> None:
+        nonlocal num_full
+        if path.name == "reply" and not num_full:
+            num_full += 1
+            with writing(path):
+                raise OSError(errno.ENOSPC, "No space left on device")
+        whole(path, *given, **named)
+
+    monkeypatch.setattr(party_module, "write_atomically", full)
+    group.server.run()
+    assert num_full == 1
+    (said,) = [event for event in party.heard if event["kind"] == "refusal"]
+    assert "no space left on device; make room" in said["sentence"]
+    (refused,) = group.said("refused")
+    assert "make room" in refused["sentence"]
+    assert group.server.state.round == 2
+
+
+def test_a_party_leaves_nothing_under_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not it has come to be at work."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    write_enrolled(tmp_path, SPEC)
+    joined = Joined(Mock(), Bundle("lyon", "", "", ""), tmp_path, lambda event: None)
+    assert not list((tmp_path / "temporary").iterdir())
+    places: list[bool] = []
+
+    def keep(home: Joined) -> None:
+        places.append((home.place / "socket").is_socket())
+        raise RunError("the engine does not start.")
+
+    monkeypatch.setattr(Joined, "_keep_node", keep)
+    with pytest.raises(RunError):
+        joined.run(threading.Event())
+    assert places == [True]
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+@pytest.mark.parametrize("option", [{"level": "example"}, {"delta": 1e-6}, {"clip": 1.0, "noise": 1.0}])
+def test_privacy_that_is_asked_for_in_part_is_refused(tmp_path: Path, option: Any) -> None:
+    """It must not be taken for none: updates would leave as they are."""
+    with pytest.raises(UserError, match="privacy needs all three: --clip, --noise and --epsilon"):
+        join_command.join(tmp_path / "lyon.invite", tmp_path, **option)
 
 
 def test_a_process_is_at_work_under_its_own_name() -> None:

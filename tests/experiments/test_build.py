@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from support import assert_same_bits, memories_of
 from torch.utils import _pytree as pytree
 
 import pfedhn
@@ -22,7 +23,7 @@ from pfedhn.experiments.runner import prepare
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.models import build, factory
 from pfedhn.record import Origin, open_directory
-from pfedhn.run import drain
+from pfedhn.run import assemble, drain
 
 NOVEL = {"rule": "dirichlet", "alpha": 1.0, "novel_clients": 2}
 
@@ -66,7 +67,42 @@ def test_columns_that_need_scaling_are_named_once(tmp_path: Path, caplog: pytest
     for seed in (0, 1):
         build_federation(cell, seed)
     (message,) = caplog.messages
-    assert message.startswith("ages.csv is not scaled: its feature 2 has mean ")
+    assert message.startswith("ages.csv is not scaled: its column 'age' has mean ")
+
+
+def table_with_labels(file: Path, labels: list[Any]) -> Cell:
+    lines = [f"{'ab'[i % 2]},{i % 7},{label}" for i, label in enumerate(labels)]
+    file.write_text("\n".join(["client,dose,cost", *lines]))
+    return Cell(dataset=str(file), columns={"client": "client", "label": "cost"}, clients=2, model="tabular-32")
+
+
+def test_numbers_to_predict_that_need_scaling_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    random = numpy.random.default_rng(0)
+    labels = [round(value, 3) for value in random.normal(0, 1, 200).tolist()]
+    build_federation(table_with_labels(tmp_path / "scaled.csv", labels), seed=0)
+    assert not caplog.messages
+    cell = table_with_labels(tmp_path / "costs.csv", [1400 + 110 * label for label in labels])
+    for seed in (0, 1):
+        build_federation(cell, seed)
+    (message,) = caplog.messages
+    assert message.startswith("costs.csv: the numbers to predict, 'cost', have mean 1")
+    assert "Standardize them" in message
+
+
+def test_many_whole_numbers_are_asked_about_and_the_answer_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_federation(table_with_labels(tmp_path / "few.csv", [i % 100 for i in range(400)]), seed=0)
+    build_federation(table_with_labels(tmp_path / "often.csv", [i % 101 for i in range(2020)]), seed=0)
+    cell = table_with_labels(tmp_path / "days.csv", [i % 150 + 1 for i in range(400)])
+    build_federation(replace(cell, task="classification"), seed=0)
+    assert not caplog.messages
+    for seed in (0, 1):
+        build_federation(cell, seed)
+    (message,) = caplog.messages
+    assert message.startswith("days.csv: 'cost': 150 different whole numbers, which are taken for classes; the network")
+    assert 'tells 151 apart. For a quantity, set task = "regression"' in message
+    assert build_federation(replace(cell, task="regression"), seed=0).num_classes is None
 
 
 def test_own_data_keep_their_names(tmp_path: Path) -> None:
@@ -99,6 +135,17 @@ def test_a_table_is_split_alike_in_an_experiment_and_in_python(tmp_path: Path, s
     for split, owned in in_experiment.splits.items():
         assert torch.equal(owned.index, in_python.splits[split].index)
         assert torch.equal(owned.size, in_python.splits[split].size)
+
+
+def test_a_network_by_its_name_starts_as_in_an_experiment() -> None:
+    """First weights are drawn by the network's name."""
+    cell = Cell(clients=6, model="mlp-8", settings={"local_steps": 1}, split=(0.5, 0.25, 0.25))
+    in_experiment = build_simulation(RunSpec(cell, 0, "named"), Options())
+    method = pfedhn.PFedHN(local_steps=1)
+    in_python = assemble(method, build_federation(cell, 0), "mlp-8")
+    assert_same_bits(memories_of(in_python.initial_state()), memories_of(in_experiment.initial_state()))
+    with pytest.raises(UserError, match="mlp"):
+        assemble(method, build_federation(cell, 0), "mpl-8")
 
 
 SIZES = Cell(clients=6, sizes=("mlp-8", "mlp-16", "mlp-32"), steps=12, evaluate_every=4, settings={"local_steps": 1})

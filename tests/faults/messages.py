@@ -155,8 +155,10 @@ def raising(case: Case) -> set[str]:
 
     party._train = train  # type: ignore[method-assign]
     logger.disabled = True  # a defect of ours is logged with all that led to it
-    case.run()
-    logger.disabled = False
+    try:
+        case.run()
+    finally:
+        logger.disabled = False
     return {"party"}
 
 

@@ -149,6 +149,15 @@ def kill_everything_of_the_server(world: Federation) -> str:
     return f"went on after {world.rounds(1):.0f} s"
 
 
+def kill_server_alone(world: Federation) -> str:
+    """Its engine and its run live on without a door; the next server ends them, and goes on from what they did."""
+    world.server.kill()
+    world.server.wait()
+    world.started.remove(world.server)
+    world.serve()
+    return f"went on after {world.rounds(1):.0f} s"
+
+
 def register_a_stranger(world: Federation) -> str:
     """On the server's own machine, where the engine can be reached, a key of its own becomes a node."""
     home, own = world.folder / "state" / "engine", world.folder / "stranger"
@@ -197,6 +206,7 @@ FAULTS: dict[str, Callable[[Federation], str]] = {
     "run killed -9": kill_run,
     "engine killed -9": kill_engine,
     "server killed -9, with its engine and run": kill_everything_of_the_server,
+    "server killed -9 alone, and started again": kill_server_alone,
     "a stranger becomes a node of the engine": register_a_stranger,
 }
 

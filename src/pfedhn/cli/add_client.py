@@ -27,7 +27,7 @@ def add_client(
         ),
     ],
     label: Annotated[
-        str | None, typer.Option("--label", metavar="COLUMN", help="For a table: the column that holds the label.")
+        str | None, typer.Option("--label", metavar="COLUMN", help="For a table: the label column, if not the run's.")
     ] = None,
     run: Annotated[
         str | None, typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs.")
@@ -51,7 +51,8 @@ def add_client(
 
     The run's hypernetwork stays as it is; only the new client's embedding learns,
     and its personal layers where the method has such. 70 % of the examples train,
-    15 % choose the round, and on the other 15 % the accuracy is measured.
+    15 % choose the round, and on the other 15 % the accuracy is measured. A table
+    is read as the run read its own: columns by name, texts and empty cells alike.
 
     \b
     [bold]Examples[/]
@@ -68,7 +69,7 @@ def add_client(
         check_ending(out)
     trained = load(directory, run=run, device=device or "auto")
     federation = trained.simulation.federation
-    given, y = read_client(data, label, federation.class_names, tuple(federation.x.shape[1:]))
+    given, y = read_client(data, label, federation.class_names, tuple(federation.x.shape[1:]), federation.reading)
     x = prepared(trained, given)
     began = time.monotonic()
     settings: dict[str, Any] = {"architecture": architecture, "name": name, "seed": seed}

@@ -26,7 +26,8 @@ def export(
         typer.Option("--format", metavar="NAME", help="With --all: onnx, pt2 or safetensors.", show_default="onnx"),
     ] = None,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs.")
+        str | None,
+        typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs; a unique beginning will do."),
     ] = None,
     data: Annotated[
         Path | None,
@@ -55,6 +56,7 @@ def export(
       pfedhn export pfedhn-lyon --to lyon.onnx  # by a party of a federation, of its own
     """
     from pfedhn.cli.add_client import prepared
+    from pfedhn.data.columns import filled_with
     from pfedhn.data.files import read_client
     from pfedhn.run import load
 
@@ -74,7 +76,11 @@ def export(
         return
     examples = None
     if data is not None:
-        x, y = read_client(data, label, trained.simulation.federation.class_names)
+        described = trained.description
+        x, y = read_client(data, label, described.class_names, described.shape, described.reading)
+        if described.reading is not None and described.reading.table is not None:
+            federation = trained.simulation.federation
+            x = filled_with(x, described.reading.table.fill_of(federation.name_of(federation.number_of(client))))
         examples = prepared(trained, x), y
     trained.export(client, to, data=examples)
     say(f"The model of client {client} is in {to}, and what it is in {to.with_suffix('.md')}.")

@@ -40,16 +40,27 @@ def join(
         typer.Option("--noise", metavar="S", help="Privacy: noise of standard deviation S * C on every value."),
     ] = None,
     level: Annotated[
-        str,
-        typer.Option("--level", metavar="L", help="Privacy: protects all your data (client), or any single example."),
-    ] = "client",
+        str | None,
+        typer.Option(
+            "--level",
+            metavar="L",
+            help="Privacy: protects all your data (client), or any single example (example).",
+            show_default="client",
+        ),
+    ] = None,
     epsilon: Annotated[
         float | None,
         typer.Option("--epsilon", metavar="E", help="Privacy: the budget; when it is spent, nothing more is sent."),
     ] = None,
     delta: Annotated[
-        float, typer.Option("--delta", metavar="D", help="Privacy: the probability that the budget is counted at.")
-    ] = 1e-5,
+        float | None,
+        typer.Option(
+            "--delta",
+            metavar="D",
+            help="Privacy: the probability that the budget is counted at.",
+            show_default="0.00001",
+        ),
+    ] = None,
     stay: Annotated[bool, typer.Option("--stay", help="Keep running when the run is over.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -73,10 +84,11 @@ def join(
     from pfedhn.stopping import stop_requests
 
     privacy = None
-    if (clip, noise, epsilon) != (None, None, None):
+    if any(option is not None for option in (clip, noise, epsilon, level, delta)):  # one that counts for nothing lies
         if clip is None or noise is None or epsilon is None:
             raise UserError("privacy needs all three: --clip, --noise and --epsilon.")
-        privacy = Privacy(clip, noise, epsilon, delta, level)  # type: ignore[arg-type]  # which it checks
+        given_too = {name: value for name, value in (("level", level), ("delta", delta)) if value is not None}
+        privacy = Privacy(clip, noise, epsilon, **given_too)  # type: ignore[arg-type]  # which it checks
     given, stop, show = read_bundle(given_path(bundle)), threading.Event(), sayer(as_json)
     own = (folder or Path(f"pfedhn-{given.name}")).absolute()
     make_folder(own, mode=0o700)
@@ -86,7 +98,8 @@ def join(
             return
         remember(own, given.name, given_path(data, is_resolved=True), size)
         party = load_party(own, privacy=privacy)
-        show({"event": "taking part", "party": given.name, "examples": int(party.size)})
+        spent = "none" if party.budget is None else str(party.budget)
+        show({"event": "taking part", "party": given.name, "examples": int(party.size), "privacy": spent})
         Joined(party, given, own, show).run(stop, stay)
     if not as_json and (party.folder / "chosen.json").exists():
         say(f"Your model: pfedhn export {own} --to model.safetensors")

@@ -1,14 +1,18 @@
 """`pfedhn predict`: what a client's own model says of examples."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pfedhn.cli.options import RunArgument
 from pfedhn.errors import UserError
 from pfedhn.screen import say
+
+if TYPE_CHECKING:
+    from pfedhn.data.reading import Reading
 
 
 def predict(
@@ -34,8 +38,8 @@ def predict(
     """Predict with a client's own model: a line for each example.
 
     For classes, a line has the class and the probability that the model gives it;
-    else the numbers. A table has the features in the order of training; the client
-    and label columns of the run may be in it. Images are brought to the run's size.
+    else the numbers. A table's columns are found by their names and read as the run
+    read its own; others in it do not matter. Images are brought to the run's size.
 
     \b
     [bold]Examples[/]
@@ -50,18 +54,23 @@ def predict(
     import torch
 
     from pfedhn.cli.add_client import prepared
+    from pfedhn.data.columns import filled_with
     from pfedhn.data.files import read_inputs
-    from pfedhn.files import write_atomically
+    from pfedhn.files import given_path, write_atomically
     from pfedhn.run import load
 
+    if out is not None and given_path(out, is_resolved=True) == given_path(data, is_resolved=True):
+        raise UserError(f"--out {out} would replace the examples; give another name.")
     trained = load(directory, run=run, device="cpu")
     described = trained.description
-    cell = trained.origin.cell
-    columns = (cell.get("columns") or {}).values()
-    trained_on = cell.get("dataset") if (cell.get("read") or {}).get("encode") == "one-hot" else None
-    given, answers, files = read_inputs(
-        data, label, leave_out=tuple(columns), shape=described.shape, trained_on=trained_on
-    )
+    federation = trained.simulation.federation
+    name = federation.name_of(federation.number_of(client))
+    how = described.reading or _earlier_reading(trained.origin.cell, data)
+    columns = trained.origin.cell.get("columns") or {}
+    leave_out = (columns.get("client", ""), columns.get("label", ""))
+    given, answers, files = read_inputs(data, label, leave_out, described.shape, how)
+    if how is not None and how.table is not None:
+        given = filled_with(given, how.table.fill_of(name))
     x = torch.from_numpy(prepared(trained, given)).to(trained.simulation.model_of(0).dtype)
     if tuple(x.shape[1:]) != described.shape:
         raise UserError(
@@ -100,6 +109,17 @@ def predict(
         say(f"{len(said)} predictions are in {out}.")
     if answers is not None:
         say(_compared(said, answers.tolist(), described.classes is not None), is_error=True)
+
+
+def _earlier_reading(cell: Mapping[str, Any], data: Path) -> "Reading | None":
+    """How a run of an earlier version, which does not say it, encoded texts: its table must still be there."""
+    from pfedhn.data.columns import Encoding
+    from pfedhn.data.files import is_table, reading_again
+
+    options, columns = cell.get("read") or {}, cell.get("columns") or {}
+    if options.get("encode") != "one-hot" or not is_table(data):
+        return None
+    return reading_again(cell["dataset"], columns["client"], columns["label"], Encoding(**options))
 
 
 def _compared(said: list[Any], answers: list[Any], is_class: bool) -> str:

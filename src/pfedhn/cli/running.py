@@ -15,7 +15,7 @@ from pfedhn.errors import UserError
 from pfedhn.experiments.build import check
 from pfedhn.experiments.directory import Directory, Options, finished
 from pfedhn.experiments.execute import Outcome
-from pfedhn.experiments.runner import prepare, refuse_other_executor
+from pfedhn.experiments.runner import prepare, refuse_changed_table, refuse_other_executor
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
 from pfedhn.experiments.tasks import Cluster
 from pfedhn.progress import Detail, Display
@@ -64,6 +64,8 @@ def displayed(
     runs = with_pretraining(chosen, runs)
     refuse_other_executor(path, runs, options)
     left = [run for run in runs if not _is_finished(path / run.name, run)]
+    names = {run.name for run in left}
+    refuse_changed_table(path, [run for run in runs if run.name not in names])
     screen = Screen(stderr=True)
     for name in dict.fromkeys(run.cell.dataset for run in left):
         if name in catalogue.DATASETS:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pfedhn.data.arrays import SPLITS, Arrays
 from pfedhn.data.federation import Examples, Federation
+from pfedhn.data.reading import Reading
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.sgd import Batches
@@ -37,6 +38,7 @@ class Description:
     architectures: tuple[str, ...] | None = None
     descriptor_dim: int | None = None
     preprocessing: Mapping[str, Any] | None = None  # what was done to the raw data
+    reading: Reading | None = None  # how the examples were read; runs of earlier versions do not say it
 
     @staticmethod
     def of(federation: Federation) -> "Description":
@@ -54,6 +56,7 @@ class Description:
             identities=tuple(identities.tolist()) if identities is not None and names is None else None,
             architectures=federation.architectures,
             descriptor_dim=federation.descriptor_dim,
+            reading=federation.reading,
         )
 
 
@@ -85,6 +88,7 @@ class AbsentFederation(Federation):
             identities=None if description.identities is None else torch.tensor(description.identities, device=device),
             names=description.client_names,
             class_names=description.class_names,
+            reading=description.reading,
             description=description,
         )
 

@@ -1,15 +1,18 @@
 """Columns of a table as numbers: texts encoded, empty cells filled in, in one declared way."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from pfedhn.data.arrays import as_tensor
 from pfedhn.data.catalogue import Array
 from pfedhn.data.federation import Federation
+from pfedhn.data.reading import Column, TableReading
 from pfedhn.errors import UserError, closest
 
 Encode: TypeAlias = Literal["refuse", "one-hot"]
@@ -17,6 +20,24 @@ Missing: TypeAlias = Literal["refuse", "median", "zero"]
 Fitted: TypeAlias = Literal["client", "all"]
 
 MAX_CATEGORIES = 100  # of a column of texts; more are names, not kinds
+
+FILL_IT = (
+    "fill it, drop the example, or have such cells filled in with "
+    'read = {missing = "median"} in the experiment\'s file (in Python, missing="median")'
+)
+
+
+def encode_it(name: str) -> str:
+    """What to do about a column of texts."""
+    return (
+        'make numbers of such columns with read = {encode = "one-hot"} in the experiment\'s file (in Python, '
+        f'encode="one-hot"), or {leave_it_out(name)}'
+    )
+
+
+def leave_it_out(name: str) -> str:
+    """What to do about a column that is no feature: a date, or somebody's number."""
+    return f'leave it out with columns.ignore = ["{name}"] (in Python, ignore_columns=["{name}"])'
 
 
 @dataclass(frozen=True)
@@ -43,76 +64,204 @@ class Encoding:
 PLAIN = Encoding()
 
 
-def encoded(file: str, columns: Mapping[str, Array], encoding: Encoding) -> tuple[NDArray[numpy.float32], list[str]]:
-    """[examples, features], with NaN where a number is missing, and what the features are called."""
-    parts, names = [], []
-    for name, column in columns.items():
-        cells = ["" if _is_empty(cell) else str(cell).strip() for cell in column.tolist()]
+class Columns(dict[str, Array]):
+    """The columns of a table by their names, and where in the file an example is."""
+
+    def __init__(self, file: Path, columns: Mapping[str, Array], lines: Sequence[int] | None = None) -> None:
+        super().__init__(columns)
+        self.file = file
+        self.lines = lines  # of a text file, that of each example
+
+    def where(self, example: int) -> str:
+        """The place of an example, from 0, as an editor or a table shows it."""
+        place = f"row {example + 1}" if self.lines is None else f"line {self.lines[example]}"
+        return f"{place} of {self.file.name}"
+
+
+def encoded(
+    columns: Columns, features: Sequence[str], encoding: Encoding
+) -> tuple[NDArray[numpy.float32], tuple[Column, ...]]:
+    """[examples, features], with NaN where a number is missing, and what became of each column."""
+    parts, described = [], []
+    for name in features:
+        cells = _texts(columns[name])
         if encoding.missing == "refuse" and "" in cells:
+            raise UserError(f"{name!r} in {columns.where(cells.index(''))} is empty; {FILL_IT}.")
+        if (values := _numbers(columns, name, cells)) is not None:
+            if encoding.missing == "refuse" and numpy.isnan(values).any():
+                place = int(numpy.flatnonzero(numpy.isnan(values))[0])
+                raise UserError(f"{name!r} in {columns.where(place)} is {cells[place]!r}; {FILL_IT}.")
+            parts.append(values[:, None])
+            described.append(Column(name))
+            continue
+        kinds = sorted(set(cells) - {""})
+        if encoding.encode == "refuse":
             raise UserError(
-                f"{name!r} of example {cells.index('') + 1} of {file} is empty; fill it, drop the example, or say how, "
-                'as in missing = "median".'
+                f"column {name!r} of {columns.file.name} holds texts such as {kinds[0]!r}; {encode_it(name)}."
             )
-        try:
-            parts.append(numpy.array([float(cell) if cell else numpy.nan for cell in cells], dtype=numpy.float32))
-            names.append(name)
-            if numpy.isinf(parts[-1]).any():
-                raise UserError(f"column {name!r} of {file} has an infinite number; fix it.")
-        except ValueError:
-            kinds = sorted(set(cells) - {""})
-            if encoding.encode == "refuse":
-                raise UserError(
-                    f"column {name!r} of {file} holds texts such as {kinds[0]!r}; drop it, or say how it becomes "
-                    'numbers, as in encode = "one-hot".'
-                ) from None
-            if len(kinds) > MAX_CATEGORIES:
-                raise UserError(
-                    f"column {name!r} of {file} has {len(kinds):,} different texts, and one-hot would make as many "
-                    f"columns; drop it, or bring it to at most {MAX_CATEGORIES}."
-                ) from None
-            parts += [numpy.array([cell == kind for cell in cells], dtype=numpy.float32) for kind in kinds]
-            names += [f"{name}={kind}" for kind in kinds]
-    return numpy.stack(parts, axis=1), names
-
-
-def encoded_like(file: str, column: Array, trained: Array, name: str) -> NDArray[numpy.float32] | None:
-    """A column of texts as the same column of a table was encoded one-hot; None for a column of numbers."""
-    known = sorted({str(cell).strip() for cell in trained.tolist() if not _is_empty(cell)})
-    try:
-        for text in known:
-            float(text)
-    except ValueError:
-        cells = ["" if _is_empty(cell) else str(cell).strip() for cell in column.tolist()]
-        unknown = [cell for cell in cells if cell and cell not in known]
-        if unknown:
+        if len(kinds) > MAX_CATEGORIES:
             raise UserError(
-                f"column {name!r} of {file} holds {unknown[0]!r}, which the run was not trained on; "
-                f"{closest(unknown[0], known)}"
-            ) from None
-        return numpy.array([[cell == text for text in known] for cell in cells], dtype=numpy.float32)
-    return None
+                f"column {name!r} of {columns.file.name} has {len(kinds):,} different texts, and one-hot would make as "
+                f"many columns; bring it to at most {MAX_CATEGORIES}, or {leave_it_out(name)}."
+            )
+        parts.append(_one_hot(cells, kinds))
+        described.append(Column(name, tuple(kinds)))
+    return numpy.concatenate(parts, axis=1), tuple(described)
+
+
+def encoded_like(columns: Columns, table: TableReading) -> NDArray[numpy.float32]:
+    """[examples, features] of another table, its columns found by name and read as the run's were.
+
+    Where the run fills empty cells in, a number that is missing is NaN.
+    """
+    parts = []
+    for column in table.columns:
+        name = column.name
+        if name not in columns:
+            raise UserError(
+                f"{columns.file.name} has no column {name!r}, which the run was trained on; {closest(name, columns)}"
+            )
+        cells = _texts(columns[name])
+        if column.texts is not None:
+            unknown = [cell for cell in cells if cell and cell not in column.texts]
+            if unknown:
+                raise UserError(
+                    f"column {name!r} of {columns.file.name} holds {unknown[0]!r}, which the run was not trained on; "
+                    f"{closest(unknown[0], column.texts)}"
+                )
+            parts.append(_one_hot(cells, column.texts))
+        elif table.is_filled and (values := _numbers(columns, name, cells)) is not None:
+            parts.append(values[:, None])
+        else:
+            parts.append(to_numbers(columns, name)[:, None])
+    return numpy.concatenate(parts, axis=1)
+
+
+def _one_hot(cells: Sequence[str], texts: Sequence[str]) -> NDArray[numpy.float32]:
+    return numpy.array([[cell == text for text in texts] for cell in cells], dtype=numpy.float32).reshape(
+        len(cells), len(texts)
+    )
+
+
+def _texts(column: Array) -> list[str]:
+    """Cells without spaces around them; empty ones are ''."""
+    return ["" if _is_empty(cell) else str(cell).strip() for cell in column.tolist()]
+
+
+def _numbers(columns: Columns, name: str, cells: Sequence[str]) -> NDArray[numpy.float32] | None:
+    """A column of numbers, NaN where a cell is empty; None for one of texts."""
+    try:
+        values = numpy.array([float(cell) if cell else numpy.nan for cell in cells], dtype=numpy.float32)
+    except ValueError:
+        return None
+    if numpy.isinf(values).any():
+        raise UserError(f"column {name!r} of {columns.file.name} has an infinite number; fix it.")
+    return values
+
+
+def to_numbers(columns: Columns, name: str, text: str = "", empty: str = "") -> NDArray[numpy.float32]:
+    """A column of a table as features; what is no finite number is refused.
+
+    Args:
+        columns: Of the table.
+        name: Of the column.
+        text: What to do about a text, in words.
+        empty: What to do about an empty cell.
+    """
+    column = columns[name]
+    empty = empty or "fill the cell or drop the example"
+    try:
+        with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
+            numbers: NDArray[numpy.float32] = column.astype(numpy.float32)
+    except (ValueError, TypeError, OverflowError):
+        bad = next((place for place, cell in enumerate(column) if not _is_number(cell)), 0)
+        if not str(column[bad]).strip():
+            raise UserError(f"{name!r} in {columns.where(bad)} is empty; {empty}.") from None
+        text = text or "features must be numbers: encode or drop that column"
+        raise UserError(f"{name!r} in {columns.where(bad)} is {str(column[bad])!r} and not a number; {text}.") from None
+    if not numpy.isfinite(numbers).all():
+        bad = int(numpy.flatnonzero(~numpy.isfinite(numbers))[0])
+        raise UserError(f"{name!r} in {columns.where(bad)} is {str(column[bad])!r} and not a finite number; {empty}.")
+    return numbers
+
+
+def _is_number(cell: Any) -> bool:
+    try:
+        float(cell)
+    except (ValueError, TypeError, OverflowError):
+        return False
+    return numpy.ndim(cell) == 0
 
 
 def _is_empty(cell: Any) -> bool:
     return cell is None or (isinstance(cell, float) and numpy.isnan(cell)) or not str(cell).strip()
 
 
-def filled(federation: Federation, x: NDArray[numpy.float32], encoding: Encoding) -> Federation:
-    """The federation, whose examples are numbers of rows of `x`, with these rows, their empty cells filled in."""
+def filled(federation: Federation, x: NDArray[numpy.float32], table: TableReading) -> tuple[Federation, TableReading]:
+    """The federation, whose examples are numbers of rows of `x`, with these rows, their empty cells filled in.
+
+    Also what they were filled with. Where the table has a fill for everybody already, clients join that run.
+    """
     rows = federation.x[:, 0].long()
     values = torch.from_numpy(x)[rows]
-    if encoding.missing == "median":
+    if table.missing == "median":
         train = federation.splits["train"]
-        everybody = torch.cat([train.of(client) for client in range(federation.num_clients)])
-        common = _medians(values[everybody], torch.zeros(values.shape[1]))
+        if table.common is None:
+            everybody = torch.cat([train.of(client) for client in range(federation.num_clients)])
+            common = medians(values[everybody], torch.zeros(values.shape[1]))
+            table = replace(table, common=tuple(common.tolist()))
+        common = torch.tensor(table.common, dtype=values.dtype)
+        if table.fitted == "client":
+            own = [medians(values[train.of(client)], common) for client in range(federation.num_clients)]
+            names = [federation.name_of(client) for client in range(federation.num_clients)]
+            table = replace(table, own={name: tuple(fill.tolist()) for name, fill in zip(names, own, strict=True)})
         for client in range(federation.num_clients):
-            own = _medians(values[train.of(client)], common) if encoding.fitted == "client" else common
             for part in federation.splits.values():
                 mine = part.of(client)
-                values[mine] = torch.where(values[mine].isnan(), own, values[mine])
-    return replace(federation, x=values.nan_to_num(0.0))
+                fill = torch.tensor(table.fill_of(federation.name_of(client)), dtype=values.dtype)
+                values[mine] = torch.where(values[mine].isnan(), fill, values[mine])
+    return replace(federation, x=values.nan_to_num(0.0)), table
 
 
-def _medians(values: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
-    medians = values.nanmedian(0).values if len(values) else otherwise
-    return torch.where(medians.isnan(), otherwise, medians)
+def new_client(
+    x: ArrayLike | torch.Tensor,
+    y: ArrayLike | torch.Tensor,
+    name: str | None,
+    split: tuple[float, float, float],
+    seed: int,
+    table: TableReading | None,
+) -> tuple[Federation, tuple[float, ...] | None]:
+    """The federation of a client that joins, and what its empty cells were filled with if the run fills them in.
+
+    They are filled by the client's own training examples, as the others' were; where these have no value of a column,
+    by what all clients of the run had.
+    """
+
+    def dealt(examples: ArrayLike | torch.Tensor) -> Federation:
+        return Federation.from_clients(
+            [(examples, y)] if name is None else {name: (examples, y)}, split=split, seed=seed
+        )
+
+    if table is None or not table.is_filled:
+        return dealt(x), None
+    values = as_tensor(x, "x").cpu().float()
+    if tuple(values.shape[1:]) != (len(table.features),):  # which is refused where the network is known
+        return dealt(x), None
+    data, table = filled(dealt(torch.arange(len(values))[:, None]), values.numpy(), table)
+    return data, table.fill_of(data.name_of(0))
+
+
+def filled_with(x: Array, fill: Sequence[float] | None) -> Array:
+    """Examples whose empty cells, which are NaN, are filled in feature by feature; as they are where `fill` is None."""
+    if fill is None or x.dtype.kind != "f" or x.shape[1:] != (len(fill),):
+        return x
+    return numpy.where(numpy.isnan(x), numpy.array(fill, dtype=x.dtype), x)
+
+
+def medians(values: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+    """[features]: the median of each feature's numbers, without NaN; `otherwise` of one that has none."""
+    if not len(values):
+        return otherwise
+    ordered, count = values.sort(0).values, (~values.isnan()).sum(0)  # NaN comes last
+    low, high = (ordered.gather(0, place.clamp(min=0)[None])[0] for place in ((count - 1) // 2, count // 2))
+    return torch.where(count > 0, low + (high - low) / 2, otherwise)

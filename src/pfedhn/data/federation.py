@@ -30,6 +30,7 @@ from pfedhn.data.arrays import (
 )
 from pfedhn.data.dealing import check_split, share_out, split_examples
 from pfedhn.data.partition import Assignment, Partition
+from pfedhn.data.reading import Reading
 from pfedhn.errors import UserError, closest, short, some
 from pfedhn.keys import Key
 from pfedhn.privacy import num_places
@@ -82,6 +83,7 @@ class Federation:
     class_names: tuple[str, ...] | None = None
     identities: Tensor | None = None  # [N], what clients draw by: from their names, or numbers that do not begin at 0
     joining: "Federation | None" = None  # clients that take part after training, with the same x and y
+    reading: Reading | None = None  # how the examples were read from somebody's own files
 
     def __post_init__(self) -> None:
         if self.names is not None and self.identities is None:
@@ -456,16 +458,18 @@ class Federation:
         """A client's number: its position in every table.
 
         Args:
-            client: Its name, or its number.
+            client: Its name, or its number, which may be text where no client's name is a number.
         """
         if isinstance(client, str) and self.names is not None:
-            if client not in self._places:
+            if client in self._places:
+                return self._places[client]
+            # Where names are numbers themselves, one that is no name is a slip.
+            if not client.isdecimal() or any(name.isdecimal() for name in self.names):
                 raise UserError(f"there is no client {client!r}; {closest(client, self.names)}")
-            return self._places[client]
         first, last, number = 0, self.num_clients - 1, as_whole_numbers(client)
         if isinstance(client, str):  # without a name it is called by its number
             number = as_whole_numbers(int(client)) if client.isdecimal() else None
-            if self.identities is not None and number is not None:
+            if self.names is None and self.identities is not None and number is not None:
                 first, last = int(self.identities.min()), int(self.identities.max())
                 places = (self.identities == int(number)).nonzero().flatten()
                 number = as_whole_numbers(int(places[0])) if len(places) else None

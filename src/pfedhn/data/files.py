@@ -1,23 +1,43 @@
 """A person's own data: a folder of arrays per client, or one table with a column that names the client."""
 
 import csv
+import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TextIO, TypeAlias, get_args
 
 import numpy
 from numpy.typing import NDArray
 
 from pfedhn.data.catalogue import Array
-from pfedhn.data.columns import PLAIN, Encode, Encoding, Fitted, Missing, encoded, encoded_like, filled
+from pfedhn.data.columns import (
+    FILL_IT,
+    PLAIN,
+    Columns,
+    Encode,
+    Encoding,
+    Fitted,
+    Missing,
+    encode_it,
+    encoded,
+    encoded_like,
+    filled,
+    leave_it_out,
+    to_numbers,
+)
 from pfedhn.data.federation import Federation
-from pfedhn.data.images import Channels, Corrupt, image_files, images_below, read_images, read_like
+from pfedhn.data.images import Channels, Corrupt, image_files, images_below, read_images, read_like, refuse_other_layout
+from pfedhn.data.reading import Column, ImageReading, Reading, TableReading
 from pfedhn.errors import UserError, closest, first_line, short
 from pfedhn.files import given_path, reading
 
+MAX_HEADER = 1_000_000  # characters of the first line that are looked at
 MAX_CELL = 1_000  # characters in a cell of a text file; numbers and names are shorter, and all of a column get room
+
+TABLES = (".csv", ".tsv", ".parquet")
 
 Task: TypeAlias = Literal["auto", "classification", "regression"]
 
@@ -38,6 +58,7 @@ class Table(NamedTuple):
     client_names: tuple[str, ...]
     feature_names: tuple[str, ...]
     class_names: tuple[str, ...] | None  # of classes 0, 1, ... where the labels were text
+    columns: tuple[Column, ...] = ()  # what the features were made of
 
     @property
     def clients(self) -> dict[str, tuple[Array, Array]]:
@@ -51,6 +72,7 @@ def read_federation(
     client_column: str | None = None,
     label_column: str | None = None,
     *,
+    ignore_columns: Sequence[str] = (),
     task: Task = "auto",
     split: tuple[float, float, float] = (0.7, 0.15, 0.15),
     stratify: bool = False,
@@ -69,6 +91,7 @@ def read_federation(
             `from_table` reads.
         client_column: The column of a table that names the client.
         label_column: The column of a table that holds the label.
+        ignore_columns: Columns of a table that are no features, such as dates and numbers of people.
         task: What the labels are, as in `from_table`.
         split: The fractions of a client's examples for training, validation and test.
         stratify: Draw each client's split within each of its classes instead of over all its examples.
@@ -96,32 +119,50 @@ def read_federation(
     with reading(place):
         is_folder = place.is_dir()
         if not place.exists():
-            raise UserError(f"{place} is neither a folder nor a file; give a folder per client, or a table.")
+            raise UserError(f"there is no file or folder {place}; give a folder per client, or a table.")
     encoding = Encoding(encode, missing, fitted)
     options = {"resize": resize, "channels": channels, "corrupt": corrupt}
     is_images = is_folder and _holds_images(place)
+    if is_folder and not is_images and not any((folder / "x.npy").exists() for folder in _folders_of(place)):
+        refuse_other_layout(place)
     _refuse_unused(place, is_images, is_folder, options, encoding)
+    how = None
     if is_images:
         data = Folders(*read_images(_folders_of(place), resize, channels, corrupt))
+        how = Reading(images=ImageReading(channels, corrupt, None if resize is None else tuple(resize)))
     elif is_folder:
         data = from_folders(path, task)
     elif client_column is None or label_column is None:
         raise UserError(f"{path} is read as a table; say which column names the client and which holds the label.")
     else:
-        data = from_table(path, client_column, label_column, task, encoding)
+        data = from_table(path, client_column, label_column, task, encoding, ignore_columns)
+        table = TableReading(client_column, label_column, data.columns, missing, fitted, sha256=file_digest(place))
         if encoding.is_used:  # split first: what is filled in comes from training examples
             rows = numpy.arange(len(data.y))[:, None]
             named = data._replace(x=rows.astype(numpy.int64)).clients
             kept = {"split": split, "stratify": stratify, "seed": seed, "class_names": data.class_names}
-            return filled(Federation.from_clients(named, **kept), data.x, encoding)  # type: ignore[arg-type]
-    return Federation.from_clients(
+            federation, table = filled(Federation.from_clients(named, **kept), data.x, table)  # type: ignore[arg-type]
+            return replace(federation, reading=Reading(table))
+        how = Reading(table)
+    federation = Federation.from_clients(
         data.clients, split=split, stratify=stratify, seed=seed, class_names=data.class_names
     )
+    return replace(federation, reading=how)
+
+
+def file_digest(file: Path) -> str:
+    """A name for what a file holds."""
+    with reading(file), file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _folders_of(root: Path) -> list[Path]:
     with reading(root):
-        return sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+        return sorted(folder for folder in root.iterdir() if is_client_folder(folder))
+
+
+def is_client_folder(place: Path) -> bool:
+    return place.is_dir() and not place.name.startswith(".")
 
 
 def _holds_images(root: Path) -> bool:
@@ -178,7 +219,9 @@ def from_folders(path: str | Path, task: Task = "auto") -> Folders:
             raise UserError(f"{root} is not a folder; give one that holds a folder per client.")
     folders = _folders_of(root)
     if not folders:
-        raise UserError(f"{root} holds no folders; make one per client, with x.npy and y.npy in it.")
+        raise UserError(
+            f"{root} holds no folders; make one per client, with x.npy and y.npy or a folder of images per class."
+        )
     clients = []
     for folder in folders:
         x, y = load_array(folder / "x.npy", "biuf"), load_array(folder / "y.npy", "biufUS")
@@ -192,7 +235,12 @@ def from_folders(path: str | Path, task: Task = "auto") -> Folders:
 
 
 def from_table(
-    path: str | Path, client_column: str, label_column: str, task: Task = "auto", encoding: Encoding = PLAIN
+    path: str | Path,
+    client_column: str,
+    label_column: str,
+    task: Task = "auto",
+    encoding: Encoding = PLAIN,
+    ignore_columns: Sequence[str] = (),
 ) -> Table:
     """Your own data: a CSV, TSV or parquet file with an example in each line.
 
@@ -200,13 +248,15 @@ def from_table(
     0, 1, ... in sorted order; so do clients (whole numbers in their own order). Features are not scaled.
 
     Args:
-        path: The file.
+        path: The file. Cells of a .csv file are separated by commas; or by semicolons, where its first line has these
+            and no commas, and then numbers may have decimal commas.
         client_column: The column that names the client.
         label_column: The column that holds the label.
         task: "classification" where labels are class numbers or names, "regression" where they are numbers to predict.
             With "auto" it is regression if some label has a fraction.
         encoding: What is done about columns of texts and empty cells, which are refused by default; `read_federation`
             fills cells in, and here they are NaN.
+        ignore_columns: Columns that are no features.
 
     Examples:
         >>> import pathlib, tempfile
@@ -223,13 +273,18 @@ def from_table(
     with reading(file):
         if not file.is_file():
             raise UserError(f"{file} is not a file; give a .csv, .tsv or .parquet file.")
-    columns = read_columns(file, encoding.is_used)
-    for wanted in (client_column, label_column):
+    if not isinstance(ignore_columns, Sequence) or isinstance(ignore_columns, str):
+        raise UserError(f"ignore_columns is {short(ignore_columns)}; give a list of columns.")
+    columns = read_columns(file, encoding.is_used, lambda name: name in ignore_columns)
+    for wanted in (client_column, label_column, *ignore_columns):
         if not isinstance(wanted, str) or wanted not in columns:
             raise UserError(f"{file.name} has no column {short(wanted)}; {closest(wanted, columns)}")
     if client_column == label_column:
         raise UserError(f"{label_column!r} cannot be both the client and the label; name two columns.")
-    features = [name for name in columns if name not in (client_column, label_column)]
+    for name in (client_column, label_column):
+        if name in ignore_columns:
+            raise UserError(f"{name!r} cannot be ignored, since it is the client or the label; take it off that list.")
+    features = [name for name in columns if name not in (client_column, label_column, *ignore_columns)]
     if not features:
         raise UserError(f"{file.name} has no feature columns; give it at least one besides client and label.")
     if not len(columns[label_column]):
@@ -239,17 +294,19 @@ def from_table(
         wrong = [cell for cell in cells if not isinstance(cell, str | int | float | Decimal)]
         if wrong:
             raise UserError(f"column {name!r} of {file.name} holds {short(wrong[0])}; give numbers or texts.")
-        empty = [number for number, cell in enumerate(cells, start=1) if cell == ""]
-        if empty:
-            raise UserError(f"example {empty[0]} of {file.name} has no {name!r}; fill the cell or drop the example.")
+        if "" in cells:
+            where = columns.where(cells.index(""))
+            raise UserError(f"{where} has no {name!r}; fill the cell or drop the example.")
     if encoding.is_used:
-        x, features = encoded(file.name, {name: columns[name] for name in features}, encoding)
+        x, described = encoded(columns, features, encoding)
     else:
-        x = numpy.stack([to_numbers(file, name, columns[name]) for name in features], axis=1)
+        x = numpy.stack([to_numbers(columns, name, encode_it(name), FILL_IT) for name in features], axis=1)
+        described = tuple(map(Column, features))
     (y,), class_names = _labels([_as_numbers(columns[label_column])], task, f"column {label_column!r} of {file.name}")
     clients, groups = numpy.unique(_as_identifiers(columns[client_column]), return_inverse=True)
     client_names = tuple(map(str, clients.tolist()))
-    return Table(x, y, groups.astype(numpy.int64), client_names, tuple(features), class_names)
+    names = tuple(feature for column in described for feature in column.features)
+    return Table(x, y, groups.astype(numpy.int64), client_names, names, class_names, described)
 
 
 def load_array(path: Path, kinds: str) -> Array:
@@ -323,19 +380,28 @@ def _labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array
     return [array.astype(numpy.float32 if kinds & set("f") else numpy.int64) for array in labels], None
 
 
-def read_columns(file: Path, takes_empty: bool = False) -> dict[str, Array]:
-    """The columns of a table; whether a parquet file may have empty cells is for the caller to say."""
-    if file.suffix.lower() not in (".csv", ".tsv", ".parquet"):
+def read_columns(
+    file: Path, takes_empty: bool = False, is_ignored: Callable[[str], bool] = lambda name: False
+) -> Columns:
+    """The columns of a table.
+
+    Args:
+        file: CSV, TSV or parquet.
+        takes_empty: Whether a parquet file may have empty cells.
+        is_ignored: Whether nobody looks at a column, which may then hold whatever parquet files can.
+    """
+    if not is_table(file):
         raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
-    return _read_parquet(file, takes_empty) if file.suffix.lower() == ".parquet" else _read_csv(file)
+    return _read_parquet(file, takes_empty, is_ignored) if file.suffix.lower() == ".parquet" else _read_csv(file)
 
 
-def _read_csv(file: Path) -> dict[str, Array]:
+def _read_csv(file: Path) -> Columns:
     try:
         with reading(file), file.open(newline="", encoding="utf-8-sig") as stream:
-            reader = csv.reader(stream, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
+            separator = _separator(file, stream)
+            reader = csv.reader(stream, delimiter=separator)
             header = [name.strip() for name in next(reader, [])]
-            lines = [line for line in reader if line]
+            numbered = [(reader.line_num, line) for line in reader if line]
     except UnicodeDecodeError as error:
         raise UserError(
             f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save the table as UTF-8."
@@ -346,20 +412,58 @@ def _read_csv(file: Path) -> dict[str, Array]:
         raise UserError(f"{file} is not UTF-8 text (its header has null characters); save the table as UTF-8.")
     if len(set(header)) != len(header) or not header:
         raise UserError(f"the first line of {file.name} must name every column once.")
-    for number, line in enumerate(lines, start=1):
+    for number, line in numbered:
         if len(line) != len(header):
+            others = [word for sign, word in SEPARATORS.items() if sign != separator and sign in "".join(header)]
+            hint = f", or separate all cells by commas if they are separated by {others[0]}" if others else ""
             raise UserError(
-                f"example {number} of {file.name} has {len(line)} cells and the header {len(header)}; repair it."
+                f"line {number} of {file.name} has {len(line)} cells and the header {len(header)}; repair it{hint}."
             )
         if len(longest := max(line, key=len)) > MAX_CELL:
             raise UserError(
-                f"example {number} of {file.name} has a cell of {len(longest):,} characters; more than {MAX_CELL:,} "
+                f"line {number} of {file.name} has a cell of {len(longest):,} characters; more than {MAX_CELL:,} "
                 "are no number and no name: drop that column."
             )
-    return {name: numpy.array([line[place] for line in lines], dtype=str) for place, name in enumerate(header)}
+    columns = {name: numpy.array([line[place] for _, line in numbered], str) for place, name in enumerate(header)}
+    if separator == ";":
+        columns = _with_points(file, columns)
+    return Columns(file, columns, [number for number, _ in numbered])
 
 
-def _read_parquet(file: Path, takes_empty: bool = False) -> dict[str, Array]:
+SEPARATORS = {";": "semicolons", "\t": "tabs"}
+
+
+def _separator(file: Path, stream: TextIO) -> str:
+    """What separates cells; a spreadsheet of a country with decimal commas writes semicolons."""
+    if file.suffix.lower() == ".tsv":
+        return "\t"
+    header = stream.readline(MAX_HEADER)
+    stream.seek(0)
+    return ";" if ";" in header and "," not in header else ","
+
+
+def _with_points(file: Path, columns: Mapping[str, Array]) -> dict[str, Array]:
+    """Columns of numbers that have decimal commas, with points instead; the others as they are."""
+    commas = [name for name, column in columns.items() if _are_numbers(column, ",")]
+    points = [name for name, column in columns.items() if _are_numbers(column, r"\.")]
+    if commas and points:  # 1.234 may be more than a thousand here
+        raise UserError(
+            f"{file.name} has numbers with commas in column {commas[0]!r} and with points in column {points[0]!r}; "
+            "write them all with decimal points, and no sign between thousands."
+        )
+    return {
+        name: numpy.char.replace(column, ",", ".") if name in commas else column for name, column in columns.items()
+    }
+
+
+def _are_numbers(column: Array, sign: str) -> bool:
+    """Whether a column of texts holds numbers, and some of them have this sign before their fraction."""
+    number = re.compile(rf"\s*([+-]?(\d+({sign}\d*)?|{sign}\d+)([eE][+-]?\d+)?)?\s*")
+    cells = column.tolist()
+    return any(re.search(sign, cell) for cell in cells) and all(number.fullmatch(cell) for cell in cells)
+
+
+def _read_parquet(file: Path, takes_empty: bool, is_ignored: Callable[[str], bool]) -> Columns:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -375,51 +479,24 @@ def _read_parquet(file: Path, takes_empty: bool = False) -> dict[str, Array]:
         raise UserError(f"{file.name} has two columns of one name; give every column a name of its own.")
     columns = {}
     for name in table.column_names:
+        if is_ignored(name):
+            columns[name] = numpy.full(table.num_rows, None, dtype=object)
+            continue
         if table[name].null_count and not takes_empty:
-            raise UserError(f"column {name!r} of {file.name} has empty cells; fill or drop them.")
+            raise UserError(f"column {name!r} of {file.name} has empty cells; {FILL_IT}.")
         try:
             columns[name] = table[name].to_numpy()
         except pyarrow.ArrowException as error:
             raise UserError(
-                f"column {name!r} of {file.name} holds {table[name].type}; give numbers or texts, or drop it."
+                f"column {name!r} of {file.name} holds {table[name].type}; give numbers or texts, or "
+                f"{leave_it_out(name)}."
             ) from error
         if columns[name].dtype.kind not in "biufUSO":
             raise UserError(
-                f"column {name!r} of {file.name} holds {columns[name].dtype}; give numbers or texts, or drop it."
+                f"column {name!r} of {file.name} holds {columns[name].dtype}; give numbers or texts, or "
+                f"{leave_it_out(name)}."
             )
-    return columns
-
-
-def to_numbers(file: Path, name: str, column: Array) -> NDArray[numpy.float32]:
-    """A column of a table as features; what is no finite number is refused."""
-    try:
-        with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
-            numbers: NDArray[numpy.float32] = column.astype(numpy.float32)
-    except (ValueError, TypeError, OverflowError):
-        bad = next((place for place, cell in enumerate(column) if not _is_number(cell)), 0)
-        if not str(column[bad]).strip():
-            raise UserError(
-                f"{name!r} of example {bad + 1} of {file.name} is empty; fill the cell or drop the example."
-            ) from None
-        raise UserError(
-            f"{name!r} of example {bad + 1} of {file.name} is {str(column[bad])!r} and not a number; "
-            "features must be numbers: encode or drop that column."
-        ) from None
-    if not numpy.isfinite(numbers).all():
-        bad = int(numpy.flatnonzero(~numpy.isfinite(numbers))[0])
-        raise UserError(
-            f"{name!r} of example {bad + 1} of {file.name} is {str(column[bad])!r} and not a finite number; "
-            "fill the cell or drop the example."
-        )
-    return numbers
-
-
-def _is_number(cell: Any) -> bool:
-    try:
-        float(cell)
-    except (ValueError, TypeError, OverflowError):
-        return False
-    return numpy.ndim(cell) == 0
+    return Columns(file, columns)
 
 
 def _as_numbers(column: Array) -> Array:
@@ -448,27 +525,31 @@ def read_client(
     label_column: str | None,
     class_names: Sequence[str] | None,
     shape: tuple[int, ...] = (),
+    how: Reading | None = None,
 ) -> tuple[Array, Array]:
     """The examples (x, y) of one client: arrays, images in a folder per class, or a table with a label column.
 
     Args:
         path: A folder with x.npy and y.npy, a folder with a folder of images per class, or a .csv, .tsv or .parquet
             file.
-        label_column: The column of a table that holds the label; all others are features.
+        label_column: The column of a table that holds the label; that of the run's table where None.
         class_names: What the classes are called that text labels name.
         shape: Of one example of the run that the client joins; images are brought to it.
+        how: How that run read its own: a table's columns are found by name, and empty cells that it fills in are
+            NaN. Without it, all columns but the label are features, in their order.
     """
     place = given_path(path)
     x: Array
     y: Array
     if place.is_dir() and not (place / "x.npy").exists() and (listed := image_files(place)):
-        x, y = read_like([file for _, file in listed], shape), numpy.array([label for label, _ in listed])
+        kept, x = read_like([file for _, file in listed], shape, None if how is None else how.images)
+        y = numpy.array([label for label, file in listed if file in kept])
     elif place.is_dir():
         x, y = load_array(place / "x.npy", "biuf"), load_array(place / "y.npy", "biufUS")
     elif place.is_file():
-        x, y = _table_of_one(place, label_column)
+        x, y = _table_of_one(place, label_column, shape, None if how is None else how.table)
     else:
-        raise UserError(f"{place} is neither a folder nor a file; give a folder with x.npy and y.npy, or a table.")
+        raise UserError(f"there is no file or folder {place}; give a folder with x.npy and y.npy, or a table.")
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y) or not len(x):
         raise UserError(f"{place} has x of shape {x.shape} and y of shape {y.shape}; give one label per example.")
     if y.dtype.kind in "USO":
@@ -479,6 +560,32 @@ def read_client(
             raise UserError(f"{place} has the label {unknown[0]!r}, which the run does not know; {hint}")
         y = numpy.array([names.index(str(label)) for label in y.tolist()], dtype=numpy.int64)
     return x, y
+
+
+def _table_of_one(
+    file: Path, label_column: str | None, shape: tuple[int, ...], table: TableReading | None
+) -> tuple[Array, Array]:
+    label = label_column if label_column is not None or table is None else table.label
+    columns = _columns_for(file, shape, table, label)
+    if label is None or label not in columns:
+        raise UserError(f"say which column of {file.name} is the label: --label NAME; {closest(label or '', columns)}")
+    y = _as_numbers(columns[label])
+    if table is not None:
+        return encoded_like(columns, table), y
+    features = [to_numbers(columns, name) for name in columns if name != label]
+    if not features:
+        raise UserError(f"{file.name} has no feature columns; give it at least one besides the label.")
+    return numpy.stack(features, axis=1), y
+
+
+def _columns_for(file: Path, shape: tuple[int, ...], table: TableReading | None, label: str | None) -> Columns:
+    """The columns of a table for a run whose examples have this shape."""
+    if len(shape) > 1:
+        raise UserError(f"{file.name} is a table, and this run's examples have shape {shape}; give arrays or images.")
+    if table is None:
+        return read_columns(file)
+    wanted = {label, *(column.name for column in table.columns)}
+    return read_columns(file, table.is_filled, lambda name: name not in wanted)
 
 
 class Inputs(NamedTuple):
@@ -494,7 +601,7 @@ def read_inputs(
     label_column: str | None = None,
     leave_out: Sequence[str] = (),
     shape: tuple[int, ...] = (),
-    trained_on: str | Path | None = None,
+    how: Reading | None = None,
 ) -> Inputs:
     """Examples to predict, and the right answers if a column has them.
 
@@ -503,7 +610,7 @@ def read_inputs(
         label_column: The column of a table that holds the right answers.
         leave_out: Columns that are no features, where the table has them.
         shape: Of one example of the run; images are brought to it.
-        trained_on: The table of a run that encoded texts: a new table's columns are found by name and encoded alike.
+        how: How the run read its own, as for `read_client`.
     """
     place = given_path(path)
     with reading(place):
@@ -515,48 +622,35 @@ def read_inputs(
     if (is_folder or is_array or images) and label_column is not None:
         raise UserError(f"{place} is not a table and has no column {label_column!r}; leave --label out.")
     if images:
-        names = tuple(str(file.relative_to(place) if is_folder else file.name) for file in images)
-        return Inputs(read_like(images, shape), files=names)
+        kept, x = read_like(images, shape, None if how is None else how.images)
+        return Inputs(x, files=tuple(str(file.relative_to(place) if is_folder else file.name) for file in kept))
     if is_folder or is_array:
         x = load_array(place / "x.npy" if is_folder else place, "biuf")
         if x.ndim < 1 or not len(x):
             raise UserError(f"{place} has x of shape {x.shape}; give at least one example.")
         return Inputs(x)
-    columns = read_columns(place)
+    table = None if how is None else how.table
+    columns = _columns_for(place, shape, table, label_column)
     if label_column is not None and label_column not in columns:
         raise UserError(f"{place.name} has no column {label_column!r}; {closest(label_column, columns)}")
     labels = None if label_column is None else _as_numbers(columns[label_column])
     features = [name for name in columns if name != label_column and name not in leave_out]
     if not features or not len(columns[features[0]]):
         raise UserError(f"{place.name} has no examples with features; give at least one.")
-    if trained_on is None:
-        return Inputs(numpy.stack([to_numbers(place, name, columns[name]) for name in features], axis=1), labels)
-    return Inputs(_encoded_inputs(place, columns, given_path(trained_on), leave_out), labels)
+    if table is not None:
+        return Inputs(encoded_like(columns, table), labels)
+    return Inputs(numpy.stack([to_numbers(columns, name) for name in features], axis=1), labels)
 
 
-def _encoded_inputs(file: Path, columns: Mapping[str, Array], trained_on: Path, leave_out: Sequence[str]) -> Array:
-    if not trained_on.is_file():
-        raise UserError(
-            f"this run encoded texts of {trained_on}, which is not there any more; bring it back, or give x.npy."
-        )
-    parts = []
-    for name, column in read_columns(trained_on, takes_empty=True).items():
-        if name in leave_out:
-            continue
-        if name not in columns:
-            raise UserError(
-                f"{file.name} has no column {name!r}, which the run was trained on; {closest(name, columns)}"
-            )
-        texts = encoded_like(file.name, columns[name], column, name)
-        parts.append(to_numbers(file, name, columns[name])[:, None] if texts is None else texts)
-    return numpy.concatenate(parts, axis=1)
+def is_table(path: Path) -> bool:
+    """Whether a file is read as a table."""
+    return path.suffix.lower() in TABLES
 
 
-def _table_of_one(file: Path, label_column: str | None) -> tuple[Array, Array]:
-    columns = read_columns(file)
-    if label_column is None or label_column not in columns:
-        raise UserError(f"say which column of {file.name} is the label: --label NAME; {closest('', columns)}")
-    features = [to_numbers(file, name, columns[name]) for name in columns if name != label_column]
-    if not features:
-        raise UserError(f"{file.name} has no feature columns; give it at least one besides the label.")
-    return numpy.stack(features, axis=1), _as_numbers(columns[label_column])
+def reading_again(path: str, client_column: str, label_column: str, encoding: Encoding) -> Reading:
+    """How a run read its table, found from that table: runs of earlier versions that encoded texts do not say it."""
+    file = given_path(path)
+    if not file.is_file():
+        raise UserError(f"this run encoded texts of {file}, which is not there any more; bring it back, or give x.npy.")
+    columns = from_table(file, client_column, label_column, encoding=encoding).columns
+    return Reading(TableReading(client_column, label_column, columns))

@@ -1,6 +1,7 @@
 """A person's own images: a folder per client, in it a folder per class, in it PNG or JPEG files."""
 
 import logging
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -8,12 +9,14 @@ from typing import Any, Literal, TypeAlias
 import numpy
 
 from pfedhn.data.catalogue import Array
+from pfedhn.data.reading import ImageReading
 from pfedhn.errors import UserError, first_line
 from pfedhn.files import reading
 
 logger = logging.getLogger("pfedhn")
 
 ENDINGS = (".png", ".jpg", ".jpeg")
+_warned: set[str] = set()  # of which files
 Channels: TypeAlias = Literal["rgb", "gray"]
 Corrupt: TypeAlias = Literal["refuse", "skip"]
 
@@ -28,6 +31,19 @@ def image_files(folder: Path) -> list[tuple[str, Path]]:
             for file in sorted(part.iterdir())
             if file.suffix.lower() in ENDINGS and not file.name.startswith(".")
         ]
+
+
+def refuse_other_layout(root: Path) -> None:
+    """Refuse images that lie elsewhere than in a folder per class in a folder per client."""
+    with reading(root):
+        found = [file for depth in ("*", "*/*") for file in sorted(root.glob(depth))]
+    images = [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
+    if images:
+        where = "by themselves" if images[0].parent == root else "one folder deep, and they belong two deep"
+        raise UserError(
+            f"{root} has {len(images):,} images {where}; every image goes into a folder of its class in a folder of "
+            f"its client, as in {root.name}/CLIENT/CLASS/{images[0].name}."
+        )
 
 
 def read_images(
@@ -77,28 +93,42 @@ def images_below(place: Path) -> list[Path]:
         return [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
 
 
-def read_like(files: list[Path], shape: tuple[int, ...]) -> Array:
-    """Images as a run has them: brought to the shape [C, H, W] of its examples."""
+def read_like(files: list[Path], shape: tuple[int, ...], how: ImageReading | None = None) -> tuple[list[Path], Array]:
+    """Images as a run has them, brought to the shape [C, H, W] of its examples; and the files that are images.
+
+    Where the run skipped damaged files, they are skipped here.
+    """
     if len(shape) != 3 or shape[0] not in (1, 3):
         raise UserError(f"{files[0]} is an image, and this run's examples have shape {shape}; give arrays or a table.")
     channels: Channels = "rgb" if shape[0] == 3 else "gray"
+    skips = how is not None and how.corrupt == "skip"
     parts = [(file.parent.name, file) for file in files]
-    return numpy.stack([image for *_, image in _decoded(parts, (shape[1], shape[2]), channels, "refuse")])
+    found = list(_decoded(parts, (shape[1], shape[2]), channels, "skip" if skips else "remove"))
+    if not found:
+        raise UserError(f"{files[0]} is not a complete image, nor is any other; bring them back.")
+    return [file for _, file, _ in found], numpy.stack([image for *_, image in found])
 
 
 def _decoded(
-    listed: list[tuple[str, Path]], resize: tuple[int, int] | None, channels: Channels, corrupt: Corrupt
+    listed: list[tuple[str, Path]],
+    resize: tuple[int, int] | None,
+    channels: Channels,
+    corrupt: Corrupt | Literal["remove"],
 ) -> Iterator[tuple[str, Path, Array]]:
     for label, file in listed:
         try:
             yield label, file, decode(file, resize, channels)
         except (OSError, SyntaxError, ValueError) as error:  # as Pillow has it
-            if corrupt == "refuse":
+            if corrupt != "skip":
+                way_out = "take it out of the folder"
+                if corrupt == "refuse":  # where that can be said
+                    way_out = 'skip such files with read = {corrupt = "skip"} (in Python, corrupt="skip")'
                 raise UserError(
-                    f"{file} is not a complete image ({first_line(error)}); bring it back, or skip such files with "
-                    'corrupt = "skip".'
+                    f"{file} is not a complete image ({first_line(error)}); bring it back, or {way_out}."
                 ) from error
-            logger.warning("%s is not a complete image and was skipped (%s).", file, first_line(error))
+            if str(file) not in _warned and multiprocessing.parent_process() is None:  # it is read several times
+                _warned.add(str(file))
+                logger.warning("%s is not a complete image and was skipped.", file)
 
 
 def decode(image: Any, resize: tuple[int, int] | None, channels: Channels) -> Array:

@@ -22,13 +22,18 @@ QUIET = {
     "PYTHONUNBUFFERED": "1",
 }
 """What the engine's programs find in their environment: they tell nobody anything, and install nothing."""
+HERE = ("127.0.0.1", "localhost")
 SECONDS_TO_STOP = 10.0
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of the engine's programs; they find each other beside this Python."""
+    """The environment of the engine's programs; they find each other beside this Python, and by no proxy."""
     paths = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    return {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": os.pathsep.join(filter(None, paths))}
+    direct = {
+        name: ",".join(filter(None, [os.environ.get(name, ""), *HERE]))  # both spellings are in use
+        for name in ("NO_PROXY", "no_proxy")
+    }
+    return {**os.environ, **QUIET, **direct, "FLWR_HOME": str(home), "PATH": os.pathsep.join(filter(None, paths))}
 
 
 def program(name: str) -> str:
@@ -59,14 +64,18 @@ def start(command: Sequence[str], home: Path) -> "subprocess.Popen[bytes]":
 def end_orphan(note: Path, place: str) -> None:
     """End the process that a file names, if it still is what it was: a program that was given this place.
 
+    The place stands among its words or, where the engine has started it, in its environment.
+
     It is asked first: a node that says goodbye may come again at once, and one that is killed after a minute.
     """
     try:
         pid = int(note.read_text())
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        words, given = (
+            (Path(f"/proc/{pid}") / name).read_bytes().decode(errors="replace") for name in ("cmdline", "environ")
+        )
     except (OSError, ValueError):  # it has ended; or a system without /proc, where a person has to look
         return
-    if place in words and note.stem in words:
+    if note.stem in words and (place in words or f"FLWR_HOME={place}\0" in given):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGTERM)
             end = time.monotonic() + SECONDS_TO_STOP

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,9 @@ from pfedhn.deploy import simulated
 from pfedhn.deploy.relay import carried, content_of
 from pfedhn.deploy.server import Arrival, Server
 from pfedhn.deploy.signing import PublicKey, key_text
-from pfedhn.deploy.site import Site
-from pfedhn.errors import RunError, first_line
-from pfedhn.files import append, claimed, write_atomically
+from pfedhn.deploy.site import GAVE_UP, Site
+from pfedhn.errors import RunError, UserError, first_line
+from pfedhn.files import claimed, write_atomically
 from pfedhn.stopping import stop_requests
 
 SECONDS_BETWEEN_ROLL_CALLS = 2.0
@@ -136,8 +137,20 @@ def main(grid: Grid, context: Context) -> None:
         site = Site(Path(str(config["state"])))
     else:
         site, make_transport = simulated.prepare(config, context.run_id, len(list(grid.get_node_ids()))), Simulated
-    with claimed(site.folder / "server", SECONDS_FOR_THE_LAST_ONE):
-        serve(grid, site, make_transport, is_lingering=bool(config["served"]) and not config["leave"])
+    is_lingering, is_ours = bool(config["served"]) and not config["leave"], False
+    try:
+        with claimed(site.folder / "server", SECONDS_FOR_THE_LAST_ONE):
+            is_ours = True
+            if config["served"]:
+                write_atomically(site.run_note, str(os.getpid()).encode())
+            serve(grid, site, make_transport, is_lingering)
+    except Exception as error:  # `pfedhn serve`, which starts the run again, sees nothing else of it
+        is_known = isinstance(error, UserError)
+        # What a person has to mend is not tried again; another run that still holds the folder will let go of it.
+        event = GAVE_UP if is_ours and is_known else "failed"
+        with suppress(RunError):  # the disk may be what is full
+            site.log({"event": event, "why": str(error) if is_known else first_line(error)})
+        raise
 
 
 def serve(grid: Grid, site: Site, make_transport: type[Flower], is_lingering: bool) -> None:
@@ -147,7 +160,7 @@ def serve(grid: Grid, site: Site, make_transport: type[Flower], is_lingering: bo
     server: Server | None = None
 
     def log(event: Mapping[str, Any]) -> None:
-        append(site.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n", mode=0o600)
+        site.log(event)
         if server is not None:
             write_status()
 
@@ -160,7 +173,7 @@ def serve(grid: Grid, site: Site, make_transport: type[Flower], is_lingering: bo
             "strangers": len(transport.strangers),
             "time": round(time.time(), 3),
         }
-        write_atomically(site.status, json.dumps(table).encode(), mode=0o600)
+        write_atomically(site.status, json.dumps(table).encode(), mode=0o600, is_lasting=False)  # at every event
 
     roster = site.invitations.enrolled
     transport = make_transport(grid, roster, site.spec.policy.reply_seconds, log)

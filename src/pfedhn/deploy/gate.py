@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import uvicorn
@@ -29,7 +30,6 @@ from pfedhn.deploy.signing import KEY_HEADER, is_proven, public_key
 from pfedhn.errors import UserError, printable
 
 MAX_ENROLLMENT = 10_000  # bytes
-MAX_BODY = 1 << 30  # bytes of what a node sends; the engine sends large things in pieces
 MAX_STRANGERS = 100  # that are mentioned at most
 SECONDS_OF_STRANGERS = 60.0  # in such a time, and each of them once
 SECONDS_TO_ENGINE = 300.0
@@ -80,6 +80,7 @@ def make_app(
     enrolled: Callable[[str, str], Mapping[str, Any]],
     health: Callable[[], Mapping[str, Any]],
     log: Callable[[Mapping[str, Any]], None],
+    max_body: int,
 ) -> Starlette:
     """The door as an application.
 
@@ -91,9 +92,12 @@ def make_app(
         enrolled: Called with a party's name and key when it has enrolled; what it is told.
         health: What anybody may know of the server.
         log: Told of who was turned away.
+        max_body: Bytes that a node may send at once. Each request is held in memory, and a party's public key, which is
+            no secret, is all that it takes to send one.
     """
     context = ssl.create_default_context(cafile=str(engine_authority))
-    client = httpx.AsyncClient(base_url=f"https://{engine}", verify=context, timeout=SECONDS_TO_ENGINE)
+    # The engine is on this machine: a proxy that the environment names is for what is elsewhere.
+    client = httpx.AsyncClient(base_url=f"https://{engine}", verify=context, timeout=SECONDS_TO_ENGINE, trust_env=False)
     strangers = Strangers()
 
     def turn_away(request: Request, why: str) -> Response:
@@ -113,7 +117,7 @@ def make_app(
         except UserError as error:
             turn_away(request, str(error))
             return JSONResponse({"error": str(error)}, 403)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):  # the last: lists within lists
             return turn_away(request, "no enrollment")
         return JSONResponse(dict(await run_in_threadpool(enrolled, name, text)))  # it may wait for the engine
 
@@ -125,11 +129,12 @@ def make_app(
             is_known = False
         if not is_known:
             return turn_away(request, "no key of an enrolled party")
-        content = await body(request, MAX_BODY)
+        content = await body(request, max_body)
         mine = ("host", "connection", "content-length", "transfer-encoding")
         kept = {name: value for name, value in request.headers.items() if name not in mine}
         try:
-            answer = await client.post(request.url.path, content=content, headers=kept)
+            call = quote(request.path_params["call"], safe="")  # one name, whatever is in it
+            answer = await client.post(f"/v1/fleet/{call}", content=content, headers=kept)
         except httpx.HTTPError:
             return JSONResponse({"error": "the engine does not answer; try again"}, 503)
         dropped = ("content-length", "content-encoding", "transfer-encoding", "connection", "date", "server")

@@ -3,7 +3,6 @@
 import base64
 import copy
 import json
-import shutil
 import socket
 import ssl
 import subprocess
@@ -229,7 +228,7 @@ class Joined:
         party.refuse_forgotten_privacy()
         self.party, self.bundle, self.folder, self.say = party, bundle, folder, say
         self.node: subprocess.Popen[bytes] | None = None
-        self.place = Path(tempfile.mkdtemp(prefix="pfedhn-"))  # short, as the path of a socket must be; ours alone
+        self.place = Path()  # of the socket, while it is at work
         self.last_heard = time.monotonic()
         self.is_told = False  # in this life: that the run is over, and which round was chosen
         self.key_file = folder / json.loads(read_text(folder / ENROLLED))["key"]
@@ -239,10 +238,16 @@ class Joined:
 
     def run(self, stop: threading.Event, is_staying: bool = False) -> None:
         """Take part until it is asked to stop, or until the server has said that the run is over."""
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(self.place / "socket"))
-        listener.listen()
-        listener.settimeout(0.5)
+        # Short, as the path of a socket must be, and ours alone.
+        with tempfile.TemporaryDirectory(prefix="pfedhn-", ignore_cleanup_errors=True) as place:
+            self.place = Path(place)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(self.place / "socket"))
+                listener.listen()
+                listener.settimeout(0.5)
+                self._take_part(listener, stop, is_staying)
+
+    def _take_part(self, listener: socket.socket, stop: threading.Event, is_staying: bool) -> None:
         worker = threading.Thread(target=self._listen, args=(listener, stop), daemon=True)
         worker.start()
         try:
@@ -260,8 +265,6 @@ class Joined:
             stop.set()
             engine.stop(self.node)
             worker.join(5)
-            listener.close()
-            shutil.rmtree(self.place, ignore_errors=True)
 
     def _is_over(self) -> bool:
         """Whether nothing will come any more.

@@ -30,7 +30,7 @@ from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.files import make_folder, read_bytes, write_atomically
 from pfedhn.model import Model
-from pfedhn.params import Params, take
+from pfedhn.params import Params, in_dtype, take
 from pfedhn.privacy import Privacy, Protection, refuse_leaks
 from pfedhn.seal import DamagedError, sealed_json, unsealed_json
 from pfedhn.sgd import Batches
@@ -85,8 +85,22 @@ class Party:
             raise UserError(f"there is no size {self.architecture!r}; there are {', '.join(self.plan.models)}.")
 
         refuse_leaks(self.privacy, bool(self.model.statistics), self.plan.algorithm.needs_descriptors)
+        if self.privacy is not None and self.privacy.level == "example":
+            self._try_private_steps(self.privacy)
         self.ledger = self.ledger or self.folder / "privacy.json"
         self.budget = None if self.privacy is None else Budget(self.privacy, self.ledger)
+
+    def _try_private_steps(self, privacy: Privacy) -> None:
+        """Train once on zeros: a method without private steps is refused now, and not in rounds that cost budget."""
+        exchange, start = self.plan.exchange("training"), self.plan.start(self.architecture)
+        shared = exchange.init_shared({self.architecture: self.model}, {self.architecture: start}, 0)
+        row = in_dtype(self.plan.algorithm.init_row(torch.tensor(0), None), self.plan.dtype)
+        offer = exchange.offer(self.model, shared, row, torch.tensor(0), self.identity)
+        kept = self._first_contact("training", self.plan.download.decode(offer.weights, self.model.dtype))
+        shape = self.plan.algorithm.num_batches, 2
+        x, y = (values.new_zeros(*shape, *values.shape[1:]) for values in self.data.examples(torch.tensor([0])))
+        protection = Protection(privacy, 2.0, lambda count, like: like.new_zeros(count), is_stepwise=True)
+        exchange.train(self.model, offer, kept, Batches(x, y, torch.ones(shape, dtype=torch.bool)), protection)
 
     def refuse_forgotten_privacy(self) -> None:
         """Refuse to take part without noise after updates with noise, which would end without a word."""
@@ -120,10 +134,13 @@ class Party:
         if message.kind not in answers:
             raise WireError("kind", f"asks for {message.kind!r:.80}, which is unknown")
         asked = hashlib.sha256(from_envelope(envelope)[1]).digest()
-        if message.kind == "train" and (before := self._reply_to(asked)) is not None:
-            return before
         try:
-            answer = answers[message.kind](message)
+            if message.kind == "train" and (before := self._reply_to(asked)) is not None:
+                return before
+            result = sealed(answers[message.kind](message), self.key)
+            if message.kind == "train":
+                write_atomically(self.folder / "reply", asked + result, mode=0o600)
+            return result
         except MissingVersion as error:
             return self._refusal(message, "version", str(error))
         except BudgetSpent as error:
@@ -133,10 +150,6 @@ class Party:
         except Exception as error:  # a defect of ours must not end the party's process, nor pass unheard
             logger.exception("an error inside pfedhn")
             return self._refusal(message, "party", f"has an error inside pfedhn ({first_line(error)})")
-        result = sealed(answer, self.key)
-        if message.kind == "train":
-            write_atomically(self.folder / "reply", asked + result, mode=0o600)
-        return result
 
     def _refusal(self, message: Message, reason: str, sentence: str) -> bytes:
         self._note({"kind": "refusal", "of": message.kind, "sentence": sentence})

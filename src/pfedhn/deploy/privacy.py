@@ -50,6 +50,9 @@ class Budget:
             self.num_updates = before["updates"]
         spent(self.history, privacy.delta)  # says now if the accountant is missing
 
+    def __str__(self) -> str:
+        return f"level {self.privacy.level}, epsilon {self.spent:.3f} of {self.epsilon:g} spent"
+
     @property
     def spent(self) -> float:
         return spent(self.history, self.privacy.delta)

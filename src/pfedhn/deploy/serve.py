@@ -17,19 +17,30 @@ import tomli_w
 from pfedhn.deploy import engine
 from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certificates
 from pfedhn.deploy.gate import Gate, make_app
+from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.signing import public_text
-from pfedhn.deploy.site import Site
+from pfedhn.deploy.site import GAVE_UP, RUN, Site
 from pfedhn.errors import RunError
-from pfedhn.files import append, make_folder, read_text, write_atomically
+from pfedhn.files import make_folder, read_text, write_atomically
 
 CONNECTION = "pfedhn"
-RUN = "flwr-serverapp"  # the program that the engine starts for a run
+REGISTERED = "registered.json"
+AT_HAND = ("registered", "online", "offline")  # what the engine says of a node whose key it knows
 IN_USE = "already in use"  # in what the engine says of a key that it knows
+SMALL_BODY = 4 << 20  # bytes
 SECONDS_BETWEEN_CHECKS = 1.0  # whether everything is at work
 SECONDS_TO_START = 120.0
 SECONDS_BETWEEN_QUESTIONS = 10.0  # to the engine, about the run; each starts a program
+SECONDS_BETWEEN_RUNS = 5.0  # where one has died twice; twice as many each time
+MOST_SECONDS_BETWEEN_RUNS = 300.0
 SECONDS_TO_REGISTER = 30.0  # that a party waits until the engine knows its key, before it is told to come
 SECONDS_TO_LEAVE = 20.0  # that a run may take to write what it knows
+
+
+def max_body(plan: Plan) -> int:
+    """Bytes that a party may send at once: far above its update, which the engine sends whole, and its own messages."""
+    largest = max(sum(shape.numel() for shape in model.shapes.values()) for model in plan.models.values())
+    return 4 * largest * plan.dtype.itemsize + SMALL_BODY
 
 
 class Service:
@@ -49,12 +60,18 @@ class Service:
         self.engine_address = f"127.0.0.1:{engine.free_port()}"
         self.superlink: subprocess.Popen[bytes] | None = None
         self.run_number: str | None = None
-        self.registered: set[str] = set()
+        self.registered: set[str] = set()  # the keys that the engine knows
+        self._nodes: dict[str, str] = {}  # the engine's names of these, as far as it has told them
+        self._turn = 0
+        self._status, self._looked = dict[str, Any](), -1e9  # where the run stands, and when that was read
         self._place = self.site.events.stat().st_size if self.site.events.exists() else 0
         self._asked = 0.0
         self._run_pid: int | None = None  # of the run's process
         self._is_at_work = False  # the run, by its own word
         self._has_left = False  # the run has said that it is over
+        self._trouble = ""  # a sentence of the run that gave up
+        self._num_deaths = 0  # of runs, since one has got anything done
+        self._begin_at = 0.0  # when the next run may begin
 
     def run(self, stop: threading.Event) -> None:
         """Serve until it is asked to stop, or until the run has ended if it leaves then."""
@@ -64,17 +81,21 @@ class Service:
         _ = self.site.plan, self.site.key  # what is wrong with SPEC is said before anything starts
         app = make_app(
             self.site.invitations, self.engine_address, self.home / AUTHORITY, read_text(self.site.folder / AUTHORITY),
-            self._enrolled, self._health, self._log,
+            self._enrolled, self._health, self.site.log, max_body(self.site.plan),
         )  # fmt: skip
         gate = Gate(app, self.site.folder, self.site.settings["host"], self.site.settings["port"])
         gate.start()
-        self._log({"event": "serving", "address": self.site.address, "run": self.site.run})
+        self.site.log({"event": "serving", "address": self.site.address, "run": self.site.run})
+        # The run of a server that was killed alone holds the folder, and would look for its engine for ever.
+        engine.end_orphan(self.site.run_note, str(self.home))
         try:
             while not stop.is_set():
                 self._keep_engine()
                 self._keep_run()
                 self._register()
                 self._show()
+                if self._trouble:
+                    raise RunError(self._trouble)
                 if self.is_leaving and self._has_left:
                     self._count_traffic()
                     break
@@ -93,12 +114,11 @@ class Service:
         if self.superlink is not None and self.superlink.poll() is None:
             return
         if self.superlink is not None:
-            self._log({"event": "engine died", "code": self.superlink.returncode})
+            self.site.log({"event": "engine died", "code": self.superlink.returncode})
             engine.stop(self.superlink)
             self._show()
             self._end_run()
         self.run_number = None
-        self.registered = set()
         port = self.engine_address.rpartition(":")[2]
         command = [
             engine.program("flower-superlink"), "--host", "127.0.0.1", "--port", port,
@@ -114,12 +134,13 @@ class Service:
         }
         write_atomically(self.home / "config.toml", tomli_w.dumps(table).encode())
         self.superlink = engine.start(command, self.home)
-        self._log({"event": "engine", "pid": self.superlink.pid})
+        self.site.log({"event": "engine", "pid": self.superlink.pid})
         began = time.monotonic()
         while not engine.is_listening(self.engine_address):
             if self.superlink.poll() is not None or time.monotonic() - began > SECONDS_TO_START:
                 raise RunError(f"the engine does not start; {self.home / 'flower-superlink.log'} says why.")
             time.sleep(SECONDS_BETWEEN_CHECKS)
+        self._recall()
 
     def _ask(self, *words: str) -> tuple[dict[str, Any] | None, str]:
         """What the engine says to a command, None if it fails; and all that was printed."""
@@ -136,26 +157,48 @@ class Service:
             return None, said
         return answer, said
 
+    def _recall(self) -> None:
+        """Find out whose keys an engine that was started again still has: one question, and not one for each party."""
+        file, known = self.home / REGISTERED, dict[str, str]()
+        with suppress(RunError, ValueError):
+            known = json.loads(read_text(file))
+        answer = self._ask("supernode", "list", CONNECTION, "--format", "json")[0] if known else None
+        found = {str(node["node-id"]) for node in (answer or {}).get("nodes", ()) if node["status"] in AT_HAND}
+        self._nodes = {line: node for line, node in known.items() if node in found}
+        self.registered = set(self._nodes)
+
     def _register(self) -> None:
-        """Tell the engine the keys of parties that have enrolled."""
-        for name, line in self.site.invitations.roster().lines.items():
-            if line in self.registered:
-                continue
-            file = self.home / f"{name}.pub"
-            write_atomically(file, line.encode())
-            words = "supernode", "register", str(file), CONNECTION, "--name", name, "--format", "json"
-            answer, said = self._ask(*words)
-            if answer is not None or IN_USE in " ".join(said.split()):  # else it is tried again
-                self.registered.add(line)
+        """Tell the engine the key of a party that has enrolled: one at a time, since each takes seconds."""
+        waiting = [one for one in self.site.invitations.roster().lines.items() if one[1] not in self.registered]
+        if not waiting:
+            return
+        self._turn += 1
+        name, line = waiting[self._turn % len(waiting)]  # in turns: one that fails is not in the way of others
+        file = self.home / f"{name}.pub"
+        write_atomically(file, line.encode())
+        words = "supernode", "register", str(file), CONNECTION, "--name", name, "--format", "json"
+        answer, said = self._ask(*words)
+        if node := (answer or {}).get("node-id"):
+            self._nodes[line] = str(node)
+            write_atomically(self.home / REGISTERED, json.dumps(self._nodes).encode())
+        if answer is not None or IN_USE in " ".join(said.split()):  # else it is tried again
+            self.registered.add(line)
 
     def _keep_run(self) -> None:
-        """Start the run, and start it again if it has died: it goes on from its checkpoint and journal."""
+        """Start the run, and start it again if it has died: it goes on from its checkpoint and journal.
+
+        One that dies again before it has got anything done waits longer each time.
+        """
         if self.run_number is not None:
             trouble = self._trouble_of_run()
             self._show()
-            if not trouble or self._has_left:
+            if not trouble or self._has_left or self._trouble:
                 return
-            self._log({"event": "run died", "status": trouble})
+            pause = min(MOST_SECONDS_BETWEEN_RUNS, SECONDS_BETWEEN_RUNS * (2**self._num_deaths - 1))
+            self.site.log({"event": "run died", "status": trouble, "again_in": pause})
+            self._num_deaths, self._begin_at, self.run_number = self._num_deaths + 1, time.monotonic() + pause, None
+        if time.monotonic() < self._begin_at:
+            return
         self._asked, self._run_pid = time.monotonic(), None
         source = Path(__file__).parent / "app"
         copied = self.home / "app"
@@ -195,7 +238,7 @@ class Service:
         status = self.site.known()
         ours = {name: status.get(name) for name in ("wire_down", "wire_up")}
         engines = {"engine_down": traffic.get("outbound-bytes"), "engine_up": traffic.get("inbound-bytes")}
-        self._log({"event": "traffic", **ours, **engines})
+        self.site.log({"event": "traffic", **ours, **engines})
 
     def _stop_run(self) -> None:
         """Ask the run to write what it knows and to leave."""
@@ -215,27 +258,33 @@ class Service:
         """Pass on what has happened."""
         if not self.site.events.exists():
             return
+        if self.site.events.stat().st_size < self._place:
+            self._place = 0  # somebody has cut the file off, as programs do that keep logs short
         with self.site.events.open("rb") as file:
             file.seek(self._place)
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         self._place += len(whole)
         for line in whole.splitlines():
-            event = json.loads(line)
-            kind = event["event"]
+            try:
+                event = json.loads(line)
+                kind = event["event"]
+            except (ValueError, TypeError, KeyError):  # half a line: the disk was full, or the power went
+                continue
             self._has_left = self._has_left or kind == "left"
             if kind == "running":
                 self._run_pid, self._is_at_work = event["pid"], True
-            elif kind in ("left", "stopped") or kind == "run died":
+            elif kind in ("left", "stopped", "failed", "run died"):
                 self._is_at_work = False
+            elif kind in ("accepted", "round", "evaluated"):
+                self._num_deaths = 0
+            elif kind == GAVE_UP:
+                self._trouble, self._is_at_work = str(event["why"]), False
             self.say(event)
-
-    def _log(self, event: Mapping[str, Any]) -> None:
-        append(self.site.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n", mode=0o600)
 
     def _enrolled(self, name: str, key: str) -> dict[str, Any]:
         """What a party is told that may come; when the engine knows its key, or it would be sent away once more."""
-        self._log({"event": "enrolled", "party": name})
+        self.site.log({"event": "enrolled", "party": name})
         end = time.monotonic() + SECONDS_TO_REGISTER
         while key not in self.registered and time.monotonic() < end:
             time.sleep(0.1)
@@ -243,5 +292,8 @@ class Service:
 
     def _health(self) -> dict[str, Any]:
         is_up = self.superlink is not None and self.superlink.poll() is None
-        status = self.site.known()
+        now = time.monotonic()
+        if now - self._looked > SECONDS_BETWEEN_CHECKS:  # anybody may ask, as often as it likes
+            self._status, self._looked = self.site.known(), now
+        status = self._status
         return {"is_up": is_up, "round": status.get("round"), "has_ended": status.get("has_ended", False)}

@@ -3,6 +3,9 @@
 import json
 import secrets
 import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,11 @@ from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.signing import PrivateKey, load_or_make_key
 from pfedhn.deploy.spec import Spec, read_spec, to_plan
 from pfedhn.errors import UserError
-from pfedhn.files import make_folder, read_text, write_atomically
+from pfedhn.files import append, make_folder, read_text, write_atomically
 
 SETTINGS = "serve.json"
+RUN = "flwr-serverapp"  # the program that the engine starts for a run
+GAVE_UP = "gave up"  # the event of a run that is of no use to start again, with a sentence for a person
 DEFAULTS = {"host": "0.0.0.0", "port": 9443}  # noqa: S104 - parties come from other machines
 
 
@@ -30,6 +35,7 @@ class Site:
         self.folder = folder = folder.absolute()  # the engine's programs run elsewhere
         self.events = folder / "events.jsonl"
         self.status = folder / "status.json"
+        self.run_note = folder / "engine" / f"{RUN}.pid"  # has the process of the run that holds the folder
         self.invitations = Invitations(folder / "parties")
         if not (folder / SETTINGS).exists():
             raise UserError(
@@ -99,9 +105,15 @@ class Site:
         """The server's own, which signs what it sends."""
         return load_or_make_key(self.folder / "key")
 
+    def log(self, event: Mapping[str, Any]) -> None:
+        """Add a line to what has happened."""
+        append(self.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n", mode=0o600)
+
     def known(self) -> dict[str, Any]:
-        """Where the run stands, as its server last wrote it; empty before that."""
-        table: dict[str, Any] = json.loads(read_text(self.status)) if self.status.exists() else {}
+        """Where the run stands, as its server last wrote it; empty before that, or where a power cut cut it short."""
+        table: dict[str, Any] = {}
+        with suppress(ValueError):
+            table = json.loads(read_text(self.status)) if self.status.exists() else {}
         return table
 
     def invite(self, name: str, key: str | None = None) -> Bundle:

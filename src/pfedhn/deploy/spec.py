@@ -28,8 +28,9 @@ import torch
 from numpy.typing import NDArray
 
 from pfedhn import models
+from pfedhn.data.columns import to_numbers
 from pfedhn.data.federation import Federation
-from pfedhn.data.files import load_array, read_columns, to_numbers
+from pfedhn.data.files import load_array, read_columns
 from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.server import Policy
 from pfedhn.engine.network import check_model
@@ -231,7 +232,7 @@ def _of_table(file: Path, data: Data) -> tuple[NDArray[Any], NDArray[Any]]:
     for wanted in (data.label, *data.features):
         if wanted not in columns:
             raise UserError(f"{file.name} has no column {wanted!r}; {closest(wanted, columns)}")
-    x = numpy.stack([to_numbers(file, name, columns[name]) for name in data.features], axis=1)
+    x = numpy.stack([to_numbers(columns, name) for name in data.features], axis=1)
     return x, columns[data.label]
 
 

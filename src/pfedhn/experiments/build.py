@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from torch.utils import _pytree as pytree
@@ -18,18 +18,22 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
 from pfedhn.data.dealing import share_out
+from pfedhn.data.describe import LARGE, large_labels
 from pfedhn.data.federation import Federation
-from pfedhn.data.files import read_federation
+from pfedhn.data.files import is_client_folder, read_federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
-from pfedhn.errors import UserError, closest
-from pfedhn.experiments.directory import Options
+from pfedhn.errors import UserError, closest, short
 from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
+from pfedhn.files import given_path, reading
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
 from pfedhn.reference import find_code
 from pfedhn.run import AnyAlgorithm, assemble, build_algorithm
 from pfedhn.settings import build, describe, fits
+
+if TYPE_CHECKING:
+    from pfedhn.experiments.directory import Options
 
 logger = logging.getLogger("pfedhn")
 
@@ -62,6 +66,7 @@ def check(experiment: Experiment) -> None:
                 raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
         if not is_made(cell.dataset):
             build_partition(cell)
+        table_columns(cell)
         if reading_options(cell) and not is_own_data(cell.dataset):
             raise UserError(
                 f"read is for your own data, and {cell.dataset} is a data set of the package; leave it out."
@@ -213,20 +218,59 @@ def _made_federation(cell: Cell, seed: int) -> Federation:
 
 
 def _own_federation(cell: Cell, seed: int) -> Federation:
-    columns = cell.columns.get("client"), cell.columns.get("label")
-    if cell.dataset.lower().endswith(TABLE_ENDINGS) and None in columns:
-        missing = ("client", "label")[columns.index(None)]
-        raise UserError(f'{cell.dataset} is a table; say which column is the {missing}: columns.{missing} = "...".')
-    how: dict[str, Any] = {"client_column": columns[0], "label_column": columns[1], "task": cell.task}
+    columns = table_columns(cell)
+    for name in ("client", "label"):
+        if cell.dataset.lower().endswith(TABLE_ENDINGS) and f"{name}_column" not in columns:
+            raise UserError(f'{cell.dataset} is a table; say which column is the {name}: columns.{name} = "...".')
+    how: dict[str, Any] = {**columns, "task": cell.task}
     how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed, **reading_options(cell)}
     federation = read_federation(cell.dataset, **how)
     if cell.dataset.lower().endswith(TABLE_ENDINGS) and cell.model.startswith(("mlp", "linear")):
         warn_of_scales(Path(cell.dataset).name, cell.model, federation)
+    warn_of_labels(Path(cell.dataset).name, columns[1], cell.task, federation)
     return federation
 
 
-LARGE = 20  # of a column's mean or deviation; networks are made for 1
+def with_own_clients(cell: Cell) -> Cell:
+    """A cell of a person's own data with as many clients as these have; the same one where that cannot be told yet."""
+    place = given_path(cell.dataset)
+    if is_made(cell.dataset) or not is_own_data(cell.dataset):
+        return cell
+    with reading(place):
+        is_table = place.is_file() and {"client", "label"} <= cell.columns.keys()
+        is_folder = place.is_dir()
+        folders = [part for part in place.iterdir() if is_client_folder(part)] if is_folder else []
+    number = _own_federation(cell, seed=0).num_clients if is_table else len(folders)
+    return replace(cell, clients=number) if number else cell
+
+
+MANY = 100  # classes that a person seldom means
 _warned: set[str] = set()  # of which files; an experiment reads each several times
+
+
+def warn_of_labels(file: str, column: str | None, task: str, federation: Federation) -> None:
+    """Numbers as large as prices make training diverge, and a quantity that is taken for classes learns nothing."""
+    what = "the labels" if column is None else repr(column)
+    key = f"{file}: {what}"
+    if key in _warned or multiprocessing.parent_process() is not None:
+        return
+    if (scale := large_labels(federation)) is not None:
+        _warned.add(key)
+        logger.warning(
+            "%s: the numbers to predict, %s, have mean %.4g and standard deviation %.4g, so that training learns badly "
+            "or diverges. Standardize them (subtract that mean, divide by that deviation), and undo it in predictions.",
+            *(file, what, *scale),
+        )
+    if task != "auto" or federation.class_names is not None or federation.num_classes is None:
+        return
+    different = len(federation.y.unique())
+    if different > MANY and 10 * different > len(federation.y):
+        _warned.add(key)
+        logger.warning(
+            "%s: %s: %s different whole numbers, which are taken for classes; the network tells %s apart. For a "
+            'quantity, set task = "regression"; for classes, task = "classification".',
+            *(file, what, f"{different:,}", f"{federation.num_classes:,}"),
+        )
 
 
 def warn_of_scales(file: str, model: str, federation: Federation) -> None:
@@ -237,11 +281,30 @@ def warn_of_scales(file: str, model: str, federation: Federation) -> None:
     if len(large) and file not in _warned and multiprocessing.parent_process() is None:
         _warned.add(file)
         number = int(large[0])
+        assert federation.reading is not None
+        assert federation.reading.table is not None
         logger.warning(
-            "%s is not scaled: its feature %d has mean %.4g and standard deviation %.4g, which %s learns badly from. "
+            "%s is not scaled: its column %r has mean %.4g and standard deviation %.4g, which %s learns badly from. "
             'Scale the columns, or set model = "tabular-32", which scales them by each client\'s own data.',
-            *(file, number + 1, mean[number], deviation[number], model),
+            *(file, federation.reading.table.features[number], mean[number], deviation[number], model),
         )
+
+
+COLUMNS = {"client": "client_column", "label": "label_column", "ignore": "ignore_columns"}
+
+
+def table_columns(cell: Cell) -> dict[str, Any]:
+    """What the columns of a cell's table are, as `read_federation` takes it."""
+    named: dict[str, Any] = {}
+    for name, value in cell.columns.items():
+        if name not in COLUMNS:
+            raise UserError(f"columns has no setting {name!r}; {closest(name, COLUMNS)}")
+        listed = [value] if name != "ignore" or isinstance(value, str) else value
+        if not isinstance(listed, list | tuple) or not all(isinstance(part, str) for part in listed):
+            form = 'a list of columns, as in ["visit_date"]' if name == "ignore" else "a column's name"
+            raise UserError(f"columns.{name} = {short(value)} does not fit; give {form}.")
+        named[COLUMNS[name]] = tuple(listed) if name == "ignore" else value
+    return named
 
 
 READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted")
@@ -305,7 +368,7 @@ def refuse_unused_start(simulation: Simulation, cell: Cell) -> None:
         )
 
 
-def build_simulation(run: RunSpec, options: Options, starts: Mapping[str, Params] | None = None) -> Simulation:
+def build_simulation(run: RunSpec, options: "Options", starts: Mapping[str, Params] | None = None) -> Simulation:
     """A run as its experiment describes it."""
     cell = run.cell
     federation = build_federation(cell, run.seed, options.data_dir, options.device)

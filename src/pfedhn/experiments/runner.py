@@ -8,15 +8,22 @@ from typing import Any
 
 import torch
 
+from pfedhn.data.files import file_digest
 from pfedhn.errors import UserError
-from pfedhn.experiments.build import build_simulation, cell_algorithm, forget_datasets, refuse_unused_start
+from pfedhn.experiments.build import (
+    build_federation,
+    build_simulation,
+    cell_algorithm,
+    forget_datasets,
+    refuse_unused_start,
+)
 from pfedhn.experiments.directory import Options, finished, num_jobs
 from pfedhn.experiments.execute import Listener, Outcome, Queue, failure, start
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_run, with_pretraining
 from pfedhn.experiments.tasks import Cluster
 from pfedhn.experiments.workers import run_side_by_side
 from pfedhn.progress import Said
-from pfedhn.record import MendableError, read_spec
+from pfedhn.record import MendableError, clients_digest, data_digest, read_spec
 from pfedhn.run import Run, computing_on
 from pfedhn.stopping import stop_on_signal
 
@@ -44,6 +51,29 @@ def refuse_other_executor(directory: Path, runs: Sequence[RunSpec], options: Opt
             raise UserError(
                 f"{directory / run.name} was begun with the executor {spec.executor}, so it cannot go on with "
                 f"{options.executor}, whose sums round otherwise; give --executor {spec.executor}, or another --out."
+            )
+
+
+def refuse_changed_table(directory: Path, finished_runs: Sequence[RunSpec]) -> None:
+    """A finished run is not run again, and beside it others would be trained on another table."""
+    digests: dict[str, str] = {}
+    for run in finished_runs:
+        spec, file = read_spec(directory / run.name), Path(run.cell.dataset)
+        reading = None if spec is None else spec.data.reading
+        if spec is None or reading is None or reading.table is None or not file.is_file():
+            continue
+        if run.cell.dataset not in digests:
+            digests[run.cell.dataset] = file_digest(file)
+        if digests[run.cell.dataset] == reading.table.sha256:
+            continue
+        now = build_federation(run.cell, run.seed)  # the file may only be written another way
+        assert now.reading is not None
+        assert now.reading.table is not None
+        is_same = data_digest(now) == spec.digests["data"] and clients_digest(now) == spec.digests["clients"]
+        if not is_same or now.reading.table.columns != reading.table.columns:
+            raise UserError(
+                f"{file} has changed since {directory / run.name} was finished; give another --out for runs on what it "
+                "holds now, or bring the table back that these runs are of."
             )
 
 

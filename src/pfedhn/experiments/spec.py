@@ -45,7 +45,7 @@ class Cell:
     stratify: bool = False
     data_seed: int | None = None  # of the split; the run's seed by default
     labels: Literal["global", "within-group"] = "global"
-    columns: Mapping[str, str] = field(default_factory=dict)  # of a table: which one names the client, which the label
+    columns: Mapping[str, Any] = field(default_factory=dict)  # of a table: `client`, `label`, and which to `ignore`
     read: Mapping[str, Any] = field(default_factory=dict)  # how your own images and tables are read, e.g. resize
     task: Literal["auto", "classification", "regression"] = "auto"  # "auto": whole numbers and texts are classes
     model: str = "mlp-32"  # or "module:function" or "file.py:function", which makes it

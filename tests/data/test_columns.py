@@ -1,0 +1,147 @@
+"""Columns of a table as numbers, and how others are read alike."""
+
+import csv
+import datetime
+from pathlib import Path
+
+import numpy
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+from pfedhn.data.columns import Encoding, medians
+from pfedhn.data.files import from_table, read_client, read_federation, read_inputs
+from pfedhn.data.reading import Column, Reading, TableReading
+from pfedhn.errors import UserError
+from pfedhn.experiments.build import build_federation, check
+from pfedhn.experiments.grid import from_toml, with_assignments
+from pfedhn.settings import parse_assignments
+
+ENCODED = Encoding("one-hot", "zero")
+
+
+def test_medians_are_the_ordinary_ones() -> None:
+    nan = float("nan")
+    values = torch.tensor([[1.0, nan, 7.0, nan], [4.0, 3.0, 5.0, nan], [2.0, nan, 5.0, nan], [9.0, 8.0, nan, nan]])
+    assert medians(values, torch.full((4,), -1.0)).tolist() == [3.0, 5.5, 5.0, -1.0]
+    assert medians(values[:0], torch.zeros(4)).tolist() == [0.0] * 4
+
+
+def dated(path: Path) -> Path:
+    lines = [f"{'ab'[i % 2]},{1000 + i},2026-01-{i % 28 + 1:02d},{i / 4},{i % 2}" for i in range(200)]
+    path.write_text("\n".join(["who,number,day,dose,label", *lines]))
+    return path
+
+
+def test_columns_that_are_no_features_are_left_out(tmp_path: Path) -> None:
+    path = dated(tmp_path / "visits.csv")
+    with pytest.raises(UserError, match=r"columns\.ignore = \[\"day\"\] \(in Python, ignore_columns=\[\"day\"\]\)"):
+        read_federation(path, "who", "label")
+    federation = read_federation(path, "who", "label", ignore_columns=["day", "number"])
+    assert federation.x.shape == (200, 1)
+    assert sorted(federation.x[:, 0].tolist()) == [i / 4 for i in range(200)]
+    assert from_table(path, "who", "label", ignore_columns=("number", "day")).feature_names == ("dose",)
+    for ignored, sentence in (
+        (["dat"], "no column 'dat'; did you mean 'day'"),
+        (["who"], "'who' cannot be ignored"),
+        ("day", "ignore_columns is 'day'; give a list"),
+        (["day", "number", "dose"], "no feature columns"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            read_federation(path, "who", "label", ignore_columns=ignored)
+
+
+def test_an_experiment_ignores_columns(tmp_path: Path) -> None:
+    dated(tmp_path / "visits.csv")
+    toml = tmp_path / "mine.toml"
+    text = 'dataset = "visits.csv"\nclients = 2\nmodel = "tabular-4"\n'
+    toml.write_text(text + 'columns = {client = "who", label = "label", ignore = ["day", "number"]}\n')
+    experiment = from_toml(toml)
+    check(experiment)
+    (cell,) = experiment.cells
+    assert build_federation(cell, seed=0).x.shape == (200, 1)
+    toml.write_text(text + 'columns = {client = "who", label = "label"}\n')
+    for given, width in (("columns.ignore=day", 2), ('columns.ignore=["day", "number"]', 1)):
+        (cell,) = with_assignments(from_toml(toml), parse_assignments([given])).cells
+        assert build_federation(cell, seed=0).x.shape == (200, width)
+    for given, sentence in (
+        ("columns.ignore=3", "columns.ignore = 3 does not fit; give a list of columns"),
+        ("columns.client=3", "columns.client = 3 does not fit; give a column's name"),
+        ("columns.ignor=day", "columns has no setting 'ignor'; did you mean 'ignore'"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            check(with_assignments(from_toml(toml), parse_assignments([given])))
+
+
+def test_a_parquet_column_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
+    days = [datetime.datetime(2026, 1, 1), None] * 20
+    columns = {"who": ["a", "b"] * 20, "day": days, "dose": [0.5 * i for i in range(40)], "label": [0, 0, 1, 1] * 10}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "visits.parquet")
+    federation = read_federation(tmp_path / "visits.parquet", "who", "label", ignore_columns=["day"])
+    assert federation.x.shape == (40, 1)
+    assert read_inputs(tmp_path / "visits.parquet", how=federation.reading).x[:, 0].tolist() == columns["dose"]
+
+
+def test_what_became_of_a_table_is_kept(tmp_path: Path) -> None:
+    lines = [f"{'ab'[i % 2]},{i if i % 3 else ''},{'xy'[i % 2]},{i % 2}" for i in range(20)]
+    (tmp_path / "visits.csv").write_text("\n".join(["who,dose,kind,label", *lines]))
+    federation = read_federation(tmp_path / "visits.csv", "who", "label", encode="one-hot", missing="median")
+    assert federation.reading is not None
+    table = federation.reading.table
+    assert table is not None
+    assert table.columns == (Column("dose"), Column("kind", ("x", "y")))
+    assert table.features == ["dose", "kind=x", "kind=y"]
+    for client, name in enumerate("ab"):
+        train = federation.splits["train"].of(client).tolist()
+        mine = [i for i in range(20) if i % 2 == client]  # the rows of a client stand together in the federation
+        known = [mine[place - 10 * client] for place in train if mine[place - 10 * client] % 3]
+        fill = table.fill_of(name)
+        assert fill is not None
+        assert fill[0] == numpy.median(known)
+    assert table.fill_of("somebody new") == table.common
+
+
+def test_a_table_of_numbers_alone_refuses_empty_cells_later(tmp_path: Path) -> None:
+    how = Reading(TableReading("who", "label", (Column("a"), Column("b"))))
+    (tmp_path / "new.csv").write_text("b,label,a\n1,0,2\n3,1,4\n")
+    x, y = read_client(tmp_path / "new.csv", None, None, (2,), how)
+    assert x.tolist() == [[2, 1], [4, 3]]
+    assert y.tolist() == [0, 1]
+    (tmp_path / "new.csv").write_text("b,a\n1,2\n,4\n")
+    with pytest.raises(UserError, match=r"'b' in line 3 of new\.csv is empty; fill the cell or drop the example\."):
+        read_inputs(tmp_path / "new.csv", how=how)
+
+
+def test_semicolons_and_decimal_commas_are_understood(tmp_path: Path) -> None:
+    """As a spreadsheet writes them where numbers have decimal commas."""
+    rows = [("ab"[i % 2], i / 4, i if i % 7 else "", ("x", "u,v", "y")[i % 3], i % 2) for i in range(20)]
+    for name, separator, point in (("comma", ",", "."), ("semicolon", ";", ",")):
+        with (tmp_path / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.writer(file, delimiter=separator)
+            writer.writerow(["who", "dose", "count", "kind", "label"])
+            writer.writerows([who, str(dose).replace(".", point), *rest] for who, dose, *rest in rows)
+    assert "a;0,5;2;y;0" in (tmp_path / "semicolon.csv").read_text()
+    both = [from_table(tmp_path / f"{name}.csv", "who", "label", encoding=ENCODED) for name in ("comma", "semicolon")]
+    assert both[0].columns == both[1].columns
+    assert numpy.array_equal(both[0].x, both[1].x, equal_nan=True)
+    assert both[0].x[:, 0].tolist() == [i / 4 for i in range(20)]
+
+
+@pytest.mark.parametrize("cells", [["1.234,5", "2,5"], ["a,b", "1,5"]])
+def test_what_is_no_number_with_a_decimal_comma_stays_text(cells: list[str], tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("who;what;a\n" + "\n".join(f"1;2;{cell}" for cell in cells))
+    with pytest.raises(UserError, match=f"'a' in line 2 of table.csv is '{cells[0]}' and not a number"):
+        from_table(tmp_path / "table.csv", "who", "what")
+
+
+def test_a_header_with_both_signs_is_taken_at_its_commas(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("who;x,what;a\n1;2;3\n")
+    with pytest.raises(UserError, match=r"has 1 cells and the header 2; .* if they are separated by semicolons"):
+        from_table(tmp_path / "table.csv", "who", "what")
+
+
+def test_decimal_commas_and_points_in_one_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("who;what;a;b\n1;2;0,5;1.234\n1;2;1,5;2.345\n")
+    with pytest.raises(UserError, match="with commas in column 'a' and with points in column 'b'; write them all"):
+        from_table(tmp_path / "table.csv", "who", "what")
