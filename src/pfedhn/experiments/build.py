@@ -227,7 +227,7 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
     federation = read_federation(cell.dataset, **how)
     if cell.dataset.lower().endswith(TABLE_ENDINGS) and cell.model.startswith(("mlp", "linear")):
         warn_of_scales(Path(cell.dataset).name, cell.model, federation)
-    warn_of_labels(Path(cell.dataset).name, columns[1], cell.task, federation)
+    warn_of_labels(Path(cell.dataset).name, columns.get("label_column"), cell.task, federation)
     return federation
 
 
