@@ -546,7 +546,9 @@ def test_a_run_that_goes_on_is_told_from_one_that_stopped(tmp_path: Path) -> Non
         (report,) = collect([tmp_path / "new"])
     assert unfinished(report) == "Running now: pFedHN, seed 0 (step 20 of 20)."
     (report,) = collect([tmp_path / "new"])
-    assert unfinished(report).startswith("Begun, but stopped before the end: pFedHN, seed 0 (step 20 of 20); run ")
+    assert unfinished(report).startswith(
+        "Begun, but stopped before the end: pFedHN, seed 0 (step 20 of 20); started again, "
+    )
     stream = io.StringIO()
     Console(file=stream, width=200).print(to_terminal(report))
     assert unfinished(report) in stream.getvalue()

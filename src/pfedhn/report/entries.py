@@ -83,17 +83,17 @@ class Entry:
         return summarize(100 * getattr(result.test, MEANS[average]) for result in self.results.values())
 
     def loss_over_clients(self) -> Summary | None:
-        """Of a task without accuracy: the mean of the clients' own test losses, each client counting the same."""
+        """The mean of the clients' own test losses, each client counting the same, of a task without accuracy."""
         found = [self._client_means(seed) for seed in self.results]
         return summarize(float(means[~numpy.isnan(means)].mean()) for means in found if not numpy.isnan(means).all())
 
     def root(self) -> Summary | None:
-        """Of a regression: the root of the mean squared error over all test examples, in the unit of the labels."""
+        """The root of a regression's mean squared error over all test examples, in the unit of the labels."""
         return summarize(math.sqrt(result.test.loss) for result in self.results.values())
 
     @property
     def num_test_examples(self) -> int:
-        """Of all seeds together."""
+        """How many test examples all seeds have together."""
         return sum(result.test.examples for result in self.results.values())
 
     def total(self, cost: Cost) -> Summary | None:
@@ -298,8 +298,7 @@ def is_squared(entries: Iterable[Entry]) -> bool:
 
 
 def _is_squared(cell: Cell, losses: Sequence[str]) -> bool:
-    """Whether the loss is the squared error. A line of a file does not say, but experiments have no other loss without
-    an accuracy.
+    """Whether the loss is the squared error; a file of results does not say, but experiments have no other.
 
     Args:
         cell: Of an experiment, or of a run by `pfedhn.train`, which has no partition.

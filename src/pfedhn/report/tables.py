@@ -427,7 +427,7 @@ def unfinished(report: Report) -> str:
     parts = [f"Running now: {_some(running)}."] if running else []
     if halted:
         parts.append(
-            f"Begun, but stopped before the end: {_some(halted)}; run the same again to continue or to see what failed."
+            f"Begun, but stopped before the end: {_some(halted)}; started again, they continue or say what failed."
         )
     return " ".join(parts)
 
