@@ -321,6 +321,16 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_a_run_of_an_experiment_is_chosen_by_a_beginning_that_no_other_has(experiment: Path, tmp_path: Path) -> None:
+    for name in ("fedavg-digits-6-seed0", "fedavg-digits-6-seed1", "pfedhn-digits-6-seed1"):
+        shutil.copytree(experiment / name, tmp_path / name)
+    assert pfedhn.load(tmp_path, run="pf").origin.method == "pfedhn"
+    with pytest.raises(
+        UserError, match=r"'fed' begins the names of several runs in .*; say which: fedavg-digits-6-seed0, fedavg-.*1\."
+    ):
+        pfedhn.load(tmp_path, run="fed")
+
+
 def test_a_run_of_an_experiment_is_chosen_by_its_name(experiment: Path) -> None:
     with pytest.raises(
         UserError,

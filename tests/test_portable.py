@@ -143,6 +143,9 @@ def test_every_target_gives_the_same_outputs_without_this_package(target: str, t
     portable = Portable(factory().eval(), shape, torch.float32)
     trained = [factory().eval() for _ in range(2)]
     for number, model in enumerate(trained):
+        for name, value in model.named_buffers():
+            if name.endswith("running_var"):
+                value[number] = 0.0  # a column that is the same in all of a client's rows
         for ending in (".onnx", ".pt2"):
             (tmp_path / f"{number}{ending}").write_bytes(portable.content(model, ending, {"client": target}))
     subprocess.run([sys.executable, "-W", "ignore", "-c", RUN_ALONE], check=True, cwd=tmp_path)

@@ -68,6 +68,11 @@ def test_an_unknown_field_names_the_nearest() -> None:
         build(Spec, {"step": 1}, "the cell")
 
 
+def test_closest_prefers_letters_in_their_places() -> None:
+    assert closest("pfedhm", ["pfedme", "pfedhn", "local"]).startswith("did you mean 'pfedhn'?")
+    assert closest("pfedmn", ["pfedhn", "pfedme", "local"]).startswith("did you mean 'pfedme'?")
+
+
 def test_closest_does_not_guess_wildly() -> None:
     assert closest("xyz", ["pfedhn", "local"]) == "there are pfedhn, local."
 

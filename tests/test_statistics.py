@@ -293,11 +293,15 @@ def test_a_client_that_joins_gets_statistics_of_its_own_rows() -> None:
 
 def test_what_has_no_variance_or_no_rows_is_refused_in_a_sentence() -> None:
     x, y = data()
-    with pytest.raises(UserError, match=r"batch_size is 1, of which the BatchNorm layers 1 .* cannot make a variance"):
+    with pytest.raises(UserError, match=r"batch_size is 1, of which .* \(in its BatchNorm layers 1\); let it be 2"):
         small(x, y, batch_size=1)
     federation = Federation.from_clients([(x[:40], y[:40]), {"train": (x[:1], y[:1]), "test": (x[:9], y[:9])}])
-    with pytest.raises(UserError, match=r"client 1 has 1 training example, of which"):
+    with pytest.raises(UserError, match=r"client 1 has 1 training example, of which .*; give it two at least"):
         pfedhn.train("fedavg", federation, network, steps=1, progress=False)
+    with pytest.raises(
+        UserError, match=r"^the client has 1 training example, of which the network 'model' cannot make"
+    ):
+        small(x, y).add_client(x[:2], y[:2])
 
     class Folded(nn.Module):
         def __init__(self) -> None:

@@ -27,7 +27,15 @@ class RunError(UserError):
 def closest(name: object, known: Iterable[str]) -> str:
     """A hint for a name that does not exist: the known one that looks most like it, then the others."""
     names = list(known)
-    near = difflib.get_close_matches(str(name).lower(), names, n=1)
+    asked = str(name).lower()
+    # Of those that look alike, the one that has most letters in their places.
+    near = sorted(
+        difflib.get_close_matches(asked, names, n=3),
+        key=lambda other: (
+            -difflib.SequenceMatcher(None, other, asked).ratio(),
+            -sum(one == another for one, another in zip(asked, other, strict=False)),
+        ),
+    )
     listed = some(names, 20)
     return f"did you mean {near[0]!r}? There are {listed}." if near else f"there are {listed}."
 

@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,6 +22,7 @@ from pfedhn.reference import find_code
 
 LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
 RESNETS: dict[str, Literal["batch", "group"]] = {"resnet18": "batch", "resnet18-gn": "group"}
+MAX_DEVIATIONS = 10.0  # that a column of a table may be from its mean
 
 
 class LeNet(nn.Module):
@@ -94,7 +96,9 @@ class TabularMLP(MLP):
     """An MLP for the columns of a table, as they are: each is first scaled by its mean and standard deviation.
 
     These are running statistics of the client's own minibatches (`nn.BatchNorm1d`), so that they stay with the client
-    and go along with its model: raw rows go in, in training, prediction and export alike.
+    and go along with its model: raw rows go in, in training, prediction and export alike. A column in which a client's
+    training rows are all alike is only centered, and no scaled value is more than 10 deviations from the mean: a new
+    value in such a column, or a rare category at a small client, must not outweigh all other columns.
 
     Args:
         sizes: Columns, units of each hidden layer, outputs: `TabularMLP(10, 32, 2)` has one hidden layer of 32.
@@ -105,7 +109,17 @@ class TabularMLP(MLP):
         self.scale = nn.BatchNorm1d(sizes[0], affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.scale(x.flatten(1)))
+        x = x.flatten(1)
+        scaled = self.scale(x)
+        if not self.training:
+            mean, variance = self.scale.running_mean, self.scale.running_var
+            assert mean is not None
+            assert variance is not None
+            # What varies less is lost already, below `eps` or in the rounding of 32 bits.
+            has_spread = variance > self.scale.eps**2 + (1e-6 * mean) ** 2
+            scaled = torch.where(has_spread, scaled, x - mean)
+        # A minibatch of up to 100 rows has no value further away, so that ordinary training does not notice.
+        return super().forward(scaled.clamp(-MAX_DEVIATIONS, MAX_DEVIATIONS))
 
 
 class LinearModel(nn.Module):

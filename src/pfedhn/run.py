@@ -48,7 +48,7 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories, Progress, Schedule, State
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
-from pfedhn.errors import RunError, UserError, closest, short
+from pfedhn.errors import RunError, UserError, closest, short, some
 from pfedhn.files import flush, given_path, make_folder, write_atomically
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params, take
@@ -1166,7 +1166,7 @@ def load(
 
     Args:
         directory: The directory of one run, or of an experiment.
-        run: Which run of an experiment that has several, by the name of its folder.
+        run: Which run of an experiment that has several, by the name of its folder or a beginning that no other has.
         model: The function that makes the network, if the directory cannot name it: a lambda, or a function inside
             another. Several by name if the run has several.
         method: The class of the algorithm, if the directory cannot name it.
@@ -1214,6 +1214,11 @@ def _run_directory(path: Path, name: str | None) -> Path:
         return path / names[0]
     if not names:
         raise UserError(f"{path} holds no run; give the directory that `pfedhn.train` or `pfedhn run` wrote.")
+    if name and name not in names:
+        begun = [other for other in names if other.startswith(name)]
+        if len(begun) > 1:
+            raise UserError(f"{name!r} begins the names of several runs in {path}; say which: {some(begun, 20)}.")
+        name = begun[0] if begun else name
     if name not in names:
         which = (
             f"there is no run {name!r} in {path}"

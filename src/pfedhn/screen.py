@@ -13,6 +13,8 @@ from pfedhn.errors import printable
 PLAINER = {"±": "+-", "…": "...", "─": "-", "━": "-", "╸": "-", "╺": "-", "│": "|", "\N{NO-BREAK SPACE}": " "}
 """Letters that we write ourselves, for terminals that know ASCII alone."""
 
+ENDLESS = 10_000  # letters in a line
+
 
 class Screen(Console):
     """A console that shows control characters of titles, names and devices instead of sending them to the terminal."""
@@ -21,6 +23,11 @@ class Screen(Console):
         for segment in super().render(renderable, options):
             is_ours = segment.control is not None  # such as moving up to draw a progress bar anew
             yield segment if is_ours else Segment(printable(segment.text), segment.style)
+
+
+def table_screen() -> Screen:
+    """Where tables are printed: in a file or a pipe they are as wide as they need, since nothing there is cut."""
+    return Screen() if sys.stdout.isatty() else Screen(width=ENDLESS)
 
 
 def say(text: str = "", is_error: bool = False) -> None:

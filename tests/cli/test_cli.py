@@ -20,6 +20,7 @@ from unittest.mock import Mock
 
 import numpy
 import pytest
+import typer.main
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
@@ -108,6 +109,18 @@ def test_the_package_is_installed_whole() -> None:
     files = {path.relative_to(source) for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     assert {Path("experiments/rates.toml"), Path("kernels/kernel_configs.json"), Path("report/page.html")} <= files
     assert not [name for name in files if not (Path(pfedhn.__file__).parent / name).is_file()]
+
+
+@pytest.mark.parametrize("words", [[], ["run"], ["data", "get"]])
+def test_flags_are_not_shown_with_a_value(words: list[str]) -> None:
+    """Newer versions of Typer show <bool> where nothing is given in its place."""
+    command = typer.main.get_command(app)
+    context = command.make_context("pfedhn", ["list"])
+    for word in words:
+        command = command.get_command(context, word)  # type: ignore[attr-defined]
+    flags = [option for option in command.get_params(context) if getattr(option, "is_flag", False)]
+    assert flags
+    assert [option.metavar for option in flags] == [""] * len(flags)
 
 
 def test_the_version() -> None:
@@ -348,6 +361,11 @@ def test_report_writes_beside_the_runs(finished: Path) -> None:
     assert result.exit_code == 0, result.output
     assert {path.name for path in Path("out").iterdir()} == {"report.md", "report.csv", "report.tex"}
     refused(2, "holds no experiment", "report", "out")
+    refused(2, "there is no file or folder nope; give a directory that `pfedhn run` made.", "report", "nope")
+    Path("mine.toml").write_text("steps = 3")
+    refused(2, "mine.toml holds no results; give the directory that `pfedhn run` made.", "report", "mine.toml")
+    Path("runs/mine").mkdir(parents=True)
+    refused(2, "made, such as runs/mine.", "report", "mine.toml", "--export", "mine.jsonl")
     refused(2, "there is no format 'pdf'", "report", str(finished / "runs"), "--format", "pdf")
     refused(2, "it takes clients or samples", "report", str(finished / "runs"), "--average", "rows")
 
@@ -455,6 +473,23 @@ def test_a_wrong_file_gets_one_sentence_and_code_2(text: str, sentence: str) -> 
     Path("mine.toml").write_text(text)
     refused(2, sentence, "run", "mine.toml")
     assert not Path("runs").exists()
+
+
+def test_data_in_the_place_of_an_experiment_are_said_to_be_data() -> None:
+    Path("visits.csv").write_text("clinic,age,outcome")
+    columns = 'and columns = {client = "...", label = "..."}, and give that.'
+    refused(
+        2,
+        f"visits.csv is a table and not an experiment; write a file mine.toml with the lines "
+        f"dataset = 'visits.csv' {columns}",
+        "run",
+        "visits.csv",
+    )
+    Path("photos").mkdir()
+    refused(2, "photos is a folder and not an experiment; ", "run", "photos")
+    Path("photos/experiment.toml").touch()
+    refused(2, "photos holds runs; to go on with them, use `pfedhn run --resume photos`.", "run", "photos")
+    refused(2, "there is no file other.csv.", "run", "other.csv")
 
 
 @pytest.mark.parametrize(

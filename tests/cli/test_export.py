@@ -92,6 +92,11 @@ def test_predictions_of_features_alone_go_to_a_file() -> None:
     result = invoke("predict", "runs", "--client", "Lyon", "--data", "new.csv", "--out", "said.csv")
     assert result.exit_code == 0, result.output
     assert len(Path("said.csv").read_text().splitlines()) == 2
+    before = Path("new.csv").read_text()
+    result = invoke("predict", "runs", "--client", "Lyon", "--data", "new.csv", "--out", "./new.csv")
+    assert result.exit_code == 2
+    assert "--out new.csv would replace the examples; give another name." in result.output
+    assert Path("new.csv").read_text() == before
 
 
 def test_columns_are_found_by_their_names() -> None:
@@ -370,3 +375,20 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing() -> None:
     weights = 2 * 4 + 4 + 4 * 2 + 2
     assert f"pfedhn-visits-3 2 6 {weights} " in words
     assert "2 runs in other, 2 side by side (0 are finished already)." in words
+
+
+def test_a_plan_is_whole_where_it_is_piped_and_json_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # of a terminal; a pipe has no width
+    command = ["run", "mine.toml", "--dry-run", "--device", "cpu", "--jobs", "1", "--out", "other"]
+    header = next(line for line in invoke(*command).stdout.splitlines() if line.startswith("cell"))
+    assert header.split() == ["cell", "seeds", "rounds", "parameters", "memory", "time"]
+    plan = json.loads(invoke(*command, "--json").stdout)
+    (cell,) = plan["cells"]
+    assert (plan["directory"], plan["finished"], plan["jobs"]) == ("other", [], 1)
+    assert (cell["name"], cell["rounds"], cell["parameters"]) == ("pfedhn-visits-3", 6, 2 * 4 + 4 + 4 * 2 + 2)
+    assert cell["runs"] == ["pfedhn-visits-3-seed0"]
+    assert cell["megabytes"] > 0
+    assert cell["seconds"] >= 0
+    refused = invoke("run", "mine.toml", "--json")
+    assert refused.exit_code == 2
+    assert "--json is for --dry-run" in refused.output

@@ -82,7 +82,7 @@ def test_names_lead_to_places_and_back() -> None:
     federation = Federation.from_clients(clients()).to("cpu").evaluating([1])
     assert [federation.number_of(name) for name in SIZES] == [0, 1, 2]
     assert [federation.name_of(number) for number in range(3)] == list(SIZES)
-    assert federation.number_of(2) == federation.number_of(numpy.int64(2)) == 2
+    assert federation.number_of(2) == federation.number_of(numpy.int64(2)) == federation.number_of("2") == 2
     unnamed = Federation.from_clients(list(clients().values()))
     assert [unnamed.number_of(unnamed.name_of(number)) for number in range(3)] == [0, 1, 2]
 
@@ -91,7 +91,7 @@ def test_names_lead_to_places_and_back() -> None:
     ("asked", "sentence"),
     [
         ("pari", r"there is no client 'pari'; did you mean 'paris'\? There are paris, lyon, metz\."),
-        ("1", "there is no client '1'; there are paris, lyon, metz"),
+        ("3", "there is no client '3'; they are numbered from 0 to 2"),
         (3, "there is no client 3; they are numbered from 0 to 2"),
         (-1, "there is no client -1"),
         (True, "there is no client True"),
@@ -104,6 +104,13 @@ def test_clients_that_there_are_not(asked: object, sentence: str) -> None:
     federation = Federation.from_clients(clients())
     with pytest.raises(UserError, match=sentence):
         federation.number_of(asked)  # type: ignore[arg-type]
+
+
+def test_a_number_that_is_no_clients_name_is_not_a_place_where_names_are_numbers() -> None:
+    federation = Federation.from_clients(dict(zip(("1", "2", "3"), clients().values(), strict=True)))
+    assert federation.number_of("3") == 2
+    with pytest.raises(UserError, match="there is no client '0'; there are 1, 2, 3"):
+        federation.number_of("0")
 
 
 def test_clients_that_there_are_not_where_nobody_has_a_name() -> None:

@@ -68,7 +68,23 @@ def test_a_corrupt_image_is_named_and_refused_or_skipped(tmp_path: Path, caplog:
         read_federation(root)
     with caplog.at_level(logging.WARNING):
         assert len(read_federation(root, corrupt="skip").x) == 15
-    assert "2.png is not a complete image and was skipped" in caplog.text
+    read_federation(root, corrupt="skip")
+    (message,) = caplog.messages  # however often it is read
+    assert message.endswith("cat/2.png is not a complete image and was skipped.")
+    assert message.count("2.png") == 1
+
+
+@pytest.mark.parametrize(("place", "words"), [("", "by themselves"), ("cat", "one folder deep")])
+def test_images_that_lie_elsewhere_are_seen_and_their_place_is_said(tmp_path: Path, place: str, words: str) -> None:
+    root = tmp_path / "photos"
+    (root / place).mkdir(parents=True)
+    for number in range(3):
+        (root / place / f"{number}.png").write_bytes(encoded(numpy.zeros((6, 6, 3), dtype=numpy.uint8)))
+    for options in ({}, {"resize": (4, 4)}):
+        with pytest.raises(
+            UserError, match=rf"photos has 3 images {words}.* goes into .*, as in photos/CLIENT/CLASS/0\.png\."
+        ):
+            read_federation(root, **options)  # type: ignore[arg-type]
 
 
 VISITS = "clinic,age,dose,sex,outcome\n"

@@ -34,6 +34,7 @@ from pfedhn.cli.federation import sayer
 from pfedhn.data.federation import Federation
 from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy import server as serving
+from pfedhn.deploy import state as server_state
 from pfedhn.deploy.party import SILENCE, Party
 from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.privacy import BudgetSpent, system_normal
@@ -267,6 +268,39 @@ def test_journals_alone_are_no_state(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(RunError, match=r"no checkpoint in .* is sound"):
         group.new_server()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("number", range(8))
+def test_a_server_that_is_killed_between_the_parts_of_a_checkpoint_goes_on(
+    number: int, when: str, expected: tuple[Simulation, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two checkpoints, write by write: where the first is half there, its journal is already."""
+    left = number
+
+    def dying(write: Callable[..., None]) -> Callable[..., None]:
+        def dies(*arguments: Any, **more: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0 and when == "before":
+                raise Killed
+            write(*arguments, **more)
+            if left < 0:
+                raise Killed
+
+        return dies
+
+    group = Group(expected[0], tmp_path, Policy(checkpoint_seconds=0.0))
+    with monkeypatch.context() as patch:
+        for name in ("write_tensors", "write_atomically"):
+            patch.setattr(server_state, name, dying(getattr(server_state, name)))
+        with pytest.raises(Killed):
+            group.server.run()
+    group.transport._waiting.clear()
+    group.new_server()
+    group.server.run()
+    assert_simulated(group, expected[1])
 
 
 def test_a_folder_serves_one_plan(expected: tuple[Simulation, State], tmp_path: Path) -> None:

@@ -152,6 +152,19 @@ def test_a_run_can_stop_and_go_on(federation: Federation, method: str) -> None:
 # Divergence
 
 
+def test_divergence_names_the_rates_to_lower_and_labels_that_need_scaling() -> None:
+    federation = Federation.from_clients([(torch.ones(4, 1), torch.full((4,), value)) for value in (0.5, 1400.0)])
+    message = str(Diverged.at(3, "Oslo", PFedHN(local_lr=0.02, lr=0.5), federation))
+    assert message == (
+        "training diverged in round 3 at client Oslo: its weights are no longer finite; scale the labels, whose mean "
+        "is 700.2, or lower the learning rates (local_lr = 0.02, lr = 0.5, shared_lr = 0.5), for example with --set "
+        "local_lr=0.002. The run stands as it was before that round."
+    )
+    assert "at client Oslo: its weights are no longer finite; lower the learning rates (lr = 0.005, pe" in str(
+        Diverged.at(3, "Oslo", PFedMe(), replace(federation, y=federation.y / 1000))
+    )
+
+
 def poisoned(federation: Federation, client: int) -> Federation:
     """One client's training rows are so large that its loss overflows; its other rows are as they were."""
     x = federation.x.clone()

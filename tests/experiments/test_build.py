@@ -70,6 +70,41 @@ def test_columns_that_need_scaling_are_named_once(tmp_path: Path, caplog: pytest
     assert message.startswith("ages.csv is not scaled: its column 'age' has mean ")
 
 
+def table_with_labels(file: Path, labels: list[Any]) -> Cell:
+    lines = [f"{'ab'[i % 2]},{i % 7},{label}" for i, label in enumerate(labels)]
+    file.write_text("\n".join(["client,dose,cost", *lines]))
+    return Cell(dataset=str(file), columns={"client": "client", "label": "cost"}, clients=2, model="tabular-32")
+
+
+def test_numbers_to_predict_that_need_scaling_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    random = numpy.random.default_rng(0)
+    labels = [round(value, 3) for value in random.normal(0, 1, 200).tolist()]
+    build_federation(table_with_labels(tmp_path / "scaled.csv", labels), seed=0)
+    assert not caplog.messages
+    cell = table_with_labels(tmp_path / "costs.csv", [1400 + 110 * label for label in labels])
+    for seed in (0, 1):
+        build_federation(cell, seed)
+    (message,) = caplog.messages
+    assert message.startswith("costs.csv: the numbers to predict, 'cost', have mean 1")
+    assert "Standardize them" in message
+
+
+def test_many_whole_numbers_are_asked_about_and_the_answer_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_federation(table_with_labels(tmp_path / "few.csv", [i % 100 for i in range(400)]), seed=0)
+    build_federation(table_with_labels(tmp_path / "often.csv", [i % 101 for i in range(2020)]), seed=0)
+    cell = table_with_labels(tmp_path / "days.csv", [i % 150 + 1 for i in range(400)])
+    build_federation(replace(cell, task="classification"), seed=0)
+    assert not caplog.messages
+    for seed in (0, 1):
+        build_federation(cell, seed)
+    (message,) = caplog.messages
+    assert message.startswith("days.csv: 'cost': 150 different whole numbers, which are taken for classes; the network")
+    assert 'tells 151 apart. For a quantity, set task = "regression"' in message
+    assert build_federation(replace(cell, task="regression"), seed=0).num_classes is None
+
+
 def test_own_data_keep_their_names(tmp_path: Path) -> None:
     for name in ("metz", "lyon"):
         (tmp_path / name).mkdir()

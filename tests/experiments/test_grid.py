@@ -185,6 +185,30 @@ def test_a_folder_of_clients_is_found_from_where_the_file_lies(tmp_path: Path) -
     assert experiment.runs()[0].name == "pfedhn-clinics-3-seed0"
 
 
+def test_own_data_say_how_many_clients_there_are(tmp_path: Path) -> None:
+    write_clients(tmp_path / "clinics")
+    (tmp_path / "clinics" / ".cache").mkdir()
+    lines = ["site,age,outcome", *(f"{site},{row},{row % 2}" for row in range(20) for site in ("a", "b"))]
+    (tmp_path / "visits.csv").write_text("\n".join(lines))
+    file = tmp_path / "mine.toml"
+    file.write_text("dataset = 'clinics'")
+    assert from_toml(file).runs()[0].name == "pfedhn-clinics-3-seed0"
+    file.write_text(
+        "dataset = 'visits.csv'\ncolumns = {client = 'site', label = 'outcome'}\nmethod = ['local', 'fedavg']"
+    )
+    assert [cell.clients for cell in from_toml(file).cells] == [2, 2]
+    other = with_assignments(from_toml(file), {"dataset": str(tmp_path / "clinics")})
+    assert [cell.clients for cell in other.cells] == [3, 3]
+    assert [cell.clients for cell in with_assignments(other, {"clients": 7}).cells] == [7, 7]  # refused when it is read
+    file.write_text("dataset = 'visits.csv'\ncolumns = {label = 'outcome'}")
+    (cell,) = with_assignments(from_toml(file), {"columns.client": "site"}).cells
+    assert cell.clients == 2
+    file.write_text("dataset = 'visits.csv'\nclients = 4\ncolumns = {client = 'site', label = 'outcome'}")
+    assert from_toml(file).cells[0].clients == 4
+    file.write_text("dataset = 'digits'")
+    assert from_toml(file).cells[0].clients == Cell().clients
+
+
 def test_every_client_of_a_table_has_its_share_of_test_rows(tmp_path: Path) -> None:
     lines = ["site,age,outcome", *(f"{site},{row},{row % 2}" for row in range(20) for site in ("a", "b", "c"))]
     (tmp_path / "visits.csv").write_text("\n".join(lines))
@@ -238,7 +262,7 @@ def test_spoilt_data_is_refused_with_its_row(tmp_path: Path, spoil: Callable[...
 
 
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is neither a folder nor a file"):
+    with pytest.raises(UserError, match=r"there is no file or folder .*; give a folder per client"):
         build_federation(Cell(dataset=str(tmp_path / "nowhere")), seed=0)
 
 

@@ -21,6 +21,7 @@ from pfedhn.experiments.spec import Cell
 from pfedhn.report import page as page_module
 from pfedhn.report.entries import Entry, Report, collect
 from pfedhn.report.page import best_cells, differing_settings, spec_text, to_html
+from pfedhn.report.tables import details
 from pfedhn.result import Clients, Curve, Environment, Measures, Result, Scores
 
 VOID = {"meta", "img", "br", "input", "link", "source"}
@@ -115,10 +116,25 @@ def test_the_settings_in_which_runs_differ_are_named() -> None:
 
 
 def test_the_best_of_each_column_is_marked() -> None:
-    lines = [["method", "over clients", "digits, 4 clients", "test loss", "seeds"]]
-    lines += [["a", "90.10 ± 1.00", "71.00\npaper 80.00", "0.5", "3"], ["b", "91.00", "", "0.4", "1"]]
-    lines += [["c", "91.00 ± 0.10", "72.00", "", "3"]]
-    assert best_cells(lines) == {(1, 1), (2, 1), (2, 2), (1, 3)}
+    lines = [["method", "over clients", "digits, 4 clients", "seeds"]]
+    lines += [["a", "90.10 ± 1.00", "71.00 ± 0.10\npaper 80.00", "3"], ["b", "91.00 ± 0.20", "", "3"]]
+    lines += [["c", "91.00 ± 0.10", "72.00 ± 0.10", "3"]]
+    assert best_cells(lines) == {(1, 1), (2, 1), (2, 2)}
+    losses = [["method", "RMSE", "squared error", "over clients"], ["a", "2.0 ± 0.1", "4.0 ± 0.4", "6.0 ± 0.4"]]
+    losses += [["b", "3.0 ± 0.1", "9.0 ± 0.6", "5.0 ± 0.6"]]
+    assert best_cells(losses, is_loss=True) == {(0, 1), (0, 2), (1, 3)}
+
+
+def test_nothing_is_best_where_a_number_comes_from_a_single_seed() -> None:
+    lines = [["method", "over clients", "over samples"], ["a", "90.00", "90.00 ± 1.00\npaper 80.00 ± 1.00"]]
+    lines += [["b", "91.00", "95.00\npaper 80.00 ± 1.00"]]
+    assert best_cells(lines) == set()
+    single = to_html([Report("made", [entry("pfedhn", 5), entry("local", 6), entry("local", 5)])])
+    assert 'class="best"' not in single
+    assert "Paired differences" not in single
+    several = to_html([Report("made", [entry("pfedhn", 5, 2), entry("local", 5, 2)])])
+    assert 'class="best"' in several
+    assert "Paired differences" in several
 
 
 def test_a_thousand_clients_and_ten_thousand_points_stay_small() -> None:
@@ -159,17 +175,30 @@ def test_a_setting_that_only_some_methods_have_is_no_difference() -> None:
 
 
 def test_each_number_of_clients_has_a_best_of_its_own() -> None:
-    lines = [["method", "clients", "over clients"], ["a", "10", "90.00"], ["b", "10", "91.00"]]
-    lines += [["a", "50", "70.00"], ["b", "50", "60.00"]]
+    lines = [["method", "clients", "over clients"], ["a", "10", "90.00 ± 1.00"], ["b", "10", "91.00 ± 1.00"]]
+    lines += [["a", "50", "70.00 ± 1.00"], ["b", "50", "60.00 ± 1.00"]]
     assert best_cells(lines) == {(1, 2), (2, 2)}
 
 
 def test_a_page_of_runs_that_have_not_finished() -> None:
-    begun = replace(entry("pfedhn", 5), results={})
-    page = to_html([Report("made", [begun, replace(entry("local", 5), results={}, curves={})])])
-    assert "Not run yet: pFedHN, Local." in page
+    begun = replace(entry("pfedhn", 5), results={}, running=frozenset({0}))
+    halted = replace(entry("fedavg", 5, num_seeds=2), results={})
+    page = to_html([Report("made", [begun, halted, replace(entry("local", 5), results={}, curves={})])])
+    assert "No run is finished yet." in page
+    assert "Running now: pFedHN (step 3 of 5,000)." in page
+    assert "stopped before the end: FedAvg, seed 0 (step 3 of 5,000); FedAvg, seed 1 (step 3 of 5,000);" in page
+    assert "Not run yet: Local." in page
+    assert not re.findall(r"<tbody>\s*</tbody>", page)  # no table without a line
+    assert "Communication and time" not in page
     ((column,),) = data_of(page)
-    assert [series["label"] for series in column["series"]] == ["pFedHN"]
+    assert [series["label"] for series in column["series"]] == ["pFedHN", "FedAvg"]
+
+
+def test_a_regression_that_has_not_finished_shows_a_loss() -> None:
+    losses = Measures(loss=(0.9, 0.7))
+    begun = replace(entry("pfedhn", 5), results={}, curves={0: Curve((0, 1), losses, losses)})
+    ((column,),) = data_of(to_html([Report("made", [begun])]))
+    assert (column["isAccuracy"], column["isSquared"]) == (False, False)  # whatever its loss is
 
 
 def test_a_page_of_a_task_without_accuracy() -> None:
@@ -184,3 +213,21 @@ def test_a_page_of_a_task_without_accuracy() -> None:
     assert column["isAccuracy"] is False
     assert column["series"][0]["curves"]["score"]["mean"] == [0.9, 0.7, 0.6, 0.5]
     assert column["series"][0]["clients"]["0"]["score"] == [0.5] * 5  # a client's loss on its own examples
+
+
+def test_the_page_of_a_regression_says_what_its_numbers_are() -> None:
+    made = entry("pfedhn", 2)
+    scores = Scores(6922.04, 40, clients=(10 * 10_000.0, 30 * 5_896.0533), client_examples=(10, 30))
+    losses = Measures(loss=(2e6, 6922.04))
+    squared = replace(
+        made, results={0: replace(made.results[0], test=scores)}, curves={0: Curve((0, 1), losses, losses)},
+        is_squared=True,
+    )  # fmt: skip
+    page = to_html([Report("made", [squared])])
+    assert "One seed, 40 test examples: the root mean squared error on test examples is 83.2 with pFedHN." in page
+    heading, line = details(Report("made", [squared]))
+    assert heading[1:4] == ["RMSE", "squared error", "over clients"]
+    assert line[1:4] == ["83.2", "6922", "7948"]  # the second: every example once; the third: every client once
+    assert "RMSE is its root, in the unit of the labels. Every test example counts once; over clients: " in page
+    ((column,),) = data_of(page)
+    assert column["isSquared"] is True

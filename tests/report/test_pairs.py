@@ -67,3 +67,21 @@ def test_the_table_of_a_column() -> None:
     assert lines[2][:4] == ["FedAvg", "84.45", "2.0", "-1.05"]
     assert lines[2][4].startswith("-1.2")
     assert pairs(Report("t", [shifted("pfedhn", 0, 0, 0, 0)]), column) == []
+
+
+def test_one_seed_makes_no_table() -> None:
+    report = Report("t", [entry("fedavg", {0: 80.0}), entry("pfedhn", {0: 90.0})])
+    assert pairs(report, report.columns[0]) == []
+
+
+def test_losses_are_shown_as_they_are_and_the_least_is_best() -> None:
+    def losing(label: str, *losses: float) -> Entry:
+        tests = [SimpleNamespace(has_accuracy=False, client_mean=None, loss=loss) for loss in losses]
+        results: Any = {s: SimpleNamespace(test=test, partition_sha256="same") for s, test in enumerate(tests)}
+        return replace(entry(label, {}), results=results)
+
+    report = Report("t", [losing("fedavg", 3.0, 5.0), losing("pfedhn", 1.0, 2.0)])
+    best, other = pairs(report, report.columns[0])[1:]
+    assert best == ["pFedHN", "1.500", "1.0", "", "", "2"]
+    assert other[:4] == ["FedAvg", "4.000", "2.0", "+2.500"]
+    assert [float(end) for end in other[4].split(" to ")] == pytest.approx([2.5 - 6.353, 2.5 + 6.353], abs=1e-3)

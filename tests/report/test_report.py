@@ -20,8 +20,9 @@ from pfedhn.engine.state import Schedule
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.files import claimed
 from pfedhn.record import FORMAT, Part, Spec, identity, write_history, write_result, write_spec
-from pfedhn.report.entries import Report, collect, compare, summarize
+from pfedhn.report.entries import Entry, Report, collect, compare, summarize
 from pfedhn.report.figures import (
     draw_demo,
     figures_of,
@@ -47,8 +48,9 @@ from pfedhn.report.tables import (
     to_latex,
     to_markdown,
     to_terminal,
+    unfinished,
 )
-from pfedhn.result import Cost, Curve, Environment, Moment, Result, Scores
+from pfedhn.result import Cost, Curve, Environment, Measures, Moment, Result, Scores
 from pfedhn.seal import digest
 
 ROWS = [4, 4, 2, 0]  # test rows of each client; the last has none
@@ -293,6 +295,12 @@ def test_the_sentence_says_what_the_numbers_say(found: Report) -> None:
     wide = Report("wide", [*found.entries, replace(found.entries[0], cell=replace(CELLS[0], clients=8))])
     assert sentence(wide).startswith("With digits, 4 clients, on average, a client's own test accuracy is ")
     assert sentence(Report("empty", found.entries[:2])) == ""
+    first = [replace(entry, results={0: entry.results[0]}) for entry in found.entries if entry.results]
+    assert sentence(Report("single", first)).startswith("One seed, 10 test examples: on average, a client's own ")
+    assert sentence(Report("single", first)).endswith(". A single seed cannot rank methods.")
+    assert sentence(Report("alone", found.entries[2:])) == (
+        f"On average, a client's own test accuracy is {ours:.1f} % with pFedHN."
+    )
 
 
 @pytest.mark.parametrize(
@@ -367,6 +375,25 @@ def test_a_method_that_ends_early_is_drawn_across(found: Report) -> None:
     assert any(text.get_text() == f"Local {first:.1f}" for text in axes.texts)
 
 
+def test_a_loss_that_falls_far_is_drawn_on_a_logarithmic_scale(found: Report) -> None:
+    local, _, pfedhn = found.entries
+
+    def losing(entry: Entry, *losses: float) -> Entry:
+        measures = Measures(loss=losses)
+        return replace(entry, results={}, curves={0: Curve(tuple(range(len(losses))), measures, measures)})
+
+    axes = new_figure(8.0, 5.0).subplots()
+    plot_curves(axes, [losing(local, 2e6), losing(pfedhn, 2e6, 8e5, 7e3, 6e3)])
+    assert axes.get_yscale() == "log"
+    assert [line.get_marker() for line in axes.get_lines()[:2]] == ["o", "None"]  # a curve of one point is seen
+    assert {"10,000", "30,000", "1,000,000"} <= {text.get_text() for text in axes.get_yticklabels()}
+    low, high = axes.get_ylim()
+    assert all(low <= text.xyann[1] <= high for text in axes.texts)
+    axes = new_figure(8.0, 5.0).subplots()
+    plot_curves(axes, [losing(pfedhn, 0.9, 0.7, 0.5)])
+    assert axes.get_yscale() == "linear"
+
+
 def test_markdown_has_a_table_that_renders(found: Report) -> None:
     lines = to_markdown([found]).splitlines()
     first, second, *_ = "\n".join(lines).split("\n\n|")[1:]  # what each method found, then how far they are apart
@@ -420,10 +447,12 @@ def test_a_task_without_accuracy_is_reported_by_its_loss(tmp_path: Path) -> None
         scores = Scores(loss, 10, clients=(loss,) * 4, client_examples=tuple(ROWS))
         put_run(path, f"pfedhn-digits-4-seed{seed}", [1, 1, 1, 0], test=scores)
     (report,) = collect([path])
-    assert report.measure == "test loss"
-    assert details(report)[1][1] == f"0.6000 ± {statistics.stdev([0.5, 0.7]):.4f}"
+    assert report.measure == "squared error on test examples"
+    assert details(report)[0][1:4] == ["RMSE", "squared error", "over clients"]
+    assert details(report)[1][2] == f"0.6000 ± {statistics.stdev([0.5, 0.7]):.4f}"
     assert list(figures_of([report])) == ["curves-digits-4"]
-    assert sentence(report) == ""
+    roots = statistics.fmean(map(math.sqrt, [0.5, 0.7]))
+    assert sentence(report) == f"The root mean squared error on test examples is {roots:.4g} with pFedHN."
 
 
 def test_the_report_is_written_in_every_format(found: Report, tmp_path: Path) -> None:
@@ -507,6 +536,25 @@ def test_runs_that_have_not_begun_make_tables_but_no_figures(tmp_path: Path) -> 
     reports = collect([tmp_path / "new"])
     assert figures_of(reports) == {}
     assert "No run is finished yet." in to_markdown(reports)
+
+
+def test_a_run_that_goes_on_is_told_from_one_that_stopped(tmp_path: Path) -> None:
+    Directory(tmp_path / "new").open(EXPERIMENT, EXPERIMENT.runs())
+    folder = tmp_path / "new" / "pfedhn-digits-4-seed0"
+    put_run(tmp_path / "new", folder.name, None)
+    with claimed(folder, 0.0):
+        (report,) = collect([tmp_path / "new"])
+    assert unfinished(report) == "Running now: pFedHN, seed 0 (step 20 of 20)."
+    (report,) = collect([tmp_path / "new"])
+    assert unfinished(report).startswith(
+        "Begun, but stopped before the end: pFedHN, seed 0 (step 20 of 20); started again, "
+    )
+    stream = io.StringIO()
+    Console(file=stream, width=200).print(to_terminal(report))
+    assert unfinished(report) in stream.getvalue()
+    put_run(tmp_path / "new", "local-digits-4-seed0", [1, 1, 1, 0])
+    (report,) = collect([tmp_path / "new"])
+    assert "Local" not in unfinished(report)
 
 
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,17 @@ class Stopped(Exception):
 
 
 class Commands(typer.core.TyperGroup):
-    """A group of commands whose errors end as this module says."""
+    """A group of commands whose errors end as this module says, and whose flags are shown without a value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return list(map(_without_value, super().get_params(ctx)))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command: Any = super().get_command(ctx, cmd_name)
+        for part in () if command is None else (command, *getattr(command, "commands", {}).values()):
+            for option in (*part.params, part.get_help_option(ctx)):
+                _without_value(option)
+        return command
 
     def make_context(self, *arguments: Any, **more: Any) -> Any:
         with _one_sentence("pfedhn"):
@@ -35,6 +45,13 @@ class Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _one_sentence(ctx.command_path, is_debugged=ctx.params["debug"]):
             return super().invoke(ctx)
+
+
+def _without_value(option: Any) -> Any:
+    """Some versions of Typer call a flag <bool> in its help, as if it took a word."""
+    if getattr(option, "is_flag", False):
+        option.metavar = ""
+    return option
 
 
 @contextmanager

@@ -26,7 +26,8 @@ def export(
         typer.Option("--format", metavar="NAME", help="With --all: onnx, pt2 or safetensors.", show_default="onnx"),
     ] = None,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs.")
+        str | None,
+        typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs; a unique beginning will do."),
     ] = None,
     data: Annotated[
         Path | None,

@@ -8,7 +8,7 @@ from pfedhn.errors import UserError, closest
 from pfedhn.experiments.grid import from_toml
 from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.rates import rates_file
-from pfedhn.experiments.spec import Experiment
+from pfedhn.experiments.spec import TABLE_ENDINGS, Experiment
 from pfedhn.files import given_path, reading
 from pfedhn.reference import load_file
 from pfedhn.studies import STUDIES, Study
@@ -30,6 +30,8 @@ def find_experiment(name: str, small: bool = False, also: Iterable[str] = ()) ->
     if (study := find_study(name)) is not None:
         return study.experiment(small), name if name in STUDIES else str(given_path(file, is_resolved=True))
     with reading(file):
+        if file.suffix.lower() in TABLE_ENDINGS or file.is_dir():
+            raise _is_data(file)
         if file.is_file():
             return from_toml(file), str(given_path(file, is_resolved=True))
     if file.suffix in (".toml", ".py") or os.sep in name:
@@ -37,6 +39,19 @@ def find_experiment(name: str, small: bool = False, also: Iterable[str] = ()) ->
     others = list(also)
     what = "no data set and no experiment" if others else "no experiment"
     raise UserError(f"there is {what} {name!r}; {closest(name, [*others, *EXPERIMENTS, *STUDIES])}")
+
+
+def _is_data(file: Path) -> UserError:
+    """What a person may have meant who named a table or a folder where an experiment belongs."""
+    if not file.exists():
+        return UserError(f"there is no file {file}.")
+    if (file / "experiment.toml").exists() or (file / "spec.toml").exists():
+        return UserError(f"{file} holds runs; to go on with them, use `pfedhn run --resume {file}`.")
+    what, columns = ("folder", "") if file.is_dir() else ("table", ' and columns = {client = "...", label = "..."}')
+    return UserError(
+        f"{file} is a {what} and not an experiment; write a file mine.toml with the lines dataset = {str(file)!r}"
+        f"{columns}, and give that."
+    )
 
 
 def find_study(source: str) -> Study | None:

@@ -1,5 +1,6 @@
 """`pfedhn run --dry-run`: what would be run, how large it is and how long it takes."""
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.experiments.build import build_simulation, check
 from pfedhn.experiments.directory import Directory, Options, num_jobs
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
-from pfedhn.screen import Screen, say
+from pfedhn.screen import say, table_screen
 
 NUM_TRIED = 3  # rounds by which the time of all is guessed
 
@@ -57,7 +58,9 @@ def _seconds(simulation: Simulation) -> float:
     return simulation.num_rounds * (quickest if quickest < float("inf") else 0.0) + num_evaluations * evaluation
 
 
-def print_plan(path: Path, experiment: Experiment, runs: Sequence[RunSpec], options: Options, jobs: int | None) -> None:
+def print_plan(
+    path: Path, experiment: Experiment, runs: Sequence[RunSpec], options: Options, jobs: int | None, as_json: bool
+) -> None:
     """Say what `run` would do; nothing is written."""
     options.check()
     check(experiment)
@@ -70,11 +73,12 @@ def print_plan(path: Path, experiment: Experiment, runs: Sequence[RunSpec], opti
     table = Table(box=None, pad_edge=False)
     for column in ("cell", "seeds", "rounds", "parameters", "memory", "time"):
         table.add_column(column, justify="left" if column == "cell" else "right", no_wrap=True)
-    total, largest = 0.0, 0.0
+    total, largest, listed = 0.0, 0.0, []
     for name, members in cells.items():
         size = measure(members[0], options)
         total += (size.seconds or 0.0) * len(members)
         largest = max(largest, size.megabytes)
+        listed.append({"name": name, "runs": [member.name for member in members], **size._asdict()})
         taken = "unknown" if size.seconds is None else _words(size.seconds)
         table.add_row(
             escape(name),
@@ -84,8 +88,13 @@ def print_plan(path: Path, experiment: Experiment, runs: Sequence[RunSpec], opti
             f"{size.megabytes:.1f} MB",
             taken,
         )
-    Screen().print(table)
     side_by_side = num_jobs(max(len(left), 1), jobs) if options.device == "cpu" else None
+    if as_json:
+        finished = [run.name for run in runs if run not in left]
+        plan = {"directory": str(path), "cells": listed, "finished": finished, "jobs": side_by_side}
+        say(json.dumps(plan))
+        return
+    table_screen().print(table)
     beside = "" if side_by_side is None else f", {side_by_side} side by side"
     say(f"{len(left)} runs in {path}{beside} ({len(runs) - len(left)} are finished already).")
     if side_by_side is not None and left:

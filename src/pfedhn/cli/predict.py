@@ -53,9 +53,11 @@ def predict(
 
     import torch
 
-    from pfedhn.files import write_atomically
+    from pfedhn.files import given_path, write_atomically
     from pfedhn.run import load, read_examples
 
+    if out is not None and given_path(out, is_resolved=True) == given_path(data, is_resolved=True):
+        raise UserError(f"--out {out} would replace the examples; give another name.")
     trained = load(directory, run=run, device="cpu")
     described = trained.description
     x, answers, files = read_examples(

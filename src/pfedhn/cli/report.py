@@ -9,7 +9,7 @@ import typer
 
 from pfedhn.cli.options import JsonOption
 from pfedhn.errors import UserError
-from pfedhn.screen import Screen, say
+from pfedhn.screen import Screen, say, table_screen
 
 
 def report(
@@ -89,10 +89,14 @@ def report(
             raise UserError(f"--export makes no report, so {given} cannot be given with it.")
         with writing(export):
             export.exists()  # a name that the system does not take is refused before anything is read
+        for path in paths:
+            _check_place(path)
         done = results.export(paths, export)
         added = "1 run" if done.new == 1 else f"{done.new} runs"
         say(f"{export}: {added} added, {done.replaced} replaced, {done.total} in all.")
         return
+    for path in paths:
+        _check_place(path)
     runs = [part for path in paths for part in results.read(path)]
     found = to_reports(runs)
     if as_json:
@@ -100,7 +104,7 @@ def report(
         return
     own = [] if study is None else [find_study(str(study))]
     shown = findings(runs, [item for item in own if item is not None])
-    console = Screen()
+    console = table_screen()
     for item in found:
         console.print(to_terminal(item, over))
     for finding in shown:
@@ -114,3 +118,16 @@ def report(
     place = out or (paths[0] / "report" if is_one_directory else Path("report"))
     files = write(found, place, wanted, over, shown)
     say(f"Written to {place}: {', '.join(file.name for file in files)}")
+
+
+def _check_place(path: Path) -> None:
+    """Refuse what is no place of results, before its lines are called wrong."""
+    from pfedhn.files import reading
+
+    with reading(path):
+        if not path.exists():
+            raise UserError(f"there is no file or folder {path}; give a directory that `pfedhn run` made.")
+        if path.is_file() and path.suffix.lower() != ".jsonl":
+            made = Path("runs") / path.stem
+            hint = f", such as {made}" if path.suffix == ".toml" and made.is_dir() else ""
+            raise UserError(f"{path} holds no results; give the directory that `pfedhn run` made{hint}.")

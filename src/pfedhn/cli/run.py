@@ -18,7 +18,7 @@ from pfedhn.cli.options import (
     SetOption,
 )
 from pfedhn.errors import UserError
-from pfedhn.screen import Screen, say
+from pfedhn.screen import Screen, say, table_screen
 
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
@@ -83,6 +83,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan (runs, sizes, expected time) and run nothing.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as one JSON object.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every evaluation.")] = False,
     resume: Annotated[
@@ -168,11 +169,13 @@ def run(
     )
     if quiet and verbose:
         raise UserError("--quiet and --verbose cannot be given together; choose one.")
+    if as_json and not dry_run:
+        raise UserError("--json is for --dry-run; of finished runs, `pfedhn report --json` prints the results.")
     path = resume or out or Path("runs") / chosen.name
     if dry_run:
         from pfedhn.cli.plan import print_plan
 
-        print_plan(path, chosen, runs, replace(options, device=choose_device_on(None, device)), jobs)
+        print_plan(path, chosen, runs, replace(options, device=choose_device_on(None, device)), jobs, as_json)
         return
     detail: Detail = "quiet" if quiet else "verbose" if verbose else "normal"
     with connected(on) as cluster:
@@ -191,7 +194,7 @@ def run(
         study = find_study(ready.options.source)
         if not quiet:
             for table in tables:
-                Screen().print(table)
+                table_screen().print(table)
         if study is not None:
             tell = (lambda text: None) if quiet else (lambda text: say(text, is_error=True))
             compute_missing(study, path, ready.runs, ready.options, tell)

@@ -15,6 +15,7 @@ from pfedhn.data.federation import Federation
 from pfedhn.errors import UserError, missing_extra, some
 
 FIGURES = (".png", ".pdf", ".svg")  # endings of files that figures are drawn to
+LARGE = 20  # of the mean or deviation of a column or a label; networks are made for 1
 
 
 def describe(federation: Federation) -> str:
@@ -64,6 +65,15 @@ def describe(federation: Federation) -> str:
     if federation.num_joining:
         text.append(f"joining after training: clients {federation.num_clients} to {number - 1}")
     return "\n".join(text)
+
+
+def large_labels(federation: Federation) -> tuple[float, float] | None:
+    """The mean and standard deviation of numbers to predict, where one is far above what networks are made for."""
+    if not federation.y.is_floating_point() or not len(federation.y):
+        return None
+    values = federation.y.double()
+    mean, deviation = float(values.mean()), float(values.std(correction=0))
+    return (mean, deviation) if max(abs(mean), deviation) > LARGE else None
 
 
 def check_ending(path: str | Path) -> None:

@@ -458,16 +458,18 @@ class Federation:
         """A client's number: its position in every table.
 
         Args:
-            client: Its name, or its number.
+            client: Its name, or its number, which may be text where no client's name is a number.
         """
         if isinstance(client, str) and self.names is not None:
-            if client not in self._places:
+            if client in self._places:
+                return self._places[client]
+            # Where names are numbers themselves, one that is no name is a slip.
+            if not client.isdecimal() or any(name.isdecimal() for name in self.names):
                 raise UserError(f"there is no client {client!r}; {closest(client, self.names)}")
-            return self._places[client]
         first, last, number = 0, self.num_clients - 1, as_whole_numbers(client)
         if isinstance(client, str):  # without a name it is called by its number
             number = as_whole_numbers(int(client)) if client.isdecimal() else None
-            if self.identities is not None and number is not None:
+            if self.names is None and self.identities is not None and number is not None:
                 first, last = int(self.identities.min()), int(self.identities.max())
                 places = (self.identities == int(number)).nonzero().flatten()
                 number = as_whole_numbers(int(places[0])) if len(places) else None

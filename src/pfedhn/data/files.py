@@ -28,7 +28,7 @@ from pfedhn.data.columns import (
     to_numbers,
 )
 from pfedhn.data.federation import Federation
-from pfedhn.data.images import Channels, Corrupt, image_files, images_below, read_images, read_like
+from pfedhn.data.images import Channels, Corrupt, image_files, images_below, read_images, read_like, refuse_other_layout
 from pfedhn.data.reading import Column, ImageReading, Reading, TableReading
 from pfedhn.errors import UserError, closest, first_line, short
 from pfedhn.files import given_path, reading
@@ -118,10 +118,12 @@ def read_federation(
     with reading(place):
         is_folder = place.is_dir()
         if not place.exists():
-            raise UserError(f"{place} is neither a folder nor a file; give a folder per client, or a table.")
+            raise UserError(f"there is no file or folder {place}; give a folder per client, or a table.")
     encoding = Encoding(encode, missing, fitted)
     options = {"resize": resize, "channels": channels, "corrupt": corrupt}
     is_images = is_folder and _holds_images(place)
+    if is_folder and not is_images and not any((folder / "x.npy").exists() for folder in _folders_of(place)):
+        refuse_other_layout(place)
     _refuse_unused(place, is_images, is_folder, options, encoding)
     how = None
     if is_images:
@@ -155,7 +157,11 @@ def file_digest(file: Path) -> str:
 
 def _folders_of(root: Path) -> list[Path]:
     with reading(root):
-        return sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+        return sorted(folder for folder in root.iterdir() if is_client_folder(folder))
+
+
+def is_client_folder(place: Path) -> bool:
+    return place.is_dir() and not place.name.startswith(".")
 
 
 def _holds_images(root: Path) -> bool:
@@ -212,7 +218,9 @@ def from_folders(path: str | Path, task: Task = "auto") -> Folders:
             raise UserError(f"{root} is not a folder; give one that holds a folder per client.")
     folders = _folders_of(root)
     if not folders:
-        raise UserError(f"{root} holds no folders; make one per client, with x.npy and y.npy in it.")
+        raise UserError(
+            f"{root} holds no folders; make one per client, with x.npy and y.npy or a folder of images per class."
+        )
     clients = []
     for folder in folders:
         x, y = load_array(folder / "x.npy", "biuf"), load_array(folder / "y.npy", "biufUS")
@@ -553,7 +561,7 @@ def read_client(
     elif place.is_file():
         x, y = _table_of_one(place, label_column, shape, None if how is None else how.table)
     else:
-        raise UserError(f"{place} is neither a folder nor a file; give a folder with x.npy and y.npy, or a table.")
+        raise UserError(f"there is no file or folder {place}; give a folder with x.npy and y.npy, or a table.")
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y) or not len(x):
         raise UserError(f"{place} has x of shape {x.shape} and y of shape {y.shape}; give one label per example.")
     if y.dtype.kind in "USO":

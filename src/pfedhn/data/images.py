@@ -1,6 +1,7 @@
 """A person's own images: a folder per client, in it a folder per class, in it PNG or JPEG files."""
 
 import logging
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -15,6 +16,7 @@ from pfedhn.files import reading
 logger = logging.getLogger("pfedhn")
 
 ENDINGS = (".png", ".jpg", ".jpeg")
+_warned: set[str] = set()  # of which files
 Channels: TypeAlias = Literal["rgb", "gray"]
 Corrupt: TypeAlias = Literal["refuse", "skip"]
 
@@ -29,6 +31,19 @@ def image_files(folder: Path) -> list[tuple[str, Path]]:
             for file in sorted(part.iterdir())
             if file.suffix.lower() in ENDINGS and not file.name.startswith(".")
         ]
+
+
+def refuse_other_layout(root: Path) -> None:
+    """Refuse images that lie elsewhere than in a folder per class in a folder per client."""
+    with reading(root):
+        found = [file for depth in ("*", "*/*") for file in sorted(root.glob(depth))]
+    images = [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
+    if images:
+        where = "by themselves" if images[0].parent == root else "one folder deep, and they belong two deep"
+        raise UserError(
+            f"{root} has {len(images):,} images {where}; every image goes into a folder of its class in a folder of "
+            f"its client, as in {root.name}/CLIENT/CLASS/{images[0].name}."
+        )
 
 
 def read_images(
@@ -111,7 +126,9 @@ def _decoded(
                 raise UserError(
                     f"{file} is not a complete image ({first_line(error)}); bring it back, or {way_out}."
                 ) from error
-            logger.warning("%s is not a complete image and was skipped (%s).", file, first_line(error))
+            if str(file) not in _warned and multiprocessing.parent_process() is None:  # it is read several times
+                _warned.add(str(file))
+                logger.warning("%s is not a complete image and was skipped.", file)
 
 
 def decode(image: Any, resize: tuple[int, int] | None, channels: Channels) -> Array:

@@ -347,15 +347,15 @@ class Store:
             if state is not None:
                 self.number = number
                 break
-        # A checkpoint that is damaged or gone is made up for: the journals follow each other without a gap.
+        # A checkpoint that is damaged, gone or half written is made up for: journals follow each other without a gap.
         newest = max([self.number, *self._numbers(), *self._numbers("journal-*")])
-        if state is None:
-            if newest:
+        missing = [number for number in range(self.number, newest + 1) if not self._journal(number).exists()]
+        if newest and missing:
+            if state is None:
                 raise RunError(f"no checkpoint in {self.folder} is sound; bring the folder back from a backup.")
+            raise RunError(f"{self._journal(missing[0])} is missing; bring the folder back from a backup.")
+        if state is None:
             state = self.rules.initial()
-        for number in range(max(self.number, 1), newest + 1):
-            if not self._journal(number).exists():
-                raise RunError(f"{self._journal(number)} is missing; bring the folder back from a backup.")
         for number in range(self.number, newest + 1):
             for table, message in records(self._journal(number), is_last=number == newest):
                 self.rules.apply(state, table, message)
@@ -384,7 +384,9 @@ class Store:
         number = self.number + 1
         write_tensors(self.folder / f"checkpoint-{number:09d}", tensors)
         # Before the checkpoint counts: what an older server left there did not come after it, and one that is missing
-        # is missed.
+        # is missed, the very first too.
+        if not self._journal(self.number).exists():
+            write_atomically(self._journal(self.number), b"", mode=0o600)
         write_atomically(self._journal(number), b"", mode=0o600)
         table |= {"format": FORMAT, "plan": self.rules.plan.digest}
         write_atomically(self.folder / f"checkpoint-{number:09d}.json", sealed_json(table), mode=0o600)

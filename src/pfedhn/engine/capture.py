@@ -424,7 +424,8 @@ class CapturedRun:
                 state.bytes_down -= cost[self.signatures[number]].down
                 state.bytes_up -= cost[self.signatures[number]].up
             state.round, state.bad = int(bad[0]), None
-            raise Diverged.at(int(bad[0]), simulation.federation.name_of(int(bad[1])))
+            client = simulation.federation.name_of(int(bad[1]))
+            raise Diverged.at(int(bad[0]), client, simulation.algorithm, simulation.federation)
         splits = to_splits(scores, simulation.federation, EVALUATED_SPLITS, simulation.has_metric)
         with self._on_stream():
             evaluation = simulation.choose(state, splits)

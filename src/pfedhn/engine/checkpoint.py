@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import Best, Diverged, Evaluation, Flight, Memories, PrivateTable, State, Work
+from pfedhn.engine.state import Best, Diverged, Evaluation, Flight, Memories, PrivateTable, State, Work, lower_rates
 from pfedhn.errors import RunError
 from pfedhn.files import read_bytes, write_atomically
 from pfedhn.fingerprint import differ
@@ -66,8 +66,8 @@ def save_state(
         return  # its rounds count on while its memories stand still; the next evaluation notices
     if not all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(state.memories.shared)):
         raise Diverged(
-            f"training diverged before round {state.round}: the server's numbers are no longer finite; lower the "
-            "learning rates. The last good checkpoint is kept."
+            f"training diverged before round {state.round}: the server's numbers are no longer finite; "
+            f"{lower_rates(simulation.algorithm)}. The last good checkpoint is kept."
         )
     step = state.round * simulation.clients_per_round
     tensors, slots = _memories_to_tensors("now", state.memories)

@@ -333,10 +333,15 @@ def refuse_single_rows(model: Model, federation: Federation, batch_size: int) ->
         )
     _forward(model, module, x)
     if single:
-        one = "batch_size is 1" if batch_size == 1 else f"client {federation.name_of(smallest)} has 1 training example"
+        who = "the client" if len(sizes) == 1 else f"client {federation.name_of(smallest)}"
+        one, more = (
+            ("batch_size is 1", "let it be 2 at least")
+            if batch_size == 1
+            else (f"{who} has 1 training example", "give it two at least")
+        )
         raise UserError(
-            f"{one}, of which the BatchNorm layers {', '.join(single)} of {model.name!r} cannot make a variance; use "
-            "GroupNorm or LayerNorm, or give every batch two examples."
+            f"{one}, of which the network {model.name!r} cannot make a variance (in its BatchNorm layers "
+            f"{', '.join(single)}); {more}, or use a network with GroupNorm or LayerNorm, or with neither."
         )
 
 

@@ -279,7 +279,7 @@ class Simulation:
         is_finite = trained.replies.metrics["is_finite"]
         if not bool(is_finite.all()):
             first = share.clients[int((~is_finite).nonzero()[0])]
-            raise Diverged.at(share.number, self.federation.name_of(first))
+            raise Diverged.at(share.number, self.federation.name_of(first), self.algorithm, self.federation)
 
     def _server_step(
         self, state: State, returned: list[Returned], clients: list[list[int]], now: Tensor | None = None

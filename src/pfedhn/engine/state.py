@@ -5,13 +5,15 @@ Axes: [N] clients.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pfedhn.data.describe import large_labels
+from pfedhn.data.federation import Federation
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.round import Kept, Reply
 from pfedhn.errors import RunError
@@ -24,11 +26,25 @@ class Diverged(RunError):
     """A client's local training left the finite numbers. The state is that of the round before."""
 
     @staticmethod
-    def at(number: int, client: str) -> "Diverged":
+    def at(number: int, client: str, algorithm: object, federation: Federation) -> "Diverged":
+        scale = large_labels(federation)
+        labels = "" if scale is None else f"scale the labels, whose mean is {scale[0]:.4g}, or "
         return Diverged(
             f"training diverged in round {number} at client {client}: its weights are no longer finite; "
-            "lower the learning rates. The run stands as it was before that round."
+            f"{labels}{lower_rates(algorithm)}. The run stands as it was before that round."
         )
+
+
+def lower_rates(algorithm: object) -> str:
+    """What to do about training that diverged, by the names that the method has for its learning rates."""
+    settings = fields(algorithm) if is_dataclass(algorithm) else ()
+    given = {item.name: getattr(algorithm, item.name) for item in settings if item.name.endswith("lr")}
+    rates = {name: float(rate) for name, rate in given.items() if rate is not None}
+    if not rates:
+        return "lower the learning rates"
+    first = "local_lr" if "local_lr" in rates else next(iter(rates))
+    listed = ", ".join(f"{name} = {rates[name]:g}" for name in sorted(rates, key=lambda name: name != first))
+    return f"lower the learning rates ({listed}), for example with --set {first}={rates[first] / 10:g}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 from torch.utils import _pytree as pytree
@@ -18,18 +18,22 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
 from pfedhn.data.dealing import share_out
+from pfedhn.data.describe import LARGE, large_labels
 from pfedhn.data.federation import Federation
-from pfedhn.data.files import read_federation
+from pfedhn.data.files import is_client_folder, read_federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest, short
-from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
+from pfedhn.files import given_path, reading
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
 from pfedhn.reference import find_code
 from pfedhn.run import AnyAlgorithm, assemble, build_algorithm
 from pfedhn.settings import build, describe, fits
+
+if TYPE_CHECKING:
+    from pfedhn.experiments.directory import Options
 
 logger = logging.getLogger("pfedhn")
 
@@ -223,11 +227,50 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
     federation = read_federation(cell.dataset, **how)
     if cell.dataset.lower().endswith(TABLE_ENDINGS) and cell.model.startswith(("mlp", "linear")):
         warn_of_scales(Path(cell.dataset).name, cell.model, federation)
+    warn_of_labels(Path(cell.dataset).name, columns.get("label_column"), cell.task, federation)
     return federation
 
 
-LARGE = 20  # of a column's mean or deviation; networks are made for 1
+def with_own_clients(cell: Cell) -> Cell:
+    """A cell of a person's own data with as many clients as these have; the same one where that cannot be told yet."""
+    place = given_path(cell.dataset)
+    if is_made(cell.dataset) or not is_own_data(cell.dataset):
+        return cell
+    with reading(place):
+        is_table = place.is_file() and {"client", "label"} <= cell.columns.keys()
+        is_folder = place.is_dir()
+        folders = [part for part in place.iterdir() if is_client_folder(part)] if is_folder else []
+    number = _own_federation(cell, seed=0).num_clients if is_table else len(folders)
+    return replace(cell, clients=number) if number else cell
+
+
+MANY = 100  # classes that a person seldom means
 _warned: set[str] = set()  # of which files; an experiment reads each several times
+
+
+def warn_of_labels(file: str, column: str | None, task: str, federation: Federation) -> None:
+    """Numbers as large as prices make training diverge, and a quantity that is taken for classes learns nothing."""
+    what = "the labels" if column is None else repr(column)
+    key = f"{file}: {what}"
+    if key in _warned or multiprocessing.parent_process() is not None:
+        return
+    if (scale := large_labels(federation)) is not None:
+        _warned.add(key)
+        logger.warning(
+            "%s: the numbers to predict, %s, have mean %.4g and standard deviation %.4g, so that training learns badly "
+            "or diverges. Standardize them (subtract that mean, divide by that deviation), and undo it in predictions.",
+            *(file, what, *scale),
+        )
+    if task != "auto" or federation.class_names is not None or federation.num_classes is None:
+        return
+    different = len(federation.y.unique())
+    if different > MANY and 10 * different > len(federation.y):
+        _warned.add(key)
+        logger.warning(
+            "%s: %s: %s different whole numbers, which are taken for classes; the network tells %s apart. For a "
+            'quantity, set task = "regression"; for classes, task = "classification".',
+            *(file, what, f"{different:,}", f"{federation.num_classes:,}"),
+        )
 
 
 def warn_of_scales(file: str, model: str, federation: Federation) -> None:
@@ -325,7 +368,7 @@ def refuse_unused_start(simulation: Simulation, cell: Cell) -> None:
         )
 
 
-def build_simulation(run: RunSpec, options: Options, starts: Mapping[str, Params] | None = None) -> Simulation:
+def build_simulation(run: RunSpec, options: "Options", starts: Mapping[str, Params] | None = None) -> Simulation:
     """A run as its experiment describes it."""
     cell = run.cell
     federation = build_federation(cell, run.seed, options.data_dir, options.device)

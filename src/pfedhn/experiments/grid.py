@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError, closest
+from pfedhn.experiments.build import with_own_clients
 from pfedhn.experiments.rates import apply_rates, rates_file, rates_for
 from pfedhn.experiments.spec import CELL_TABLES, Cell, Experiment, RunSpec, distinct, flat_fields, is_made, is_own_data
 from pfedhn.files import given_path, read_text
@@ -18,7 +19,8 @@ from pfedhn.settings import build, fits, parse_assignments, parse_toml, parse_va
 def from_toml(path: Path) -> Experiment:
     """A user's own experiment; lists in scalar fields make a grid, `[methods.NAME]` holds what differs by method.
 
-    The rates that `pfedhn tune` chose for it are read from the file beside it: `mine.rates.toml` for `mine.toml`.
+    Where it does not say how many clients there are, a person's own data say it. The rates that `pfedhn tune` chose
+    are read from the file beside it: `mine.rates.toml` for `mine.toml`.
     """
     try:
         table = parse_toml(read_text(path), path)
@@ -32,7 +34,8 @@ def from_toml(path: Path) -> Experiment:
         replace(cell, dataset=_absolute(cell.dataset, path.parent), model=_absolute_code(cell.model, path.parent))
         for cell in experiment.cells
     ]
-    experiment = replace(experiment, cells=tuple(cells))
+    is_counted = "cells" not in table and not any("clients" in p for p in (table, *table.get("methods", {}).values()))
+    experiment = replace(experiment, cells=tuple(map(with_own_clients, cells) if is_counted else cells))
     chosen = rates_file(path)
     return apply_rates(experiment, rates_for(experiment.name, chosen)) if chosen.exists() else experiment
 
@@ -168,6 +171,9 @@ def _joined(name: str, before: Any, change: Mapping[str, Any]) -> dict[str, Any]
     return dict(change) if other_rule else {**before, **change}
 
 
+OWN_DATA = ("dataset", "columns", "read")  # the fields that say what is read, and so how many clients there are
+
+
 def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Experiment:
     """`--set`: a field of every cell, a setting of every method that has it, or "method.setting" for one method."""
     cells = list(experiment.cells)
@@ -184,6 +190,8 @@ def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Exper
                 if target == "model" and isinstance(value, str):
                     value = _absolute_code(value, Path.cwd())
                 cells[number] = _with_values(cell, {target: value})
+    if "clients" not in values and any(name.partition(".")[0] in OWN_DATA for name in values):
+        cells = list(map(with_own_clients, cells))
     return replace(experiment, cells=distinct(cells))
 
 

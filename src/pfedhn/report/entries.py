@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, dataset_name, distinctions, pretraining_cell
+from pfedhn.models import squared_error
+from pfedhn.reference import name_of
 from pfedhn.report.results import Runs, read
 from pfedhn.result import Curve, Environment, Moment, Result
 
@@ -24,6 +26,8 @@ Cost: TypeAlias = Literal["steps", "bytes_up", "bytes_down", "seconds"]
 
 Column: TypeAlias = tuple[str, int]
 """A data set and its number of clients."""
+
+SQUARED_ERROR = name_of(squared_error)
 
 MEANS: dict[Average, str] = {"clients": "client_mean", "samples": "sample_mean"}
 
@@ -59,6 +63,8 @@ class Entry:
     title: str = ""  # of its experiment
     histories: Mapping[int, Sequence[Moment]] = field(default_factory=dict)  # by seed, of runs in directories
     client_names: Sequence[str] | None = None
+    is_squared: bool = False  # where there is no accuracy: whether the loss is the squared error
+    running: frozenset[int] = frozenset()  # the seeds that a process is at work on
 
     @property
     def column(self) -> Column:
@@ -66,13 +72,29 @@ class Entry:
 
     @property
     def has_accuracy(self) -> bool:
-        return all(result.test.has_accuracy for result in self.results.values())
+        if self.results:
+            return all(result.test.has_accuracy for result in self.results.values())
+        return all(curve.test.client_mean is not None for curve in self.curves.values())
 
     def test(self, average: Average = "clients") -> Summary | None:
         """Test accuracy in percent at the chosen round; of a task without accuracy, the loss."""
         if not self.has_accuracy:
             return summarize(result.test.loss for result in self.results.values())
         return summarize(100 * getattr(result.test, MEANS[average]) for result in self.results.values())
+
+    def loss_over_clients(self) -> Summary | None:
+        """The mean of the clients' own test losses, each client counting the same, of a task without accuracy."""
+        found = [self._client_means(seed) for seed in self.results]
+        return summarize(float(means[~numpy.isnan(means)].mean()) for means in found if not numpy.isnan(means).all())
+
+    def root(self) -> Summary | None:
+        """The root of a regression's mean squared error over all test examples, in the unit of the labels."""
+        return summarize(math.sqrt(result.test.loss) for result in self.results.values())
+
+    @property
+    def num_test_examples(self) -> int:
+        """How many test examples all seeds have together."""
+        return sum(result.test.examples for result in self.results.values())
 
     def total(self, cost: Cost) -> Summary | None:
         """Steps, bytes or seconds of a run, with those of the run it starts from."""
@@ -149,8 +171,19 @@ class Report:
         return any(entry.published is not None for entry in self.entries)
 
     @property
+    def has_accuracy(self) -> bool:
+        return all(entry.has_accuracy for entry in self.entries)
+
+    @property
+    def is_squared(self) -> bool:
+        """Whether its measure is the squared error, of which a root is easier to read."""
+        return is_squared(self.entries)
+
+    @property
     def measure(self) -> str:
-        return "test accuracy in %" if all(entry.has_accuracy for entry in self.entries) else "test loss"
+        if self.has_accuracy:
+            return "test accuracy in %"
+        return "squared error on test examples" if self.is_squared else "test loss"
 
 
 def collect(paths: Iterable[Path]) -> list[Report]:
@@ -251,9 +284,27 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
                 title,
                 histories,
                 next(filter(None, itertools.chain(own_names, described)), None),
+                _is_squared(cell, [name for r in runs for part in parts for name in part.losses.get(r.name, ())]),
+                frozenset(r.seed for r in runs for part in parts if r.name in part.running),
             )
         )
     return entries
+
+
+def is_squared(entries: Iterable[Entry]) -> bool:
+    """Whether those that have begun are measured by the squared error."""
+    begun = [entry for entry in entries if entry.results or entry.curves]
+    return not all(entry.has_accuracy for entry in begun) and all(entry.is_squared for entry in begun)
+
+
+def _is_squared(cell: Cell, losses: Sequence[str]) -> bool:
+    """Whether the loss is the squared error; a file of results does not say, but experiments have no other.
+
+    Args:
+        cell: Of an experiment, or of a run by `pfedhn.train`, which has no partition.
+        losses: The names of the functions, where they are known.
+    """
+    return all(name == SQUARED_ERROR for name in losses) if losses else bool(cell.partition)
 
 
 def _place(environment: Environment) -> str:
@@ -262,6 +313,13 @@ def _place(environment: Environment) -> str:
         return f"{environment.device}, {counted(environment.threads, 'thread')}"
     kind = ", deterministic" if environment.deterministic else ""
     return f"{environment.device.removeprefix('cuda: ')}, {environment.precision}{kind}"
+
+
+def loss_digits(entries: Iterable[Entry]) -> int:
+    """How many digits a loss gets after the point: four for small ones, none from 1,000 on, alike for all."""
+    found = [abs(value.mean) for entry in entries if not entry.has_accuracy and (value := entry.test()) is not None]
+    largest = max((value for value in found if 0 < value < math.inf), default=1.0)
+    return min(4, max(0, 3 - math.floor(math.log10(largest))))
 
 
 def column_text(column: Column) -> str:
@@ -304,7 +362,9 @@ def compare(entry: Entry, other: Entry) -> Comparison | None:
         if mine.partition_sha256 != theirs.partition_sha256:
             continue
         num_seeds += 1
-        difference = entry.client_accuracy(seed) - other.client_accuracy(seed)
+        difference = entry.client_scores(seed) - other.client_scores(seed)
+        if not entry.has_accuracy:  # the less loss, the better
+            difference = -difference
         better += int((difference > 0).sum())
         same += int((difference == 0).sum())
         worse += int((difference < 0).sum())

@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import missing_extra, printable
-from pfedhn.report.entries import Average, Column, Entry, Report, column_text, compare, display_name
+from pfedhn.report.entries import (
+    Average,
+    Column,
+    Entry,
+    Report,
+    column_text,
+    compare,
+    display_name,
+    is_squared,
+    loss_digits,
+)
 from pfedhn.report.tables import sentence
 
 
@@ -51,11 +61,13 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
         color, dash = style(entry, entries)
         if len(curves) > 1:
             axes.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
-        axes.plot(steps, values.mean(0), color=color, linestyle=dash, linewidth=1.8)
+        marker = "o" if len(steps) == 1 else None  # else nobody would see it
+        axes.plot(steps, values.mean(0), color=color, linestyle=dash, linewidth=1.8, marker=marker, markersize=4)
         drawn.append((entry, color, float(steps[-1]), float(values.mean(0)[-1])))
     accuracy = all(entry.has_accuracy for entry in entries)
     axes.set(xlabel="communication steps (one client taking part once)")
-    axes.set_ylabel(f"test accuracy in %, averaged over {average}" if accuracy else "test loss")
+    loss = "squared error on test examples" if is_squared(entries) else "test loss"
+    axes.set_ylabel(f"test accuracy in %, averaged over {average}" if accuracy else loss)
     tidy(axes)
     if not drawn:
         return
@@ -66,10 +78,23 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
         low = max(lowest_shown([last for *_, last in drawn], min(spread)), 0.0)
         high = min(100.0, max(spread) + max(0.03 * (max(spread) - low), 0.3))
         axes.set_ylim(min(low, high - 1), high)  # where everybody is at 100 %, a scale needs some height
+    elif 0 < 10 * min(spread) < max(spread):
+        _make_logarithmic(axes)  # a first value far above all that follows would press the rest flat
     for _, color, end, last in drawn:
         if end < right and axes.get_ylim()[0] <= last:  # its last value, so that its name finds it at the edge
             axes.plot([end, right], [last, last], color=color, linestyle=":", linewidth=0.8, alpha=0.7)
     _label_ends(axes, drawn)
+
+
+def _make_logarithmic(axes: Any) -> None:
+    """A logarithmic scale whose numbers are written out."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.minorticks_off()
 
 
 def lowest_shown(ends: Sequence[float], least: float) -> float:
@@ -84,11 +109,13 @@ def lowest_shown(ends: Sequence[float], least: float) -> float:
 def _label_ends(axes: Any, drawn: Sequence[tuple[Entry, str, float, float]]) -> None:
     """Each line's name and last value beside the figure, pushed apart where they would overlap."""
     low, high = axes.get_ylim()
-    gap = (high - low) * 0.17 / (axes.figure.get_size_inches()[1] * 0.75)
+    to_scale, from_scale = (math.log10, lambda place: 10**place) if axes.get_yscale() == "log" else (float, float)
+    gap = (to_scale(high) - to_scale(low)) * 0.17 / (axes.figure.get_size_inches()[1] * 0.75)
     ordered = sorted(drawn, key=lambda item: item[3])
-    places = spaced([max(value, low) for *_, value in ordered], gap, low, high)
+    heights = [to_scale(max(value, low)) for *_, value in ordered]
+    places = [from_scale(place) for place in spaced(heights, gap, to_scale(low), to_scale(high))]
     beside = axes.get_yaxis_transform()  # the width of the axes across, its values up
-    digits = 1 if all(entry.has_accuracy for entry, *_ in drawn) else 3
+    digits = 1 if all(entry.has_accuracy for entry, *_ in drawn) else loss_digits(entry for entry, *_ in drawn)
     for (entry, color, _, value), place in zip(ordered, places, strict=True):
         line = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0}
         is_below = value < low

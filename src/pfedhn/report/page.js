@@ -45,6 +45,19 @@
     return found;
   }
 
+  // Of a logarithmic scale: fewer to each power of ten the more of these there are.
+  function powers(low, high) {
+    const from = Math.floor(Math.log10(low)), to = Math.ceil(Math.log10(high)), parts = to - from > 5 ? [1] : to - from > 2 ? [1, 3] : [1, 2, 5];
+    const found = Array.from({ length: to - from + 1 }, (_, place) => parts.map((part) => part * 10 ** (from + place))).flat();
+    return found.filter((value) => value >= low && value <= high);
+  }
+
+  // How many digits losses get after the point, by the largest: none from 1,000 on.
+  function digitsOf(values) {
+    const largest = extremes([values.map((value) => value && Math.abs(value))])[1];
+    return largest > 0 && largest < Infinity ? Math.min(4, Math.max(0, 3 - Math.floor(Math.log10(largest)))) : 3;
+  }
+
   function extremes(lists) {
     let low = Infinity, high = -Infinity;
     for (const list of lists) for (const value of list) {
@@ -123,10 +136,14 @@
     return Math.max(least, middle - 2 * (sorted[0] - middle) - 5);
   }
 
+  function lossWord(column) {
+    return column.isSquared ? "squared error on test examples" : "test loss";
+  }
+
   function curves(place, column) {
     const series = column.series.filter((part) => part.curves.score || part.curves.loss);
     const kinds = [];
-    if (series.some((part) => part.curves.score)) kinds.push(["score", column.isAccuracy ? "test accuracy in %" : "test loss"]);
+    if (series.some((part) => part.curves.score)) kinds.push(["score", column.isAccuracy ? "test accuracy in %" : lossWord(column)]);
     if (column.isAccuracy && series.some((part) => part.curves.loss)) kinds.push(["loss", "validation loss"]);
     if (!kinds.length) return null;
     make("h3", {}, place, "Learning curves");
@@ -134,8 +151,12 @@
     const against = choice(controls, "against what", [
       ["steps", "against communication steps"], ["rounds", "against rounds"], ["bytes", "against bytes sent"],
     ]);
-    const label = make("label", {}, controls), whole = make("input", { type: "checkbox" }, label);
-    label.append(" whole scale");
+    const tick = (words) => {
+      const label = make("label", {}, controls), box = make("input", { type: "checkbox" }, label);
+      label.append(" " + words);
+      return box;
+    };
+    const whole = tick("whole scale"), log = tick("logarithmic scale"), hint = make("span", { class: "hint" }, controls);
     const legend = make("div", { class: "legend" }, place), hidden = new Set();
     const chart = make("div", { class: "chart curves" }, place), tip = tipOf(chart);
     let svg = null, strong = null;
@@ -161,8 +182,17 @@
     const seeds = Math.max(...series.map((part) => part.numSeeds));
     make("p", { class: "note" }, place, (seeds > 1
       ? "A line is the mean over seeds; its band goes from the lowest seed to the highest. "
-      : "One seed. ") + (series.some((part) => part.sendsNothing) ? "A thin line across: a method that sends nothing, where it ends. " : "")
-      + "Click a name to hide its line.");
+      : "One seed. ") + "Click a name to hide its line.");
+    const across = make("p", { class: "note" }, place, "A thin line across: a method that sends nothing, at the round that validation chose, as in the results above.");
+    const isUpward = () => what.value === "score" && column.isAccuracy;
+    // A first value far above all that follows would press the rest flat.
+    const chooseScale = () => {
+      const drawn = series.map((part) => part.curves[what.value]).filter((curve) => curve && curve.step.length);
+      const [least, most] = extremes(drawn.map((curve) => curve.mean));
+      log.checked = !isUpward() && least > 0 && most > 10 * least;
+    };
+    chooseScale();
+    what.addEventListener("change", chooseScale);
 
     function redraw() {
       if (svg) svg.remove();
@@ -181,15 +211,20 @@
       if (!shown.length) return;
       const moving = shown.filter(({ part }) => !part.sendsNothing);
       const far = extremes((moving.length ? moving : shown).map(({ x }) => x))[1] || 1;
-      const isUp = what.value === "score" && column.isAccuracy;
+      const isUp = isUpward();
       const [least, most] = extremes(shown.flatMap(({ curve }) => [curve.low, curve.high]));
       const ends = shown.map(({ curve }) => curve.mean[curve.mean.length - 1]);
-      const low = whole.checked ? (isUp ? 0 : least) : lowest(ends, least, isUp);
-      const over = most + ((most - low) || 1) * 0.03;
+      const isLog = !isUp && log.checked && least > 0;
+      whole.parentElement.hidden = !isUp;
+      log.parentElement.hidden = isUp || !(least > 0);
+      const low = isLog ? least / 1.1 : isUp && whole.checked ? 0 : lowest(ends, least, isUp);
+      hint.textContent = low > least ? "The scale follows the competing methods; what lies below is cut off." : "";
+      const over = isLog ? most * 1.1 : most + ((most - low) || 1) * 0.03;
       const high = isUp ? (whole.checked ? 100 : Math.min(over, 100)) : over;
+      const onAxis = (value) => (isLog ? Math.log10(value) : value), digits = isUp ? 1 : digitsOf(ends);
       const right = (x) => box.left + (x / far) * (box.right - box.left);
-      const up = (y) => box.bottom - ((y - low) / (high - low || 1)) * (box.bottom - box.top);
-      for (const value of ticks(low, high, 6)) {
+      const up = (y) => box.bottom - ((onAxis(y) - onAxis(low)) / (onAxis(high) - onAxis(low) || 1)) * (box.bottom - box.top);
+      for (const value of isLog ? powers(low, high) : ticks(low, high, 6)) {
         draw("line", { class: "axis", x1: box.left, x2: box.right, y1: up(value), y2: up(value) }, svg);
         draw("text", { x: box.left - 6, y: up(value) + 4, "text-anchor": "end" }, svg, short(value));
       }
@@ -201,19 +236,26 @@
       draw("text", { x: 4, y: 12 }, svg, what.selectedOptions[0].textContent);
       const name = "clip" + place.id;
       const clip = draw("clipPath", { id: name }, draw("defs", {}, svg));
-      draw("rect", { x: box.left, y: box.top - 2, width: box.right - box.left, height: box.bottom - box.top + 2 }, clip);
+      draw("rect", { x: box.left - 4, y: box.top - 4, width: box.right - box.left + 8, height: box.bottom - box.top + 4 }, clip);
       const inside = draw("g", { "clip-path": "url(#" + name + ")" }, svg);
+      const isAcross = ({ part, x }) => part.sendsNothing && part.chosen[what.value] !== null && (against.value === "bytes" || x[x.length - 1] < 0.98 * far);
+      across.hidden = !shown.some(isAcross);
       for (const { part, number, curve, x } of shown) {
-        const color = shade(part.color), last = curve.mean[curve.mean.length - 1];
+        const color = shade(part.color), chosen = part.chosen[what.value];
         const dashes = part.dashed ? { "stroke-dasharray": "6 4" } : {};
         const mark = { "data-series": number, stroke: color, ...dashes };
-        if (part.sendsNothing) draw("line", { ...mark, class: "line thin", x1: box.left, x2: box.right, y1: up(last), y2: up(last) }, inside);
+        // What ends early, or has no place on this axis, is seen beside the others all the same.
+        if (isAcross({ part, x })) {
+          draw("line", { ...mark, class: "line thin", x1: box.left, x2: box.right, y1: up(chosen), y2: up(chosen) }, inside);
+          draw("text", { class: "named", x: box.left + 4, y: up(chosen) - 5 }, inside, part.label + " " + chosen.toFixed(digits));
+        }
         if (part.sendsNothing && against.value === "bytes") continue;
         const point = (value, at) => right(x[at]).toFixed(1) + " " + up(value).toFixed(1);
         if (part.numSeeds > 1) {
           const edge = curve.high.map(point).concat(curve.low.map(point).reverse());
           draw("path", { class: "band", fill: color, "data-series": number, d: "M" + edge.join("L") + "Z" }, inside);
         }
+        if (curve.mean.length === 1) draw("circle", { "data-series": number, fill: color, r: 3.5, cx: right(x[0]), cy: up(curve.mean[0]) }, inside);
         draw("path", { ...mark, class: "line", d: "M" + curve.mean.map(point).join("L") }, inside);
       }
       const rule = draw("line", { class: "rule", y1: box.top, y2: box.bottom, visibility: "hidden" }, svg);
@@ -224,9 +266,10 @@
         const lines = shown.map(({ part, curve, x: steps }) => {
           let from = 0, to = steps.length - 1;
           while (from < to) { const half = (from + to) >> 1; if (steps[half] < at) from = half + 1; else to = half; }
-          if (part.sendsNothing) from = steps.length - 1;
+          if (part.sendsNothing && against.value === "bytes" && part.chosen[what.value] !== null) {
+            return [part.chosen[what.value], part.label + "  " + part.chosen[what.value].toFixed(digits)];
+          }
           const value = curve.mean[from], spread = (curve.high[from] - curve.low[from]) / 2;
-          const digits = isUp ? 1 : 3;
           return [value, part.label + "  " + value.toFixed(digits) + (part.numSeeds > 1 ? " \u00b1 " + spread.toFixed(digits) : "")];
         });
         lines.sort((a, b) => (isUp ? b[0] - a[0] : a[0] - b[0]));
@@ -238,7 +281,7 @@
       }, left);
     }
 
-    for (const control of [what, against, whole]) control.addEventListener("change", redraw);
+    for (const control of [what, against, whole, log]) control.addEventListener("change", redraw);
     return redraw;
   }
 
@@ -262,7 +305,8 @@
         classes: own.map(([label]) => classWord(label)).join(", "),
       };
     });
-    return { series, rows, held, classWord };
+    const digits = column.isAccuracy ? 1 : digitsOf(rows.flatMap((row) => row.scores));
+    return { series, rows, held, classWord, digits };
   }
 
   function tellOf(row, lines) {
@@ -279,10 +323,10 @@
     const controls = make("div", { class: "controls" }, place);
     const seed = choice(controls, "seed", seeds.map((value) => [value, "seed " + value]));
     const find = make("input", { type: "search", placeholder: "find a client or a class", "aria-label": "find a client or a class" }, controls);
-    const isUp = column.isAccuracy, what = isUp ? "test accuracy in %" : "test loss";
-    const said = (score) => (isUp ? score.toFixed(1) + " %" : score.toFixed(3));
-    const bestOf = (scores) => (isUp ? Math.max : Math.min)(...scores.filter((score) => score !== null));
+    const isUp = column.isAccuracy, what = isUp ? "test accuracy in %" : lossWord(column);
     let now = people(column, seed.value), focus = null;
+    const said = (score) => score.toFixed(now.digits) + (isUp ? " %" : column.isSquared ? " (root " + short(Math.sqrt(score)) + ")" : "");
+    const bestOf = (scores) => (isUp ? Math.max : Math.min)(...scores.filter((score) => score !== null));
     const redraws = [];
     const all = () => redraws.forEach((redraw) => redraw());
     const turnTo = (number) => { focus = focus === number ? null : number; all(); };
@@ -315,14 +359,19 @@
     function strip() {
       const chart = make("div", { class: "chart dots" }, place), tip = tipOf(chart);
       const canvas = make("canvas", { role: "img", "aria-label": what + " of every client" }, chart);
-      make("p", { class: "note" }, place, "A dot is a client's own " + what + "; the bar is the mean, as at the right. Click a dot to mark the client everywhere.");
+      make("p", { class: "note" }, place, "A dot is a client's own " + what + "; the bar is the mean over clients, as at the right" + (isUp ? "" : ": every client counts the same, whatever its number of examples") + ". Click a dot to mark the client everywhere.");
       let points = [];
       hovering(canvas, tip, () => points);
       return () => {
         const { series, rows } = now, lane = series.length > 9 ? 30 : 36, width = Math.max(chart.clientWidth, 240);
         const height = series.length * lane + 34, pen = sheet(canvas, width, height);
         const words = Math.min(130, 12 + Math.max(...series.map((part) => pen.measureText(part.label).width)));
-        const box = { left: words, right: width - 46, bottom: height - 26 };
+        const means = series.map((_, at) => {
+          const known = rows.map((row) => row.scores[at]).filter((score) => score !== null);
+          return known.length ? known.reduce((sum, score) => sum + score, 0) / known.length : null;
+        });
+        const meanWords = means.map((mean) => (mean === null ? "" : mean.toFixed(now.digits)));
+        const box = { left: words, right: width - 20 - Math.max(...meanWords.map((text) => pen.measureText(text).width)), bottom: height - 26 };
         const [least, most] = extremes(rows.map((row) => row.scores));
         const [low, high] = isUp ? [Math.max(0, Math.floor((least - 3) / 10) * 10), 100] : [Math.min(least, 0), most];
         const right = (value) => box.left + ((value - low) / (high - low || 1)) * (box.right - box.left);
@@ -343,9 +392,9 @@
           pen.fillStyle = ink("ink");
           pen.textAlign = "right";
           pen.fillText(part.label, words - 8, middle + 4, words - 10);
-          const mean = known.reduce((sum, row) => sum + row.scores[at], 0) / known.length;
+          const mean = means[at];
           pen.textAlign = "left";
-          if (known.length) pen.fillText(mean.toFixed(isUp ? 1 : 3), box.right + 10, middle + 4);
+          pen.fillText(meanWords[at], box.right + 10, middle + 4);
           pen.fillStyle = shade(part.color);
           pen.globalAlpha = Math.max(0.3, Math.min(0.85, 60 / rows.length));
           for (const row of known) {
@@ -377,7 +426,8 @@
       const means = now.series.map((_, at) => now.rows.reduce((sum, row) => sum + (row.scores[at] || 0), 0));
       let left = [], lines = null;
       let order = { key: means.indexOf(bestOf(means)), isDown: !isUp };  // the best method's worst client first
-      make("p", { class: "note" }, place, "Worst first by the marked column; click a heading to sort by it, a line to mark the client. Green: the best method for that client.");
+      make("p", { class: "note" }, place, "Worst first by the marked column; click a heading to sort by it, a line to mark the client."
+        + (seeds.length > 1 ? " Green: the best for that client with this seed; with another it may be another method." : ""));
 
       function fill() {
         const { series, rows, held } = now;
@@ -410,14 +460,15 @@
 
       // A browser takes long to lay out a table of thousands of lines: they come as one scrolls.
       function more() {
-        const { held } = now;
+        const { held, digits } = now;
         for (const row of left.splice(0, 100)) {
           const line = make("tr", row.number === focus ? { class: "marked" } : {}, lines);
           make("th", { scope: "row" }, line, row.name);
-          const best = bestOf(row.scores), isOpen = row.scores.some((score) => score !== best);
+          const best = bestOf(row.scores), isOpen = seeds.length > 1 && row.scores.some((score) => score !== best);
+          const words = (score) => (isUp ? Math.round((score * row.tested) / 100) + " of " + row.tested + " right" : said(score));
           for (const score of row.scores) {
             const isBest = isOpen && score !== null && score === best;
-            make("td", isBest ? { class: "best" } : {}, line, score === null ? "" : score.toFixed(isUp ? 1 : 3));
+            make("td", { ...(isBest ? { class: "best" } : {}), ...(score === null ? {} : { title: words(score) }) }, line, score === null ? "" : score.toFixed(digits));
           }
           make("td", {}, line, String(row.tested));
           if (held) {
@@ -438,24 +489,26 @@
       make("h3", {}, place, "Who holds which classes");
       const bar = make("div", { class: "controls" }, place);
       const order = choice(bar, "order of clients", [["number", "clients in their order"], ["name", "clients by name"], ["classes", "clients by classes held"]]);
+      const legend = make("div", { class: "legend" }, place);
       const frame = make("div", { class: "chart classes" }, place), tip = tipOf(frame), scroll = make("div", { class: "scroll" }, frame);
       const canvas = make("canvas", { role: "img", "aria-label": "training examples of each class that every client has" }, scroll);
-      make("p", { class: "note" }, place, "The stronger a field, the more training examples of that class the client has.");
+      make("p", { class: "note" }, place, "The stronger a field, the more training examples of that class the client has; an empty field: none.");
       let at = () => null;
 
       function redraw() {
         const { rows, held, classWord } = now;
-        frame.hidden = !held;
+        frame.hidden = legend.hidden = !held;
         if (!held) return;
-        const count = column.numClasses, cell = count <= 12 ? 20 : count <= 30 ? 13 : count <= 110 ? 7 : 3;
+        const count = column.numClasses, cell = count <= 6 ? 30 : count <= 12 ? 22 : count <= 30 ? 14 : count <= 110 ? 7 : 3;
         const key = { number: (row) => row.number, name: (row) => row.name, classes: (row) => row.held.map((pair) => pair[0]).sort((a, b) => a - b).map((label) => String(label).padStart(5, "0")).join() }[order.value];
         const sorted = [...rows].sort((a, b) => (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : a.number - b.number));
         const probe = sheet(canvas, 10, 10), top = 5;
         const labelled = Math.max(1, Math.ceil(13 / cell));
         const names = Array.from({ length: count }, (_, label) => classWord(label));
         const left = Math.min(140, 12 + Math.max(...names.map((name) => probe.measureText(name).width)));
-        const room = Math.max(frame.clientWidth, 240) - left - 4, wide = Math.max(3, Math.min(34, room / rows.length));
-        const isNamed = wide >= 13, under = isNamed ? Math.min(90, 10 + Math.max(...rows.map((row) => probe.measureText(row.name).width))) : 8;
+        const room = Math.max(frame.clientWidth, 240) - left - 4, wide = Math.max(3, Math.min(110, room / rows.length));
+        const isNamed = wide >= 13, isLevel = rows.every((row) => probe.measureText(row.name).width < wide - 4);
+        const under = isLevel ? 20 : isNamed ? Math.min(90, 10 + Math.max(...rows.map((row) => probe.measureText(row.name).width))) : 8;
         const width = Math.ceil(left + wide * rows.length + 4), height = top + count * cell + under, pen = sheet(canvas, width, height);
         const most = Math.max(1, ...rows.flatMap((row) => row.held.map((pair) => pair[1])));
         pen.textAlign = "right";
@@ -465,22 +518,39 @@
           pen.fillStyle = ink("soft");
           if (label % labelled === 0) pen.fillText(name, left - 8, top + label * cell + cell / 2 + 4, left - 10);
         });
-        pen.fillStyle = shade("#0072b2");
-        const gap = wide > 6 ? 1 : 0;
+        const color = shade("#0072b2"), gap = wide > 6 ? 1 : 0, strength = (number) => 0.2 + 0.8 * Math.sqrt(number / most);
+        const hasNumbers = cell >= 13 && wide >= probe.measureText(String(most)).width + 6;
+        pen.textAlign = "center";
         sorted.forEach((row, column) => {
           for (const [label, number] of row.held) {
-            pen.globalAlpha = 0.2 + 0.8 * Math.sqrt(number / most);
+            pen.fillStyle = color;
+            pen.globalAlpha = strength(number);
             pen.fillRect(left + column * wide, top + label * cell, wide - gap, cell - 1);
+            pen.globalAlpha = 1;
+            if (!hasNumbers) continue;
+            pen.fillStyle = strength(number) > 0.6 && !isDark.matches ? "#fff" : strength(number) > 0.6 ? "#000" : ink("ink");
+            pen.fillText(number, left + (column + 0.5) * wide, top + (label + 0.5) * cell + 4);
           }
         });
-        pen.globalAlpha = 1;
+        legend.replaceChildren();
+        const scale = make("span", {}, legend);
+        scale.append("1 ");
+        const stops = [1 / most, 0.1, 0.25, 0.5, 0.75, 1].filter((share) => share >= 1 / most);
+        make("i", { class: "ramp" }, scale).style.background = "linear-gradient(90deg," + stops
+          .map((share) => "color-mix(in srgb," + color + " " + Math.round(100 * strength(share * most)) + "%," + ink("raised") + ") " + Math.round(100 * share) + "%").join() + ")";
+        scale.append(short(most) + " training examples");
         sorted.forEach((row, column) => {
           if (row.number === focus) {
             pen.strokeStyle = ink("ink");
             pen.lineWidth = 2;
             pen.strokeRect(left + column * wide - 1, top - 1, wide + 1, count * cell + 1);
           }
-          if (!isNamed) return;
+          if (isLevel) {
+            pen.fillStyle = ink("soft");
+            pen.textAlign = "center";
+            pen.fillText(row.name, left + (column + 0.5) * wide, top + count * cell + 14);
+          }
+          if (isLevel || !isNamed) return;
           pen.save();
           pen.translate(left + (column + 0.5) * wide + 4, top + count * cell + 8);
           pen.rotate(-Math.PI / 2);
@@ -516,7 +586,7 @@
       const bar = make("div", { class: "controls" }, place);
       const which = choice(bar, "method", mapped.map((part, number) => [number, part.label]));
       const by = choice(bar, "colored by", [
-        ["main", "colored by main class"], ["score", isUp ? "colored by accuracy" : "colored by loss"], ["examples", "colored by number of examples"],
+        ["main", "colored by main class"], ["score", isUp ? "colored by accuracy" : column.isSquared ? "colored by squared error" : "colored by loss"], ["examples", "colored by number of examples"],
       ]);
       if (new Set(now.rows.map((row) => row.main)).size > 12) by.value = "score";  // too many colors to tell apart
       const legend = make("div", { class: "legend" }, place);
@@ -530,7 +600,7 @@
         const part = mapped[+which.value], drawn = part.maps[seed.value], { rows, series, classWord, held } = now;
         chart.hidden = legend.hidden = !drawn;
         note.textContent = drawn
-          ? "Clients whose embeddings are alike lie together. The plane is the one in which they differ most (principal components); it shows " + Math.round(100 * drawn.variance) + " % of their variance."
+          ? "Clients whose embeddings are alike lie together." + (Math.round(100 * drawn.variance) === 100 ? "" : " The plane is the one in which they differ most (principal components); it shows " + Math.round(100 * drawn.variance) + " % of their variance.")
           : "There is no map of this seed.";
         points = [];
         if (!drawn) return;
@@ -635,12 +705,20 @@
     });
   }
 
+  // What goes on beside the right edge fades out there, so that nobody takes a cut heading for the last.
+  function fading(frame) {
+    const look = () => frame.classList.toggle("more", frame.scrollLeft + frame.clientWidth < frame.scrollWidth - 1);
+    frame.addEventListener("scroll", look);
+    return look;
+  }
+
   const redraws = [];
   for (const place of document.querySelectorAll(".charts")) {
     const column = data[place.dataset.report][place.dataset.column];
     redraws.push(...[curves(place, column), clients(place, column)].filter(Boolean));
   }
   document.querySelectorAll("table.sortable").forEach(sortable);
+  redraws.push(...[...document.querySelectorAll(".table, .clients")].map(fading));
   const all = () => redraws.forEach((redraw) => redraw());
   let waiting = 0, wide = innerWidth;
   addEventListener("resize", () => {

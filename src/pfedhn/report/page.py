@@ -18,13 +18,34 @@ from pfedhn.errors import UserError, closest, printable
 from pfedhn.experiments.directory import plain
 from pfedhn.experiments.spec import Experiment, flat_fields
 from pfedhn.files import make_folder, write_atomically
-from pfedhn.report.entries import Average, Column, Entry, Report, column_text, counted, display_name
+from pfedhn.report.entries import (
+    Average,
+    Column,
+    Entry,
+    Report,
+    Summary,
+    column_text,
+    counted,
+    display_name,
+    is_squared,
+    summarize,
+)
 from pfedhn.report.figures import figures_of, style, to_png, to_svg
 from pfedhn.report.findings import Finding, pngs, svgs
 from pfedhn.report.findings import to_markdown as finding_to_markdown
 from pfedhn.report.pairs import caption as pairs_caption
 from pfedhn.report.pairs import pairs
-from pfedhn.report.tables import caption, commands, details, grid, sentence, to_csv, to_latex, to_markdown
+from pfedhn.report.tables import (
+    caption,
+    commands,
+    details,
+    grid,
+    sentence,
+    to_csv,
+    to_latex,
+    to_markdown,
+    unfinished,
+)
 from pfedhn.result import Result
 from pfedhn.settings import to_toml
 
@@ -81,7 +102,9 @@ def to_html(
 def _section(report: Report, average: Average) -> dict[str, Any]:
     """What the template shows of a report."""
     finished = replace(report, entries=[entry for entry in report.entries if entry.results])
-    names = [display_name(label) for label in report.labels if label not in finished.labels]
+    begun = {entry.label for entry in report.entries if entry.results or entry.curves or entry.running}
+    names = [display_name(label) for label in report.labels if label not in begun]
+    standing = [unfinished(report), f"Not run yet: {', '.join(names)}." if names else ""]
     heading, *lines = details(finished, average)
     cost = [place for place, name in enumerate(heading) if name in ("method", "data set", "clients", *COSTS)]
     if len(finished.columns) > 1:
@@ -93,8 +116,10 @@ def _section(report: Report, average: Average) -> dict[str, Any]:
     return {
         "title": report.title,
         "sentence": sentence(report) if report.columns else "",
+        "is_finished": bool(finished.entries),  # at least in part
+        "is_loss": not report.has_accuracy,
         "results": (_displayed(results[0]), results[1]),
-        "missing": ", ".join(names),
+        "standing": " ".join(filter(None, standing)),
         "cost": (_displayed(_some_columns([heading, *lines], cost)), COST_CAPTION),
         "differences": differing_settings(report.entries),
         "columns": [
@@ -130,23 +155,27 @@ def _json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def best_cells(lines: Sequence[Sequence[str]]) -> set[tuple[int, int]]:
-    """The places (row, column) of the best numbers in a table of methods: accuracies, most; a loss, least.
+def best_cells(lines: Sequence[Sequence[str]], is_loss: bool = False) -> set[tuple[int, int]]:
+    """The places (row, column) of the best numbers in a table of methods: accuracies, most; losses, least.
 
-    Where a table has several data sets or numbers of clients one under the other, each has a best of its own.
+    Where a table has several data sets or numbers of clients one under the other, each has a best of its own. None is
+    best where some number comes from a single seed, and so has no deviation beside it.
     """
     found = set()
+    measures = ("over clients", "over samples", "test loss", "squared error", "RMSE")
     apart = [place for place, name in enumerate(lines[0]) if name in ("data set", "clients")]
     for place, name in enumerate(lines[0]):
-        is_loss = name == "test loss"
-        if not is_loss and name not in ("over clients", "over samples") and not re.search(r", \d+ clients$", name):
+        if name not in measures and not re.search(r", \d+ clients$", name):
             continue
         groups: dict[tuple[str, ...], dict[int, float]] = {}
+        singles = set()
         for row, line in enumerate(lines[1:]):
             if (number := _first_number(line[place])) is not None:
-                groups.setdefault(tuple(line[other] for other in apart), {})[row] = number
-        for numbers in groups.values():
-            if len(numbers) > 1:
+                group = tuple(line[other] for other in apart)
+                groups.setdefault(group, {})[row] = number
+                singles |= {group} if "±" not in line[place].split("\n")[0] else set()
+        for group, numbers in groups.items():
+            if len(numbers) > 1 and group not in singles:
                 best = (min if is_loss else max)(numbers.values())
                 found |= {(row, place) for row, number in numbers.items() if number == best}
     return found
@@ -216,10 +245,12 @@ def _column(entries: Sequence[Entry], column: Column, average: Average) -> dict[
     }
     names = [entry.client_names for entry in entries] + [clients.names for clients in described.values()]
     class_names = next((clients.class_names for clients in described.values() if clients.class_names), None)
+    is_accuracy = all(entry.has_accuracy for entry in entries)
     labels = [label for rows in holds.values() for held in rows for label, _ in held]
     return {
         "name": printable(column_text(column)),
-        "isAccuracy": all(entry.has_accuracy for entry in entries),
+        "isAccuracy": is_accuracy,
+        "isSquared": is_squared(entries),
         "series": [_series(entry, entries, average) for entry in entries if entry.results or entry.curves],
         "names": _words(next((found for found in names if found), None)),
         "classNames": _words(class_names),
@@ -241,6 +272,10 @@ def _series(entry: Entry, entries: Sequence[Entry], average: Average) -> dict[st
         "numSeeds": len(entry.curves),
         "sendsNothing": entry.sends_nothing,
         "curves": {"score": _spread(_scores(entry, average)), "loss": _spread(_losses(entry))},
+        "chosen": {
+            "score": _mean(entry.test(average)),
+            "loss": _mean(summarize(result.validation.loss for result in entry.results.values())),
+        },
         "bytesPerStep": _per_step(entry, lambda result: result.bytes_up + result.bytes_down),
         "roundsPerStep": _per_step(entry, lambda result: result.rounds),
         "clients": {
@@ -280,6 +315,10 @@ def _spread(curves: Sequence[Mapping[int, float]]) -> dict[str, list[float]] | N
     values = numpy.array([[curve[step] for step in steps] for curve in curves])
     rows = {"mean": values.mean(0), "low": values.min(0), "high": values.max(0)}
     return {"step": list(steps), **{name: [round(float(v), 4) for v in row] for name, row in rows.items()}}
+
+
+def _mean(value: Summary | None) -> float | None:
+    return None if value is None else _plain(value.mean)
 
 
 def _per_step(entry: Entry, count: Callable[[Result], float]) -> float | None:

@@ -5,7 +5,17 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pfedhn.report.entries import Average, Column, Entry, Report, Summary, column_text, display_name, summarize
+from pfedhn.report.entries import (
+    Average,
+    Column,
+    Entry,
+    Report,
+    Summary,
+    column_text,
+    display_name,
+    loss_digits,
+    summarize,
+)
 
 CONFIDENCE = 0.95
 
@@ -67,24 +77,33 @@ def ranks(entries: Sequence[Entry], average: Average = "clients") -> dict[str, S
 
 
 def pairs(report: Report, column: Column, average: Average = "clients") -> list[list[str]]:
-    """A table of a column: each method's rank and how far it lies under the best, best first; empty for one method."""
+    """A table of a column: each method's rank and how far it is from the best, best first.
+
+    Empty where there is nothing to compare: one method alone, or fewer than two seeds that two methods share.
+    """
     entries = [entry for entry in report.in_column(column) if scores(entry, average)]
     if len(entries) < 2:
         return []
     ordered = sorted(entries, key=lambda entry: -statistics.fmean(scores(entry, average).values()))
     best, places = ordered[0], ranks(entries, average)
+    differences = {entry.label: difference(entry, best, average) for entry in ordered[1:]}
+    if not any(differences.values()):
+        return []
+    sign = 1 if best.has_accuracy else -1  # a loss is shown as it is
+    digits = 2 if best.has_accuracy else loss_digits(entries)
     lines = [["method", "mean", "rank", f"against {display_name(best.label)}", "95 % interval", "seeds"]]
     for entry in ordered:
-        mean = statistics.fmean(scores(entry, average).values())
-        found = None if entry is best else difference(entry, best, average)
+        mean = sign * statistics.fmean(scores(entry, average).values())
+        found = differences.get(entry.label)
+        ends = [] if found is None else sorted([sign * found.low, sign * found.high])
         place = places.get(entry.label)
         lines.append(
             [
                 display_name(entry.label),
-                f"{mean:.2f}",
+                f"{mean:.{digits}f}",
                 "" if place is None else f"{place.mean:.1f}",
-                "" if found is None else f"{found.mean:+.2f}",
-                "" if found is None else f"{found.low:+.2f} to {found.high:+.2f}",
+                "" if found is None else f"{sign * found.mean:+.{digits}f}",
+                "" if found is None else " to ".join(f"{end:+.{digits}f}" for end in ends),
                 str(len(scores(entry, average)) if found is None else found.num_seeds),
             ]
         )

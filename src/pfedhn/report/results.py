@@ -7,6 +7,7 @@ What a study computed from a run is a line of its own, "analysis".
 
 import json
 import math
+import os
 import re
 import statistics
 from collections import Counter
@@ -21,7 +22,7 @@ from pfedhn.experiments.analysis import Analysis, identity, read_analysis
 from pfedhn.experiments.directory import Directory, check_place
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
-from pfedhn.files import make_folder, one_at_a_time, read_bytes, reading, write_atomically
+from pfedhn.files import LOCK, is_claimed, make_folder, one_at_a_time, read_bytes, reading, write_atomically
 from pfedhn.record import Spec, read_history, read_result, read_spec
 from pfedhn.result import Curve, Moment, Result, SchemaError, Scores, from_json, to_json
 from pfedhn.seal import digest
@@ -42,6 +43,8 @@ class Runs:
     analyses: Mapping[str, Analysis] = field(default_factory=dict)  # of those from which a study computed something
     histories: Mapping[str, Sequence[Moment]] = field(default_factory=dict)  # every evaluation, of directories alone
     client_names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of runs whose clients have names
+    losses: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the names of loss functions, of directories
+    running: frozenset[str] = frozenset()  # those that a process is at work on
 
 
 class LineError(ValueError):
@@ -69,20 +72,36 @@ def read(path: Path) -> list[Runs]:
 def read_experiment(path: Path) -> Runs:
     """What lies in the directory of an experiment."""
     experiment, planned = Directory(path).read()
-    results, curves, analyses, histories, client_names = {}, {}, {}, {}, {}
+    results, curves, analyses, histories, client_names, losses = {}, {}, {}, {}, {}, {}
+    running = set()
     for run in planned:
         if (result := read_result(path / run.name)) is not None:
             check_place(path / run.name, run, result)
             results[run.name] = result
             if (analysis := read_analysis(path / run.name, result)) is not None:
                 analyses[run.name] = analysis
+        elif _is_running(path / run.name):
+            running.add(run.name)
         if history := read_history(path / run.name):
             curves[run.name], histories[run.name] = Curve.of(history), history
             with suppress(UserError):  # a result vouches for itself; without its spec it only has no names
                 spec = read_spec(path / run.name)
+                if spec is not None:
+                    losses[run.name] = _losses(spec)
                 if spec is not None and spec.data.client_names is not None:
                     client_names[run.name] = spec.data.client_names
-    return Runs(experiment, planned, results, curves, analyses, histories, client_names)
+    return Runs(
+        experiment, planned, results, curves, analyses, histories, client_names, losses, running=frozenset(running)
+    )
+
+
+def _losses(spec: Spec) -> list[str]:
+    return [network.loss.name for network in spec.networks.values()]
+
+
+def _is_running(folder: Path) -> bool:
+    """Whether a process is at work on a run; of a folder that only can be read, nobody can tell."""
+    return os.access(folder / LOCK, os.W_OK) and is_claimed(folder)
 
 
 def read_run(path: Path) -> Runs:
@@ -96,7 +115,8 @@ def read_run(path: Path) -> Runs:
     known = {} if result is None else {run.name: replace(result, name=run.name, experiment=name, cell=asdict(run.cell))}
     curves, histories = ({run.name: Curve.of(history)}, {run.name: history}) if history else ({}, {})
     names = {} if spec.data.client_names is None else {run.name: spec.data.client_names}
-    return Runs(experiment, [run], known, curves, {}, histories, names)
+    running = frozenset({run.name} if result is None and _is_running(path) else ())
+    return Runs(experiment, [run], known, curves, {}, histories, names, {run.name: _losses(spec)}, running)
 
 
 def _cell_of(spec: Spec) -> Cell:

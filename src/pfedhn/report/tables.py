@@ -25,6 +25,7 @@ from pfedhn.report.entries import (
     column_text,
     compare,
     display_name,
+    loss_digits,
     summarize,
 )
 from pfedhn.report.pairs import caption as pairs_caption
@@ -44,7 +45,7 @@ def accuracy_text(entry: Entry, average: Average = "clients") -> str:
     if value is None:
         return ""
     note = f" ({entry.seeds_text})" if value.num_seeds == 1 or value.num_seeds != entry.num_planned else ""
-    return number_text(value) + note
+    return number_text(value, 2 if entry.has_accuracy else loss_digits([entry])) + note
 
 
 def bytes_text(value: Summary | None) -> str:
@@ -110,7 +111,6 @@ def details(report: Report, average: Average = "clients", column: Column | None 
         average: Over clients or over samples, of the difference from what was published.
         column: Only the cells of one, beside a grid that says what was published.
     """
-    loss = report.measure == "test loss"
     extra: list[tuple[str, Callable[[Entry], str]]] = []
     if column is None and len({dataset for dataset, _ in report.columns}) > 1:
         extra.append(("data set", lambda entry: entry.column[0]))
@@ -120,8 +120,15 @@ def details(report: Report, average: Average = "clients", column: Column | None 
         ("over clients", lambda entry: number_text(entry.test("clients"))),
         ("over samples", lambda entry: number_text(entry.test("samples"))),
     ]
-    if loss:
-        numbers = [("test loss", lambda entry: number_text(entry.test(), 4))]
+    if not report.has_accuracy:
+        digits = loss_digits(report.entries)
+        numbers = [
+            ("squared error" if report.is_squared else "test loss", lambda entry: number_text(entry.test(), digits)),
+            ("over clients", lambda entry: number_text(entry.loss_over_clients(), digits)),
+        ]
+    if report.is_squared:
+        finer = min(4, digits + 1)
+        numbers.insert(0, ("RMSE", lambda entry: number_text(entry.root(), finer)))
     if report.has_published and len(report.columns) == 1 and column is None:  # else the grid has them
         numbers += [
             ("paper", lambda entry: "" if entry.published is None else "{:.2f} ± {:.2f}".format(*entry.published)),
@@ -150,10 +157,14 @@ def _signed(value: float | None) -> str:
 
 def caption(report: Report, average: Average | None = None) -> str:
     """What the numbers are, and where they were made."""
-    over = f", averaged over {average}" if average and report.measure != "test loss" else ""
+    over = f", averaged over {average}" if average and report.has_accuracy else ""
     text = (
         f"{report.measure.capitalize()}{over}, at the round chosen on validation; mean ± standard deviation over seeds."
     )
+    if report.is_squared:
+        text += " RMSE is its root, in the unit of the labels."
+    if not report.has_accuracy:
+        text += " Every test example counts once; over clients: the mean of the clients' own, whatever their size."
     singles = [entry.label for entry in report.entries if len(entry.results) == 1]
     if singles:
         text += " A number without ± comes from a single seed."
@@ -178,6 +189,8 @@ def to_terminal(report: Report, average: Average = "clients") -> Group:
         title = f"{report.title} ({column_text(report.columns[0])})" if report.columns else report.title
         parts.append(rich_table(details(report, average), title))
         parts.append(Text(caption(report), style="dim"))
+    if standing := unfinished(report):
+        parts.append(Text(standing, style="dim"))
     return Group(*parts)
 
 
@@ -368,18 +381,63 @@ def sentence(report: Report) -> str:
     ours, alone, shared = (report.entry(method, column) for method in ("pfedhn", "local", "fedavg"))
     named = [(ours, "pFedHN"), (alone, "a model trained alone"), (shared, "FedAvg's one shared model")]
     # Of runs that are not finished, or have no test examples, there is no number.
-    numbers = [(entry.test() if entry is not None and entry.has_accuracy else None, whose) for entry, whose in named]
-    if ours is None or alone is None or None in (numbers[0][0], numbers[1][0]):
+    measured = [(entry, whose) for entry, whose in named if entry is not None and entry.test() is not None]
+    if ours is None or ours not in [entry for entry, _ in measured]:
         return ""
-    parts = [f"{value.mean:.1f} % with {whose}" for value, whose in numbers if value is not None]
-    listed = f"{', '.join(parts[:-1])} and {parts[-1]}"
-    where = f"With {column_text(column)}, on average" if len(report.columns) > 1 else "On average"
-    text = f"{where}, a client's own test accuracy is {listed}"
-    counts = compare(ours, alone)
+    parts = [f"{_measured_text(entry)} with {whose}" for entry, whose in measured]
+    listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    where = f"with {column_text(column)}, " if len(report.columns) > 1 else ""
+    numbers_of_seeds = {len(entry.results) for entry, _ in measured}
+    luck = f"one seed, {ours.num_test_examples:,} test examples: " if numbers_of_seeds == {1} else ""
+    text = f"{where}{luck}{_subject(ours)} is {listed}"
+    counts = None if alone is None or alone not in [entry for entry, _ in measured] else compare(ours, alone)
     if counts is not None:
         whose = f" ({counts.num_seeds} seeds together)" * (counts.num_seeds > 1)
         text += (
             f"; of {counts.total} clients{whose}, {counts.better} do better with pFedHN than alone, "
             f"{counts.same} the same and {counts.worse} worse"
         )
-    return text + "."
+    warning = " A single seed cannot rank methods." if 1 in numbers_of_seeds and len(measured) > 1 else ""
+    return f"{text[0].upper()}{text[1:]}.{warning}"
+
+
+def _measured_text(entry: Entry) -> str:
+    value = entry.root() if entry.is_squared and not entry.has_accuracy else entry.test()
+    assert value is not None
+    return f"{value.mean:.1f} %" if entry.has_accuracy else f"{value.mean:.4g}"
+
+
+def _subject(entry: Entry) -> str:
+    if entry.has_accuracy:
+        return "on average, a client's own test accuracy"
+    return "the root mean squared error on test examples" if entry.is_squared else "the mean loss on test examples"
+
+
+MAX_NAMED = 6  # runs in a sentence
+
+
+def unfinished(report: Report) -> str:
+    """Which runs are going on, and which have begun but stand still; empty if there are none."""
+    running = [_progress(entry, seed) for entry in report.entries for seed in sorted(entry.running)]
+    halted = [
+        _progress(entry, seed)
+        for entry in report.entries
+        for seed in sorted(entry.curves.keys() - entry.results.keys() - entry.running)
+    ]
+    parts = [f"Running now: {_some(running)}."] if running else []
+    if halted:
+        parts.append(
+            f"Begun, but stopped before the end: {_some(halted)}; started again, they continue or say what failed."
+        )
+    return " ".join(parts)
+
+
+def _progress(entry: Entry, seed: int) -> str:
+    steps = entry.curves[seed].step if seed in entry.curves else ()
+    which = display_name(entry.label) + (f", seed {seed}" if entry.num_planned > 1 else "")
+    return f"{which} (step {max(steps, default=0):,} of {entry.cell.steps:,})"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - MAX_NAMED
+    return "; ".join(names[:MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
