@@ -116,7 +116,7 @@ class TabularMLP(MLP):
             assert mean is not None
             assert variance is not None
             # What varies less is lost already, below `eps` or in the rounding of 32 bits.
-            has_spread = variance > self.scale.eps**2 + (1e-6 * mean) ** 2
+            has_spread = variance > self.scale.eps**2 + (2e-7 * mean) ** 2
             scaled = torch.where(has_spread, scaled, x - mean)
         # A minibatch of up to 100 rows has no value further away, so that ordinary training does not notice.
         return super().forward(scaled.clamp(-MAX_DEVIATIONS, MAX_DEVIATIONS))

@@ -649,6 +649,8 @@ def read_examples(
             "features in the same order."
         )
     dtype: torch.dtype = getattr(torch, described.dtype)
+    if x.is_floating_point() and not (is_finite := x.flatten(1).isfinite().all(1)).all():
+        raise UserError(f"example {int((~is_finite).nonzero()[0])} of {path} has a number that is not finite; fix it.")
     return GivenExamples(
         x.to(
             run.simulation.federation.x.device, run.simulation.model_of(0).dtype if dtype.is_floating_point else dtype

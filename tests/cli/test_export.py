@@ -99,6 +99,20 @@ def test_predictions_of_features_alone_go_to_a_file() -> None:
     assert Path("new.csv").read_text() == before
 
 
+def test_examples_without_a_label_are_not_counted_as_wrong() -> None:
+    Path("some.csv").write_text("age,dose,outcome\n0.1,0.2,ill\n0.3,0.1,\n0.2,0.4,well\n")
+    said = invoke("predict", "runs", "--client", "Lyon", "--data", "some.csv", "--label", "outcome")
+    assert said.exit_code == 0, said.output
+    assert "of 2. (1 have no label.)" in said.stderr
+
+
+def test_no_class_is_predicted_of_numbers_that_are_missing() -> None:
+    numpy.save("new.npy", numpy.array([[0.1, 0.2], [numpy.nan, 0.3]], dtype=numpy.float32))
+    refused = invoke("predict", "runs", "--client", "Lyon", "--data", "new.npy")
+    assert refused.exit_code == 2
+    assert "example 1 of new.npy has a number that is not finite; fix it." in refused.stderr
+
+
 def test_columns_are_found_by_their_names() -> None:
     rows = [row.split(",") for row in Path("visits.csv").read_text().splitlines()]
     Path("other.csv").write_text("\n".join(f"{dose},x,{age}" for _, age, dose, _ in rows).replace("x", "note", 1))

@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -10,8 +11,8 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from pfedhn.data.columns import Encoding, medians
-from pfedhn.data.files import from_table, read_client, read_federation, read_inputs
+from pfedhn.data.columns import Encoding, encoded_like, medians
+from pfedhn.data.files import from_table, read_client, read_columns, read_federation, read_inputs
 from pfedhn.data.reading import Column, Reading, TableReading
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_federation, check
@@ -111,6 +112,16 @@ def test_a_table_of_numbers_alone_refuses_empty_cells_later(tmp_path: Path) -> N
     (tmp_path / "new.csv").write_text("b,a\n1,2\n,4\n")
     with pytest.raises(UserError, match=r"'b' in line 3 of new\.csv is empty; fill the cell or drop the example\."):
         read_inputs(tmp_path / "new.csv", how=how)
+
+
+def test_an_empty_text_is_refused_where_the_run_refused_it(tmp_path: Path) -> None:
+    columns = (Column("sex", ("f", "m")),)
+    file = tmp_path / "new.csv"
+    file.write_text("sex,age\nf,1\n,2\n")
+    table = TableReading("clinic", "outcome", columns)
+    with pytest.raises(UserError, match=r"'sex' in line 3 .* is empty; fill the cell"):
+        encoded_like(read_columns(file), table)
+    assert encoded_like(read_columns(file), replace(table, missing="zero")).tolist() == [[1, 0], [0, 0]]
 
 
 def test_semicolons_and_decimal_commas_are_understood(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pyarrow
 import pytest
 import torch
+from pyarrow import csv, parquet
 
 from pfedhn.data.files import read_federation
 from pfedhn.deploy.spec import Spec, read_party, read_spec, to_plan
@@ -132,6 +134,11 @@ def test_a_table_is_read_by_its_columns_and_scaled(tmp_path: Path) -> None:
     assert torch.equal(numbers, torch.arange(20))
     torch.testing.assert_close(data.x, expected)
     assert torch.equal(data.y, (torch.arange(20) % 3 > 0).long())
+    kept = csv.read_csv(tmp_path / "visits.csv")
+    notes = kept.set_column(2, "comment", pyarrow.array([None, *(["seen"] * 19)]))  # nobody reads it
+    parquet.write_table(notes, tmp_path / "visits.parquet")
+    same = read_party(tmp_path / "visits.parquet", "lyon", given, to_plan(given))
+    torch.testing.assert_close(same.x, expected)
 
 
 def test_data_that_do_not_fit_stay_out(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ def add_client(
     trained = load(directory, run=run, device=device or "auto")
     federation = trained.simulation.federation
     given, y = read_client(data, label, federation.class_names, tuple(federation.x.shape[1:]), federation.reading)
+    if trained.description.classes is None:
+        y = y.astype("float32")  # whole numbers are no classes where the run predicts numbers
     x = trained.description.prepared(given)
     began = time.monotonic()
     settings: dict[str, Any] = {"architecture": architecture, "name": name, "seed": seed}

@@ -107,9 +107,15 @@ def _earlier_reading(cell: Mapping[str, Any], data: Path) -> "Reading | None":
 
 
 def _compared(said: list[Any], answers: list[Any], is_class: bool) -> str:
-    pairs = list(zip(said, answers, strict=True))
+    pairs = [(one, other) for one, other in zip(said, answers, strict=True) if other is not None and str(other).strip()]
+    left_out = f" ({len(said) - len(pairs)} have no label.)" if len(pairs) < len(said) else ""
+    if not pairs:
+        return "No example has a label."
     if is_class:
         right = sum(str(one) == str(other) for one, other in pairs)
-        return f"{100 * right / len(pairs):.1f} % are right: {right} of {len(pairs)}."
-    error = sum((float(one) - float(other)) ** 2 for one, other in pairs) / len(pairs)
-    return f"Mean squared error {error:.4f} over {len(pairs)} examples."
+        return f"{100 * right / len(pairs):.1f} % are right: {right} of {len(pairs)}.{left_out}"
+    try:
+        error = sum((float(one) - float(other)) ** 2 for one, other in pairs) / len(pairs)
+    except ValueError:
+        raise UserError("the label column holds texts, and this run predicts numbers; give another --label.") from None
+    return f"Mean squared error {error:.4f} over {len(pairs)} examples.{left_out}"

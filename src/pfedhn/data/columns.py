@@ -135,6 +135,9 @@ def encoded_like(columns: Columns, table: TableReading) -> NDArray[numpy.float32
             )
         cells = _texts(columns[name])
         if column.texts is not None:
+            if not table.is_filled and "" in cells:
+                place = columns.where(cells.index(""))
+                raise UserError(f"{name!r} in {place} is empty; fill the cell or drop the example.")
             unknown = [cell for cell in cells if cell and cell not in column.texts]
             if unknown:
                 raise UserError(
@@ -163,7 +166,8 @@ def _texts(column: Array) -> list[str]:
 def _numbers(columns: Columns, name: str, cells: Sequence[str]) -> NDArray[numpy.float32] | None:
     """A column of numbers, NaN where a cell is empty; None for one of texts."""
     try:
-        values = numpy.array([float(cell) if cell else numpy.nan for cell in cells], dtype=numpy.float32)
+        with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
+            values = numpy.array([float(cell) if cell else numpy.nan for cell in cells]).astype(numpy.float32)
     except ValueError:
         return None
     if numpy.isinf(values).any():

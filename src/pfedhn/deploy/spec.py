@@ -228,7 +228,7 @@ def read_party(path: str | Path, name: str, spec: Spec, plan: Plan, architecture
 def _of_table(file: Path, data: Data) -> tuple[NDArray[Any], NDArray[Any]]:
     if data.label is None or not data.features:
         raise UserError(f"{file} is a table, and [data] of this federation names no columns; give x.npy and y.npy.")
-    columns = read_columns(file)
+    columns = read_columns(file, is_ignored=lambda name: name not in {data.label, *data.features})
     for wanted in (data.label, *data.features):
         if wanted not in columns:
             raise UserError(f"{file.name} has no column {wanted!r}; {closest(wanted, columns)}")

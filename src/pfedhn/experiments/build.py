@@ -226,8 +226,8 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
     how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed, **reading_options(cell)}
     federation = read_federation(cell.dataset, **how)
     if cell.dataset.lower().endswith(TABLE_ENDINGS) and cell.model.startswith(("mlp", "linear")):
-        warn_of_scales(Path(cell.dataset).name, cell.model, federation)
-    warn_of_labels(Path(cell.dataset).name, columns.get("label_column"), cell.task, federation)
+        warn_of_scales(Path(cell.dataset), cell.model, federation)
+    warn_of_labels(Path(cell.dataset), columns.get("label_column"), cell.task, federation)
     return federation
 
 
@@ -248,10 +248,10 @@ MANY = 100  # classes that a person seldom means
 _warned: set[str] = set()  # of which files; an experiment reads each several times
 
 
-def warn_of_labels(file: str, column: str | None, task: str, federation: Federation) -> None:
+def warn_of_labels(file: Path, column: str | None, task: str, federation: Federation) -> None:
     """Numbers as large as prices make training diverge, and a quantity that is taken for classes learns nothing."""
     what = "the labels" if column is None else repr(column)
-    key = f"{file}: {what}"
+    key = f"{file.resolve()}: {what}"
     if key in _warned or multiprocessing.parent_process() is not None:
         return
     if (scale := large_labels(federation)) is not None:
@@ -259,7 +259,7 @@ def warn_of_labels(file: str, column: str | None, task: str, federation: Federat
         logger.warning(
             "%s: the numbers to predict, %s, have mean %.4g and standard deviation %.4g, so that training learns badly "
             "or diverges. Standardize them (subtract that mean, divide by that deviation), and undo it in predictions.",
-            *(file, what, *scale),
+            *(file.name, what, *scale),
         )
     if task != "auto" or federation.class_names is not None or federation.num_classes is None:
         return
@@ -269,24 +269,24 @@ def warn_of_labels(file: str, column: str | None, task: str, federation: Federat
         logger.warning(
             "%s: %s: %s different whole numbers, which are taken for classes; the network tells %s apart. For a "
             'quantity, set task = "regression"; for classes, task = "classification".',
-            *(file, what, f"{different:,}", f"{federation.num_classes:,}"),
+            *(file.name, what, f"{different:,}", f"{federation.num_classes:,}"),
         )
 
 
-def warn_of_scales(file: str, model: str, federation: Federation) -> None:
+def warn_of_scales(file: Path, model: str, federation: Federation) -> None:
     """Columns as large as ages or prices drown the others, and nothing else than a low accuracy would say so."""
     values = federation.x.double()
     mean, deviation = values.mean(0), values.std(0, correction=0)
     (large,) = torch.nonzero(torch.maximum(mean.abs(), deviation) > LARGE, as_tuple=True)
-    if len(large) and file not in _warned and multiprocessing.parent_process() is None:
-        _warned.add(file)
+    if len(large) and str(file.resolve()) not in _warned and multiprocessing.parent_process() is None:
+        _warned.add(str(file.resolve()))
         number = int(large[0])
         assert federation.reading is not None
         assert federation.reading.table is not None
         logger.warning(
             "%s is not scaled: its column %r has mean %.4g and standard deviation %.4g, which %s learns badly from. "
             'Scale the columns, or set model = "tabular-32", which scales them by each client\'s own data.',
-            *(file, federation.reading.table.features[number], mean[number], deviation[number], model),
+            *(file.name, federation.reading.table.features[number], mean[number], deviation[number], model),
         )
 
 
