@@ -13,6 +13,7 @@ from support import mostly_slow, resealed, resealed_json
 
 import pfedhn
 from pfedhn import record
+from pfedhn.data.reading import Column, Reading, TableReading
 from pfedhn.engine.checkpoint import CheckpointError, checkpoints
 from pfedhn.errors import RunError, UserError
 from pfedhn.report.results import read_run
@@ -34,6 +35,18 @@ def train(directory: Path, federation: pfedhn.Federation | None = None, **change
     given: dict[str, Any] = {"steps": 4, "evaluate_every": 1, "checkpoint_every": 2, "progress": False, **changes}
     method = given.pop("method", pfedhn.FedAvg(local_steps=1))
     return pfedhn.train(method, federation or named(), MLP, cohort_size=1, directory=directory, device="cpu", **given)
+
+
+def test_a_table_whose_columns_changed_places_is_another(tmp_path: Path) -> None:
+    """The numbers are the same, but predictions go by the names."""
+
+    def of(*names: str) -> pfedhn.Federation:
+        return replace(named(), reading=Reading(TableReading("clinic", "outcome", tuple(map(Column, names)))))
+
+    train(tmp_path, of("age", "dose", "size", "time"))
+    with pytest.raises(UserError, match="holds another run: the columns of its table are others;"):
+        train(tmp_path, of("dose", "age", "size", "time"))
+    train(tmp_path, of("age", "dose", "size", "time"))
 
 
 @pytest.fixture(scope="module")

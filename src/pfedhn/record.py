@@ -306,6 +306,10 @@ def _difference(there: Spec, here: Spec) -> str:
         one, other = (_flat(part, to_json(getattr(spec, part))) for spec in (there, here))
         name = next(name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name))
         found.append(f"{name} is {one.get(name)!r} there and {other.get(name)!r} here")
+    tables = [None if spec.data.reading is None else spec.data.reading.table for spec in (there, here)]
+    columns = [table.columns for table in tables if table is not None]
+    if len(columns) == 2 and columns[0] != columns[1]:  # predictions would go by the wrong ones
+        found.append("the columns of its table are others")
     return ", ".join(found)
 
 

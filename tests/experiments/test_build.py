@@ -63,7 +63,8 @@ def test_columns_that_need_scaling_are_named_once(tmp_path: Path, caplog: pytest
     (tmp_path / "ages.csv").write_text("\n".join(["client,dose,age,label", *lines]))
     cell = Cell(dataset=str(tmp_path / "ages.csv"), columns={"client": "client", "label": "label"}, clients=2)
     build_federation(replace(cell, model="tabular-32"), seed=0)
-    assert not caplog.messages  # that network scales by itself
+    build_federation(replace(cell, sizes=("tabular-8", "tabular-16")), seed=0)
+    assert not caplog.messages  # these networks scale by themselves
     for seed in (0, 1):
         build_federation(cell, seed)
     (message,) = caplog.messages

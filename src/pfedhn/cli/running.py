@@ -1,7 +1,7 @@
 """Runs with a display: everything between a checked command and its outcome."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pfedhn.cli.endings import BAD_INPUT, FAILED, Stopped, complain
 from pfedhn.data import catalogue
-from pfedhn.errors import UserError
+from pfedhn.errors import RunError, UserError
 from pfedhn.experiments.build import check
 from pfedhn.experiments.directory import Directory, Options, finished
 from pfedhn.experiments.execute import Outcome
@@ -65,7 +65,12 @@ def displayed(
     refuse_other_executor(path, runs, options)
     left = [run for run in runs if not _is_finished(path / run.name, run)]
     names = {run.name for run in left}
-    refuse_changed_table(path, [run for run in runs if run.name not in names])
+    known: list[RunSpec] = []
+    if directory.is_experiment:
+        with suppress(RunError):  # where it cannot be read, `open` says what to do
+            known = directory.read()[1]  # seeds of another day too
+    finished_runs = {run.name: run for run in [*known, *runs] if run.name not in names}
+    refuse_changed_table(path, [run for run in finished_runs.values() if _is_finished(path / run.name, run)])
     screen = Screen(stderr=True)
     for name in dict.fromkeys(run.cell.dataset for run in left):
         if name in catalogue.DATASETS:

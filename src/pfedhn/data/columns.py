@@ -145,7 +145,10 @@ def encoded_like(columns: Columns, table: TableReading) -> NDArray[numpy.float32
                     f"{closest(unknown[0], column.texts)}"
                 )
             parts.append(_one_hot(cells, column.texts))
-        elif table.is_filled and (values := _numbers(columns, name, cells)) is not None:
+        elif table.is_filled:
+            if (values := _numbers(columns, name, cells)) is None:
+                bad = next(number for number, cell in enumerate(cells) if cell and not _is_number(cell))
+                raise UserError(f"{name!r} in {columns.where(bad)} is {cells[bad]!r} and not a number; fix the cell.")
             parts.append(values[:, None])
         else:
             parts.append(to_numbers(columns, name)[:, None])

@@ -453,11 +453,20 @@ def _separator(file: Path, stream: TextIO) -> str:
     return ";" if ";" in header and "," not in header else ","
 
 
+GROUPED = re.compile(r"\s*[+-]?\d{1,3}([. ]\d{3})+,\d+\s*")  # 1.234,5 or 1 234,5
+
+
 def _with_points(file: Path, columns: Mapping[str, Array]) -> dict[str, Array]:
     """Columns of numbers that have decimal commas, with points instead; the others as they are."""
     texts = {name: column for name, column in columns.items() if column.dtype.kind == "U"}
     commas = [name for name, column in texts.items() if _are_numbers(column, ",")]
     points = [name for name, column in texts.items() if _are_numbers(column, r"\.")]
+    for name, column in texts.items():
+        if grouped := next(filter(GROUPED.fullmatch, column.tolist()), None):
+            raise UserError(
+                f"column {name!r} of {file.name} has numbers such as {grouped.strip()!r}; write them without a sign "
+                "between thousands."
+            )
     if commas and points:  # 1.234 may be more than a thousand here
         raise UserError(
             f"{file.name} has numbers with commas in column {commas[0]!r} and with points in column {points[0]!r}; "

@@ -4,7 +4,7 @@ import inspect
 import logging
 import multiprocessing
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -225,8 +225,9 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
     how: dict[str, Any] = {**columns, "task": cell.task}
     how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed, **reading_options(cell)}
     federation = read_federation(cell.dataset, **how)
-    if cell.dataset.lower().endswith(TABLE_ENDINGS) and cell.model.startswith(("mlp", "linear")):
-        warn_of_scales(Path(cell.dataset), cell.model, federation)
+    unscaled = [name for name in network_names(cell) if name.startswith(("mlp", "linear"))]
+    if cell.dataset.lower().endswith(TABLE_ENDINGS) and unscaled:
+        warn_of_scales(Path(cell.dataset), unscaled[0], federation)
     warn_of_labels(Path(cell.dataset), columns.get("label_column"), cell.task, federation)
     return federation
 
@@ -368,11 +369,15 @@ def refuse_unused_start(simulation: Simulation, cell: Cell) -> None:
         )
 
 
+def network_names(cell: Cell) -> Sequence[str]:
+    """The target networks of a cell."""
+    return [cell.part or cell.model] if cell.sizes is None or cell.part is not None else cell.sizes
+
+
 def build_simulation(run: RunSpec, options: "Options", starts: Mapping[str, Params] | None = None) -> Simulation:
     """A run as its experiment describes it."""
     cell = run.cell
     federation = build_federation(cell, run.seed, options.data_dir, options.device)
-    names = [cell.part or cell.model] if cell.sizes is None or cell.part is not None else cell.sizes
     shape = tuple(federation.x.shape[1:])
     return assemble(
         cell_algorithm(cell),
@@ -381,7 +386,7 @@ def build_simulation(run: RunSpec, options: "Options", starts: Mapping[str, Para
             models.network_name(name): models.factory(
                 name, federation.num_classes or 1, shape, cell.network if ":" in name else None
             )
-            for name in names
+            for name in network_names(cell)
         },
         steps=cell.steps,
         cohort_size=cell.cohort_size,
