@@ -34,7 +34,6 @@ class Conv(torch.nn.Sequential):
         itertools.product(["pfedhn", "fedavg", "per-fedavg", "pfedhn-pc"], ["loop", "traced", "vectorized"]),
         ("pfedhn", "traced"),
         ("fedavg", "vectorized"),
-        ("pfedhn-pc", "loop"),
     ),
 )
 def test_same_bits_as_in_memory(executor: str, method: str) -> None:

@@ -91,6 +91,7 @@ async def echo(request: Request) -> Response:
     return JSONResponse({"call": request.path_params["call"]})
 
 
+@pytest.mark.slow
 def test_what_gets_through_reaches_the_engine_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the proxy that the environment names, and as one name of a call, whatever is in it."""
     for name in ("NO_PROXY", "no_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):

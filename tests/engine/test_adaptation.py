@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, assert_same_bits, finish, model, personal, simulate
+from support import assert_close, assert_same_bits, finish, model, mostly_slow, personal, simulate
 from torch.nn.functional import cross_entropy
 
 import pfedhn
@@ -65,7 +65,7 @@ def test_adaptation_is_the_clients_own_sgd(federation: Federation, method: str) 
     assert any(not torch.equal(found[name], value) for name, value in start.items())
 
 
-@pytest.mark.parametrize("method", ["fedavg-ft", "per-fedavg", "pfedhn-plus-pc"])
+@pytest.mark.parametrize("method", mostly_slow(["fedavg-ft", "per-fedavg", "pfedhn-plus-pc"], "pfedhn-plus-pc"))
 def test_every_executor_adapts_alike(federation: Federation, method: str) -> None:
     found = []
     for executor in ("loop", "traced", "vectorized", "captured"):

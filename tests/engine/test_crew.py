@@ -18,7 +18,7 @@ TWO = ("cpu", "cpu:0")  # they stand in for two GPUs
 
 
 @pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedhn", "fedavg"))
-@pytest.mark.parametrize("executor", ["loop", "traced"])
+@pytest.mark.parametrize("executor", mostly_slow(["loop", "traced"], "traced"))
 def test_devices_that_share_a_round_give_its_bits(federation: Federation, method: str, executor: str) -> None:
     settings: Any = {"rounds": 3, "cohort": 5, "executor": executor}
     alone = simulate(ALGORITHMS[method](), federation, **settings)

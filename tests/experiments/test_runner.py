@@ -340,6 +340,7 @@ def test_what_starts_from_a_failed_run_fails_too(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_its_run_alone(tmp_path: Path) -> None:
     killed: list[str] = []
 
