@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import SMALL, assert_same_bits, resealed, resealed_json
 
 import pfedhn
@@ -22,7 +22,7 @@ from pfedhn import models, record
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.engine.checkpoint import CheckpointError, checkpoints
 from pfedhn.engine.transform import Transform, find_transform
-from pfedhn.errors import UserError
+from pfedhn.errors import RunError, UserError
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.runner import run_many
 from pfedhn.report.entries import collect
@@ -369,6 +369,12 @@ def test_a_run_that_started_from_another_is_loaded_without_it(tmp_path: Path) ->
     (tmp_path / first.name).rename(tmp_path.parent / "gone")
     loaded = pfedhn.load(tmp_path / second.name)
     assert_same_bits(loaded.simulation.initial_models()["mlp-4"], start)
+    file = tmp_path / second.name / "start.safetensors"
+    tensors = load_file(file)
+    for other in ({name: value + 1 for name, value in tensors.items()}, {"another": torch.zeros(1)}):
+        save_file(other, file)
+        with pytest.raises(RunError, match="is not what this run started from; bring that back, or run it again"):
+            pfedhn.load(tmp_path / second.name)
 
 
 # What is refused

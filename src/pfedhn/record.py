@@ -527,7 +527,9 @@ def to_simulation(
         spec.schedule,
         spec.seed,
         spec.executor,
-        _read_start(directory / "start.safetensors", models, device) if "start" in spec.digests else None,
+        _read_start(directory / "start.safetensors", spec.digests["start"], models, device)
+        if "start" in spec.digests
+        else None,
         _transform(directory, "upload", spec.upload),
         _transform(directory, "download", spec.download),
         privacy=None if spec.privacy is None else build(Privacy, spec.privacy, "privacy"),
@@ -593,12 +595,15 @@ def _naming(what: str, directory: Path, way_out: str) -> Iterator[None]:
         raise UserError(f"{what} cannot be made from {directory} alone: {reason}{way_out}.") from None
 
 
-def _read_start(file: Path, models: Mapping[str, Model], device: str) -> dict[str, Params]:
+def _read_start(file: Path, sha256: str, models: Mapping[str, Model], device: str) -> dict[str, Params]:
     """The weights that a run started from, in the order of the network: a file has them in another."""
     try:
+        is_its_own = hashlib.sha256(file.read_bytes()).hexdigest() == sha256
         tensors = load_file(file, device)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{file} is missing or damaged ({first_line(error)}); run it again.") from None
+    if not is_its_own:
+        raise RunError(f"{file} is not what this run started from; bring that back, or run it again.")
     return {
         name: {part: tensors[f"{name}/{part}"] for part in model.shapes}
         | {part: tensors[f"{name}/{part}"] for part in model.statistics if f"{name}/{part}" in tensors}
