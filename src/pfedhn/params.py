@@ -87,14 +87,15 @@ def stack(trees: Sequence[Tree]) -> Tree:
 def copy(tree: Tree, into: Tree | None = None, on_host: bool = False) -> Tree:
     """A copy at every leaf; `into`, an older copy that nobody needs, lends its memory where the shapes are the same.
 
-    With `on_host`, what is on a GPU is copied to the host's memory.
+    With `on_host`, what is on a GPU is copied to the host's memory, in the order of the GPU's stream: wait for the
+    stream before you read it.
     """
     leaves, spec = pytree.tree_flatten(tree)
     if into is not None:
         olds = pytree.tree_leaves(into)
         if [old.shape for old in olds] == [leaf.shape for leaf in leaves]:
             for old, leaf in zip(olds, leaves, strict=True):
-                old.copy_(leaf)
+                old.copy_(leaf, non_blocking=on_host)
             return into
     copies = [_on_host(leaf) if on_host and leaf.is_cuda else leaf.clone() for leaf in leaves]
     result: Tree = pytree.tree_unflatten(copies, spec)
@@ -102,7 +103,7 @@ def copy(tree: Tree, into: Tree | None = None, on_host: bool = False) -> Tree:
 
 
 def _on_host(leaf: Tensor) -> Tensor:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf)
+    return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf, non_blocking=True)
 
 
 def in_dtype(tree: Tree, dtype: torch.dtype) -> Tree:

@@ -16,6 +16,7 @@ from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
+from pfedhn.engine.gpu import computing_on_gpu
 from pfedhn.errors import UserError, first_line, short
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.models import cross_entropy, is_correct, squared_error
@@ -73,13 +74,14 @@ def check_model(model: Model, federation: Federation) -> Any:
         raise UserError(f"the network {model.name!r} has no trainable parameters; there is nothing to learn.")
     x, y = _first_examples(federation)
     module = model.with_weights(model.fresh(0)).train()
-    outputs = _refuse_changes(model, module, x)
-    _refuse_outputs(model, outputs, x, federation)
-    _refuse_loss(model, outputs, y)
-    _refuse_metric(model, outputs, y)
-    _refuse_without_gradient(model, module, x, y)
-    _refuse_random_draws(model, module, x)
-    _refuse_batch_dependence(model, module, x, y)
+    with computing_on_gpu("fp32", is_deterministic=False):  # what tf32 rounds away looks like a batch that matters
+        outputs = _refuse_changes(model, module, x)
+        _refuse_outputs(model, outputs, x, federation)
+        _refuse_loss(model, outputs, y)
+        _refuse_metric(model, outputs, y)
+        _refuse_without_gradient(model, module, x, y)
+        _refuse_random_draws(model, module, x)
+        _refuse_batch_dependence(model, module, x, y)
     return outputs
 
 

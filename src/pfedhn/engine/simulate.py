@@ -450,8 +450,7 @@ class Simulation:
         validation = splits["validation"]
         is_blind = int(validation.count.sum()) == 0
         if state.best is None or is_blind or validation.score > state.best.evaluation.splits["validation"].score:
-            older = None if state.best is None else state.best.memories
-            state.best = Best(evaluation, state.memories.kept(older))
+            state.best = Best.of(evaluation, state.memories, state.best)
         return evaluation
 
     def evaluate(self, state: State) -> dict[str, SplitResult]:

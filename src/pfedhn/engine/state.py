@@ -137,12 +137,32 @@ class PrivateTable:
         put(self.tree, slot, value)
 
 
-@dataclass
 class Best:
     """The first evaluation with the strictly best validation score, and the memories of that round, on the host."""
 
-    evaluation: Evaluation
-    memories: Memories
+    def __init__(self, evaluation: Evaluation, memories: Memories) -> None:
+        self.evaluation = evaluation
+        self._memories = memories
+        self._copied: torch.cuda.Event | None = None
+
+    @classmethod
+    def of(cls, evaluation: Evaluation, memories: Memories, older: "Best | None") -> "Best":
+        """Copies of memories that a run goes on with; an older best lends its place.
+
+        A GPU copies while other runs compute, and nobody waits for it until the copies are read.
+        """
+        best = cls(evaluation, memories.kept(None if older is None else older._memories))
+        if any(leaf.is_cuda for leaf in pytree.tree_leaves(memories.shared)):
+            best._copied = torch.cuda.Event()
+            best._copied.record()
+        return best
+
+    @property
+    def memories(self) -> Memories:
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        return self._memories
 
 
 class Work(NamedTuple):
