@@ -11,7 +11,9 @@ import inspect
 import json
 import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,18 +139,34 @@ def compression_table() -> str:
     return "\n".join(lines)
 
 
-def privacy_table() -> str:
-    """Accuracy against epsilon of the stored runs of the experiment `privacy`."""
-    (report,) = to_reports(read_file(PAGE.parents[1] / "results" / "privacy.jsonl"))
-    lines = ["| method | epsilon | noise | test accuracy, over clients | over examples |", "|---|---:|---:|---:|---:|"]
-    for entry in report.entries:
+def privacy_table(name: str = "privacy", without: str | None = None) -> str:
+    """Accuracy against epsilon of the stored runs of an experiment; those without privacy may be another's."""
+    folder = PAGE.parents[1] / "results"
+    (report,) = to_reports(read_file(folder / f"{name}.jsonl"))
+    entries = list(report.entries)
+    if without is not None:
+        methods = ["local", *dict.fromkeys(entry.cell.method for entry in entries)]
+        tables = to_reports(read_file(folder / f"{without}.jsonl"))
+        same = [entry for table in tables for entry in table.entries if entry.cell.clients == entries[0].cell.clients]
+        entries = [
+            entry
+            for method in methods
+            for entry in (
+                *(e for e in same if e.cell.method == method),
+                *(e for e in entries if e.cell.method == method),
+            )
+            if entry.results
+        ]
+    lines = [
+        "| method | epsilon | noise | test accuracy, over clients | over examples | seeds |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for entry in entries:
         privacy = entry.cell.privacy
         budget = [f"{privacy['epsilon']:g}", f"{privacy['noise']:g}"] if privacy else ["no privacy", ""]
-        scores = [number_text(entry.test("clients")), number_text(entry.test("samples"))]
-        name = ALGORITHMS[entry.cell.method].name
-        lines.append(
-            f"| {' | '.join([name if entry.cell.method != 'local' else f'{name} (sends nothing)', *budget, *scores])} |"
-        )
+        scores = [number_text(entry.test("clients")), number_text(entry.test("samples")), str(len(entry.results))]
+        called = ALGORITHMS[entry.cell.method].name + (" (sends nothing)" if entry.cell.method == "local" else "")
+        lines.append(f"| {' | '.join([called, *budget, *scores])} |")
     return "\n".join(lines)
 
 
@@ -169,9 +187,12 @@ def staleness_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "methods.md": {"wire": wire_table, "compression": compression_table, "settings": settings_sections},
-    "privacy.md": {"privacy": privacy_table},
+    "privacy.md": {
+        "privacy": privacy_table,
+        "privacy-cifar10": partial(privacy_table, "privacy-cifar10", "table1-cifar10"),
+    },
     "deployment.md": {"staleness": staleness_table},
 }
 """By page and marker."""

@@ -483,6 +483,9 @@ def test_stored_accuracies_follow_from_the_stored_clients() -> None:
             for result in runs.results.values():
                 test = result.test
                 correct, count = numpy.array(test.clients), numpy.array(test.client_examples)
+                if test.sample_mean is None:  # a regression: what is stored of each client is its loss
+                    assert test.loss == pytest.approx(correct.sum() / count.sum(), abs=1e-6)
+                    continue
                 assert test.sample_mean == pytest.approx(correct.sum() / count.sum(), abs=1e-6)
                 assert test.client_mean == pytest.approx((correct[count > 0] / count[count > 0]).mean(), abs=1e-6)
                 found += 1

@@ -35,12 +35,11 @@ def called(entry: Entry) -> str:
 
 
 def draw(found: Found) -> Finding:
-    lines = [["method", "clients per round", "server step", "accuracy", "rounds", "ms per round", "seeds"]]
+    lines = [["method", "clients per round", "server step", "accuracy", "rounds", "seeds"]]
     for entry in found.entries:
         first = next(iter(entry.results.values()))
         rule = "" if size_of(entry.cell) == 1 else NAMES[setting(entry.cell, "rule")]
-        accuracy, time = drawing.text(drawing.accuracy(entry)), drawing.text(drawing.milliseconds(entry), 1)
-        numbers = [accuracy, f"{first.rounds:,}", time, drawing.seeds_of(entry)]
+        numbers = [drawing.text(drawing.accuracy(entry)), f"{first.rounds:,}", drawing.seeds_of(entry)]
         lines.append([entry.label, str(size_of(entry.cell)), rule, *numbers])
     ours = [entry for entry in found.entries if entry.cell.method == "pfedhn" and drawing.accuracy(entry) is not None]
     said = {called(entry): f"{drawing.text(drawing.accuracy(entry), 1)} %" for entry in ours}

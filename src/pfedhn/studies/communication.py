@@ -25,6 +25,9 @@ def compute(finished: Finished) -> Mapping[str, Any]:
     }
 
 
+ABOUT = " Bytes: both ways, of one client. Time: beside other runs on the same device."
+
+
 def draw(found: Found) -> Finding:
     rows: list[tuple[Entry, Mapping[str, Any]]] = [
         (entry, next(iter(analyses.values()))) for entry in found.entries if (analyses := found.analyses(entry.cell))
@@ -44,7 +47,15 @@ def draw(found: Found) -> Finding:
         found.title,
         f"The hypernetwork grows {growth:.0f} times, and a round still carries "
         f"{' or '.join(f'{value:,}' for value in sent) or 'unknown'} bytes: the target network down, its update up.",
-        [(lines, drawing.caption([entry for entry, _ in rows], " Bytes: both ways, of one client."))],
+        [
+            (
+                lines,
+                drawing.caption(
+                    [entry for entry, _ in rows],
+                    " Bytes: both ways, of one client. Time: with other runs on the same device.",
+                ),
+            )
+        ],
         {"": partial(picture, found.title, rows)} if rows else {},
     )
 

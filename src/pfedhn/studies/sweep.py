@@ -26,13 +26,13 @@ def sweep(
     by_method: dict[str, list[Entry]] = {}
     for entry in sorted(found.entries, key=lambda entry: setting(entry.cell, name) or 0):
         by_method.setdefault(entry.cell.method, []).append(entry)
-    lines = [["method", called, "accuracy", "paper", "seeds", "ms a round"]]
+    lines = [["method", called, "accuracy", "paper", "seeds"]]
     for method, entries in by_method.items():
         for entry in entries:
             value = setting(entry.cell, name)
             known = paper.get(value) if method == "pfedhn" else None
             numbers = [drawing.text(drawing.accuracy(entry)), drawing.paper_text(known), drawing.seeds_of(entry)]
-            lines.append([entry.label, str(value), *numbers, drawing.text(drawing.milliseconds(entry), 1)])
+            lines.append([entry.label, str(value), *numbers])
     said = [
         f"{entries[0].label} here: "
         + drawing.listed({str(setting(e.cell, name)): f"{drawing.text(drawing.accuracy(e), 1)} %" for e in entries})

@@ -101,21 +101,23 @@ def draw(found: Found) -> Finding:
     rows: dict[tuple[str, str, bool], list[Entry]] = {}
     for entry in found.entries:
         rows.setdefault((entry.cell.dataset, entry.cell.method, entry.cell.resize_every is not None), []).append(entry)
-    lines = [["data set", "method", *LETTERS, "ms a round", "seeds"]]
+    lines = [["data set", "method", *LETTERS, "all", "seeds"]]
     for (dataset, method, moves), entries in rows.items():
         name = f"{entries[0].label}, sizes change" if moves else entries[0].label
+        whole = drawing.text(drawing.accuracy(entries[0])) if entries[0].cell.part is None else ""
         paper = None if moves or found.is_small else PAPER.get((dataset, method))
         texts = [
             "\n".join([drawing.text(value), *([f"paper {drawing.paper_text(paper[i])}"] if paper else [])])
             for i, value in enumerate(row(found, entries))
         ]
-        lines.append(
-            [dataset, name, *texts, drawing.text(drawing.milliseconds(entries[0]), 1), drawing.seeds_of(entries[0])]
-        )
+        lines.append([dataset, name, *texts, whole, drawing.seeds_of(entries[0])])
     served = served_table(found)
-    tables = [(lines, drawing.caption(found.entries))]
+    about = " All: every client with the size it has."
+    if any(moves for _, _, moves in rows):
+        about += f" Sizes change: every client moves on every {RESIZE_EVERY} steps; S, M, L: everybody with that size."
+    tables = [(lines, drawing.caption(found.entries, about))]
     if len(served) > 1:
-        tables.append((served, "Accuracy in % of clients that trained one size, served each size from one embedding."))
+        tables.append((served, "Accuracy in % of clients that trained one size, or all in turn, with each size."))
     return Finding(found.study.name, found.title, sentence(found, rows), tables, {"": partial(picture, found, rows)})
 
 
@@ -150,11 +152,13 @@ def served_table(found: Found) -> list[list[str]]:
     lines = [["data set", "method", "trained as", *(f"served {letter}" for letter in LETTERS)]]
     for entry in found.entries:
         tables = [values["served"] for values in found.analyses(entry.cell).values() if "served" in values]
-        if not tables or entry.cell.resize_every is not None:
+        if not tables:
             continue
         sizes = sizes_of(entry.cell)
-        for letter, size in zip(LETTERS, sizes, strict=True):
-            members = group(entry.cell, size)
+        groups = {letter: group(entry.cell, size) for letter, size in zip(LETTERS, sizes, strict=True)}
+        if entry.cell.resize_every is not None:
+            groups = {"all in turn": list(range(entry.cell.clients))}
+        for letter, members in groups.items():
             means = [summarize(_mean([table[other][i] for i in members]) for table in tables) for other in sizes]
             lines.append([entry.cell.dataset, entry.label, letter, *(drawing.text(mean, 1) for mean in means)])
     return lines
