@@ -6,7 +6,7 @@ All of it is wrapping integer arithmetic: a CPU, a GPU and another party's machi
 
 import hashlib
 import math
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy
 import torch
@@ -116,6 +116,23 @@ def uniform(key: Key, count: int, device: torch.device | None = None) -> Tensor:
     places = torch.arange(1, count + 1, device=keys.device)
     bits = (mix(keys ^ mix(places * STEP)) >> 11) & ((1 << 53) - 1)
     return bits.to(torch.float64) / (1 << 53)
+
+
+@torch.library.custom_op("pfedhn::uniform", mutates_args=())
+def uniform_operator(keys: Tensor, number: int, count: int) -> Tensor:
+    """`uniform` of the keys folded with a number, opaque: a compiler takes places for 32 bits, and keys need 64."""
+    return uniform(fold(keys, number), count)
+
+
+@uniform_operator.register_fake
+def _(keys: Tensor, number: int, count: int) -> Tensor:
+    return keys.new_empty((*keys.shape, count), dtype=torch.float64)
+
+
+@uniform_operator.register_vmap
+def _(info: Any, dims: tuple[int | None, ...], keys: Tensor, number: int, count: int) -> tuple[Tensor, int]:
+    assert dims[0] is not None
+    return uniform_operator(keys.movedim(dims[0], 0), number, count), 0
 
 
 def normal(key: Key, count: int, device: torch.device | None = None) -> Tensor:

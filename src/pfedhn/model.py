@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pfedhn.dropout import drawing, draws_freely, dropouts, keyed
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.params import Params, take
@@ -47,7 +48,12 @@ class Model:
 
     @cached_property
     def training_module(self) -> nn.Module:
-        return masked(self._module)
+        module = masked(self._module)
+        if not self.has_dropout or self.is_random:
+            return module
+        module = copied(module)
+        keyed(module)
+        return module
 
     @cached_property
     def testing_module(self) -> nn.Module:
@@ -70,22 +76,25 @@ class Model:
         return all(isinstance(module, nn.Linear) for module in owners)
 
     @cached_property
+    def has_dropout(self) -> bool:
+        return self.is_random or bool(dropouts(self._module))
+
+    @cached_property
     def is_random(self) -> bool:
-        """Whether the forward pass draws random numbers while training (dropout)."""
-        return any(
-            (isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0)
-            or (isinstance(rate := getattr(module, "dropout", None), float) and rate > 0)
-            for module in self.training_module.modules()
-        )
+        """Whether the forward pass draws from PyTorch's generator while training, which only a loop can key."""
+        return draws_freely(self._module)
 
     @contextmanager
     def seeded(self, noise: Tensor) -> Iterator[None]:
         """Key the random numbers that the forward pass draws by itself, if it draws any."""
-        if not self.is_random:
-            yield
-            return
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(noise) & ((1 << 63) - 1))
+        if self.is_random:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(int(noise) & ((1 << 63) - 1))
+                yield
+        elif self.has_dropout:
+            with drawing(noise):
+                yield
+        else:
             yield
 
     def _build(self, key: Key) -> nn.Module:

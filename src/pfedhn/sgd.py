@@ -4,7 +4,7 @@ Axes: [K] steps, [B]atch.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
@@ -12,7 +12,9 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from pfedhn.dropout import drawing, drawn
 from pfedhn.errors import UserError
+from pfedhn.keys import fold
 from pfedhn.params import Params, pack, pick, take
 from pfedhn.privacy import NO_GRADIENT, protected
 from pfedhn.settings import Bounds
@@ -54,24 +56,34 @@ def scan(step: Callable[[Carry, Any, Any], Carry], carry: Carry, batches: Any, c
 
     An executor may trace `step` once and run it for other steps and clients, so the tensors it uses come through its
     arguments or from local variables of the function around it. Where the network has batch statistics, they are
-    carried along.
+    carried along; where it has dropout, every step gets a key to draw from.
     """
-    tracker = tracked()
-    if tracker is None:
+    tracker, draws = tracked(), drawn()
+    if tracker is None and draws is None:
         result: Carry = _scan.get()(step, carry, batches, constants)
         return result
 
-    def tracking_step(both: tuple[Carry, Params], batch: Any, constants: Any) -> tuple[Carry, Params]:
-        inner, tracker.now = both
-        return step(inner, batch, constants), tracker.now
+    def whole_step(whole: tuple[Carry, Params], data: Any, constants: Any) -> tuple[Carry, Params]:
+        (inner, statistics), (batch, *key) = whole, data
+        if tracker is not None:
+            tracker.now = statistics
+        with drawing(*key) if key else nullcontext():
+            moved = step(inner, batch, constants)
+        return moved, statistics if tracker is None else tracker.now
 
-    before = tracker.now
+    before = {} if tracker is None else tracker.now
+    data = [batches]
+    if draws is not None:
+        like = torch.utils._pytree.tree_leaves(batches)[0]
+        data.append(fold(draws.next(), torch.arange(like.shape[0], device=like.device)))
     try:
-        result, after = _scan.get()(tracking_step, (carry, before), batches, constants)
+        result, after = _scan.get()(whole_step, (carry, before), data, constants)
     except BaseException:
-        tracker.now = before
+        if tracker is not None:
+            tracker.now = before
         raise
-    tracker.now = after
+    if tracker is not None:
+        tracker.now = after
     return result
 
 
@@ -221,13 +233,14 @@ def clipped_sum(loss: Loss, unpack: Callable[[Tensor], Params], limit: float) ->
         limit: The largest norm.
     """
 
-    def of_one(vector: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def of_one(vector: Tensor, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
         mask = torch.ones(1, dtype=torch.bool, device=vector.device)
-        return loss(unpack(vector), Batches(x.unsqueeze(0), y.unsqueeze(0), mask))
+        with nullcontext() if drawn() is None else drawing(key):
+            return loss(unpack(vector), Batches(x.unsqueeze(0), y.unsqueeze(0), mask))
 
     def total(vector: Tensor, batch: Batches) -> Tensor:
-        one_by_one = torch.vmap(torch.func.grad(of_one), in_dims=(None, 0, 0), randomness="different")
-        each: Tensor = one_by_one(vector, batch.x, batch.y)
+        one_by_one = torch.vmap(torch.func.grad(of_one), in_dims=(None, 0, 0, 0), randomness="different")
+        each: Tensor = one_by_one(vector, batch.x, batch.y, keys_of_examples(batch))
         counts = batch.mask & each.isfinite().all(1)
         each = torch.where(counts.unsqueeze(1), each, 0.0)
         factors = (limit / torch.linalg.vector_norm(each, dim=1)).clamp(max=1.0)
@@ -235,6 +248,12 @@ def clipped_sum(loss: Loss, unpack: Callable[[Tensor], Params], limit: float) ->
         return (torch.where(counts, factors, 0.0).unsqueeze(1) * each).sum(0)
 
     return total
+
+
+def keys_of_examples(batch: Batches) -> Tensor:
+    """[B]: what dropout draws from for each example of a batch."""
+    draws, numbers = drawn(), torch.arange(batch.mask.shape[0], device=batch.mask.device)
+    return numbers if draws is None else torch.as_tensor(fold(draws.next(), numbers))
 
 
 def clip_vector(vector: Tensor, limit: float | None, length: int) -> Tensor:

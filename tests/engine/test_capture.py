@@ -82,7 +82,7 @@ def test_a_large_cohort_trains_some_at_a_time(
     batches = []
     train = CapturedRun._train
     monkeypatch.setattr(
-        CapturedRun, "_train", lambda self, *arguments: batches.append(arguments[-1]) or train(self, *arguments)
+        CapturedRun, "_train", lambda self, *arguments: batches.append(arguments[-2]) or train(self, *arguments)
     )
     expected = finish(simulate(algorithm(method), federation, rounds=3, cohort=5, executor="loop"))
     state, _ = captured(simulate(algorithm(method), federation, rounds=3, cohort=5))

@@ -501,16 +501,31 @@ def test_any_module_runs_under_every_method(foreign: tuple[Federation, dict[str,
     assert torch.isfinite(state.best.evaluation.splits["test"].loss).all()
 
 
-@pytest.mark.parametrize("executor", mostly_slow(["auto", "loop", "traced"], "auto"))
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.drop, self.out = nn.Embedding(11, 8), nn.Dropout(0.3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.drop(self.embed(x)).mean(1))
+
+
+@pytest.mark.parametrize(
+    ("network", "executor"),
+    mostly_slow(
+        [(Attention, "auto"), (Attention, "loop"), *((Dropping, name) for name in ("auto", "traced", "captured"))],
+        (Attention, "auto"),
+    ),
+)
 @pytest.mark.parametrize(
     "spec", [ALGORITHMS["pfedhn-pc"](**SMALL), PerFedAvg(local_steps=2)], ids=["pfedhn-pc", "per-fedavg"]
 )
-def test_dropout_is_keyed(spec: Any, executor: str) -> None:
+def test_dropout_is_keyed(spec: Any, network: type[nn.Module], executor: str) -> None:
     """Same seed, same bits, whatever torch's own generator is at; clients and rounds draw different masks."""
     results = []
     for number in range(2):
-        models = {"transformer": Model("transformer", Attention, cross_entropy, is_correct)}
-        assert models["transformer"].is_random
+        models = {"transformer": Model("transformer", network, cross_entropy, is_correct)}
+        assert models["transformer"].has_dropout
         torch.manual_seed(number)
         before = torch.get_rng_state()
         simulation = simulate(spec, sentences(), models, rounds=4, cohort=2, executor=executor, batch_size=8)
@@ -528,7 +543,7 @@ def test_dropout_does_not_depend_on_what_ran_before() -> None:
     for stops in ((), (2,)):
         state: State | None = None
         for rounds in (*stops, 5):
-            models = {"transformer": Model("transformer", Attention, cross_entropy, is_correct)}
+            models = {"transformer": Model("transformer", Dropping, cross_entropy, is_correct)}
             spec = FedAvg(local_steps=2)
             state = finish(simulate(spec, sentences(), models, rounds=rounds, executor="traced", batch_size=8), state)
         states.append(memories_of(state))
@@ -550,7 +565,7 @@ def test_every_round_client_and_step_drops_other_units(federation: Federation) -
             return self.out(x.flatten(1) * mask)
 
     models = {"recording": Model("recording", Recording, cross_entropy, is_correct, dtype=torch.float64)}
-    finish(simulate(FedAvg(local_steps=3), federation, models, rounds=2, cohort=NUM_CLIENTS))
+    finish(simulate(FedAvg(local_steps=3), federation, models, rounds=2, cohort=NUM_CLIENTS, executor="loop"))
     assert len(masks) == 2 * NUM_CLIENTS * 3
     assert len(set(masks)) == len(masks)
 
@@ -565,9 +580,9 @@ def test_dropout_matters() -> None:
     assert not torch.equal(ends[0]["out.weight"], ends[1]["out.weight"])
 
 
-def test_vectorized_refuses_dropout() -> None:
+def test_vectorized_refuses_draws_that_it_cannot_key() -> None:
     models = {"transformer": Model("transformer", Attention, cross_entropy, is_correct)}
-    with pytest.raises(ValueError, match="dropout"):
+    with pytest.raises(ValueError, match="draws in ways of its own"):
         finish(simulate(FedAvg(local_steps=1), sentences(), models, executor="vectorized"))
 
 

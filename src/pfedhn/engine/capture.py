@@ -201,6 +201,7 @@ class CapturedRun:
         self.counter = torch.tensor(state.round, device=device)
         self.bad = torch.full((2,), -1, device=device)  # first round and client whose numbers were not finite
         self.batch_key = torch.tensor(keys.fold(simulation.seed, "batches"), device=device)
+        self.noise_key = torch.tensor(keys.fold(simulation.seed, "noise"), device=device)
         # Made here: the compiler takes an arange inside a graph for 32-bit indices, and keys need 64 bits.
         self.steps = torch.arange(simulation.algorithm.num_batches, device=device)
         self.rates = rates(simulation.algorithm, next(iter(simulation.models.values())).dtype, device)
@@ -314,10 +315,13 @@ class CapturedRun:
         for some in torch.arange(len(members)).tensor_split(-(-len(members) // MAX_TOGETHER)):
             part = slice(int(some[0]), int(some[-1]) + 1)
             batches = self.draw(self.counter, self.batch_key, members[part], data)
-            results.append(self._train(model, *take((offers, kept), part), batches))
+            noise = members[part]  # of no use without dropout, and no kernel more
+            if model.has_dropout:
+                noise = torch.as_tensor(keys.fold(self.noise_key, self.counter, self.identities[noise]))
+            results.append(self._train(model, *take((offers, kept), part), batches, noise))
         return results[0] if len(results) == 1 else pytree.tree_map(lambda *parts: torch.cat(parts), *results)
 
-    def _train(self, model: Model, offers: Offer, kept: Kept, batches: Batches) -> tuple[Params, Kept]:
+    def _train(self, model: Model, offers: Offer, kept: Kept, batches: Batches, noise: Tensor) -> tuple[Params, Kept]:
         """The clients of one architecture, all arguments [C, ...]: together, so that a kernel serves all of them."""
         count = batches.mask.shape[0]
         kind = TracedScan if count == 1 else TogetherScan
@@ -326,10 +330,11 @@ class CapturedRun:
             self.scans[model.name, count] = shared_by_equal_runs(self._key("steps", model.name, count), make)
         exchange = exchange_with_rates(self.simulation.exchange, self.rates)
 
-        def train(offer: Offer, kept: Kept, batches: Batches) -> tuple[Params, Kept]:
-            return exchange.train(model, offer, kept, batches)
+        def train(offer: Offer, kept: Kept, batches: Batches, noise: Tensor) -> tuple[Params, Kept]:
+            with model.seeded(noise):
+                return exchange.train(model, offer, kept, batches)
 
-        given = (offers, kept, batches)
+        given = (offers, kept, batches, noise)
         with self.scans[model.name, count].running(given):
             if count == 1:
                 return stack([train(*take(given, 0))])

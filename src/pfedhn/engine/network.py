@@ -16,13 +16,14 @@ from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
+from pfedhn.dropout import drawing, keyed
 from pfedhn.engine.gpu import computing_on_gpu
 from pfedhn.errors import UserError, first_line, short
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.params import stack
 from pfedhn.sgd import Batches
-from pfedhn.statistics import normalizations
+from pfedhn.statistics import copied, normalizations
 
 logger = logging.getLogger("pfedhn")
 
@@ -267,7 +268,14 @@ def _refuse_without_gradient(model: Model, module: nn.Module, x: Tensor, y: Tens
 
 def _refuse_random_draws(model: Model, module: nn.Module, x: Tensor) -> None:
     """Only the draws of dropout layers are keyed by client and round."""
-    if not model.is_random and not _is_close(_forward(model, module, x, 0), _forward(model, module, x, 1)):
+    if model.is_random:
+        return
+    probe, outputs = copied(module), []
+    keyed(probe)
+    for seed in (0, 1):
+        with drawing(torch.zeros((), dtype=torch.int64, device=x.device)):
+            outputs.append(_forward(model, probe, x, seed))
+    if not _is_close(*outputs):
         raise UserError(
             f"the forward pass of {model.name!r} draws random numbers outside of a dropout layer, which cannot be "
             "keyed by client and round; use nn.Dropout instead of functional dropout, or take the noise out."
@@ -386,11 +394,15 @@ def choose_executor(asked: str, model: Model, federation: Federation, clients_pe
 
     "auto" batches clients where every layer is linear, so that they share products; elsewhere batching is no gain.
     """
-    if asked == "vectorized":
-        reason = "it has dropout, whose draws cannot be keyed by client" if model.is_random else None
-        if reason := reason or batching_error(model, federation):
-            able = "'loop'" if model.is_random else "'traced' or 'loop'"
-            raise UserError(f"the executor 'vectorized' cannot run the network {model.name!r}: {reason}; use {able}.")
+    if asked in ("vectorized", "traced") and model.is_random:
+        raise UserError(
+            f"the executor {asked!r} cannot run the network {model.name!r}: it draws in ways of its own, which cannot "
+            "be keyed by client; use 'loop', or nn.Dropout layers."
+        )
+    if asked == "vectorized" and (reason := batching_error(model, federation)):
+        raise UserError(
+            f"the executor 'vectorized' cannot run the network {model.name!r}: {reason}; use 'traced' or 'loop'."
+        )
     if asked not in ("auto", "captured"):
         return asked
     if model.is_random:

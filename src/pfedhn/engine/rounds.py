@@ -47,7 +47,10 @@ def _resized_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
 def _rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
     if any(model.is_random for model in simulation.models.values()):
         if simulation.federation.x.is_cuda or simulation.executor == "captured":
-            logger.warning("a network with dropout runs step by step, slower: a captured round cannot key its draws.")
+            logger.warning(
+                "a network whose dropout is not a layer of its own (nn.Dropout) runs step by step, slower: a captured "
+                "round cannot key its draws."
+            )
     elif is_captured(simulation):
         if isinstance(simulation.federation, LazyFederation):
             logger.warning("data that are loaded when needed cannot be captured; rounds run one operation at a time.")
