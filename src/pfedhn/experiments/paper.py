@@ -270,7 +270,7 @@ RESNET = Experiment(
 # A ResNet learns half of the classes in one place; 50 clients adapt it to the other half, which it has never seen.
 BACKBONE = Experiment(
     name="backbone-cifar100",
-    title="ResNet-18 on the first 50 classes of CIFAR-100, in one place",
+    title="ResNet-18 of half the width on the first 50 classes of CIFAR-100, in one place",
     cells=(
         Cell(
             method="local",
@@ -278,7 +278,8 @@ BACKBONE = Experiment(
             clients=1,
             partition={"rule": "by_classes", "classes_per_client": 50, "last_class": 49},
             split=(0.9, 0.1, 0.0),
-            model="resnet18",
+            model="pfedhn.models:ResNet",
+            network={"width": 32},
             steps=160,  # rounds of 50 SGD steps: 45 epochs
             batch_size=128,
             evaluate_every=5,
@@ -289,7 +290,7 @@ BACKBONE = Experiment(
 )
 ADAPTERS = Experiment(
     name="adapters-cifar100",
-    title="The other 50 classes of CIFAR-100, 50 clients with 5 each: low-rank adapters of a frozen ResNet-18",
+    title="The other 50 classes of CIFAR-100, 50 clients with 5 each: low-rank adapters of a frozen ResNet",
     cells=tuple(
         Cell(
             method=method,
@@ -301,7 +302,7 @@ ADAPTERS = Experiment(
             network={"backbone": "runs/backbone-cifar100/local-cifar100-1-seed0", "rank": 4},
             steps=2_000,
             evaluate_every=100,
-            settings=settings,
+            settings={"local_steps": 10, **settings},
         )
         for method, settings in (
             ("pfedhn", LOW_RANK),
