@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py --out results.jsonl --only equal --method all
     python benchmarks/gpu.py --out results.jsonl --only time --runs 1,16,24 --rounds 150
+    python benchmarks/gpu.py --out results.jsonl --only time --target lenet-SML    clients of three sizes, in turn
     python benchmarks/gpu.py --out results.jsonl --only sweep      the curves of docs/performance.md
     python benchmarks/gpu.py --out results.jsonl --only generic    a target without kernels of its own, against a graph
                                                                    of the same compiled step captured by hand
@@ -50,6 +51,10 @@ TARGETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
 }
 
 
+SIZES = tuple(f"lenet-{size}" for size in bench.SIZES)
+SEVERAL = "lenet-SML"  # one hypernetwork for clients of three sizes
+
+
 class Transformer(nn.Module):
     """A small vision transformer: patches of 4 x 4 pixels, 64 numbers each, four layers of four heads."""
 
@@ -82,10 +87,16 @@ def images(num_clients: int, num_examples: int, shape: tuple[int, ...], num_clas
 
 
 def simulation(
-    method: str, federation: Federation, model: Model, schedule: Schedule, seed: int, executor: str, **settings: Any
+    method: str,
+    federation: Federation,
+    models: list[Model],
+    schedule: Schedule,
+    seed: int,
+    executor: str,
+    **settings: Any,
 ) -> Simulation:
     algorithm = ALGORITHMS[method](**settings).for_clients(federation.num_clients)
-    return Simulation(algorithm, {"model": model}, federation, schedule, seed, executor)
+    return Simulation(algorithm, {model.name: model for model in models}, federation, schedule, seed, executor)
 
 
 def relative_difference(left: Any, right: Any) -> float:
@@ -113,7 +124,7 @@ def check_equal(write: Any, methods: list[str]) -> None:
             schedule = Schedule(4 * cohort, cohort, 32, 2 * cohort)  # few rounds: what rounding does grows with each
             states = {}
             for executor in ("loop", "captured"):
-                one = simulation(method, federation, model, schedule, 0, executor, **settings)
+                one = simulation(method, federation, [model], schedule, 0, executor, **settings)
                 state = one.initial_state()
                 steps = CapturedRun(one, state).rounds() if executor == "captured" else one.rounds(state)
                 scores = [p.evaluation.splits["validation"].loss for p in steps if p.evaluation]
@@ -144,20 +155,25 @@ def measure(
     **settings: Any,
 ) -> None:
     """Milliseconds per round and run, evaluation of all clients included."""
-    shape, factory = TARGETS[target]
-    federation = images(clients, 40_000 // clients, shape, 10).to(DEVICE)
-    model = Model("model", factory, cross_entropy, is_correct, DEVICE)
+    names = SIZES if target == SEVERAL else (target,)
+    federation = images(clients, 40_000 // clients, TARGETS[names[0]][0], 10).to(DEVICE)
+    models = [Model(name, TARGETS[name][1], cross_entropy, is_correct, DEVICE) for name in names]
+    if len(names) > 1:
+        federation = federation.with_architectures([names[client % len(names)] for client in range(clients)])
     cohort = ALGORITHMS[method]().usual_cohort_size
     schedule = Schedule(rounds * cohort, cohort, 64, every)
     for count in runs:
         set_up_gpu("tf32", is_deterministic=False, num_runs=count)
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        ones = [simulation(method, federation, model, schedule, seed, "captured", **settings) for seed in range(count)]
+        ones = [simulation(method, federation, models, schedule, seed, "captured", **settings) for seed in range(count)]
         group = [CapturedRun(one, one.initial_state()) for one in ones]
         iterators = [run.rounds() for run in group]
         for iterator in iterators:  # compile, capture and evaluate once
             next(iterator)
+        for run in group:  # where clients are of several sizes, a round of each
+            for signature in set(run.signatures):
+                run.graph_of(signature)
         torch.cuda.synchronize()
         ready = time.perf_counter()
         for _ in side_by_side(iterators):
@@ -318,7 +334,7 @@ def main() -> None:
     parser.add_argument("--only", default="time", choices=["equal", "time", "sweep", "generic"])
     parser.add_argument("--runs", default="1,8,16")
     parser.add_argument("--rounds", type=int, default=120)
-    parser.add_argument("--target", choices=list(TARGETS), default="lenet-M")
+    parser.add_argument("--target", choices=[*TARGETS, SEVERAL], default="lenet-M")
     parser.add_argument("--method", default="pfedhn")
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--inductor", default="", help="settings to try, e.g. combo_kernels=True")
