@@ -1,5 +1,7 @@
 """Dropout layers that draw by key."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,8 +10,8 @@ from torch.nn import functional
 import pfedhn
 from pfedhn import keys
 from pfedhn.data.federation import Federation
-from pfedhn.dropout import drawing, draws_freely, keyed
-from pfedhn.engine.network import build_model
+from pfedhn.dropout import KINDS, drawing, keyed
+from pfedhn.engine.network import build_model, draws_freely
 from pfedhn.sgd import Batches, clipped_sum, scan
 
 KEY = torch.tensor(7)
@@ -35,6 +37,30 @@ def test_whole_channels_are_dropped(layer: type[nn.Module], shape: tuple[int, ..
         found = made(layer(0.5))(torch.ones(shape)).flatten(2)
     assert ((found == 0).all(2) | (found == 2).all(2)).all()
     assert 0.4 < float((found[..., 0] == 0).float().mean()) < 0.6
+
+
+@pytest.mark.filterwarnings("ignore:dropout")
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("ndim", [2, 3, 4, 5])
+def test_what_goes_together_is_as_in_pytorch(kind: type[nn.Dropout], ndim: int) -> None:
+    ones = torch.ones([12, 11, 5, 4, 3][:ndim])
+
+    with drawing(KEY):
+        ours = made(kind(0.5))(ones)
+    try:
+        theirs = kind(0.5).train()(ones)
+    except RuntimeError:
+        return  # PyTorch refuses this one
+    assert alike(ours) == alike(theirs)
+
+
+def alike(found: Tensor) -> int:
+    """The first dimensions that tell numbers apart."""
+    for first in range(found.ndim):
+        rest = found.flatten(first)
+        if bool((rest == rest[..., :1]).all()):
+            return first
+    return found.ndim
 
 
 def test_draws_are_those_of_the_key_alone() -> None:
@@ -95,36 +121,44 @@ def test_private_steps_draw_for_every_example() -> None:
 
 
 class Handed(nn.Module):
-    """Drops by a rate that it hands on."""
+    """Drops by a rate that its layer hands on, as attention often does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.out, self.drop_rate = nn.Dropout(0.5), nn.Linear(3, 2), 0.5
+        self.layer, self.out = nn.Dropout(0.5), nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(functional.dropout(self.layer(x), self.drop_rate, self.training))
+        return self.out(functional.dropout(x, self.layer.p, self.training))
 
 
-class Hidden(Handed):
+class Hidden(nn.Module):
     """Drops by a rate that nobody can see."""
 
     def __init__(self) -> None:
         super().__init__()
-        del self.drop_rate
+        self.out = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(functional.dropout(self.layer(x), 0.5, self.training))
+        return self.out(functional.dropout(x, 0.5, self.training))
+
+
+class Own(nn.Dropout):
+    pass
 
 
 def test_what_draws_freely_is_known_or_refused() -> None:
-    assert not draws_freely(nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3)))
-    assert draws_freely(Handed())
-    assert draws_freely(nn.LSTM(3, 3, 2, dropout=0.5))
-    assert draws_freely(nn.AlphaDropout(0.5))
     rows = [(torch.randn(8, 3), torch.arange(8) % 2) for _ in range(2)]
     clients = [{"train": part, "validation": part, "test": part} for part in rows]
     federation = Federation.from_clients(clients)
-    assert build_model("handed", Handed, federation).is_random
+    known: dict[str, Callable[[], nn.Module]] = {
+        "layers": lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2)),
+        "handed": Handed,
+        "own": lambda: nn.Sequential(Own(0.5), nn.Linear(3, 2)),
+        "alpha": lambda: nn.Sequential(nn.AlphaDropout(0.5), nn.Linear(3, 2)),
+        "in place": lambda: nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5, inplace=True), nn.Linear(3, 2)),
+    }
+    free = {name for name, make in known.items() if draws_freely(build_model(name, make, federation), federation)}
+    assert free == {"handed", "own", "alpha", "in place"}
     with pytest.raises(pfedhn.UserError, match="outside of a dropout layer"):
         build_model("hidden", Hidden, federation)
 

@@ -2,20 +2,28 @@
 
 PyTorch's generator cannot do that where clients are mapped or a round is captured: it draws for all of them at once, or
 the same again. Here a layer draws from the key of a `Draws`, which is set for ONE client's work; `sgd.scan` gives every
-step a key of its own, so that a method need not mention it.
+step a key of its own, so that a method need not mention it. What else a network draws (attention that hands a rate on,
+a layer of one's own) comes from PyTorch's generator, which only the loop can seed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from pfedhn import keys
 
-PLAIN = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+# How many of the first dimensions have a draw of their own, as PyTorch has it; what comes after goes together.
+KINDS: dict[type[nn.Module], Callable[[int], int]] = {
+    nn.Dropout: lambda ndim: ndim,
+    nn.Dropout1d: lambda ndim: ndim - 1,
+    nn.Dropout2d: lambda ndim: 2,
+    nn.Dropout3d: lambda ndim: 2 if ndim == 5 else 1,
+}
 
 
 @dataclass
@@ -56,41 +64,36 @@ def drawn() -> Draws | None:
     return _draws.get()
 
 
-class KeyedDropout(nn.modules.dropout._DropoutNd):
+class KeyedDropout(_DropoutNd):
     """`nn.Dropout` and, for whole channels, `nn.Dropout1d`, `2d` and `3d`."""
 
-    num_kept_dims: int | None  # how many of the last dimensions go together
+    kind: type[nn.Module]
 
     def forward(self, input: Tensor) -> Tensor:
         draws = _draws.get()
         if not self.training or draws is None or self.p == 0:
             return input
-        together = 0 if self.num_kept_dims is None else self.num_kept_dims
-        shape = input.shape[: input.ndim - together]
-        uniform = draws.uniform(shape.numel()).reshape(*shape, *[1] * together)
+        shape = input.shape[: KINDS[self.kind](input.ndim)]
+        uniform = draws.uniform(shape.numel()).reshape(*shape, *[1] * (input.ndim - len(shape)))
         return torch.where(uniform >= self.p, input / (1 - self.p) if self.p < 1 else input, 0.0)
 
+    def extra_repr(self) -> str:
+        return f"{self.kind.__name__}, {super().extra_repr()}"  # a digest of a network is made of it
 
-def keyed(module: nn.Module) -> None:
+
+def keyed(module: nn.Module) -> nn.Module:
     """Let the dropout layers of a network draw by key, in place."""
-    for part in dropouts(module):
-        part.num_kept_dims = None if type(part) is nn.Dropout else int(type(part).__name__[-2])  # type: ignore[assignment]
-        part.__class__ = KeyedDropout
+    for part in module.modules():
+        if type(part) in KINDS and not part.inplace:  # one that works in place may be called for that alone
+            part.kind = type(part)  # type: ignore[assignment]
+            part.__class__ = KeyedDropout
+    return module
 
 
-def dropouts(module: nn.Module) -> list[nn.Module]:
-    """The layers of a network that can draw by key."""
-    return [part for part in module.modules() if type(part) in PLAIN and part.p > 0]  # type: ignore[operator]
-
-
-def draws_freely(module: nn.Module) -> bool:
-    """Whether a network draws in ways of its own besides: another kind of dropout, or a rate that it hands on."""
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a network says that it drops: by a layer, or by a rate that a layer hands on."""
     return any(
-        (
-            isinstance(part, nn.modules.dropout._DropoutNd)
-            and part.p > 0
-            and not isinstance(part, (KeyedDropout, *PLAIN))
-        )
-        or any("drop" in name and isinstance(rate, float) and 0 < rate <= 1 for name, rate in vars(part).items())
+        (isinstance(part, _DropoutNd) and part.p > 0)
+        or (isinstance(rate := getattr(part, "dropout", None), float) and rate > 0)
         for part in module.modules()
     )

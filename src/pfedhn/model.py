@@ -4,14 +4,14 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pfedhn.dropout import drawing, draws_freely, dropouts, keyed
+from pfedhn.dropout import drawing, has_dropout, keyed
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.params import Params, take
@@ -49,11 +49,7 @@ class Model:
     @cached_property
     def training_module(self) -> nn.Module:
         module = masked(self._module)
-        if not self.has_dropout or self.is_random:
-            return module
-        module = copied(module)
-        keyed(module)
-        return module
+        return keyed(copied(module)) if self.has_dropout else module
 
     @cached_property
     def testing_module(self) -> nn.Module:
@@ -77,25 +73,39 @@ class Model:
 
     @cached_property
     def has_dropout(self) -> bool:
-        return self.is_random or bool(dropouts(self._module))
-
-    @cached_property
-    def is_random(self) -> bool:
-        """Whether the forward pass draws from PyTorch's generator while training, which only a loop can key."""
-        return draws_freely(self._module)
+        return has_dropout(self._module)
 
     @contextmanager
-    def seeded(self, noise: Tensor) -> Iterator[None]:
-        """Key the random numbers that the forward pass draws by itself, if it draws any."""
-        if self.is_random:
-            with torch.random.fork_rng(devices=[]):
+    def seeded(self, noise: Tensor, is_alone: bool = True) -> Iterator[None]:
+        """Key the random numbers that the forward pass draws by itself, if it draws any.
+
+        Args:
+            noise: The key of ONE client's work.
+            is_alone: Whether the client is run by itself, operation by operation: then PyTorch's generator is seeded
+                too, for what is drawn by other means than layers.
+        """
+        if not self.has_dropout:
+            yield
+        elif is_alone:
+            with torch.random.fork_rng(devices=[]), drawing(noise):
                 torch.manual_seed(int(noise) & ((1 << 63) - 1))
                 yield
-        elif self.has_dropout:
+        else:
             with drawing(noise):
                 yield
-        else:
-            yield
+
+    def draws_freely(self, batch: Batches) -> bool:
+        """Whether training on a batch draws from PyTorch's generator, which only a client run by itself can seed."""
+        if not self.has_dropout:
+            return False
+        device = torch.device(self.device)
+        is_cuda = device.type == "cuda"
+        state = partial(torch.cuda.get_rng_state, device) if is_cuda else torch.get_rng_state
+        weights, key = self.fresh(0), torch.zeros((), dtype=torch.int64, device=device)
+        with torch.random.fork_rng([device] if is_cuda else []), torch.no_grad(), drawing(key):
+            before = state()
+            self.loss(weights, batch)
+            return not torch.equal(before, state())
 
     def _build(self, key: Key) -> nn.Module:
         with torch.random.fork_rng(devices=[]):

@@ -331,7 +331,7 @@ class CapturedRun:
         exchange = exchange_with_rates(self.simulation.exchange, self.rates)
 
         def train(offer: Offer, kept: Kept, batches: Batches, noise: Tensor) -> tuple[Params, Kept]:
-            with model.seeded(noise):
+            with model.seeded(noise, is_alone=False):
                 return exchange.train(model, offer, kept, batches)
 
         given = (offers, kept, batches, noise)

@@ -124,7 +124,7 @@ def score(
 
     def one_client(noise: Tensor, row: Any, kept: Any, batches: Batches, x: Tensor, y: Tensor, masks: Tensor) -> Tensor:
         given = (shared, row, kept, batches)
-        with model.seeded(noise), executor.running(model.name, "personalize", given):
+        with model.seeded(noise, is_alone=executor.name == "loop"), executor.running(model.name, "personalize", given):
             weights = exchange.personal_weights(model, *given, is_adapted)
         outputs = model.outputs(weights, x)
         loss = model.per_example_loss(outputs, y)

@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +17,13 @@ from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
-from pfedhn.dropout import drawing, keyed
 from pfedhn.engine.gpu import computing_on_gpu
 from pfedhn.errors import UserError, first_line, short
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.params import stack
 from pfedhn.sgd import Batches
-from pfedhn.statistics import copied, normalizations
+from pfedhn.statistics import normalizations
 
 logger = logging.getLogger("pfedhn")
 
@@ -75,7 +75,8 @@ def check_model(model: Model, federation: Federation) -> Any:
         raise UserError(f"the network {model.name!r} has no trainable parameters; there is nothing to learn.")
     x, y = _first_examples(federation)
     module = model.with_weights(model.fresh(0)).train()
-    with computing_on_gpu("fp32", is_deterministic=False):  # what tf32 rounds away looks like a batch that matters
+    # What tf32 rounds away looks like a batch that matters.
+    with computing_on_gpu("fp32", is_deterministic=False) if x.is_cuda else nullcontext():
         outputs = _refuse_changes(model, module, x)
         _refuse_outputs(model, outputs, x, federation)
         _refuse_loss(model, outputs, y)
@@ -268,14 +269,7 @@ def _refuse_without_gradient(model: Model, module: nn.Module, x: Tensor, y: Tens
 
 def _refuse_random_draws(model: Model, module: nn.Module, x: Tensor) -> None:
     """Only the draws of dropout layers are keyed by client and round."""
-    if model.is_random:
-        return
-    probe, outputs = copied(module), []
-    keyed(probe)
-    for seed in (0, 1):
-        with drawing(torch.zeros((), dtype=torch.int64, device=x.device)):
-            outputs.append(_forward(model, probe, x, seed))
-    if not _is_close(*outputs):
+    if not model.has_dropout and not _is_close(_forward(model, module, x, 0), _forward(model, module, x, 1)):
         raise UserError(
             f"the forward pass of {model.name!r} draws random numbers outside of a dropout layer, which cannot be "
             "keyed by client and round; use nn.Dropout instead of functional dropout, or take the noise out."
@@ -389,12 +383,20 @@ def batching_error(model: Model, federation: Federation) -> str | None:
     return None
 
 
+def draws_freely(model: Model, federation: Federation) -> bool:
+    """Whether a network draws by other means than dropout layers, which only the loop can key."""
+    if not model.has_dropout:
+        return False
+    x, y = _first_examples(federation)
+    return model.draws_freely(Batches(x, y, torch.ones(len(x), dtype=torch.bool, device=x.device)))
+
+
 def choose_executor(asked: str, model: Model, federation: Federation, clients_per_round: int) -> str:
     """The name of the executor that runs a network, or a refusal if the one that was asked for cannot.
 
     "auto" batches clients where every layer is linear, so that they share products; elsewhere batching is no gain.
     """
-    if asked in ("vectorized", "traced") and model.is_random:
+    if (is_free := draws_freely(model, federation)) and asked in ("vectorized", "traced"):
         raise UserError(
             f"the executor {asked!r} cannot run the network {model.name!r}: it draws in ways of its own, which cannot "
             "be keyed by client; use 'loop', or nn.Dropout layers."
@@ -405,7 +407,7 @@ def choose_executor(asked: str, model: Model, federation: Federation, clients_pe
         )
     if asked not in ("auto", "captured"):
         return asked
-    if model.is_random:
+    if is_free:
         return "loop"
     if clients_per_round > 1 and model.is_plain and batching_error(model, federation) is None:
         return "vectorized"

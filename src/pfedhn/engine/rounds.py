@@ -45,7 +45,7 @@ def _resized_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
 
 
 def _rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
-    if any(model.is_random for model in simulation.models.values()):
+    if simulation.draws_freely:
         if simulation.federation.x.is_cuda or simulation.executor == "captured":
             logger.warning(
                 "a network whose dropout is not a layer of its own (nn.Dropout) runs step by step, slower: a captured "
@@ -72,8 +72,11 @@ def is_captured(simulation: Simulation) -> bool:
 def scores_of_adapted(simulation: Simulation, best: Best) -> dict[str, SplitResult]:
     """What every client's model of the chosen round scores after the client's own adaptation steps."""
     executor = None
-    is_random = any(model.is_random for model in simulation.models.values())
-    if is_captured(simulation) and not is_random and not isinstance(simulation.federation, LazyFederation):
+    if (
+        is_captured(simulation)
+        and not simulation.draws_freely
+        and not isinstance(simulation.federation, LazyFederation)
+    ):
         executor = Executor("together", together, is_traced=True, make_scan=TogetherScan)
     memories = best.memories.to(simulation.federation.x.device)
     return simulation.scores(memories, best.evaluation.round, is_adapted=True, executor=executor)

@@ -19,7 +19,7 @@ from pfedhn.data.federation import Federation, cohort
 from pfedhn.engine.crew import Share, Trained, Trainer
 from pfedhn.engine.evaluate import Chunk, SplitResult, evaluate, plan, to_splits
 from pfedhn.engine.executors import EXECUTORS, Executor
-from pfedhn.engine.network import choose_executor
+from pfedhn.engine.network import choose_executor, draws_freely
 from pfedhn.engine.round import Exchange, Kept, Offer, Reply, Returned, bytes_down, bytes_of_starts, bytes_up
 from pfedhn.engine.state import (
     EVALUATED_SPLITS,
@@ -412,7 +412,11 @@ class Simulation:
         def one_client(*given: Any) -> tuple[Offer, Reply, Kept]:
             mine = Inputs(*given)
             offer = make_offer(shared, mine.row, mine.number, mine.identity)
-            with model.seeded(mine.noise), executor.running(model.name, "train", (offer, mine.kept, mine.batches)):
+            is_alone = executor.name == "loop"
+            with (
+                model.seeded(mine.noise, is_alone),
+                executor.running(model.name, "train", (offer, mine.kept, mine.batches)),
+            ):
                 update, kept = exchange.train(model, offer, mine.kept, mine.batches, self._protection(mine))
             return offer, *exchange.reply(offer, update, kept, mine.size, mine.identity)
 
@@ -487,6 +491,11 @@ class Simulation:
     def _plan(self, one_by_one: bool) -> list[Chunk]:
         return plan(self.federation, self.model_of, EVALUATED_SPLITS, one_by_one)
 
+    @cached_property
+    def draws_freely(self) -> bool:
+        """Whether a network draws by other means than dropout layers: then clients are run one by one."""
+        return any(draws_freely(model, self.federation) for model in self.models.values())
+
     @property
     def has_metric(self) -> bool:
         return all(model.per_example_metric is not None for model in self.models.values())
@@ -498,9 +507,11 @@ class Simulation:
         count, size = self.exchange.num_personal_batches(model, is_adapted), self.schedule.batch_size
         batches = self.federation.batches(member, self.personalize_key(number), count, size)
         kept = take(memories.private[model.name].take([client]), 0)
-        return self.exchange.personal_weights(
-            model, memories.shared, take(memories.rows, client), kept, take(batches, 0), is_adapted
-        )
+        noise = keys.fold(self.personalize_key(number), "noise", self.federation.identity(member))
+        with model.seeded(take(torch.as_tensor(noise), 0)):
+            return self.exchange.personal_weights(
+                model, memories.shared, take(memories.rows, client), kept, take(batches, 0), is_adapted
+            )
 
     def personalize_key(self, number: int) -> Key:
         return self.exchange.personalize_key(number)

@@ -152,9 +152,13 @@ class Best:
         A GPU copies while other runs compute, and nobody waits for it until the copies are read.
         """
         best = cls(evaluation, memories.kept(None if older is None else older._memories))
-        if any(leaf.is_cuda for leaf in pytree.tree_leaves(memories.shared)):
-            best._copied = torch.cuda.Event()
-            best._copied.record()
+        private = [table.tree for table in memories.private.values() if table.tree is not None]
+        leaves = pytree.tree_leaves((memories.shared, memories.rows, private))
+        if devices := {leaf.device for leaf in leaves if leaf.is_cuda}:
+            (device,) = devices
+            with torch.cuda.device(device):
+                best._copied = torch.cuda.Event()
+                best._copied.record(torch.cuda.current_stream(device))
         return best
 
     @property

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pfedhn.algorithms import ALGORITHMS
@@ -61,6 +62,22 @@ def accuracy(entry: Entry, clients: Sequence[int] | None = None) -> Summary | No
 def milliseconds(entry: Entry) -> Summary | None:
     """Wall time of a round, evaluation included."""
     return summarize(1e3 * result.seconds / result.rounds for result in entry.results.values())
+
+
+def on_common_seeds(entries: Sequence[Entry]) -> list[Entry]:
+    """Only the seeds that all have, so that no difference is one of seeds; all of them where none is common."""
+    have = [entry for entry in entries if entry.results]
+    common = set.intersection(*(set(entry.results) for entry in have)) if have else set()
+    if not common:
+        return list(entries)
+    return [
+        replace(
+            entry,
+            results={seed: result for seed, result in entry.results.items() if seed in common},
+            curves={seed: curve for seed, curve in entry.curves.items() if seed in common},
+        )
+        for entry in entries
+    ]
 
 
 def seeds_of(entry: Entry) -> str:

@@ -107,7 +107,8 @@ def draw(found: Found) -> Finding:
     lines = [["k", "angle", "loss", "closed form", "error", "closed form", "seeds"]]
     for rank, means in rows:
         texts = [drawing.text(means[name], 3) for name in ("loss", "closed_loss", "error", "closed_error")]
-        lines.append([str(rank), f"{means['angle'].mean:.2f}°", *texts, str(means["angle"].num_seeds)])
+        angle = "" if rank >= DIM else f"{drawing.text(means['angle'], 2)}°"  # both spaces are everything
+        lines.append([str(rank), angle, *texts, str(means["angle"].num_seeds)])
     said = "no run has been looked at"
     if rows:
         best, least = min(rows, key=lambda row: row[1]["error"].mean)
@@ -120,7 +121,7 @@ def draw(found: Found) -> Finding:
         found.study.name,
         found.title,
         "Proposition 1: the best linear hypernetwork is the uncentered principal components of what clients would find "
-        f"alone, which also removes their noise. Here {said}.",
+        f"alone. With as many as there are, they also remove noise. Here {said}.",
         [(lines, CAPTION)],
         {"": partial(picture, found.title, rows)} if rows else {},
     )

@@ -45,7 +45,7 @@ def normalized(accuracy: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
 
 
 def draw(found: Found) -> Finding:
-    lines = [["method", "seed", "own features", "others' features", "same classes", "no common class", "own is best"]]
+    lines = [["method", "seed", "own features", "others'", "same classes", "no common class", "own is best"]]
     figures: dict[str, Callable[[], Any]] = {}
     said = []
     for cell in found.cells:
@@ -53,12 +53,15 @@ def draw(found: Found) -> Finding:
         for seed, values in found.analyses(cell).items():
             accuracy = numpy.array(values["accuracy"], dtype=numpy.float64)
             own, others, same, foreign, best = summary(accuracy, values["classes"])
-            numbers = ["" if numpy.isnan(part) else f"{part:.1f}" for part in (own, others, same, foreign)]
-            lines.append([label, str(seed), *numbers, f"{best} of {len(accuracy)}"])
+            numbers = ["" if numpy.isnan(part) else f"{part:+.1f}" for part in (others, same, foreign)]
+            lines.append([label, str(seed), f"{own:.1f}", *numbers, f"{best} of {len(accuracy)}"])
             if cell.method not in figures:  # the first seed is drawn
                 figures[cell.method] = partial(picture, found.title, label, accuracy, values["classes"])
+                spans = 100 * (accuracy.max(1) - accuracy.min(1))
+                alike = "" if numpy.isnan(same) else f", {same:+.1f} with those of a client with the same classes"
                 said.append(
-                    f"{label}: {own:.1f} % with its own features and {others:.1f} % with another's (seed {seed})"
+                    f"{label} {own:.1f} % with its own features, {others:+.1f} points with another's{alike}; a row "
+                    f"spans {spans.min():.1f} to {spans.max():.1f} points, which the colors stretch (seed {seed})"
                 )
     return Finding(
         found.study.name,
@@ -72,26 +75,27 @@ def draw(found: Found) -> Finding:
 
 
 CAPTION = (
-    "Accuracy in % of a client's classifier on its own test examples, by whose features it is given: its own, all "
-    "others', those of clients with the same classes, with no class in common. Last: how many do best with their own."
+    "Accuracy in % of a client's classifier on its own test examples with its own features, and the points that it "
+    "gains or loses with the features of all others, of clients with the same classes, with no class in common. Last: "
+    "how many do best with their own."
 )
 
 
 def summary(
     accuracy: NDArray[numpy.float64], classes: Sequence[Sequence[str]]
 ) -> tuple[float, float, float, float, int]:
-    """The columns of the table."""
+    """The columns of the table: accuracy with one's own features, and what changes with others'."""
     number = len(accuracy)
     pairs = [(i, j) for i in range(number) for j in range(number) if i != j]
     shared = {pair: len(set(classes[pair[0]]) & set(classes[pair[1]])) for pair in pairs}
 
-    def mean(chosen: Sequence[tuple[int, int]]) -> float:
-        return 100 * float(numpy.mean([accuracy[pair] for pair in chosen])) if chosen else float("nan")
+    def change(chosen: Sequence[tuple[int, int]]) -> float:
+        return 100 * float(numpy.mean([accuracy[i, j] - accuracy[i, i] for i, j in chosen])) if chosen else float("nan")
 
     same = [pair for pair in pairs if set(classes[pair[0]]) == set(classes[pair[1]])]
     best = sum(bool(accuracy[i, i] >= accuracy[i].max()) for i in range(number))
-    own = mean([(i, i) for i in range(number)])
-    return own, mean(pairs), mean(same), mean([pair for pair in pairs if not shared[pair]]), best
+    own = 100 * float(numpy.mean(numpy.diag(accuracy)))
+    return own, change(pairs), change(same), change([pair for pair in pairs if not shared[pair]]), best
 
 
 def picture(title: str, label: str, accuracy: NDArray[numpy.float64], classes: Sequence[Sequence[str]]) -> Any:

@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from statistics import fmean
 from typing import Any
-
-import numpy
 
 from pfedhn.experiments.spec import Cell
 from pfedhn.report.entries import Entry
@@ -28,7 +25,11 @@ NAMES = {False: "without", True: "with spectral normalization"}
 
 def draw(found: Found) -> Finding:
     kinds: dict[tuple[str, bool], list[Entry]] = {}
-    for entry in sorted(found.entries, key=lambda entry: entry.cell.clients):
+    alike: dict[tuple[str, int], list[Entry]] = {}
+    for entry in found.entries:
+        alike.setdefault((entry.cell.method, entry.cell.clients), []).append(entry)
+    entries = [entry for pair in alike.values() for entry in drawing.on_common_seeds(pair)]
+    for entry in sorted(entries, key=lambda entry: entry.cell.clients):
         kinds.setdefault((entry.cell.method, setting(entry.cell, "spectral_norm")), []).append(entry)
     lines = [["method", "clients", "spectral normalization", "accuracy", "paper", "seeds"]]
     for (method, is_on), entries in kinds.items():
@@ -47,24 +48,21 @@ def draw(found: Found) -> Finding:
         "Theorem 1 suggests to bound the hypernetwork's Lipschitz constant; the paper sees no gain from it. Here every "
         "matrix divided by its largest singular value changes pFedHN, seed against the same seed, by "
         f"{', '.join(said) or 'nothing known yet'}.",
-        [(lines, drawing.caption(found.entries))],
+        [(lines, drawing.caption(entries))],
         {"": partial(picture, found.title, kinds, {} if found.is_small else PAPER)},
     )
 
 
 def differences(kinds: Mapping[tuple[str, bool], list[Entry]], method: str) -> dict[int, float]:
-    """What normalization adds on the same seeds, by the number of clients."""
-    with_it, without = (
-        {entry.cell.clients: entry for entry in kinds.get((method, is_on), [])} for is_on in (True, False)
-    )
-    found = {}
-    for clients in sorted(with_it.keys() & without.keys()):
-        pair = with_it[clients], without[clients]
-        seeds = pair[0].results.keys() & pair[1].results.keys()
-        if seeds:
-            on, off = (fmean(float(numpy.nanmean(entry.client_accuracy(seed))) for seed in seeds) for entry in pair)
-            found[clients] = on - off
-    return found
+    """What normalization adds, by the number of clients."""
+    means = {
+        (is_on, entry.cell.clients): summary.mean
+        for (name, is_on), entries in kinds.items()
+        for entry in entries
+        if name == method and (summary := drawing.accuracy(entry)) is not None
+    }
+    both = sorted(clients for is_on, clients in means if is_on and (False, clients) in means)
+    return {clients: means[True, clients] - means[False, clients] for clients in both}
 
 
 def picture(

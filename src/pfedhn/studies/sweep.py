@@ -26,6 +26,7 @@ def sweep(
     by_method: dict[str, list[Entry]] = {}
     for entry in sorted(found.entries, key=lambda entry: setting(entry.cell, name) or 0):
         by_method.setdefault(entry.cell.method, []).append(entry)
+    by_method = {method: drawing.on_common_seeds(entries) for method, entries in by_method.items()}
     lines = [["method", called, "accuracy", "paper", "seeds"]]
     for method, entries in by_method.items():
         for entry in entries:

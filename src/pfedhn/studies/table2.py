@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy
+from numpy.typing import NDArray
 
 from pfedhn.experiments.spec import Cell
 from pfedhn.report.entries import Entry, Summary, summarize
@@ -69,22 +70,29 @@ def sizes_of(cell: Cell) -> Sequence[str]:
     return cell.sizes
 
 
-def group(cell: Cell, size: str) -> list[int]:
-    """The clients of one size, by their place in the run's results."""
-    everybody = range(cell.clients)
-    mine = [i for i in everybody if sizes_of(cell)[i * len(sizes_of(cell)) // cell.clients] == size]
+def group(cell: Cell, size: str, step: int = 0) -> list[int]:
+    """The clients of one size after so many steps, by their place in the run's results."""
+    sizes = sizes_of(cell)
+    stage = 0 if cell.resize_every is None else max(0, step - 1) // cell.resize_every
+    mine = [i for i in range(cell.clients) if sizes[(i * len(sizes) // cell.clients + stage) % len(sizes)] == size]
     return list(range(len(mine))) if cell.part is not None else mine
 
 
 def row(found: Found, entries: Sequence[Entry]) -> list[Summary | None]:
     """Accuracy of each size, of one run for all sizes or of one for each.
 
-    A client that goes on to other sizes is counted by each size as that serves it: every size serves everybody.
+    A client that goes on to other sizes counts for the size that it has in the chosen round.
     """
     sizes = sizes_of(entries[0].cell)
     if entries[0].cell.resize_every is not None:
-        tables = [values["served"] for values in found.analyses(entries[0].cell).values()]
-        return [summarize(_mean(table[size]) for table in tables) for size in sizes]
+        (moving,) = entries
+        return [
+            summarize(
+                _mean(moving.client_accuracy(seed)[group(moving.cell, size, result.chosen_step)]) / 100
+                for seed, result in moving.results.items()
+            )
+            for size in sizes
+        ]
     by_size = {entry.cell.part: entry for entry in entries}
     values: list[Summary | None] = []
     for size in sizes:
@@ -93,7 +101,7 @@ def row(found: Found, entries: Sequence[Entry]) -> list[Summary | None]:
     return values
 
 
-def _mean(accuracies: Sequence[float | None]) -> float:
+def _mean(accuracies: Sequence[float | None] | NDArray[numpy.float64]) -> float:
     return 100 * float(numpy.nanmean(numpy.array(accuracies, dtype=numpy.float64)))
 
 
@@ -114,7 +122,7 @@ def draw(found: Found) -> Finding:
     served = served_table(found)
     about = " All: every client with the size it has."
     if any(moves for _, _, moves in rows):
-        about += f" Sizes change: every client moves on every {RESIZE_EVERY} steps; S, M, L: everybody with that size."
+        about += f" Sizes change: every {RESIZE_EVERY} steps each client goes on to the next size."
     tables = [(lines, drawing.caption(found.entries, about))]
     if len(served) > 1:
         tables.append((served, "Accuracy in % of clients that trained one size, or all in turn, with each size."))
@@ -141,10 +149,13 @@ def sentence(found: Found, rows: Mapping[tuple[str, str, bool], list[Entry]]) ->
         if whole:
             best = max(whole, key=lambda name: sum(whole[name]))
             text += f" (best of the others: {best}, {' / '.join(f'{value:.1f}' for value in whole[best])})"
+        if (dataset, "pfedhn", True) in rows:
+            moved = [summary.mean for summary in row(found, rows[dataset, "pfedhn", True]) if summary is not None]
+            text += f", and {' / '.join(f'{value:.1f}' for value in moved)} where clients change their size"
         said.append(f"{dataset} {text}")
     return (
-        "One hypernetwork serves small, medium and large clients (S / M / L), which share what it learns; methods that "
-        f"average weights train three groups apart. pFedHN: {'; '.join(said) or 'not run yet'}."
+        "One hypernetwork serves small, medium and large clients (S / M / L); methods that average weights train three "
+        f"groups apart. pFedHN: {'; '.join(said) or 'not run yet'}."
     )
 
 
