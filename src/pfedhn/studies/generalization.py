@@ -150,12 +150,13 @@ def draw(found: Found) -> Finding:
         found.study.name,
         found.title,
         "Theorem 1 bounds the gap between test and training loss; here that of the error rate is measured along each "
-        "of the three numbers. "
-        f"{'; '.join(f'{AXES[axis]}: {text}' for axis, text in said.items()) or 'Too few points for a fit yet'}.",
+        "of three numbers. "
+        f"{'. '.join(f'By {AXES[axis]}: {text}' for axis, text in said.items()) or 'Too few points for a fit yet'}.",
         [
             (
                 lines,
-                "m examples a client, n clients, embeddings of length k; the mean over clients, after the last round.",
+                "m examples a client, n clients, embeddings of length k; the mean over clients, after the last round. "
+                "Where training did not get far, the gap is small as well.",
             )
         ],
         {"": partial(picture, found, said)},
