@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import pfedhn
 from pfedhn import keys
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
 from pfedhn.dropout import KINDS, drawing, keyed
 from pfedhn.engine.network import build_model, draws_freely
@@ -166,3 +167,25 @@ def test_what_draws_freely_is_known_or_refused() -> None:
 def test_keys_of_layers_are_not_those_of_anything_else() -> None:
     """A count is folded in as a number, what else is drawn from the key by a name."""
     assert int(keys.fold(KEY, 1)) != int(keys.fold(KEY, "step"))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("per-fedavg", {"personal_steps": 10, "personal_lr": 0.3}), ("fedavg", {"adaptation_steps": 20, "local_lr": 0.3})],
+)
+def test_an_exported_model_is_the_one_that_was_scored(method: str, settings: dict[str, float]) -> None:
+    """It is personalized again for whoever asks, and must draw what it drew when it was tested."""
+    generator = torch.Generator().manual_seed(0)
+    clients = []
+    for _ in range(2):
+        x = torch.randn(60, 6, generator=generator)
+        clients.append(dict.fromkeys(("train", "validation", "test"), (x, (x[:, 0] > 0).long())))
+    algorithm = ALGORITHMS[method](local_steps=2, **settings)
+    network = lambda: nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 2))  # noqa: E731
+    run = pfedhn.train(algorithm, Federation.from_clients(clients), network, steps=4, progress=False)
+    losses = []
+    for client, splits in enumerate(clients):
+        x, y = splits["test"]
+        with torch.no_grad():
+            losses.append(float(functional.cross_entropy(run.personal_model(client).eval()(x), y)))
+    assert sum(losses) / len(losses) == pytest.approx(run.result.test.loss, rel=1e-4)

@@ -18,7 +18,7 @@ from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.spec import cell_digest
 from pfedhn.record import read_result
 from pfedhn.report.results import Runs, read_file
-from pfedhn.studies import STUDIES, findings
+from pfedhn.studies import STUDIES, findings, table2
 from pfedhn.studies.study import Found, Study
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -182,3 +182,15 @@ def test_a_study_of_ones_own_is_one_file() -> None:
     wrong = CliRunner().invoke(app, ["run", "demo", "--small"], prog_name="pfedhn")
     assert wrong.exit_code == 2
     assert "--small is for studies" in wrong.output
+
+
+def test_a_client_that_changes_its_size_counts_for_the_one_it_has() -> None:
+    cell = next(cell for cell in table2.cells() if cell.resize_every is not None)
+    first = [table2.group(cell, size) for size in table2.SIZES]
+    assert [len(members) for members in first] == [25, 25, 25]
+    small, _, large = first
+    every = table2.RESIZE_EVERY
+    assert table2.group(cell, "lenet-s", every) == small, "the step that ends a stage belongs to it"
+    assert table2.group(cell, "lenet-m", every + 1) == small
+    assert table2.group(cell, "lenet-s", 2 * every) == large
+    assert table2.group(cell, "lenet-s", 10 * every) == small
