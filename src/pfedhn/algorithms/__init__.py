@@ -23,10 +23,10 @@ TWO_LEVELS = {"lr": LEARNING_RATES, "local_lr": PERSONAL_RATES}
 # What the paper's recipe lacks: an adaptive server that decays phi, embeddings that start small, an average of phi.
 PLUS = {
     "optimizer": "adamw",
-    "lr": 3e-4,
-    "weight_decay": 0.5,
+    "lr": 6e-4,
+    "weight_decay": 0.25,
     "embedding_scale": 0.1,
-    "embedding_lr": 0.1,
+    "embedding_lr": 0.03,
     "embedding_momentum": 0.0,
     "embedding_weight_decay": 0.0,
     "averaging": 0.998,
