@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Examples, cohort, draw_batches
-from pfedhn.engine.evaluate import evaluate, plan, to_splits
+from pfedhn.engine.evaluate import Chunk, evaluate, plan, to_splits
 from pfedhn.engine.executors import (
     EXECUTORS,
     Function,
@@ -355,11 +355,14 @@ class CapturedRun:
             return result
 
     def _evaluate(self) -> None:
+        self.scores.copy_(self._scores_of(self.chunks))
+
+    def _scores_of(self, chunks: Sequence[Chunk]) -> Tensor:
         shared, rows, private = self._memories()
         simulation = self.simulation
-        results = evaluate(
+        return evaluate(
             simulation.exchange,
-            self.chunks,
+            chunks,
             simulation.federation,
             shared,
             rows,
@@ -368,7 +371,6 @@ class CapturedRun:
             keys.fold(self.personalize_key, self.counter),
             simulation.schedule.batch_size,
         )
-        self.scores.copy_(results)
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | Repeated:
         """Warm up on the capturing stream, then capture."""
@@ -405,7 +407,7 @@ class CapturedRun:
         """
         with suppress(Exception), without_numbers():
             self._trained(signature, (self._memories(), self.slots))
-            self._evaluate()
+            self._scores_of(list({chunk.model.name: chunk for chunk in self.chunks}.values()))  # one of each: all alike
 
     def graph_of(self, signature: Signature) -> torch.cuda.CUDAGraph | Repeated:
         if signature not in self.graphs:
