@@ -60,7 +60,9 @@ def page(shown: Sequence[Finding]) -> str:
             if len(lines) <= LONG:
                 parts += [markdown_table(lines), caption]
             else:
-                parts.append(f"[Its {len(lines) - 1} lines](paper-numbers.md#{_anchor(finding)}).")
+                parts.append(
+                    f"The numbers are [a table of {len(lines) - 1} lines](paper-numbers.md#{_anchor(finding)})."
+                )
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 

@@ -6,7 +6,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 from numpy.typing import NDArray
@@ -79,21 +79,22 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
         high = min(100.0, max(spread) + max(0.03 * (max(spread) - low), 0.3))
         axes.set_ylim(min(low, high - 1), high)  # where everybody is at 100 %, a scale needs some height
     elif 0 < 10 * min(spread) < max(spread):
-        _make_logarithmic(axes)  # a first value far above all that follows would press the rest flat
+        make_logarithmic(axes)  # a first value far above all that follows would press the rest flat
     for _, color, end, last in drawn:
         if end < right and axes.get_ylim()[0] <= last:  # its last value, so that its name finds it at the edge
             axes.plot([end, right], [last, last], color=color, linestyle=":", linewidth=0.8, alpha=0.7)
     _label_ends(axes, drawn)
 
 
-def _make_logarithmic(axes: Any) -> None:
+def make_logarithmic(axes: Any, letter: Literal["x", "y"] = "y") -> None:
     """A logarithmic scale whose numbers are written out."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set(**{f"{letter}scale": "log"})
+    axis = {"x": axes.xaxis, "y": axes.yaxis}[letter]
+    axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
     axes.minorticks_off()
 
 

@@ -87,8 +87,8 @@ def draw(found: Found) -> Finding:
                     str(seed),
                     f"{100 * values['purity']:.0f} %",
                     f"{100 * chance:.0f} %",
-                    "" if silhouette is None else f"{silhouette:.2f}",
-                    f"{numpy.percentile(other, 95):.2f}" if other else "",
+                    "" if silhouette is None else f"{silhouette:.3f}",
+                    f"{numpy.percentile(other, 95):.3f}" if other else "",
                     f"{100 * (entry.results[seed].test.client_mean or 0):.2f}",
                 ]
             )
@@ -96,17 +96,24 @@ def draw(found: Found) -> Finding:
         if analyses:
             mean = summarize(100 * values["purity"] for values in analyses.values())
             chance = summarize(100 * float(numpy.mean(values["shuffled_purity"])) for values in analyses.values())
-            said.append(f"{entry.label}: {drawing.text(mean, 0)} % (shuffled: {drawing.text(chance, 0)} %)")
+            limit = summarize(
+                100 * float(numpy.percentile(values["shuffled_purity"], 95)) for values in analyses.values()
+            )
+            most = f"at most {drawing.text(limit, 0)} % in 95 of 100 shuffles"
+            shuffled = f"{drawing.text(chance, 0)} % if groups are shuffled, {most}"
+            said.append(f"{drawing.text(mean, 0)} % of the clients of {entry.label} ({shuffled})")
     return Finding(
         found.study.name,
         found.title,
-        "Clients of one color have the same classes, and nobody told the server so; where it learned it, they lie "
-        f"together. Clients whose nearest neighbor has the same classes: {'; '.join(said) or 'not computed yet'}.",
+        "Clients with the same mark have the same classes, and nobody told the server so. In the paper they lie "
+        "together. Here the nearest neighbor has the same classes for "
+        f"{' and for '.join(said) or 'a share that is not computed yet'}. A share no larger than shuffled groups have "
+        "means that the embeddings do not show who is alike.",
         [
             (
                 lines,
                 "Purity: how often the nearest embedding belongs to a client of the same group. Silhouette: from -1 to "
-                "1, near 1 where groups are tight and apart. Beside each, what 95 of 100 shuffles stay under.",
+                "1, near 1 where groups are tight and apart. Beside each, what 95 of 100 shuffles do not exceed.",
             )
         ],
         figures,
@@ -121,12 +128,13 @@ def picture(title: str, label: str, values: Mapping[str, Any], dataset: str) -> 
     number = len(values["classes"])
     colors = matplotlib.colormaps["turbo"](numpy.linspace(0.03, 0.97, number))
     names = COARSE if dataset == "cifar100" and number == len(COARSE) else None
-    for group in sorted(range(number), key=lambda group: values["classes"][group]):
+    for group in range(number) if names else sorted(range(number), key=lambda group: values["classes"][group]):
         mine, held = plane[groups == group], values["classes"][group]
         text = names[group] if names else f"{'classes' if len(held) > 1 else 'class'} {', '.join(map(str, held))}"
         marker = drawing.MARKERS[group % len(drawing.MARKERS)]  # with the color, so that nobody needs the color alone
         style = {"color": colors[group], "edgecolors": "white", "linewidths": 0.6, "label": text}
-        axes.scatter(mine[:, 0], mine[:, 1], s=62, marker=marker, **style)
+        area = 120 if marker == "*" else 62  # a star fills little of it
+        axes.scatter(mine[:, 0], mine[:, 1], s=area, marker=marker, **style)
     axes.set(xticks=[], yticks=[], xlabel="t-SNE of the embeddings", ylabel="")
     axes.spines[:].set_color("#CCCCCC")
     chance = float(numpy.mean(values["shuffled_purity"]))
