@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from rich.console import Console
 
@@ -600,6 +601,26 @@ def test_figures_as_svg_and_for_dark_pages(found: Report, tmp_path: Path) -> Non
     light, dark = (to_svg(figures_of([found])["curves-digits-4"], is_dark) for is_dark in (False, True))
     assert light != dark
     assert b"fill: #ffffff" not in light  # the ground is transparent
+
+
+def test_marks_turn_light_on_a_dark_page_as_lines_do() -> None:
+    figure = new_figure(5.0, 5.0)
+    axes = figure.subplots()
+    (line,) = axes.plot([0, 1], [0, 1], color="#4D4D4D", marker="x")
+    marks = axes.scatter([0, 1], [1, 0], color="#4D4D4D", marker="_")
+    to_svg(figure, is_dark=True)
+    for color in (line.get_color(), line.get_markeredgecolor(), marks.get_edgecolor()):
+        assert numpy.ravel(color)[0] > 0.6
+
+
+def test_words_on_an_image_keep_their_color_on_a_dark_page() -> None:
+    figure = new_figure(5.0, 5.0)
+    axes = figure.subplots()
+    axes.imshow([[0.0, 1.0]])
+    inside, title = axes.text(0, 0, "92", color="white"), axes.set_title("accuracy")
+    to_svg(figure, is_dark=True)
+    assert inside.get_color() == "white"
+    assert numpy.ravel(title.get_color())[0] > 0.6
 
 
 def test_every_number_for_scripts(found: Report) -> None:

@@ -274,15 +274,16 @@ def to_svg(figure: Any, is_dark: bool = False) -> bytes:
 
 def _for_dark_pages(figure: Any) -> None:
     """Every color of a figure as it is seen on a dark ground: grays turned round, dark hues mixed with white."""
-    for artist in figure.findobj():
+    kept = {figure.patch, *(axes.patch for axes in figure.axes)}
+    kept |= {text for axes in figure.axes if axes.images for text in axes.texts}  # its ground is the image
+    for artist in figure.findobj(lambda artist: artist not in kept):
+        found = {}  # all are read before one is written: a mark without a color of its own has that of its line
         for name in ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor"):
-            read, write = getattr(artist, f"get_{name}", None), getattr(artist, f"set_{name}", None)
-            if read is None or write is None or artist in (figure.patch, *(axes.patch for axes in figure.axes)):
-                continue
-            value = read()
-            if isinstance(value, str) and value in ("none", "auto", "inherit"):
-                continue
-            write(_on_dark(value))
+            if hasattr(artist, f"get_{name}") and hasattr(artist, f"set_{name}"):
+                found[name] = getattr(artist, f"get_{name}")()
+        for name, value in found.items():
+            if not (isinstance(value, str) and value in ("none", "auto", "inherit")):
+                getattr(artist, f"set_{name}")(_on_dark(value))
     for axes in figure.axes:
         for spine in axes.spines.values():
             spine.set_edgecolor("#8A9099")

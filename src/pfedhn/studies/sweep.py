@@ -76,7 +76,7 @@ def picture(
     shown = {values.index(value): mean for value, (mean, _) in paper.items() if value in values}
     if shown:
         style = {"color": drawing.PAPER, "linestyle": "none", "marker": "x", "markersize": 8}
-        right.plot(list(shown), list(shown.values()), label="the paper", **style)
+        right.plot(list(shown), list(shown.values()), label=drawing.PAPER_LABEL, **style)
     right.set_xticks(range(len(values)), list(map(str, values)))
     low, high = right.get_ylim()
     right.set_ylim(min(low, (low + high - LEAST_HEIGHT) / 2), max(high, (low + high + LEAST_HEIGHT) / 2))

@@ -35,7 +35,6 @@ PAPER = {
     ("cifar100", "lg-fedavg"): ((33.48, 4.83), (29.15, 1.51), (23.01, 1.41)),
     ("cifar100", "pfedhn"): ((48.04, 0.89), (48.66, 1.21), (50.66, 2.70)),
 }
-PAPER_LABEL = "the paper"
 BASELINES = ("fedavg", "per-fedavg", "pfedme", "lg-fedavg")
 
 
@@ -183,7 +182,6 @@ def picture(found: Found, rows: Mapping[tuple[str, str, bool], list[Entry]]) -> 
     datasets = list(dict.fromkeys(dataset for dataset, _, _ in rows))
     figure, all_axes = drawing.titled(5.6 * len(datasets) + 0.4, 4.8, found.title, len(datasets), squeeze=False)
     marks = list(dict.fromkeys((method, moves) for _, method, moves in rows))
-    handles: dict[str, Any] = {}
     for dataset, axes in zip(datasets, all_axes[0], strict=True):
         mine = {key: entries for key, entries in rows.items() if key[0] == dataset}
         for number, ((_, method, moves), entries) in enumerate(mine.items()):
@@ -200,16 +198,15 @@ def picture(found: Found, rows: Mapping[tuple[str, str, bool], list[Entry]]) -> 
                 paper = [mean for mean, _ in PAPER[dataset, method]]
                 axes.scatter([i + shift for i in range(3)], paper, marker="_", s=90, color=drawing.PAPER, zorder=3)
         if not found.is_small:
-            axes.scatter([], [], marker="_", s=90, color=drawing.PAPER, label=PAPER_LABEL)
+            axes.scatter([], [], marker="_", s=90, color=drawing.PAPER, label=drawing.PAPER_LABEL)
         axes.set_xticks(range(3), [f"{letter}" for letter in LETTERS])
         for line in (0.5, 1.5):
             axes.axvline(line, color="#BBBBBB", linewidth=0.8)
         drawing.heading(axes, dataset)
         drawing.finished_axes(axes, "size of a client's network", "test accuracy in %", legend=False)
         axes.grid(axis="x", visible=False)
-        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    handles = {label: handles[label] for label in sorted(handles, key=lambda label: label == PAPER_LABEL)}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    named = drawing.legend_of(all_axes[0])
+    figure.legend(named.values(), named, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
 
 
