@@ -209,13 +209,15 @@ def tidy(axes: Any) -> None:
 
 def draw_curves(report: Report, column: Column, average: Average = "clients") -> Any | None:
     """A figure; None where no run has begun."""
-    if not any(entry.curve(seed) for entry in report.in_column(column) for seed in entry.curves):
+    entries = [entry for entry in report.in_column(column) if any(map(entry.curve, entry.curves))]
+    if not entries:
         return None
-    figure = new_figure(8.0, 4.8)
-    axes = figure.subplots()
-    plot_curves(axes, report.in_column(column), average)
     titles = dict.fromkeys(entry.title for entry in report.in_column(column))
     lines = [line for title in titles for line in textwrap.wrap(title, 72)]
+    longest = max(len(entry.label) for entry in entries)  # each line has its name beside the figure
+    figure = new_figure(max(8.0, 5.0 + 0.09 * longest), max(4.8, 0.24 * len(entries) + 0.2 * len(lines)))
+    axes = figure.subplots()
+    plot_curves(axes, report.in_column(column), average)
     axes.set_title("\n".join([*lines, column_text(column)]), loc="left", fontsize=11)
     return figure
 
