@@ -115,7 +115,7 @@ def draw(found: Found) -> Finding:
         f"{label} {', '.join(f'{gap.mean:+.1f}' for _, gap in listed)}" for label, listed in points.values() if listed
     ]
     figures: dict[str, Callable[[], Any]] = {}
-    published = "" if found.is_small else " In the paper, that of pFedHN is the smallest for every alpha."
+    published = "" if found.is_small else " In the paper, pFedHN has the smallest gap for every alpha."
     if points:
         figures = {"": partial(gap_picture, found.title, points), "clients": partial(scatter, found)}
     return Finding(
