@@ -19,7 +19,7 @@ from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.spec import cell_digest
 from pfedhn.record import read_result
 from pfedhn.report.results import Runs, read_file
-from pfedhn.studies import STUDIES, findings, table2
+from pfedhn.studies import STUDIES, client_map, findings, table2
 from pfedhn.studies.study import Found, Study
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -139,6 +139,27 @@ def test_clients_per_round_are_compared_on_the_same_seeds_and_the_best_step_is_n
     assert [line[-1] for line in lines[1:]] == ["1"] * 10
     assert "one seed" in caption
     assert finding.sentence.endswith('Best for every number is `rule = "sum"`.')
+
+
+@pytest.mark.slow
+def test_embeddings_that_do_not_move_keep_their_neighbors() -> None:
+    kept = {}
+    for rate in ("1e-9", "10"):
+        changes = ["--set", f"embedding_lr={rate}", "--only", "method=pfedhn-pc"]
+        invoke("run", "client-map", "--small", "--set", "steps=60", "--out", rate, *changes)
+        invoke("report", rate, "--export", f"{rate}.jsonl")
+        (stored,) = read_file(Path(f"{rate}.jsonl"))
+        (analysis,) = stored.analyses.values()
+        kept[rate] = analysis.values["kept"]
+        ((lines, _),) = findings([stored])[0].tables
+        assert lines[1][lines[0].index("kept")] == f"{100 * kept[rate]:.0f} %"
+    assert kept["1e-9"] == 1 > kept["10"]
+
+
+def test_rates_of_embeddings_are_told_apart() -> None:
+    cells = [cell for cell in STUDIES["client-map"].cells if cell.method == "pfedhn"]
+    found = Found(STUDIES["client-map"], [Runs(STUDIES["client-map"].experiment(), [], {}, {})])
+    assert len({client_map.called(found, cell) for cell in cells}) == len(cells) == 3
 
 
 def test_table_2_names_the_methods_that_are_missing() -> None:
