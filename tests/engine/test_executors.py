@@ -373,9 +373,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def counting(name: str) -> None:
         function = getattr(executors, name)
 
-        def counted(*arguments: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
             counts[name] += 1
-            return function(*arguments)
+            return function(*arguments, **options)
 
         monkeypatch.setattr(executors, name, counted)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from support import ON_GPU
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pfedhn.kernels import launch
+from pfedhn.kernels import conv, launch
 
 
 @pytest.mark.skipif(ON_GPU or launch.INTERPRETED, reason="the kernels are tested directly")
@@ -52,3 +53,23 @@ def test_configs_survive_the_file(tmp_path: Path) -> None:
     launch.write_configs(tmp_path / "configs.json", launch.CONFIGS)
     assert launch.read_configs(tmp_path / "configs.json") == launch.CONFIGS
     assert launch.read_configs(tmp_path / "none.json") == {}
+
+
+def test_what_has_no_numbers_announces_its_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    announced = []
+    monkeypatch.setattr(launch, "_announced", {})
+    monkeypatch.setattr(launch, "_compile", lambda function, *_: announced.append(function))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with FakeTensorMode():
+        for batch, device in ((64, "cuda"), (2, "cuda"), (64, "cpu")):
+            x, weight, bias = (
+                torch.empty(1, batch, 32, 32, 4, device=device),
+                torch.empty(1, 5, 5, 4, 16, device=device),
+                torch.empty(1, 16, device=device),
+            )
+            out, argmax = conv.conv_block_op(x, weight, bias, 0, True, "tf32")
+            assert out.shape == argmax.shape == (1, batch, 14, 14, 16)
+            assert (out.device.type, argmax.dtype) == (device, torch.int8)
+    for future in launch._announced.values():
+        future.result()
+    assert announced == [conv.forward_kernel]

@@ -6,7 +6,7 @@ What a round does is written in the algorithm and in `simulate`; here it is cut 
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, get_type_hints
@@ -20,7 +20,15 @@ from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Examples, cohort, draw_batches
 from pfedhn.engine.evaluate import evaluate, plan, to_splits
-from pfedhn.engine.executors import EXECUTORS, Function, TogetherScan, Traced, TracedScan, run_as_traced
+from pfedhn.engine.executors import (
+    EXECUTORS,
+    Function,
+    TogetherScan,
+    Traced,
+    TracedScan,
+    run_as_traced,
+    without_numbers,
+)
 from pfedhn.engine.gpu import compile_graph, compile_once, form, shared_by_equal_runs
 from pfedhn.engine.round import Exchange, Kept, Offer, Returned, bytes_down, bytes_up
 from pfedhn.engine.simulate import Simulation
@@ -155,6 +163,8 @@ def on_blocks(simulation: Simulation) -> Simulation:
     models = {}
     for name, model in simulation.models.items():
         other, weights = replace(model, factory=Fused(model.factory)), model.fresh(0)
+        with without_numbers():
+            other.outputs(weights, x)
         with torch.no_grad():
             outputs = pytree.tree_leaves([one.outputs(weights, x) for one in (model, other)])
         middle = len(outputs) // 2
@@ -252,7 +262,7 @@ class CapturedRun:
         self.after: dict[Signature, Traced] = {}
         for s in set(self.signatures):
             before = partial(Traced, before_training(*about, s), compile_halves)
-            after = partial(Traced, after_training(*about, s), compile_halves, writes=True)
+            after = partial(Traced, after_training(*about, s), compile_halves)
             self.before[s] = shared_by_equal_runs(self._key("before", s), before)
             self.after[s] = shared_by_equal_runs(self._key("after", s), after)
         self.evaluator = EXECUTORS["vectorized"]()
@@ -275,21 +285,23 @@ class CapturedRun:
         return memories.shared, memories.rows, private
 
     def _round(self, signature: Signature) -> None:
-        memories, train = self._memories(), self.simulation.federation.splits["train"]
-        known = (memories, self.slots)
-        prepared = self.before[signature](self.rates, self.counter, self.schedule, *known, self.identities)
-        trained = self._train_all(
-            [
-                (self.simulation.models[name], members, offers, kept)
-                for (name, _), (members, _, offers, kept) in zip(signature, prepared, strict=True)
-            ]
-        )
+        known, train = (self._memories(), self.slots), self.simulation.federation.splits["train"]
+        prepared, trained = self._trained(signature, known)
         # The weights that were offered are of no use any more; the round and version that a client answers are.
         stacked = [
             (members, rows, offers._replace(weights=()), *result)
             for (members, rows, offers, _), result in zip(prepared, trained, strict=True)
         ]
         self.after[signature](self.rates, self.counter, self.bad, *known, train.size, self.identities, stacked)
+
+    def _trained(self, signature: Signature, known: Any) -> tuple[Any, list[tuple[Params, Kept]]]:
+        """A cohort as it is prepared, and what its clients' local steps give."""
+        prepared = self.before[signature](self.rates, self.counter, self.schedule, *known, self.identities)
+        groups = zip(signature, prepared, strict=True)
+        named = [
+            (self.simulation.models[name], members, offers, kept) for (name, _), (members, _, offers, kept) in groups
+        ]
+        return prepared, self._train_all(named)
 
     def _train_all(self, groups: Sequence[tuple[Model, Tensor, Offer, Kept]]) -> list[tuple[Params, Kept]]:
         """Every group's local steps, on branches of the graph that do not wait for one another."""
@@ -312,8 +324,9 @@ class CapturedRun:
         train = federation.splits["train"]
         data = (federation.x, federation.y, self.index, train.offset, train.size, self.identities, self.steps)
         results = []
-        for some in torch.arange(len(members)).tensor_split(-(-len(members) // MAX_TOGETHER)):
-            part = slice(int(some[0]), int(some[-1]) + 1)
+        count = kernels.ceil_divide(len(members), MAX_TOGETHER)
+        for number in range(count):
+            part = slice(len(members) * number // count, len(members) * (number + 1) // count)
             batches = self.draw(self.counter, self.batch_key, members[part], data)
             noise = members[part]  # of no use without dropout, and no kernel more
             if model.has_dropout:
@@ -378,9 +391,21 @@ class CapturedRun:
         """Compile and capture what the first rounds need; nothing where none are left."""
         if self.state.round >= self.simulation.num_rounds:
             return
-        self.graph_of(self.signatures[self.state.round])
+        signature = self.signatures[self.state.round]
+        if not self.before[signature].ready:  # nor has an equal run been here
+            self._announce_kernels(signature)
+        self.graph_of(signature)
         if self.evaluation_graph is None:
             self.evaluation_graph = self._capture(self._evaluate)
+
+    def _announce_kernels(self, signature: Signature) -> None:
+        """Have the kernels of a round and of an evaluation compiled on other cores, while this one traces and compiles.
+
+        What cannot be done without numbers is left to those who do it with them.
+        """
+        with suppress(Exception), without_numbers():
+            self._trained(signature, (self._memories(), self.slots))
+            self._evaluate()
 
     def graph_of(self, signature: Signature) -> torch.cuda.CUDAGraph | Repeated:
         if signature not in self.graphs:

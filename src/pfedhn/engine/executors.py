@@ -6,6 +6,7 @@ Axes: [C]lients of a cohort, [K] steps.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from pfedhn.engine.closures import Watch, lift
 from pfedhn.errors import UserError, first_line
-from pfedhn.params import copy, stack, take
+from pfedhn.params import stack, take
 from pfedhn.sgd import Step, python_loop, scanning
 
 logger = logging.getLogger("pfedhn")
@@ -55,6 +56,25 @@ def distinct(leaves: Sequence[Tensor]) -> list[Tensor]:
     return result
 
 
+_has_numbers: ContextVar[bool] = ContextVar("has_numbers", default=True)
+
+
+@contextmanager
+def without_numbers() -> Iterator[None]:
+    """In the block, tensors have shapes but no numbers: nothing is computed or written, but kernels are announced."""
+    token = _has_numbers.set(False)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        _has_numbers.reset(token)
+
+
+def first_step(step: Step, carry: Any, batches: Any, constants: Any) -> Any:
+    """Stands in for all steps where there are no numbers."""
+    return step(carry, take(batches, 0), constants)
+
+
 def run_as_traced(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
     return graph.forward
 
@@ -66,16 +86,16 @@ class Traced:
     Args:
         function: All tensors that it uses are arguments of it, or constants of the run.
         compile: What is done to a graph before it runs.
-        writes: Whether the function writes to its arguments. Tracing runs it, so it is then traced on copies of them.
     """
 
     function: Function
     compile: Compile = run_as_traced
-    writes: bool = False
     ready: dict[Any, tuple[Function, Any]] = field(default_factory=dict)
     has_constants: bool = False  # tensors that the function brought along: its graph serves nobody else
 
     def __call__(self, *arguments: Any) -> Any:
+        if not _has_numbers.get():
+            return self.function(*arguments)
         leaves, spec = pytree.tree_flatten(arguments)
         key = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in self.ready:
@@ -86,7 +106,7 @@ class Traced:
                 results.append(output_spec)
                 return outputs
 
-            graph = trace(flat, copy(leaves) if self.writes else distinct(leaves))
+            graph = trace_without_numbers(flat, leaves)
             graph.graph.eliminate_dead_code()
             graph.recompile()
             self.has_constants |= bool(constants_of(graph))
@@ -99,6 +119,12 @@ def trace(function: Function, arguments: Sequence[Any]) -> GraphModule:
     # By default the shape of every node is noted in a fake mode of its own, which takes a third of the time.
     with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
         graph: GraphModule = make_fx(function)(*arguments)
+    return graph
+
+
+def trace_without_numbers(function: Function, arguments: Sequence[Tensor]) -> GraphModule:
+    """Trace a function that does not look at its numbers: nothing is computed, nor written where it writes."""
+    graph: GraphModule = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*distinct(arguments))
     return graph
 
 
@@ -161,6 +187,10 @@ class TracedScan:
         Args:
             arguments: What the function is given: a tree of tensors.
         """
+        if not _has_numbers.get():
+            with scanning(first_step):
+                yield
+            return
         self.position = 0
         is_watched = self.is_always_watched or self.is_first_call or self.has_missed
         self.is_first_call = False

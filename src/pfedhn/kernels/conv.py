@@ -42,6 +42,7 @@ from pfedhn.kernels.launch import (
     is_usable,
     launch,
     launch_blocks,
+    operator,
     power_of_two,
     tile,
 )
@@ -430,7 +431,7 @@ def constants(
     }
 
 
-@torch.library.custom_op("pfedhn::conv_block", mutates_args=())
+@operator("pfedhn::conv_block")
 def conv_block_op(
     x: Tensor, weight: Tensor, bias: Tensor, padding: int, pool: bool, precision: str
 ) -> tuple[Tensor, Tensor]:
@@ -438,9 +439,12 @@ def conv_block_op(
 
     Any R may be 1 where others are not.
     """
-    out, argmax = _conv_block_fake(x, weight, bias, padding, pool, precision)
-    runs, batch, out_height, out_width, out_channels = out.shape
-    kernel = weight.shape[1]
+    _, batch, height, width, _ = x.shape
+    runs = max(x.shape[0], weight.shape[0], bias.shape[0])
+    kernel, out_channels = weight.shape[1], weight.shape[4]
+    out_height, out_width = (output_size(side, kernel, padding, pool) for side in (height, width))
+    out = x.new_empty((runs, batch, out_height, out_width, out_channels))
+    argmax = torch.empty_like(out, dtype=torch.int8)
     blocks = blocks_for("forward", x.shape, out.shape, kernel)
     launch_blocks(
         forward_kernel,
@@ -456,18 +460,6 @@ def conv_block_op(
         **constants(x.shape, out.shape, kernel, padding, pool, precision),
     )
     return out, argmax
-
-
-@conv_block_op.register_fake
-def _conv_block_fake(
-    x: Tensor, weight: Tensor, bias: Tensor, padding: int, pool: bool, precision: str
-) -> tuple[Tensor, Tensor]:
-    _, batch, height, width, _ = x.shape
-    runs = max(x.shape[0], weight.shape[0], bias.shape[0])
-    kernel, out_channels = weight.shape[1], weight.shape[4]
-    sides = (output_size(height, kernel, padding, pool), output_size(width, kernel, padding, pool))
-    out = x.new_empty((runs, batch, *sides, out_channels))
-    return out, torch.empty_like(out, dtype=torch.int8)
 
 
 MAX_SUM_ROWS, SUM_COLUMNS = 128, 32
@@ -492,7 +484,7 @@ def sum_groups_kernel(
     tl.store(out + run * size + column, tl.sum(total, axis=0), mask=column < size)
 
 
-@torch.library.custom_op("pfedhn::conv_block_weight_gradient", mutates_args=())
+@operator("pfedhn::conv_block_weight_gradient")
 def weight_gradient_op(
     x: Tensor, gradient: Tensor, argmax: Tensor, kernel: int, padding: int, pool: bool, groups: int, precision: str
 ) -> Tensor:
@@ -536,20 +528,13 @@ def weight_gradient_op(
     return total
 
 
-@weight_gradient_op.register_fake
-def _weight_gradient_fake(
-    x: Tensor, gradient: Tensor, argmax: Tensor, kernel: int, padding: int, pool: bool, groups: int, precision: str
-) -> Tensor:
-    return x.new_empty(gradient.shape[0], kernel * kernel * x.shape[4] + 1, gradient.shape[4])
-
-
-@torch.library.custom_op("pfedhn::conv_block_input_gradient", mutates_args=())
+@operator("pfedhn::conv_block_input_gradient")
 def input_gradient_op(
     gradient: Tensor, argmax: Tensor, weight: Tensor, height: int, width: int, padding: int, pool: bool, precision: str
 ) -> Tensor:
-    out: Tensor = _input_gradient_fake(gradient, argmax, weight, height, width, padding, pool, precision)
-    runs, batch, _, _, channels = out.shape
-    kernel = weight.shape[1]
+    runs, batch = gradient.shape[:2]
+    kernel, channels = weight.shape[1], weight.shape[3]
+    out = gradient.new_empty(runs, batch, height, width, channels)
     blocks = blocks_for("input_gradient", out.shape, gradient.shape, kernel)
     stride = 2 if pool else 1
     down, right = ((side + padding - 1) // stride - padding // stride + 1 for side in (height, width))
@@ -565,13 +550,6 @@ def input_gradient_op(
         **constants(out.shape, gradient.shape, kernel, padding, pool, precision),
     )
     return out
-
-
-@input_gradient_op.register_fake
-def _input_gradient_fake(
-    gradient: Tensor, argmax: Tensor, weight: Tensor, height: int, width: int, padding: int, pool: bool, precision: str
-) -> Tensor:
-    return gradient.new_empty(gradient.shape[0], gradient.shape[1], height, width, weight.shape[3])
 
 
 # An autograd.Function over plain operators, because torch.func refuses operators with an autograd formula of their own.

@@ -6,12 +6,14 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 HAS_TRITON = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run on a CPU, slowly
@@ -87,6 +89,9 @@ def is_usable(device: torch.device) -> bool:
     return HAS_TRITON and device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 8
 
 
+UNSPECIALIZED = ("batch", "steps", "groups", "count")  # numbers that one compiled kernel takes any value of
+
+
 @functools.cache
 def compiled(kernel: Callable[..., None]) -> Any:
     """Imports Triton when a kernel is first asked for, which takes 0.4 s."""
@@ -96,12 +101,58 @@ def compiled(kernel: Callable[..., None]) -> Any:
     import triton.language
 
     kernel.__globals__["tl"] = triton.language  # where the kernel looks it up when it is compiled
-    return triton.jit(kernel, do_not_specialize=["batch", "steps", "groups", "count"])
+    return triton.jit(kernel, do_not_specialize=list(UNSPECIALIZED))
+
+
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    """Threads do: almost all of Triton's time is spent outside of Python."""
+    return ThreadPoolExecutor(max(1, min(16, os.cpu_count() or 1)), "triton")
+
+
+_announced: dict[Any, Future[None]] = {}
 
 
 def launch(function: Callable[..., None], grid: tuple[int, ...], tensors: Sequence[Tensor], **arguments: Any) -> None:
+    """Launch a kernel; one that tensors without numbers are given to is only compiled, on another core meanwhile."""
+    device = tensors[0].device
+    is_announcement = isinstance(tensors[0], FakeTensor)
+    if is_announcement and (device.type != "cuda" or not torch.cuda.is_available()):
+        return
+    if is_announcement or _announced:
+        dtypes = tuple(tensor.dtype for tensor in tensors)
+        fixed = tuple(sorted((name, value) for name, value in arguments.items() if name not in UNSPECIALIZED))
+        key = (function, device, dtypes, fixed)
+        if is_announcement:
+            if key not in _announced:
+                _announced[key] = _compilers().submit(_compile, function, device, dtypes, arguments)
+            return
+        if key in _announced:
+            _announced[key].exception()  # waits for it; what went wrong there goes wrong here again, and is told
     with torch.cuda.device_of(tensors[0]):
         compiled(function)[grid](*tensors, **arguments)
+
+
+def _compile(
+    function: Callable[..., None], device: torch.device, dtypes: Sequence[torch.dtype], arguments: dict[str, Any]
+) -> None:
+    with torch.cuda.device(device):
+        compiled(function).warmup(*dtypes, grid=(1,), **arguments)
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def operator(name: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Make an operator of a function that launches kernels; on tensors without numbers, it announces them."""
+
+    def register(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        made = torch.library.custom_op(name, function, mutates_args=())
+        made.register_fake(function)
+        return made
+
+    return register
 
 
 def launch_blocks(

@@ -31,6 +31,7 @@ from pfedhn.kernels.launch import (
     is_full,
     is_usable,
     launch_blocks,
+    operator,
     power_of_two,
     tile,
 )
@@ -235,11 +236,12 @@ def linear_backward_kernel(
             tl.store(of_bias + run * outputs + line, sums, mask=line < outputs)
 
 
-@torch.library.custom_op("pfedhn::linear_block", mutates_args=())
+@operator("pfedhn::linear_block")
 def linear_block_op(x: Tensor, weight: Tensor, bias: Tensor, relu: bool, precision: str) -> Tensor:
     """x [R, B, I], weight [R, O, I], bias [R, O] -> [R, B, O]. Any R may be 1 where others are not."""
-    out: Tensor = _linear_block_fake(x, weight, bias, relu, precision)
-    runs, batch, outputs = out.shape
+    runs = max(x.shape[0], weight.shape[0], bias.shape[0])
+    batch, outputs = x.shape[1], weight.shape[1]
+    out = x.new_empty((runs, batch, outputs))
     blocks = blocks_for("linear_forward", runs, batch, x.shape[2], outputs)
     launch_blocks(
         linear_forward_kernel,
@@ -258,20 +260,15 @@ def linear_block_op(x: Tensor, weight: Tensor, bias: Tensor, relu: bool, precisi
     return out
 
 
-@linear_block_op.register_fake
-def _linear_block_fake(x: Tensor, weight: Tensor, bias: Tensor, relu: bool, precision: str) -> Tensor:
-    runs = max(x.shape[0], weight.shape[0], bias.shape[0])
-    return x.new_empty((runs, x.shape[1], weight.shape[1]))
-
-
-@torch.library.custom_op("pfedhn::linear_block_backward", mutates_args=())
+@operator("pfedhn::linear_block_backward")
 def linear_backward_op(
     x: Tensor, weight: Tensor, gradient: Tensor, out: Tensor, relu: bool, with_x: bool, precision: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x [R, B, I] (empty without `with_x`), of the weight [R, O, I] and of the bias [R, O]."""
-    of_x, of_weight, of_bias = _linear_backward_fake(x, weight, gradient, out, relu, with_x, precision)
     runs, batch, outputs = gradient.shape
     inputs = x.shape[2]
+    of_x = x.new_empty((runs, batch, inputs) if with_x else (runs, 0))
+    of_weight, of_bias = x.new_empty((runs, outputs, inputs)), x.new_empty((runs, outputs))
     blocks = blocks_for("linear_backward", runs, batch, inputs, outputs)
     tiles = ceil_divide(outputs, blocks.rows) + (ceil_divide(batch, blocks.rows) if with_x else 0)
     launch_blocks(
@@ -289,16 +286,6 @@ def linear_backward_op(
         precision=precision,
     )
     return of_x, of_weight, of_bias
-
-
-@linear_backward_op.register_fake
-def _linear_backward_fake(
-    x: Tensor, weight: Tensor, gradient: Tensor, out: Tensor, relu: bool, with_x: bool, precision: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    runs, batch, outputs = gradient.shape
-    inputs = x.shape[2]
-    of_x = x.new_empty((runs, batch, inputs) if with_x else (runs, 0))
-    return of_x, x.new_empty((runs, outputs, inputs)), x.new_empty((runs, outputs))
 
 
 class Forward(torch.autograd.Function):
