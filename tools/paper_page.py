@@ -15,7 +15,7 @@ from pfedhn.studies import STUDIES, findings
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = (".svg#only-light", "-dark.svg#only-dark")  # of which the site shows one
-LONG = 14  # lines of a table; a longer one stands on the page of numbers
+LONG = 16  # lines of a table; a longer one stands on the page of numbers
 
 OPENING = """\
 <!-- Made by `make results` from the files in results/. Do not edit. -->
@@ -60,7 +60,9 @@ def page(shown: Sequence[Finding]) -> str:
             if len(lines) <= LONG:
                 parts += [markdown_table(lines), caption]
             else:
-                parts.append(f"[Its {len(lines) - 1} lines](paper-numbers.md#{_anchor(finding)}).")
+                parts.append(
+                    f"The numbers are [a table of {len(lines) - 1} lines](paper-numbers.md#{_anchor(finding)})."
+                )
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from rich.console import Console
 
@@ -22,8 +23,9 @@ from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.files import claimed
 from pfedhn.record import FORMAT, Part, Spec, identity, write_history, write_result, write_spec
-from pfedhn.report.entries import Entry, Report, collect, compare, summarize
+from pfedhn.report.entries import Entry, Report, collect, compare, summarize, to_reports
 from pfedhn.report.figures import (
+    draw_curves,
     draw_demo,
     figures_of,
     lowest_shown,
@@ -34,6 +36,7 @@ from pfedhn.report.figures import (
     to_svg,
 )
 from pfedhn.report.page import write
+from pfedhn.report.results import read_file
 from pfedhn.report.tables import (
     accuracy_text,
     bytes_text,
@@ -600,6 +603,38 @@ def test_figures_as_svg_and_for_dark_pages(found: Report, tmp_path: Path) -> Non
     light, dark = (to_svg(figures_of([found])["curves-digits-4"], is_dark) for is_dark in (False, True))
     assert light != dark
     assert b"fill: #ffffff" not in light  # the ground is transparent
+
+
+def test_a_figure_of_many_runs_has_room_for_their_names() -> None:
+    names = ("cohort-size", "communication", "depth", "fixed-representation", "local-steps", "privacy-cifar10")
+    runs = [part for name in names for part in read_file(Path(__file__).parents[2] / "results" / f"{name}.jsonl")]
+    (report,) = to_reports(runs)
+    figure = draw_curves(report, ("cifar10", 50))
+    figure.draw_without_rendering()  # Matplotlib warns, and fails here, where the axes would have no room
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) > 30
+    assert min(box.y0 for box in boxes) >= 0
+    assert max(box.x1 for box in boxes) <= figure.bbox.x1
+
+
+def test_marks_turn_light_on_a_dark_page_as_lines_do() -> None:
+    figure = new_figure(5.0, 5.0)
+    axes = figure.subplots()
+    (line,) = axes.plot([0, 1], [0, 1], color="#4D4D4D", marker="x")
+    marks = axes.scatter([0, 1], [1, 0], color="#4D4D4D", marker="_")
+    to_svg(figure, is_dark=True)
+    for color in (line.get_color(), line.get_markeredgecolor(), marks.get_edgecolor()):
+        assert numpy.ravel(color)[0] > 0.6
+
+
+def test_words_on_an_image_keep_their_color_on_a_dark_page() -> None:
+    figure = new_figure(5.0, 5.0)
+    axes = figure.subplots()
+    axes.imshow([[0.0, 1.0]])
+    inside, title = axes.text(0, 0, "92", color="white"), axes.set_title("accuracy")
+    to_svg(figure, is_dark=True)
+    assert inside.get_color() == "white"
+    assert numpy.ravel(title.get_color())[0] > 0.6
 
 
 def test_every_number_for_scripts(found: Report) -> None:

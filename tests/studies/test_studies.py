@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.spec import cell_digest
 from pfedhn.record import read_result
 from pfedhn.report.results import Runs, read_file
-from pfedhn.studies import STUDIES, findings, table2
+from pfedhn.studies import STUDIES, client_map, findings, table2
 from pfedhn.studies.study import Found, Study
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -88,6 +89,84 @@ def test_points_of_table_1_come_from_its_results() -> None:
     assert entry.cell in study.borrowed
     assert sorted(entry.results) == [0, 1, 2]
     assert "paper" in study.draw(found).tables[0][0][0]
+
+
+def test_a_point_that_another_study_has_run_too_still_comes_from_table_1() -> None:
+    (table1,) = read_file(RESULTS / "table1-cifar10.jsonl")
+    (communication,) = read_file(RESULTS / "communication.jsonl")
+    study = STUDIES["depth"]
+    found = Found(study, [Runs(study.experiment(), [], {}, {})], [communication, table1])
+    (entry,) = found.entries
+    assert entry.results[0] == table1.results["pfedhn-cifar10-50-seed0"]
+    assert entry.results[0] != communication.results["pfedhn-cifar10-50-seed0"]
+
+
+def test_a_study_that_computes_takes_no_seeds_from_table_1() -> None:
+    (table1,) = read_file(RESULTS / "table1-cifar10.jsonl")
+    (communication,) = read_file(RESULTS / "communication.jsonl")
+    found = Found(STUDIES["communication"], [communication], [table1])
+    assert [sorted(entry.results) for entry in found.entries] == [[0]] * 6
+
+
+def stored(name: str) -> Found:
+    """A stored study, and the results of Table 1 beside it."""
+    (mine,) = read_file(RESULTS / f"{name}.jsonl")
+    return Found(STUDIES[name], [mine], read_file(RESULTS / "table1-cifar10.jsonl"))
+
+
+def test_numbers_on_logarithmic_axes_are_written_out() -> None:
+    finding = STUDIES["communication"].draw(stored("communication"))
+    (figure,) = (draw() for draw in finding.figures.values())
+    figure.draw_without_rendering()
+    labels = [text.get_text() for axes in figure.axes for text in [*axes.get_xticklabels(), *axes.get_yticklabels()]]
+    assert {"10", "100", "1,000"} <= set(labels)
+    assert not [label for label in labels if "$" in label]
+
+
+def test_small_differences_do_not_fill_the_scale_of_a_sweep() -> None:
+    found = stored("embedding-size")
+    (draw,) = STUDIES["embedding-size"].draw(found).figures.values()
+    low, high = draw().axes[1].get_ylim()
+    means = [100 * (entry.results[0].test.client_mean or 0) for entry in found.entries]
+    assert high - low >= 5 > 10 * (max(means) - min(means))
+    assert low < min(means) <= max(means) < high
+
+
+def test_clients_per_round_are_compared_on_the_same_seeds_and_the_best_step_is_named() -> None:
+    found = stored("cohort-size")
+    finding = STUDIES["cohort-size"].draw(found)
+    (lines, caption), *_ = finding.tables
+    assert [line[-1] for line in lines[1:]] == ["1"] * 10
+    assert "one seed" in caption
+    assert finding.sentence.endswith('Best for every number is `rule = "sum"`.')
+
+
+@pytest.mark.slow
+def test_embeddings_that_do_not_move_keep_their_neighbors() -> None:
+    kept = {}
+    for rate in ("1e-9", "10"):
+        changes = ["--set", f"embedding_lr={rate}", "--only", "method=pfedhn-pc"]
+        invoke("run", "client-map", "--small", "--set", "steps=60", "--out", rate, *changes)
+        invoke("report", rate, "--export", f"{rate}.jsonl")
+        (stored,) = read_file(Path(f"{rate}.jsonl"))
+        (analysis,) = stored.analyses.values()
+        kept[rate] = analysis.values["kept"]
+        ((lines, _),) = findings([stored])[0].tables
+        assert lines[1][lines[0].index("kept")] == f"{100 * kept[rate]:.0f} %"
+    assert kept["1e-9"] == 1 > kept["10"]
+
+
+def test_rates_of_embeddings_are_told_apart() -> None:
+    cells = [cell for cell in STUDIES["client-map"].cells if cell.method == "pfedhn"]
+    found = Found(STUDIES["client-map"], [Runs(STUDIES["client-map"].experiment(), [], {}, {})])
+    assert len({client_map.called(found, cell) for cell in cells}) == len(cells) == 3
+
+
+def test_table_2_names_the_methods_that_are_missing() -> None:
+    (whole,) = read_file(RESULTS / "table2.jsonl")
+    results = {name: result for name, result in whole.results.items() if not name.startswith("per-fedavg")}
+    text = STUDIES["table2"].draw(Found(STUDIES["table2"], [replace(whole, results=results)])).sentence
+    assert text.count("; not run: Per-FedAvg") == 2
 
 
 def finished() -> tuple[Path, Any]:

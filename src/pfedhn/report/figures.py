@@ -6,7 +6,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 from numpy.typing import NDArray
@@ -79,21 +79,22 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
         high = min(100.0, max(spread) + max(0.03 * (max(spread) - low), 0.3))
         axes.set_ylim(min(low, high - 1), high)  # where everybody is at 100 %, a scale needs some height
     elif 0 < 10 * min(spread) < max(spread):
-        _make_logarithmic(axes)  # a first value far above all that follows would press the rest flat
+        make_logarithmic(axes)  # a first value far above all that follows would press the rest flat
     for _, color, end, last in drawn:
         if end < right and axes.get_ylim()[0] <= last:  # its last value, so that its name finds it at the edge
             axes.plot([end, right], [last, last], color=color, linestyle=":", linewidth=0.8, alpha=0.7)
     _label_ends(axes, drawn)
 
 
-def _make_logarithmic(axes: Any) -> None:
+def make_logarithmic(axes: Any, letter: Literal["x", "y"] = "y") -> None:
     """A logarithmic scale whose numbers are written out."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set(**{f"{letter}scale": "log"})
+    axis = {"x": axes.xaxis, "y": axes.yaxis}[letter]
+    axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
     axes.minorticks_off()
 
 
@@ -208,13 +209,15 @@ def tidy(axes: Any) -> None:
 
 def draw_curves(report: Report, column: Column, average: Average = "clients") -> Any | None:
     """A figure; None where no run has begun."""
-    if not any(entry.curve(seed) for entry in report.in_column(column) for seed in entry.curves):
+    entries = [entry for entry in report.in_column(column) if any(map(entry.curve, entry.curves))]
+    if not entries:
         return None
-    figure = new_figure(8.0, 4.8)
-    axes = figure.subplots()
-    plot_curves(axes, report.in_column(column), average)
     titles = dict.fromkeys(entry.title for entry in report.in_column(column))
     lines = [line for title in titles for line in textwrap.wrap(title, 72)]
+    longest = max(len(entry.label) for entry in entries)  # each line has its name beside the figure
+    figure = new_figure(max(8.0, 5.0 + 0.09 * longest), max(4.8, 0.24 * len(entries) + 0.2 * len(lines)))
+    axes = figure.subplots()
+    plot_curves(axes, report.in_column(column), average)
     axes.set_title("\n".join([*lines, column_text(column)]), loc="left", fontsize=11)
     return figure
 
@@ -273,15 +276,16 @@ def to_svg(figure: Any, is_dark: bool = False) -> bytes:
 
 def _for_dark_pages(figure: Any) -> None:
     """Every color of a figure as it is seen on a dark ground: grays turned round, dark hues mixed with white."""
-    for artist in figure.findobj():
+    kept = {figure.patch, *(axes.patch for axes in figure.axes)}
+    kept |= {text for axes in figure.axes if axes.images for text in axes.texts}  # its ground is the image
+    for artist in figure.findobj(lambda artist: artist not in kept):
+        found = {}  # all are read before one is written: a mark without a color of its own has that of its line
         for name in ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor"):
-            read, write = getattr(artist, f"get_{name}", None), getattr(artist, f"set_{name}", None)
-            if read is None or write is None or artist in (figure.patch, *(axes.patch for axes in figure.axes)):
-                continue
-            value = read()
-            if isinstance(value, str) and value in ("none", "auto", "inherit"):
-                continue
-            write(_on_dark(value))
+            if hasattr(artist, f"get_{name}") and hasattr(artist, f"set_{name}"):
+                found[name] = getattr(artist, f"get_{name}")()
+        for name, value in found.items():
+            if not (isinstance(value, str) and value in ("none", "auto", "inherit")):
+                getattr(artist, f"set_{name}")(_on_dark(value))
     for axes in figure.axes:
         for spine in axes.spines.values():
             spine.set_edgecolor("#8A9099")

@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from pfedhn.experiments.spec import Cell
 from pfedhn.report.entries import Entry, summarize
+from pfedhn.report.figures import make_logarithmic
 from pfedhn.report.findings import Finding
 from pfedhn.studies import drawing
 from pfedhn.studies.study import Finished, Found, Study, known, on_digits, setting, table1_cell, varied
@@ -25,34 +26,40 @@ def compute(finished: Finished) -> Mapping[str, Any]:
     }
 
 
-ABOUT = " Bytes: both ways, of one client. Time: beside other runs on the same device."
-
-
 def draw(found: Found) -> Finding:
     rows: list[tuple[Entry, Mapping[str, Any]]] = [
         (entry, next(iter(analyses.values()))) for entry in found.entries if (analyses := found.analyses(entry.cell))
     ]
-    smallest = min((values["hypernetwork"] for _, values in rows), default=1)
+    smallest: dict[str, int] = {}  # hypernetwork of each method
+    for entry, values in rows:
+        size = values["hypernetwork"]
+        smallest[entry.cell.method] = min(size, smallest.get(entry.cell.method, size))
     lines = [["method", "width", "hypernetwork", "growth", "bytes per round", "accuracy", "ms per round", "seeds"]]
     for entry, values in rows:
         size = values["hypernetwork"]
-        numbers = [f"{size:,}", f"{size / smallest:.0f}x", f"{round(bytes_a_round(entry)):,}"]
+        numbers = [f"{size:,}", f"{size / smallest[entry.cell.method]:.0f}x", f"{round(bytes_a_round(entry)):,}"]
         more = [drawing.text(drawing.accuracy(entry)), drawing.text(drawing.milliseconds(entry), 1)]
         width = str(setting(entry.cell, "hidden_dim"))
         lines.append([entry.label, width, *numbers, *more, drawing.seeds_of(entry)])
-    sent = sorted({round(bytes_a_round(entry)) for entry, _ in rows if entry.cell.method == "pfedhn"})
-    growth = max((values["hypernetwork"] for _, values in rows), default=1) / smallest
+    plain = [(entry, values["hypernetwork"]) for entry, values in rows if entry.cell.method == "pfedhn"]
+    sent = sorted({round(bytes_a_round(entry)) for entry, _ in plain})
+    growth = max((size / smallest["pfedhn"] for _, size in plain), default=1)
+    reached = {
+        f"{size / 1e6:.3g} million weights": f"{drawing.text(drawing.accuracy(entry), 1)} %" for entry, size in plain
+    }
     return Finding(
         found.study.name,
         found.title,
         f"The hypernetwork grows {growth:.0f} times, and a round still carries "
-        f"{' or '.join(f'{value:,}' for value in sent) or 'unknown'} bytes: the target network down, its update up.",
+        f"{' or '.join(f'{value:,}' for value in sent) or 'unknown'} bytes: the target network down, its update up. "
+        f"pFedHN has {drawing.listed(reached) or 'not been run yet'}.",
         [
             (
                 lines,
                 drawing.caption(
                     [entry for entry, _ in rows],
-                    " Bytes: both ways, of one client. Time: with other runs on the same device.",
+                    " Width: of the hypernetwork's hidden layers. Bytes: both ways, of one client. Time: with other "
+                    "runs on the same device.",
                 ),
             )
         ],
@@ -71,23 +78,28 @@ def picture(title: str, rows: list[tuple[Entry, Mapping[str, Any]]]) -> Any:
     figure, (left, right) = drawing.titled(10.5, 4.2, title, 2)
     for number, method in enumerate(dict.fromkeys(entry.cell.method for entry, _ in rows)):
         mine = [(entry, values["hypernetwork"]) for entry, values in rows if entry.cell.method == method]
-        sizes = [float(size) for _, size in mine]
+        sizes = [size / 1e6 for _, size in mine]
         color, label = drawing.color_of(method, number), mine[0][0].label
-        style = {"color": color, "label": label, "marker": drawing.MARKERS[number]}
-        left.plot(sizes, [bytes_a_round(entry) / 1e3 for entry, _ in mine], **style)
+        # The lines are nearly the same: a mark that is drawn later is smaller.
+        style = {
+            "color": color,
+            "label": label,
+            "marker": drawing.MARKERS[number],
+            "markersize": max(4, 10 - 3 * number),
+        }
+        left.plot(sizes, [bytes_a_round(entry) / 1e6 for entry, _ in mine], **style)
         means = [summary for entry, _ in mine if (summary := drawing.accuracy(entry)) is not None]
         drawing.errorbar(right, sizes, means, color, label, marker=drawing.MARKERS[number])
-        if number == 0:
-            left.plot(
-                sizes, [4 * size / 1e3 for size in sizes], color=drawing.PAPER, linestyle=":", label="if it were sent"
-            )
+    sizes = sorted(values["hypernetwork"] / 1e6 for _, values in rows)
+    both_ways = [2 * 4 * size for size in sizes]
+    left.plot(sizes, both_ways, color=drawing.PAPER, linestyle=":", label="if the hypernetwork\nwere sent")
     for axes in (left, right):
-        axes.set_xscale("log")
-    left.set_yscale("log")
+        make_logarithmic(axes, "x")
+    make_logarithmic(left)
     drawing.heading(left, "what a round carries for one client, both ways")
-    drawing.finished_axes(left, "weights of the hypernetwork", "kB a round")
-    drawing.heading(right, "and what it is good for")
-    drawing.finished_axes(right, "weights of the hypernetwork", "test accuracy in %", legend=False)
+    drawing.finished_axes(left, "weights of the hypernetwork, in millions", "MB per round")
+    drawing.heading(right, "what a larger hypernetwork is worth")
+    drawing.finished_axes(right, "weights of the hypernetwork, in millions", "test accuracy in %", legend=False)
     return figure
 
 

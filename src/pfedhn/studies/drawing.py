@@ -1,7 +1,7 @@
 """The one style of the studies' figures, and the few forms that several of them share."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from pfedhn.report.tables import number_text
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D", "#8C6D31")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 PAPER = "#4D4D4D"
+PAPER_LABEL = "the paper"
 
 
 def titled(width: float, height: float, title: str, columns: int = 1, lines: int = 1, **more: Any) -> tuple[Any, Any]:
@@ -47,8 +48,16 @@ def finished_axes(axes: Any, xlabel: str, ylabel: str, legend: bool = True) -> N
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     tidy(axes)
-    if legend and axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    if legend and (named := legend_of([axes])):
+        axes.legend(named.values(), named, frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def legend_of(all_axes: Iterable[Any]) -> dict[str, Any]:
+    """What is drawn in some axes, each by its name once; the paper comes last."""
+    named = {
+        label: handle for axes in all_axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    return dict(sorted(named.items(), key=lambda pair: pair[0] == PAPER_LABEL))
 
 
 def accuracy(entry: Entry, clients: Sequence[int] | None = None) -> Summary | None:

@@ -75,7 +75,7 @@ def picture(found: Found) -> Any:
             place = methods.index("pfedhn") + 0.2 * (number - 1) + 0.07
             axes.scatter([place], [PAPER[name][0]], marker="x", s=45, color=drawing.PAPER)
     if not found.is_small:
-        axes.scatter([], [], marker="x", s=45, color=drawing.PAPER, label="the paper")
+        axes.scatter([], [], marker="x", s=45, color=drawing.PAPER, label=drawing.PAPER_LABEL)
     labels = {entry.cell.method: entry.label for entry in found.entries}
     axes.set_xticks(range(len(methods)), [labels[method] for method in methods])
     axes.set_xlim(-0.6, len(methods) - 0.4)

@@ -86,7 +86,7 @@ def picture(
             ]
             axes.scatter([p + 0.035 for p, _ in known], [m for _, (m, _) in known], marker="x", color=color, s=45)
     if paper:
-        axes.scatter([], [], marker="x", color=drawing.PAPER, s=45, label="the paper")
+        axes.scatter([], [], marker="x", color=drawing.PAPER, s=45, label=drawing.PAPER_LABEL)
     axes.set_xticks(range(len(counts)), [str(count) for count in counts])
     axes.set_xlim(-0.5, len(counts) - 0.5)
     drawing.finished_axes(axes, "clients", "test accuracy in %")

@@ -116,7 +116,7 @@ class Found:
 
     study: Study
     runs: Sequence[Runs]  # of the experiment
-    others: Sequence[Runs] = ()  # what else was given, from which cells may be borrowed
+    others: Sequence[Runs] = ()  # what else was given; experiments of the package lend cells that the study borrows
 
     @property
     def title(self) -> str:
@@ -162,8 +162,16 @@ class Found:
             found.setdefault(result.seed, result)
         return dict(sorted(found.items()))
 
+    @cached_property
+    def _lenders(self) -> list[Runs]:
+        """The package's experiments in their order, Table 1 first: another study may have run the same cell as well."""
+        order = {name: number for number, name in enumerate(EXPERIMENTS)}
+        known = [runs for runs in self.others if runs.experiment.name in order]
+        return sorted(known, key=lambda runs: order[runs.experiment.name])
+
     def _stored(self, cell: Cell) -> Iterable[tuple[Runs, str, Result]]:
-        for runs, is_mine in [*((runs, True) for runs in self.runs), *((runs, False) for runs in self.others)]:
+        lenders = self._lenders if cell in self.study.borrowed else []
+        for runs, is_mine in [*((runs, True) for runs in self.runs), *((runs, False) for runs in lenders)]:
             if cell in runs.experiment.cells:
                 for run in runs.planned:
                     result = runs.results.get(run.name)

@@ -9,6 +9,8 @@ from pfedhn.report.findings import Finding
 from pfedhn.studies import drawing
 from pfedhn.studies.study import Found, setting
 
+LEAST_HEIGHT = 5.0  # points that the right scale spans, so that differences among seeds do not look like effects
+
 
 def sweep(
     found: Found, name: str, called: str, sentence: str, paper: Mapping[Any, tuple[float, float | None]] | None = None
@@ -27,13 +29,14 @@ def sweep(
     for entry in sorted(found.entries, key=lambda entry: setting(entry.cell, name) or 0):
         by_method.setdefault(entry.cell.method, []).append(entry)
     by_method = {method: drawing.on_common_seeds(entries) for method, entries in by_method.items()}
-    lines = [["method", called, "accuracy", "paper", "seeds"]]
+    lines = [["method", called, "accuracy", *(["paper"] if paper else []), "seeds"]]
     for method, entries in by_method.items():
         for entry in entries:
             value = setting(entry.cell, name)
             known = paper.get(value) if method == "pfedhn" else None
-            numbers = [drawing.text(drawing.accuracy(entry)), drawing.paper_text(known), drawing.seeds_of(entry)]
-            lines.append([entry.label, str(value), *numbers])
+            published = [drawing.paper_text(known)] if paper else []
+            ours = drawing.text(drawing.accuracy(entry))
+            lines.append([entry.label, str(value), ours, *published, drawing.seeds_of(entry)])
     said = [
         f"{entries[0].label} here: "
         + drawing.listed({str(setting(e.cell, name)): f"{drawing.text(drawing.accuracy(e), 1)} %" for e in entries})
@@ -43,7 +46,7 @@ def sweep(
         found.study.name,
         found.title,
         f"{sentence} {'; '.join(said)}.",
-        [(lines, drawing.caption(found.entries))],
+        [(lines, drawing.caption([entry for entries in by_method.values() for entry in entries]))],
         {"": partial(picture, found.title, by_method, name, called, paper)},
     )
 
@@ -73,9 +76,13 @@ def picture(
     shown = {values.index(value): mean for value, (mean, _) in paper.items() if value in values}
     if shown:
         style = {"color": drawing.PAPER, "linestyle": "none", "marker": "x", "markersize": 8}
-        right.plot(list(shown), list(shown.values()), label="the paper", **style)
+        right.plot(list(shown), list(shown.values()), label=drawing.PAPER_LABEL, **style)
     right.set_xticks(range(len(values)), list(map(str, values)))
-    drawing.heading(right, "at the round chosen on validation; bar: deviation over seeds")
+    low, high = right.get_ylim()
+    right.set_ylim(min(low, (low + high - LEAST_HEIGHT) / 2), max(high, (low + high + LEAST_HEIGHT) / 2))
+    seeds = max(len(entry.results) for entries in by_method.values() for entry in entries)
+    bar = "; bar: deviation over seeds" if seeds > 1 else ", one seed"
+    drawing.heading(right, f"at the round chosen on validation{bar}")
     drawing.finished_axes(right, called, "test accuracy in %")
     return figure
 

@@ -14,7 +14,7 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn.experiments.spec import Cell
-from pfedhn.report.entries import Entry, Summary, summarize
+from pfedhn.report.entries import Entry, Summary, display_name, summarize
 from pfedhn.report.findings import Finding
 from pfedhn.studies import drawing
 from pfedhn.studies.study import Finished, Found, Study, known, on_digits, setting, table1_cell
@@ -148,14 +148,17 @@ def sentence(found: Found, rows: Mapping[tuple[str, str, bool], list[Entry]]) ->
         whole = {name: values for name, values in others.items() if len(values) == len(LETTERS)}
         if whole:
             best = max(whole, key=lambda name: sum(whole[name]))
-            text += f" (best of the others: {best}, {' / '.join(f'{value:.1f}' for value in whole[best])})"
+            missing = [label for label in map(display_name, BASELINES) if label not in whole]
+            unknown = f"; not run: {', '.join(missing)}" if missing else ""
+            text += f" (best of the others: {best}, {' / '.join(f'{value:.1f}' for value in whole[best])}{unknown})"
         if (dataset, "pfedhn", True) in rows:
             moved = [summary.mean for summary in row(found, rows[dataset, "pfedhn", True]) if summary is not None]
             text += f", and {' / '.join(f'{value:.1f}' for value in moved)} where clients change their size"
         said.append(f"{dataset} {text}")
     return (
-        "One hypernetwork serves small, medium and large clients (S / M / L); methods that average weights train three "
-        f"groups apart. pFedHN: {'; '.join(said) or 'not run yet'}."
+        "One hypernetwork serves small, medium and large clients (S / M / L). Methods that average weights train three "
+        "groups apart, each of them with as many steps as pFedHN has for all three. pFedHN: "
+        f"{'; '.join(said) or 'not run yet'}."
     )
 
 
@@ -178,6 +181,7 @@ def served_table(found: Found) -> list[list[str]]:
 def picture(found: Found, rows: Mapping[tuple[str, str, bool], list[Entry]]) -> Any:
     datasets = list(dict.fromkeys(dataset for dataset, _, _ in rows))
     figure, all_axes = drawing.titled(5.6 * len(datasets) + 0.4, 4.8, found.title, len(datasets), squeeze=False)
+    marks = list(dict.fromkeys((method, moves) for _, method, moves in rows))
     for dataset, axes in zip(datasets, all_axes[0], strict=True):
         mine = {key: entries for key, entries in rows.items() if key[0] == dataset}
         for number, ((_, method, moves), entries) in enumerate(mine.items()):
@@ -186,7 +190,7 @@ def picture(found: Found, rows: Mapping[tuple[str, str, bool], list[Entry]]) -> 
             places = [place + shift for place, mean in enumerate(means) if mean is not None]
             values = [mean for mean in means if mean is not None]
             label = f"{entries[0].label}{', sizes change' if moves else ''}"
-            style = {"marker": drawing.MARKERS[number % 8], "linestyle": "none"}
+            style = {"marker": drawing.MARKERS[marks.index((method, moves)) % 8], "linestyle": "none"}
             if moves:
                 style["markerfacecolor"] = "white"
             drawing.errorbar(axes, places, values, drawing.color_of(method, number), label, **style)
@@ -194,14 +198,15 @@ def picture(found: Found, rows: Mapping[tuple[str, str, bool], list[Entry]]) -> 
                 paper = [mean for mean, _ in PAPER[dataset, method]]
                 axes.scatter([i + shift for i in range(3)], paper, marker="_", s=90, color=drawing.PAPER, zorder=3)
         if not found.is_small:
-            axes.scatter([], [], marker="_", s=90, color=drawing.PAPER, label="the paper")
+            axes.scatter([], [], marker="_", s=90, color=drawing.PAPER, label=drawing.PAPER_LABEL)
         axes.set_xticks(range(3), [f"{letter}" for letter in LETTERS])
         for line in (0.5, 1.5):
             axes.axvline(line, color="#BBBBBB", linewidth=0.8)
         drawing.heading(axes, dataset)
         drawing.finished_axes(axes, "size of a client's network", "test accuracy in %", legend=False)
         axes.grid(axis="x", visible=False)
-        axes.legend(frameon=False, fontsize=8.5, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    named = drawing.legend_of(all_axes[0])
+    figure.legend(named.values(), named, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
 
 
