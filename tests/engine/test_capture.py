@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 from unittest.mock import Mock
 
@@ -77,6 +78,28 @@ def test_a_round_can_be_gone_through_without_numbers(
     assert all(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(trained))
     assert_same_bits((memories_of(state), run.counter, run.bad), before)
     assert not run.before[run.signatures[0]].ready
+
+
+def test_what_a_person_s_own_code_keeps_has_numbers(federation: Federation) -> None:
+    @lru_cache
+    def ones(count: int) -> torch.Tensor:
+        return torch.ones(count, dtype=torch.float64)
+
+    def metric(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (outputs.argmax(-1) == y) * ones(len(y))
+
+    own = replace(model(), per_example_metric=metric)
+    scores = {}
+    for executor in ("loop", "captured"):
+        simulation = simulate(PFedHN(local_steps=2), federation, {"mlp": own}, rounds=3, executor=executor)
+        assert not capture.is_known(simulation)
+        last = [p.evaluation for p in rounds(simulation, simulation.initial_state()) if p.evaluation][-1]
+        scores[executor] = last.splits["test"].metric.tolist()
+    assert scores["captured"] == scores["loop"]
+    assert any(scores["loop"])
+    known = simulate(PFedHN(local_steps=2), federation, executor="captured")
+    assert capture.is_known(known)
+    assert capture.is_known(capture.on_blocks(known))
 
 
 @pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedme"))

@@ -58,7 +58,8 @@ def test_configs_survive_the_file(tmp_path: Path) -> None:
 def test_what_has_no_numbers_announces_its_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:
     announced = []
     monkeypatch.setattr(launch, "_announced", {})
-    monkeypatch.setattr(launch, "_compile", lambda function, *_: announced.append(function))
+    monkeypatch.setattr(launch, "compiled", lambda function: function)
+    monkeypatch.setattr(launch, "_compile", lambda future, kernel, *_: future.set_result(announced.append(kernel)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with FakeTensorMode():
         for batch, device in ((64, "cuda"), (2, "cuda"), (64, "cpu")):

@@ -4,11 +4,13 @@ What a round does is written in the algorithm and in `simulate`; here it is cut 
 (before, the local steps, after), each traced, compiled and captured. Axes: [C]lients of a cohort, [K] steps.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 import torch
@@ -33,11 +35,14 @@ from pfedhn.engine.gpu import compile_graph, compile_once, form, shared_by_equal
 from pfedhn.engine.round import Exchange, Kept, Offer, Returned, bytes_down, bytes_up
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Progress, State
+from pfedhn.errors import first_line
 from pfedhn.kernels import launch as kernels
 from pfedhn.kernels.fuse import Fused
 from pfedhn.model import Model
 from pfedhn.params import Params, copy, stack, take
 from pfedhn.sgd import Batches, Rate
+
+logger = logging.getLogger("pfedhn")
 
 Signature: TypeAlias = tuple[tuple[str, int], ...]
 """The make-up of a cohort: how many clients of each architecture."""
@@ -163,14 +168,29 @@ def on_blocks(simulation: Simulation) -> Simulation:
     models = {}
     for name, model in simulation.models.items():
         other, weights = replace(model, factory=Fused(model.factory)), model.fresh(0)
-        with without_numbers():
-            other.outputs(weights, x)
+        if is_known(simulation):
+            with without_numbers():
+                other.outputs(weights, x)
         with torch.no_grad():
             outputs = pytree.tree_leaves([one.outputs(weights, x) for one in (model, other)])
         middle = len(outputs) // 2
         is_same = all(map(_are_near, outputs[:middle], outputs[middle:]))
         models[name] = other if is_same else model
     return replace(simulation, models=models)
+
+
+def is_known(simulation: Simulation) -> bool:
+    """Whether all that a round runs is code of this package or of PyTorch, which keeps no tensor that it makes."""
+    exchange, models = simulation.exchange, simulation.models.values()
+    parts: list[Any] = [exchange.algorithm, exchange.upload, exchange.download]
+    for model in models:
+        parts += [*model.training_module.modules(), model.per_example_loss, model.per_example_metric]
+    origins = {
+        origin.__module__
+        for part in parts
+        for origin in ((part,) if isinstance(part, FunctionType) else type(part).__mro__)
+    }
+    return {origin.partition(".")[0] for origin in origins} <= {"pfedhn", "torch", "builtins", "typing", "abc"}
 
 
 def _are_near(one: Any, other: Any) -> bool:
@@ -252,17 +272,20 @@ class CapturedRun:
         shape = (simulation.federation.num_clients, len(EVALUATED_SPLITS), 2)
         self.scores = torch.zeros(shape, dtype=torch.float64, device=device)
         width = min(simulation.schedule.batch_size, simulation.federation.largest_train_size)
-        self.draw = shared_by_equal_runs(self._key("draw", width), lambda: Traced(drawing(width), compile_once))
+        self.draw = shared_by_equal_runs(
+            self._key("draw", width), lambda: Traced(drawing(width), compile_once, needs_numbers=False)
+        )
         self.identities = simulation.federation.identity(torch.arange(simulation.federation.num_clients, device=device))
         exchange = simulation.exchange
         about = (exchange, simulation.models)
         # What draws by a key of 64 bits is run as it was traced.
         compile_halves = run_as_traced if exchange.upload.draws or exchange.download.draws else compile_once
+        known = is_known(simulation)
         self.before: dict[Signature, Traced] = {}
         self.after: dict[Signature, Traced] = {}
         for s in set(self.signatures):
-            before = partial(Traced, before_training(*about, s), compile_halves)
-            after = partial(Traced, after_training(*about, s), compile_halves)
+            before = partial(Traced, before_training(*about, s), compile_halves, needs_numbers=not known)
+            after = partial(Traced, after_training(*about, s), compile_halves, writes=True, needs_numbers=not known)
             self.before[s] = shared_by_equal_runs(self._key("before", s), before)
             self.after[s] = shared_by_equal_runs(self._key("after", s), after)
         self.evaluator = EXECUTORS["vectorized"]()
@@ -394,7 +417,7 @@ class CapturedRun:
         if self.state.round >= self.simulation.num_rounds:
             return
         signature = self.signatures[self.state.round]
-        if not self.before[signature].ready:  # nor has an equal run been here
+        if is_known(self.simulation) and not self.before[signature].ready:  # nor has an equal run been here
             self._announce_kernels(signature)
         self.graph_of(signature)
         if self.evaluation_graph is None:
@@ -405,9 +428,13 @@ class CapturedRun:
 
         What cannot be done without numbers is left to those who do it with them.
         """
-        with suppress(Exception), without_numbers():
-            self._trained(signature, (self._memories(), self.slots))
-            self._scores_of(list({chunk.model.name: chunk for chunk in self.chunks}.values()))  # one of each: all alike
+        unlike = {(chunk.model.name, len(chunk.members)): chunk for chunk in self.chunks}
+        try:
+            with without_numbers():
+                self._trained(signature, (self._memories(), self.slots))
+                self._scores_of(list(unlike.values()))
+        except Exception as error:
+            logger.debug("kernels are compiled one after the other: %s", first_line(error))
 
     def graph_of(self, signature: Signature) -> torch.cuda.CUDAGraph | Repeated:
         if signature not in self.graphs:

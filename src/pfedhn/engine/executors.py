@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from pfedhn.engine.closures import Watch, lift
 from pfedhn.errors import UserError, first_line
-from pfedhn.params import stack, take
+from pfedhn.params import copy, stack, take
 from pfedhn.sgd import Step, python_loop, scanning
 
 logger = logging.getLogger("pfedhn")
@@ -61,18 +61,26 @@ _has_numbers: ContextVar[bool] = ContextVar("has_numbers", default=True)
 
 @contextmanager
 def without_numbers() -> Iterator[None]:
-    """In the block, tensors have shapes but no numbers: nothing is computed or written, but kernels are announced."""
-    token = _has_numbers.set(False)
+    """In the block, what is computed has shapes but no numbers, and kernels are announced instead of launched.
+
+    Only for code that keeps no tensor that it makes: one without numbers would silently spoil what it meets later.
+    """
+    token, mode = _has_numbers.set(False), FakeTensorMode(allow_non_fake_inputs=True)
+    complaints = logging.getLogger("torch._subclasses.fake_tensor")  # of an operator that fails, besides the exception
+    level = complaints.level
+    complaints.setLevel(logging.CRITICAL)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with mode:
             yield
     finally:
+        mode.allow_non_fake_inputs = False  # a tensor that was kept all the same is refused by those with numbers
+        complaints.setLevel(level)
         _has_numbers.reset(token)
 
 
 def first_step(step: Step, carry: Any, batches: Any, constants: Any) -> Any:
     """Stands in for all steps where there are no numbers."""
-    return step(carry, take(batches, 0), constants)
+    return step(carry, take(batches, 0), constants) if len(pytree.tree_leaves(batches)[0]) else carry
 
 
 def run_as_traced(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
@@ -86,10 +94,15 @@ class Traced:
     Args:
         function: All tensors that it uses are arguments of it, or constants of the run.
         compile: What is done to a graph before it runs.
+        writes: Whether the function writes to its arguments. Tracing runs it, so it is then traced on copies of them.
+        needs_numbers: Whether it is traced with the numbers of its arguments. Without them (see `without_numbers`)
+            nothing is computed, and there are no copies.
     """
 
     function: Function
     compile: Compile = run_as_traced
+    writes: bool = False
+    needs_numbers: bool = True
     ready: dict[Any, tuple[Function, Any]] = field(default_factory=dict)
     has_constants: bool = False  # tensors that the function brought along: its graph serves nobody else
 
@@ -106,7 +119,8 @@ class Traced:
                 results.append(output_spec)
                 return outputs
 
-            graph = trace_without_numbers(flat, leaves)
+            given = copy(leaves) if self.writes and self.needs_numbers else distinct(leaves)
+            graph = trace(flat, given, self.needs_numbers)
             graph.graph.eliminate_dead_code()
             graph.recompile()
             self.has_constants |= bool(constants_of(graph))
@@ -115,16 +129,13 @@ class Traced:
         return pytree.tree_unflatten(compiled(*leaves), output_spec)
 
 
-def trace(function: Function, arguments: Sequence[Any]) -> GraphModule:
+def trace(function: Function, arguments: Sequence[Any], needs_numbers: bool = True) -> GraphModule:
+    if not needs_numbers:
+        bare: GraphModule = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
+        return bare
     # By default the shape of every node is noted in a fake mode of its own, which takes a third of the time.
     with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
         graph: GraphModule = make_fx(function)(*arguments)
-    return graph
-
-
-def trace_without_numbers(function: Function, arguments: Sequence[Tensor]) -> GraphModule:
-    """Trace a function that does not look at its numbers: nothing is computed, nor written where it writes."""
-    graph: GraphModule = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*distinct(arguments))
     return graph
 
 

@@ -6,9 +6,11 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from threading import BoundedSemaphore, Thread
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -104,13 +106,8 @@ def compiled(kernel: Callable[..., None]) -> Any:
     return triton.jit(kernel, do_not_specialize=list(UNSPECIALIZED))
 
 
-@functools.cache
-def _compilers() -> ThreadPoolExecutor:
-    """Threads do: almost all of Triton's time is spent outside of Python."""
-    return ThreadPoolExecutor(max(1, min(16, os.cpu_count() or 1)), "triton")
-
-
 _announced: dict[Any, Future[None]] = {}
+_cores = BoundedSemaphore(max(1, min(16, os.cpu_count() or 1)))
 
 
 def launch(function: Callable[..., None], grid: tuple[int, ...], tensors: Sequence[Tensor], **arguments: Any) -> None:
@@ -125,19 +122,26 @@ def launch(function: Callable[..., None], grid: tuple[int, ...], tensors: Sequen
         key = (function, device, dtypes, fixed)
         if is_announcement:
             if key not in _announced:
-                _announced[key] = _compilers().submit(_compile, function, device, dtypes, arguments)
+                future: Future[None] = Future()
+                _announced[key] = future
+                # Threads do, since almost all of Triton's time is spent outside of Python; nobody waits for them at
+                # the end. The kernel is made here: each of them would make one of its own.
+                work = (future, compiled(function), device, dtypes, arguments)
+                Thread(target=_compile, args=work, daemon=True).start()
             return
         if key in _announced:
-            _announced[key].exception()  # waits for it; what went wrong there goes wrong here again, and is told
+            _announced[key].result()
     with torch.cuda.device_of(tensors[0]):
         compiled(function)[grid](*tensors, **arguments)
 
 
 def _compile(
-    function: Callable[..., None], device: torch.device, dtypes: Sequence[torch.dtype], arguments: dict[str, Any]
+    future: Future[None], kernel: Any, device: torch.device, dtypes: Sequence[torch.dtype], arguments: dict[str, Any]
 ) -> None:
-    with torch.cuda.device(device):
-        compiled(function).warmup(*dtypes, grid=(1,), **arguments)
+    # What goes wrong here goes wrong again where the kernel is launched, and is told there.
+    with suppress(Exception), _cores, torch.cuda.device(device):
+        kernel.warmup(*dtypes, grid=(1,), **arguments)
+    future.set_result(None)
 
 
 Arguments = ParamSpec("Arguments")
