@@ -1,5 +1,6 @@
 """AdamW as pure functions (Loshchilov and Hutter, ICLR 2019): decay shrinks the weights apart from the gradient."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +26,8 @@ class AdamW:
         """The weights and both moments after step `number`, counted from 1."""
         velocity = torch.lerp(velocity, gradient, 1 - self.momentum)
         square = torch.lerp(square, gradient * gradient, 1 - self.square_momentum)
-        # In double: 1 - 0.999 is one rounding of 0.999 in float32.
-        count = number.double()
-        first, second = ((1 - beta**count).to(weights.dtype) for beta in (self.momentum, self.square_momentum))
+        count = number.to(weights.dtype)
+        first, second = (part_so_far(beta, count) for beta in (self.momentum, self.square_momentum))
         step = (velocity / first) / ((square / second).sqrt() + self.epsilon)
         return weights - self.lr * (step + self.weight_decay * weights), velocity, square
 
@@ -41,3 +41,11 @@ class AdamW:
         }
         first, second, third = ({name: parts[place] for name, parts in moved.items()} for place in range(3))
         return first, second, third
+
+
+def part_so_far(beta: float, count: Tensor) -> Tensor:
+    """1 - beta^count, what a moving average from zero has seen of its whole.
+
+    Not as that difference, which needs float64: a compiled server step would take such a power for every weight.
+    """
+    return -torch.expm1(count * math.log(beta)) if beta > 0 else torch.ones_like(count)

@@ -242,8 +242,10 @@ def test_executors_agree(federation: Federation, method: str, target: str, cohor
         executor: road(simulate(small(method), federation, target, rounds=5, cohort=cohort, executor=executor))
         for executor in (*EXECUTORS, "captured")
     }
+    # A bias before BatchNorm has no gradient but what rounding leaves, of which Adam makes steps of its own size.
+    atol = 1e-10 if target == "batchnorm" else 1e-12
     for result in results.values():
-        assert_close(result, results["loop"])
+        assert_close(result, results["loop"], atol=atol)
 
 
 @pytest.mark.parametrize(

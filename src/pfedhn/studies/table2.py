@@ -149,7 +149,7 @@ def sentence(found: Found, rows: Mapping[tuple[str, str, bool], list[Entry]]) ->
         if whole:
             best = max(whole, key=lambda name: sum(whole[name]))
             missing = [label for label in map(display_name, BASELINES) if label not in whole]
-            unknown = f"; not run: {', '.join(missing)}" if missing else ""
+            unknown = f"; without a number for every size: {', '.join(missing)}" if missing else ""
             text += f" (best of the others: {best}, {' / '.join(f'{value:.1f}' for value in whole[best])}{unknown})"
         if (dataset, "pfedhn", True) in rows:
             moved = [summary.mean for summary in row(found, rows[dataset, "pfedhn", True]) if summary is not None]
