@@ -131,6 +131,10 @@ class Algorithm(Protocol[Shared, Row, Private]):
         """The row of ONE client that joins a trained federation, after its update; `shared` is frozen."""
         return row
 
+    def choices_for_joining(self) -> list[dict[str, Any]]:
+        """The settings worth trying while a client joins a trained federation; the first trains as the others did."""
+        return [{}]
+
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         """The weights ONE client would use now: what rounds are chosen by."""
         return received

@@ -12,12 +12,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import numpy
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pfedhn import keys, models
 from pfedhn.algorithm import Algorithm
@@ -83,11 +84,15 @@ from pfedhn.tracking import Callback, numbers
 logger = logging.getLogger("pfedhn")
 
 CHECKPOINT_SECONDS = 60.0
+TRIAL_ROUNDS = 10  # for which settings are tried before a client joins
 NUM_CLIENTS_IN_METRICS = 1_000  # larger federations keep per-client scores of the chosen round only
 NUM_CLIENTS_DESCRIBED = 2_000  # of more, a result does not say who holds what
 
 AnyAlgorithm = Algorithm[Any, Any, Any]
 Precision = Literal["tf32", "fp32"]
+
+Tried: TypeAlias = Sequence[tuple[Mapping[str, Any], float]]
+"""Settings that were tried for a few rounds, each with its validation score; minus infinity where it diverged."""
 
 Value = TypeVar("Value")
 
@@ -495,6 +500,7 @@ class Run:
         architecture: str | None = None,
         descriptor: ArrayLike | Tensor | None = None,
         name: str | None = None,
+        settings: Mapping[str, Any] | None = None,
         seed: int = 0,
         last: bool = False,
     ) -> "NewClient":
@@ -511,6 +517,9 @@ class Run:
             architecture: Which of several target networks it runs; that of the first client by default.
             descriptor: The new client's, for a run with fixed embeddings; its class shares by default.
             name: The client's name, on which its random draws depend; without one, they depend on its examples.
+            settings: Settings of the method that differ while it joins, e.g. `{"embedding_lr": 1.0}`. By default, those
+                that the method offers (pFedHN: larger rates of the embedding) are tried for 10 rounds each, and the
+                best on its validation examples is used; the result's `settings` and `tried` say which.
             seed: Seed of its split and its random draws.
             last: Join the run as it was after its last round instead of the chosen one.
         """
@@ -530,7 +539,7 @@ class Run:
             data = data.with_architectures([model.name])
         if (described := self._descriptor(data, descriptor)) is not None:
             data = data.with_descriptors(described[None])
-        joined = self.add_clients(data, rounds=rounds, seed=seed, last=last)
+        joined = self.add_clients(data, rounds=rounds, settings=settings, seed=seed, last=last)
         weights, memories = joined.personal_weights(0), joined.memories
         kept = take(memories.private[model.name].take([0]), 0)
         test = joined.splits["test"]
@@ -551,6 +560,8 @@ class Run:
             self._card(name or "that joined", model, scores, fill),
             self._portable(model.name),
             fill,
+            joined.settings,
+            joined.tried,
         )
         if name is not None:
             self.joined[name] = client
@@ -562,6 +573,7 @@ class Run:
         *,
         rounds: int = 100,
         settings: Mapping[str, Any] | None = None,
+        trial_rounds: int = TRIAL_ROUNDS,
         seed: int = 0,
         last: bool = False,
     ) -> "NewClients":
@@ -570,15 +582,44 @@ class Run:
         Args:
             federation: The new clients, such as those that a partition holds back (`federation.joining`).
             rounds: How many rounds they take part in; the best one for all of them is chosen on validation.
-            settings: Settings of the method that differ while they join, e.g. `{"embedding_lr": 0.05}`.
+            settings: Settings of the method that differ while they join, e.g. `{"embedding_lr": 1.0}`; by default, the
+                best on validation of those that the method offers.
+            trial_rounds: For how many rounds each of these is tried.
             seed: Seed of their random draws.
             last: Join the run as it was after its last round instead of the chosen one.
         """
-        simulation = self.simulation
-        rounds, seed = whole_number("rounds", rounds, least=0), check_seed(seed)
-        if settings:
-            values = checked_method(type(simulation.algorithm), settings, method_name(simulation.algorithm))
-            simulation = replace(simulation, algorithm=replace(simulation.algorithm, **values))  # type: ignore[type-var]
+        rounds, trial_rounds = whole_number("rounds", rounds, least=0), whole_number("trial_rounds", trial_rounds)
+        trial_rounds = min(trial_rounds, rounds)
+        if settings is not None:
+            self._refuse_other_form(settings)
+        choices = [] if settings is not None else self.simulation.algorithm.choices_for_joining()
+        can_choose = rounds > 0 and int(federation.splits["validation"].size.sum()) > 0
+        # With privacy, every trial would spend of the clients' budget.
+        if len(choices) < 2 or not can_choose or self.simulation.privacy is not None:
+            return self._join(federation, rounds, settings or {}, seed, last)
+
+        def attempt(choice: Mapping[str, Any], num_rounds: int) -> NewClients | None:
+            try:
+                return self._join(federation, num_rounds, choice, seed, last)
+            except Diverged:
+                return None
+
+        trials = [attempt(choice, trial_rounds) for choice in choices]
+        scores = [-math.inf if trial is None else trial.splits["validation"].score for trial in trials]
+        scores = [-math.inf if math.isnan(score) else score for score in scores]
+        tried = list(zip(choices, scores, strict=True))
+        for number in sorted(range(len(choices)), key=lambda number: -scores[number]):  # of equal ones, the first
+            joined = trials[number]
+            if joined is not None and trial_rounds < rounds:
+                joined = attempt(choices[number], rounds)
+            if joined is not None:
+                return replace(joined, tried=tried)
+        return self._join(federation, rounds, {}, seed, last)  # which says how it diverges
+
+    def _join(
+        self, federation: Federation, rounds: int, settings: Mapping[str, Any], seed: int, last: bool
+    ) -> "NewClients":
+        simulation, seed = self._with_settings(settings), check_seed(seed)
         first = simulation.model_of(0)
         if simulation.federation.architectures is not None and federation.architectures is None:
             federation = federation.with_architectures([first.name] * (federation.num_clients + federation.num_joining))
@@ -595,7 +636,28 @@ class Run:
         assert state.best is not None
         chosen, adapts = state.best.evaluation, simulation.algorithm.adaptation_steps > 0
         splits = scores_of_adapted(joining, state.best) if adapts else chosen.splits
-        return NewClients(joining, state.best.memories, splits, chosen.round)
+        return NewClients(joining, state.best.memories, splits, chosen.round, dict(settings))
+
+    def _with_settings(self, settings: Mapping[str, Any]) -> Simulation:
+        algorithm: Any = self.simulation.algorithm
+        if not isinstance(settings, Mapping):
+            raise UserError(f"settings is {short(settings)}; give names and values, such as {{'local_lr': 0.01}}.")
+        values = checked_method(type(algorithm), settings, method_name(algorithm))
+        return replace(self.simulation, algorithm=replace(algorithm, **values)) if values else self.simulation
+
+    def _refuse_other_form(self, settings: Mapping[str, Any]) -> None:
+        """Refuse settings under which the server's memory would not be of the form that was trained."""
+        trained, changed = self.memories().shared, self._with_settings(settings)
+        if changed is self.simulation:
+            return
+        shared = changed.exchange.init_shared(changed.models, changed.initial_models(), keys.fold(changed.seed, "form"))
+        (old, old_form), (new, new_form) = map(pytree.tree_flatten, (trained, shared))
+        is_same = old_form == new_form and [leaf.shape for leaf in old] == [leaf.shape for leaf in new]
+        if not is_same or changed.algorithm.needs_descriptors != self.simulation.algorithm.needs_descriptors:
+            raise UserError(
+                f"{some(list(settings))} cannot change while a client joins, since what was trained depends on it; "
+                "settings of how a client learns can, such as learning rates."
+            )
 
     def _descriptor(self, data: Federation, given: ArrayLike | Tensor | None) -> Tensor | None:
         wanted = self.simulation.descriptors()
@@ -673,6 +735,8 @@ class NewClient:
     card: Card  # what its model was trained on and how good it is, as plain values
     portable: Portable = field(repr=False)
     fill: Sequence[float] | None = None  # what its empty cells are filled with, where the run fills them
+    settings: dict[str, Any] = field(default_factory=dict)  # of the method while it joined: as given, or as chosen
+    tried: Tried = field(default_factory=list)  # what they were chosen among
 
     def export(self, path: str | Path) -> Path:
         """Write its model to a file that runs without this package, as `Run.export` does.
@@ -698,6 +762,8 @@ class NewClients:
     memories: Memories
     splits: dict[str, SplitResult]
     round: int  # of joining, chosen on the validation examples of all of them
+    settings: dict[str, Any] = field(default_factory=dict)  # of the method while they joined: as given, or as chosen
+    tried: Tried = field(default_factory=list)  # what they were chosen among
 
     @property
     def accuracy(self) -> NDArray[numpy.float64]:
@@ -724,8 +790,9 @@ def _joined_state(joining: Simulation, num_rounds: int) -> State:
     if num_rounds == 0:
         next(joining.rounds(state))  # the evaluation before the first round
         return state
-    # One client is done before a round of its own would be compiled.
-    progress = joining.rounds(state) if joining.federation.num_clients == 1 else rounds(joining, state)
+    # One client, or a trial, is done before a round of its own would be compiled.
+    is_short = joining.federation.num_clients == 1 or num_rounds <= TRIAL_ROUNDS
+    progress = joining.rounds(state) if is_short else rounds(joining, state)
     for _ in progress:
         pass
     return state

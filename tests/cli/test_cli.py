@@ -701,11 +701,18 @@ def test_a_person_with_data_joins_a_run(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "Held-out accuracy: " in result.output
     assert "on 9 of 60 examples" in " ".join(result.output.split())
+    assert re.search(r"It joined with embedding_lr = [\d.]+, the best on validation of 5 settings", result.output)
     with safe_open("mine.safetensors", "np") as file:
         assert file.get_tensor("layers.0.weight").shape == (32, 64)
     numpy.save("mine/x.npy", digits.data[:60] / 16)  # as the run has them
     again = invoke("add-client", "runs", "--data", "mine", "--rounds", "2")
     assert again.output.split("%")[0] == result.output.split("%")[0]
+    given = invoke("add-client", "runs", "--data", "mine", "--rounds", "2", "--set", "embedding_lr=0.5")
+    assert given.exit_code == 0, given.output
+    assert "It joined with" not in given.output
+    refused = invoke("add-client", "runs", "--data", "mine", "--set", "hidden_dim=3")
+    assert refused.exit_code == 2
+    assert "hidden_dim cannot change while a client joins" in " ".join(refused.output.split())
     numpy.save("mine/y.npy", numpy.array(["seven"] * 60))
     wrong = invoke("add-client", "runs", "--data", "mine")
     assert wrong.exit_code == 2

@@ -610,6 +610,7 @@ class Calls:
                     "split": (0.6, 0.2, 0.2),
                     "architecture": None,
                     "descriptor": None,
+                    "settings": {"local_lr": 0.01},
                     "seed": 0,
                 },
             ),

@@ -19,7 +19,7 @@ from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.spec import cell_digest
 from pfedhn.record import read_result
 from pfedhn.report.results import Runs, read_file
-from pfedhn.studies import STUDIES, client_map, findings, table2
+from pfedhn.studies import STUDIES, client_map, findings, novel_clients, table2
 from pfedhn.studies.study import Found, Study
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -121,6 +121,19 @@ def test_numbers_on_logarithmic_axes_are_written_out() -> None:
     labels = [text.get_text() for axes in figure.axes for text in [*axes.get_xticklabels(), *axes.get_yticklabels()]]
     assert {"10", "100", "1,000"} <= set(labels)
     assert not [label for label in labels if "$" in label]
+
+
+@pytest.mark.parametrize(
+    ("scores", "text"),
+    [
+        ([0.5, 0.6, 0.55], "0.1"),
+        ([0.5, 0.6, None], "0.1"),  # the largest diverged
+        ([0.5, 0.55, 0.6], "0.1 ↑"),
+        ([0.5, 0.5, 0.5], "0.1 ="),
+    ],
+)
+def test_the_rate_of_new_clients_says_whether_another_might_be_better(scores: list[float | None], text: str) -> None:
+    assert novel_clients.rate_text({"rate": 0.1, "validation": scores}) == text
 
 
 def test_small_differences_do_not_fill_the_scale_of_a_sweep() -> None:

@@ -14,7 +14,7 @@ number of clients, over a network too.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from pfedhn.model import Model
 from pfedhn.params import Params, clip, pick, pull_back, subtract, zeros_like
 from pfedhn.settings import Bounds, Fraction
 from pfedhn.sgd import SGD, Batches, Rate, Share
+
+JOINING_FACTORS = (1, 10, 100, 1_000, 10_000)  # of the embedding's rate, while a client joins
 
 
 class Shared(NamedTuple):
@@ -194,6 +196,13 @@ class PFedHN(Algorithm[Shared, Row, Private]):
             lambda v: self.generate(shared.phi, shared, model, v), row.embedding, cotangent=generated
         )
         return self.embeddings.moved(row, clip({"row": gradient}, self.clip)["row"], shared.step + 1)
+
+    def choices_for_joining(self) -> list[dict[str, Any]]:
+        # In training a client's weights move mostly by phi. While a client joins, phi stands still and its embedding
+        # has to go all the way alone: how much faster it must be depends on the run.
+        if self.needs_descriptors:
+            return [{}]
+        return [{"embedding_lr": float(self.embeddings.lr) * factor} for factor in JOINING_FACTORS]
 
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         return received | private.head

@@ -35,6 +35,15 @@ def add_client(
         typer.Option("--name", help="The client's name; its random draws depend on it.", show_default="none"),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the split and the draws.")] = 0,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="A setting of the run's method while the client joins (embedding_lr=1.0), instead of what its "
+            "validation examples choose. Can be given several times.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FILE", help="Where the model is written: .safetensors, .onnx or .pt2."),
@@ -45,8 +54,9 @@ def add_client(
 
     The run's hypernetwork stays as it is; only the new client's embedding learns,
     and its personal layers where the method has such. 70 % of the examples train,
-    15 % choose the round, and on the other 15 % the accuracy is measured. A table
-    is read as the run read its own: columns by name, texts and empty cells alike.
+    15 % choose the round and how fast the embedding learns, and on the other 15 %
+    the accuracy is measured. A table is read as the run read its own: columns by
+    name, texts and empty cells alike.
 
     \b
     [bold]Examples[/]
@@ -58,6 +68,7 @@ def add_client(
     from pfedhn.data.files import read_client
     from pfedhn.portable import check_ending
     from pfedhn.run import load
+    from pfedhn.settings import parse_assignments
 
     if out is not None:
         check_ending(out)
@@ -68,9 +79,10 @@ def add_client(
         y = y.astype("float32")  # whole numbers are no classes where the run predicts numbers
     x = trained.description.prepared(given)
     began = time.monotonic()
-    settings: dict[str, Any] = {"architecture": architecture, "name": name, "seed": seed}
-    before = trained.add_client(x, y, rounds=0, **settings)
-    joined = trained.add_client(x, y, rounds=rounds, **settings)
+    settings = parse_assignments(assignments) if assignments else None
+    options: dict[str, Any] = {"architecture": architecture, "name": name, "settings": settings, "seed": seed}
+    before = trained.add_client(x, y, rounds=0, **options)
+    joined = trained.add_client(x, y, rounds=rounds, **options)
     seconds = time.monotonic() - began
     test = joined.splits["test"]
     scores = [part.splits["test"] for part in (before, joined)]
@@ -84,6 +96,12 @@ def add_client(
         f"Held-out {what}: {texts[1]} on {count} of {len(x)} examples ({texts[0]} before joining). "
         f"Round {joined.round} of {rounds} was chosen on validation; {seconds:.1f} s."
     )
+    if joined.tried:
+        values = {
+            field: f"{value:g}" if isinstance(value, float) else value for field, value in joined.settings.items()
+        }
+        chosen = ", ".join(f"{field} = {value}" for field, value in values.items())
+        say(f"It joined with {chosen}, the best on validation of {len(joined.tried)} settings that were tried.")
     if out is not None:
         joined.export(out)
         say(f"Its model is in {out}, and what it is in {out.with_suffix('.md')}.")

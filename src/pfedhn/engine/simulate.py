@@ -181,7 +181,8 @@ class Simulation:
     def _joining_rows(self, joins: Joining, descriptors: Tensor) -> Any:
         join_row = self._in_model_dtype(self.algorithm.join_row)
         given = [value if self.algorithm.needs_descriptors else None for value in descriptors]
-        return stack([join_row(self.exchange.served(joins.shared), joins.rows, value) for value in given])
+        rows = [join_row(self.exchange.served(joins.shared), joins.rows, value) for value in given]
+        return copy(stack(rows))  # rounds write rows in place, and one row alone may hold the server's own tensors
 
     def _in_model_dtype(self, make: Callable[..., Any]) -> Callable[..., Any]:
         dtype = next(iter(self.models.values())).dtype

@@ -6,6 +6,7 @@ of PC; pFedMe and Per-FedAvg do their usual local work from the trained model. R
 validation examples of the new clients.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,27 +27,20 @@ from pfedhn.studies.study import Finished, Found, Study, known, on_digits, table
 ALPHAS = (0.1, 0.25, 0.5, 1.0)
 NUM_NOVEL = 10
 ROUNDS = 100
-RATE_FACTORS = (1.0, 10.0, 100.0, 1000.0)  # of the embedding, times its rate in training, where it moves little
 SMALL_ROUNDS = 4
 
 
 def compute(finished: Finished) -> Mapping[str, Any]:
     """By alpha: each new client's accuracy, how far it is from the nearest client that trained, and what was chosen."""
     run: Run = finished.run
-    algorithm: Any = run.simulation.algorithm
     rounds = SMALL_ROUNDS if finished.cell.dataset == "digits" else ROUNDS
-    changes: list[dict[str, Any]] = [{}]
-    if hasattr(algorithm, "embedding_lr"):
-        usual = algorithm.lr if algorithm.embedding_lr is None else algorithm.embedding_lr
-        changes = [{"embedding_lr": factor * float(usual)} for factor in RATE_FACTORS]
     trained = finished.federation.class_shares
     found = {}
     for alpha in ALPHAS:
         federation = finished.another_federation(partition={**finished.cell.partition, "novel_alpha": alpha})
         assert federation.joining is not None
-        tried = [run.add_clients(federation.joining, rounds=rounds, settings=change) for change in changes]
-        best = max(range(len(tried)), key=lambda number: tried[number].splits["validation"].score)
-        joined, start = tried[best], run.add_clients(federation.joining, rounds=0)
+        joined = run.add_clients(federation.joining, rounds=rounds, trial_rounds=rounds)
+        start = run.add_clients(federation.joining, rounds=0)
         found[f"{alpha:g}"] = {
             "accuracy": joined.accuracy,
             "accuracy_at_start": start.accuracy,
@@ -54,8 +48,8 @@ def compute(finished: Finished) -> Mapping[str, Any]:
             "distance": nearest_distance(federation.joining.class_shares, trained),
             "classes": effective_classes(federation.joining.class_shares),
             "round": joined.round,
-            "rate": changes[best].get("embedding_lr"),
-            "validation": [one.splits["validation"].score for one in tried],
+            "rate": joined.settings.get("embedding_lr"),
+            "validation": [score for _, score in joined.tried],
         }
     test = run.chosen.splits["test"]
     return {
@@ -144,7 +138,7 @@ def rate_text(part: Mapping[str, Any]) -> str:
     """The embedding's rate, and whether another might have been better."""
     if part["rate"] is None:
         return ""
-    scores = part["validation"]
+    scores = [-math.inf if score is None else score for score in part["validation"]]  # None: training diverged
     mark = " =" if len(set(scores)) == 1 else " ↑" if scores.index(max(scores)) == len(scores) - 1 else ""
     return f"{part['rate']:g}{mark}"
 
