@@ -90,6 +90,7 @@ def test_names_of_files_differ_and_stay_in_their_folder() -> None:
     assert file_names(["a/b", "a b", "A_B", "..", "", "é"]) == ["a_b", "a_b_2", "A_B_3", "client", "client_2", "é"]
 
 
+@pytest.mark.slow
 def test_a_client_that_joins_is_called_by_its_name(run: pfedhn.Run, tmp_path: Path) -> None:
     random = numpy.random.default_rng(1)
     x, y = random.normal(size=(40, 8)).astype("float32"), numpy.arange(40) % 3

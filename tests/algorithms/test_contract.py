@@ -225,7 +225,18 @@ def road(simulation: Simulation) -> Any:
     return memories_of(state), personal(simulation, state), scores, state.bytes_up, state.bytes_down, state.round
 
 
-VARIANTS = ("apfl", "closes-over", "fedala", "fedavg-ft", "pfedhn-chunked", "pfedhn-low-rank", "pfedhn-plus-pc")
+VARIANTS = (
+    "apfl",
+    "closes-over",
+    "ditto",
+    "fedala",
+    "fedavg-ft",
+    "fedrep",
+    "per-fedavg",
+    "pfedhn-chunked",
+    "pfedhn-low-rank",
+    "pfedhn-plus-pc",
+)
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,7 @@ def test_an_earlier_run_finds_its_texts_in_its_table(
     assert "which is not there any more" in " ".join(refused.stderr.split())
 
 
+@pytest.mark.slow
 def test_a_client_that_joins_is_read_as_the_others_were(
     kinds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

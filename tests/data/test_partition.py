@@ -310,6 +310,7 @@ def test_by_coarse_class_rounds_as_whole_numbers_do(splits: Splits, per_class: i
         assert counts(assignment, splits, name)[:, present].tolist() == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.integers(1, 3_000), st.integers(1, 40), st.integers(0, 3_000))
 def test_a_kth_of_any_number_is_its_quotient(per_class: int, quotient: int, remainder: int) -> None:

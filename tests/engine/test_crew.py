@@ -36,6 +36,7 @@ def test_devices_that_batch_their_clients_agree_to_rounding(federation: Federati
     assert_close(memories_of(finish(shared_out)), memories_of(finish(alone)))
 
 
+@pytest.mark.slow
 def test_clients_of_several_sizes_are_shared_out_size_by_size(federation: Federation) -> None:
     mixed = federation.with_architectures(["mlp", "wide"] * 3)
     models = {name: model(name) for name in ("mlp", "wide")}

@@ -60,6 +60,7 @@ def test_everybody_is_everybody_in_order() -> None:
     assert cohort(3, 17, 6, 6).tolist() == list(range(6))
 
 
+@pytest.mark.slow
 def test_clients_are_chosen_equally_often() -> None:
     """Five standard deviations of a binomial count."""
     num_rounds, num_clients, size = 3_000, 10, 3

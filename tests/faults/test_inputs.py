@@ -19,6 +19,7 @@ def refuse_bad(tries: dict[str, int], seed: int) -> None:
     assert [sum(row.outcomes.values()) for row in rows] == list(tries.values())
 
 
+@pytest.mark.slow
 def test_some_inputs_of_every_kind() -> None:
     refuse_bad(SHORT, seed=0)
 
