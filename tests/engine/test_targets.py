@@ -22,7 +22,6 @@ def documented() -> dict[str, dict[str, str]]:
     ("target", "executor"),
     mostly_slow(
         [(target, executor) for target in TARGETS for executor in COLUMNS],
-        ("GroupNorm", "captured"),
         ("LSTM", "vectorized"),
         ("tied weights", "traced"),
         ("dropout", "captured"),
