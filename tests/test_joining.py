@@ -143,6 +143,24 @@ def test_a_choice_that_diverges_later_gives_way_to_the_next(choosy: Run, monkeyp
     assert choosy.add_client(*examples(80, 1), rounds=12).settings == STANDS_STILL
 
 
+def test_outputs_that_are_no_numbers_win_no_choice(choosy: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their accuracy is that of class 0, which may be all that a client has."""
+    join = Run._join
+
+    def without_numbers(self: Run, federation: Federation, rounds: int, settings: Any, *rest: Any) -> NewClients:
+        joined = join(self, federation, rounds, settings, *rest)
+        if settings != LEARNS:
+            return joined
+        validation = joined.splits["validation"]
+        spoiled = replace(validation, loss=validation.loss * math.nan, metric=validation.count)
+        return replace(joined, splits={**joined.splits, "validation": spoiled})
+
+    monkeypatch.setattr(Run, "_join", without_numbers)
+    new = choosy.add_client(*examples(80, 1), rounds=12)
+    assert new.settings == STANDS_STILL
+    assert dict((str(choice), score) for choice, score in new.tried)[str(LEARNS)] == -math.inf
+
+
 def test_where_every_choice_diverges_it_is_said_as_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     run = trained(Choosy())
     monkeypatch.setattr(Choosy, "choices_for_joining", lambda self: [DIVERGES, DIVERGES])
@@ -172,6 +190,10 @@ def test_pfedhn_tries_larger_rates_of_the_embedding(method: str, rate: float) ->
     assert [choice["embedding_lr"] / rate for choice in choices] == pytest.approx(JOINING_FACTORS)
     as_trained, first = (run.add_client(*examples(40, 1), rounds=1, settings=given) for given in ({}, choices[0]))
     assert_same_bits(first.weights, as_trained.weights)
+
+
+def test_an_embedding_that_stood_still_in_training_has_no_rate_to_multiply() -> None:
+    assert pfedhn.PFedHN(embedding_lr=0.0).for_clients(4).choices_for_joining() == [{}]
 
 
 def test_a_larger_rate_serves_a_client_whose_embedding_has_far_to_go() -> None:
@@ -204,6 +226,7 @@ def test_trials_do_not_spend_of_a_client_s_privacy() -> None:
         ({"num_hidden": 1}, "num_hidden cannot change while a client joins"),
         ({"averaging": 0.9}, "averaging cannot change while a client joins"),
         ({"embedding": "fixed"}, "embedding cannot change while a client joins"),
+        ({"embedding_optimizer": "adam"}, "embedding_optimizer cannot change while a client joins"),
         ("embedding_lr", "settings is 'embedding_lr'; give names and values"),
     ],
 )

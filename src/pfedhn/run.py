@@ -600,9 +600,11 @@ class Run:
 
         def attempt(choice: Mapping[str, Any], num_rounds: int) -> NewClients | None:
             try:
-                return self._join(federation, num_rounds, choice, seed, last)
+                joined = self._join(federation, num_rounds, choice, seed, last)
             except Diverged:
                 return None
+            # Outputs that are not numbers have an accuracy too.
+            return joined if math.isfinite(joined.splits["validation"].mean_loss) else None
 
         trials = [attempt(choice, trial_rounds) for choice in choices]
         scores = [-math.inf if trial is None else trial.splits["validation"].score for trial in trials]
@@ -647,13 +649,18 @@ class Run:
 
     def _refuse_other_form(self, settings: Mapping[str, Any]) -> None:
         """Refuse settings under which the server's memory would not be of the form that was trained."""
-        trained, changed = self.memories().shared, self._with_settings(settings)
+        memories, changed = self.memories(), self._with_settings(settings)
         if changed is self.simulation:
             return
-        shared = changed.exchange.init_shared(changed.models, changed.initial_models(), keys.fold(changed.seed, "form"))
-        (old, old_form), (new, new_form) = map(pytree.tree_flatten, (trained, shared))
-        is_same = old_form == new_form and [leaf.shape for leaf in old] == [leaf.shape for leaf in new]
-        if not is_same or changed.algorithm.needs_descriptors != self.simulation.algorithm.needs_descriptors:
+        key, needs_descriptors = keys.fold(changed.seed, "form"), changed.algorithm.needs_descriptors
+        is_same = needs_descriptors == self.simulation.algorithm.needs_descriptors
+        if is_same:
+            shared = changed.exchange.init_shared(changed.models, changed.initial_models(), key)
+            row = changed.algorithm.init_row(key, changed.descriptors()[0] if needs_descriptors else None)
+            one = take(memories.rows, 0) if pytree.tree_leaves(memories.rows) else memories.rows
+            (old, old_form), (new, new_form) = map(pytree.tree_flatten, ((memories.shared, one), (shared, row)))
+            is_same = old_form == new_form and [leaf.shape for leaf in old] == [leaf.shape for leaf in new]
+        if not is_same:
             raise UserError(
                 f"{some(list(settings))} cannot change while a client joins, since what was trained depends on it; "
                 "settings of how a client learns can, such as learning rates."

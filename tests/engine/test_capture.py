@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -88,18 +88,26 @@ def test_what_a_person_s_own_code_keeps_has_numbers(federation: Federation) -> N
     def metric(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (outputs.argmax(-1) == y) * ones(len(y))
 
-    own = replace(model(), per_example_metric=metric)
-    scores = {}
-    for executor in ("loop", "captured"):
-        simulation = simulate(PFedHN(local_steps=2), federation, {"mlp": own}, rounds=3, executor=executor)
-        assert not capture.is_known(simulation)
-        last = [p.evaluation for p in rounds(simulation, simulation.initial_state()) if p.evaluation][-1]
-        scores[executor] = last.splits["test"].metric.tolist()
-    assert scores["captured"] == scores["loop"]
-    assert any(scores["loop"])
+    class Metric:
+        def method(self, outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return metric(outputs, y)
+
+    for own in (metric, Metric().method, partial(metric)):
+        ones.cache_clear()
+        scores = {}
+        for executor in ("loop", "captured"):
+            target = {"mlp": replace(model(), per_example_metric=own)}
+            simulation = simulate(PFedHN(local_steps=2), federation, target, rounds=3, executor=executor)
+            assert not capture.is_known(simulation)
+            last = [p.evaluation for p in rounds(simulation, simulation.initial_state()) if p.evaluation][-1]
+            scores[executor] = last.splits["test"].metric.tolist()
+        assert scores["captured"] == scores["loop"]
+        assert any(scores["loop"])
     known = simulate(PFedHN(local_steps=2), federation, executor="captured")
     assert capture.is_known(known)
     assert capture.is_known(capture.on_blocks(known))
+    known.models["mlp"].training_module.register_forward_hook(lambda *_: None)
+    assert not capture.is_known(known)
 
 
 @pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedme"))

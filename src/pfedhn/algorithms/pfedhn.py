@@ -200,7 +200,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     def choices_for_joining(self) -> list[dict[str, Any]]:
         # In training a client's weights move mostly by phi. While a client joins, phi stands still and its embedding
         # has to go all the way alone: how much faster it must be depends on the run.
-        if self.needs_descriptors:
+        if self.needs_descriptors or not float(self.embeddings.lr):
             return [{}]
         return [{"embedding_lr": float(self.embeddings.lr) * factor} for factor in JOINING_FACTORS]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeAlias, get_type_hints
 
 import torch
@@ -182,15 +182,27 @@ def on_blocks(simulation: Simulation) -> Simulation:
 def is_known(simulation: Simulation) -> bool:
     """Whether all that a round runs is code of this package or of PyTorch, which keeps no tensor that it makes."""
     exchange, models = simulation.exchange, simulation.models.values()
-    parts: list[Any] = [exchange.algorithm, exchange.upload, exchange.download]
-    for model in models:
-        parts += [*model.training_module.modules(), model.per_example_loss, model.per_example_metric]
-    origins = {
-        origin.__module__
-        for part in parts
-        for origin in ((part,) if isinstance(part, FunctionType) else type(part).__mro__)
-    }
-    return {origin.partition(".")[0] for origin in origins} <= {"pfedhn", "torch", "builtins", "typing", "abc"}
+    modules = [module for model in models for module in model.training_module.modules()]
+    functions = [function for model in models for function in (model.per_example_loss, model.per_example_metric)]
+    functions += [value for module in modules for value in vars(module).values() if isinstance(value, FUNCTIONS)]
+    classes = [
+        kind
+        for part in (exchange.algorithm, exchange.upload, exchange.download, *modules)
+        for kind in type(part).__mro__
+    ]
+    return (
+        not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+        and all(function is None or isinstance(function, FunctionType) for function in functions)
+        and all(_origin(part) in KNOWN for part in (*classes, *functions) if part is not None)
+    )
+
+
+FUNCTIONS = (FunctionType, MethodType, partial)
+KNOWN = {"pfedhn", "torch", "builtins", "typing", "abc"}
+
+
+def _origin(part: Any) -> str:
+    return str(part.__module__).partition(".")[0]
 
 
 def _are_near(one: Any, other: Any) -> bool:
