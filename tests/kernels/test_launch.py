@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -74,3 +75,12 @@ def test_what_has_no_numbers_announces_its_kernel_once(monkeypatch: pytest.Monke
     for future in launch._announced.values():
         future.result()
     assert announced == [conv.forward_kernel]
+
+
+def test_nobody_waits_for_a_kernel_that_could_not_be_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_announced", {})
+    monkeypatch.setattr(launch, "compiled", Mock(side_effect=RuntimeError("a broken Triton")))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="a broken Triton"):
+        launch.launch(conv.forward_kernel, (1,), (torch.empty(1, device="cuda"),))
+    assert not launch._announced

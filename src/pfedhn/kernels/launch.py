@@ -123,11 +123,11 @@ def launch(function: Callable[..., None], grid: tuple[int, ...], tensors: Sequen
         if is_announcement:
             if key not in _announced:
                 future: Future[None] = Future()
-                _announced[key] = future
                 # Threads do, since almost all of Triton's time is spent outside of Python; nobody waits for them at
                 # the end. The kernel is made here: each of them would make one of its own.
                 work = (future, compiled(function), device, dtypes, arguments)
                 Thread(target=_compile, args=work, daemon=True).start()
+                _announced[key] = future  # last: nobody may wait for a kernel that nobody compiles
             return
         if key in _announced:
             _announced[key].result()
