@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,6 +109,61 @@ def test_what_a_person_s_own_code_keeps_has_numbers(federation: Federation) -> N
     assert capture.is_known(capture.on_blocks(known))
     known.models["mlp"].training_module.register_forward_hook(lambda *_: None)
     assert not capture.is_known(known)
+
+
+def test_rounds_do_not_wait_for_the_compiler(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin with the graphs as they were traced, and are captured anew when all of them are compiled."""
+    may_compile, calls = threading.Event(), []
+
+    def compiled(part: gpu.Meanwhile) -> None:
+        may_compile.wait(60)
+        part.best = lambda *values: calls.append(part) or part.graph.forward(*values)
+        part.is_done = True
+
+    monkeypatch.setattr(gpu, "_traced", {})
+    monkeypatch.setattr(gpu.Meanwhile, "compile", compiled)
+    for name in ("compile_graph", "compile_once"):
+        monkeypatch.setattr(capture, name, lambda graph, arguments: gpu.Meanwhile(graph, arguments))
+    loop = finish(simulate(PFedHN(local_steps=2), federation, rounds=6, evaluate_every=1, executor="loop"))
+    simulation = simulate(PFedHN(local_steps=2), federation, rounds=6, evaluate_every=1)
+    state = simulation.initial_state()
+    run = CapturedRun(simulation, state)
+    progress = (each for each in run.rounds() if each.evaluation)
+    steps = [next(progress).evaluation.step for _ in range(3)]
+    assert steps == [0, 1, 2]
+    assert len(run.uncompiled) == 4  # before, the draw, the step, after
+    assert not calls
+    first = dict(run.graphs)
+    may_compile.set()
+    gpu.COMPILER.wait()
+    list(progress)
+    assert not run.uncompiled
+    assert len(set(calls)) == 4
+    assert all(graph is not first[signature] for signature, graph in run.graphs.items())
+    assert_close(memories_of(state), memories_of(loop))
+
+
+def test_a_graph_that_cannot_be_compiled_runs_as_it_was_traced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    one = torch.tensor(1.0)
+    part = gpu.Meanwhile(executors.make_fx(torch.exp)(one), [one])
+    monkeypatch.setattr("torch._inductor.compile", fails)
+    monkeypatch.setattr(gpu.kernels, "dot_precision", lambda: "another")
+    assert part(one) == one.exp()
+    gpu.COMPILER.wait()
+    assert not part.is_done  # what it would be compiled to now is not what it was asked for
+    monkeypatch.setattr(gpu.kernels, "dot_precision", lambda: part.precision)
+    assert part(one) == one.exp()
+    gpu.COMPILER.wait()
+    assert part.is_done
+    assert part(one) == one.exp()
+    assert [record.message for record in caplog.records] == [
+        "a part of the round could not be compiled and runs slower: RuntimeError: no such instruction"
+    ]
 
 
 @pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedme"))
@@ -400,7 +456,7 @@ def test_what_was_compiled_for_runs_of_the_past_is_let_go(monkeypatch: pytest.Mo
     """A network with buffers is compiled for each run, since they are constants of its graph."""
     monkeypatch.setattr(gpu, "_compiled", {})
     monkeypatch.setattr(gpu, "MAX_CACHED", 2)
-    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+    monkeypatch.setattr(gpu, "Meanwhile", lambda graph, _: graph.forward)
     on_gpu = Mock(is_cuda=True, shape=(), dtype=torch.float32)
     for number in range(3):
         constant = torch.tensor(float(number))

@@ -31,7 +31,15 @@ from pfedhn.engine.executors import (
     run_as_traced,
     without_numbers,
 )
-from pfedhn.engine.gpu import compile_graph, compile_once, form, shared_by_equal_runs
+from pfedhn.engine.gpu import (
+    COMPILER,
+    Meanwhile,
+    choosing_once,
+    compile_graph,
+    compile_once,
+    form,
+    shared_by_equal_runs,
+)
 from pfedhn.engine.round import Exchange, Kept, Offer, Returned, bytes_down, bytes_up
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Progress, State
@@ -232,9 +240,11 @@ class CapturedRun:
     graphs: dict[Signature, torch.cuda.CUDAGraph | Repeated] = field(default_factory=dict)
     scans: dict[tuple[str, int], TracedScan] = field(default_factory=dict)
     evaluation_graph: torch.cuda.CUDAGraph | Repeated | None = None
+    uncompiled: set[Meanwhile] = field(default_factory=set)  # what graphs run as it was traced, for the time being
 
     def __post_init__(self) -> None:
-        self.simulation = simulation = on_blocks(self.simulation)
+        with COMPILER.lock:
+            self.simulation = simulation = on_blocks(self.simulation)
         state = self.state
         device = simulation.federation.x.device
         self.is_cuda = device.type == "cuda"
@@ -414,26 +424,37 @@ class CapturedRun:
         with self._on_stream():  # which is also left where capturing fails: `torch.cuda.graph` then stays on its stream
             kept = copy((self.counter, self.bad))  # here: rounds before this may still be counting on the stream
             self.bad.zero_()  # as if a number had not been finite: nothing is written
-            work()
-            _restore((self.counter, self.bad), kept)
-            if self.stream is None:
-                return Repeated(work)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            with COMPILER.lock, choosing_once() as chosen:
                 work()
+                _restore((self.counter, self.bad), kept)
+                self.uncompiled |= {part for part, how in chosen.items() if how is not part.best or not part.is_done}
+                if self.stream is None:
+                    return Repeated(work)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                    work()
         return graph
+
+    def _renew_graphs(self) -> None:
+        """Where rounds began before the compiler was done, capture them anew once it is."""
+        if self.uncompiled and all(part.is_done for part in self.uncompiled):
+            self.uncompiled.clear()
+            if self.stream is not None:
+                self.stream.synchronize()
+            self.graphs.clear()
 
     def prepare(self) -> None:
         """Compile and capture what the first rounds need; nothing where none are left."""
         if self.state.round >= self.simulation.num_rounds:
             return
         signature = self.signatures[self.state.round]
-        if is_known(self.simulation) and not self.before[signature].ready:  # nor has an equal run been here
-            self._announce_kernels(signature)
-        self.graph_of(signature)
-        if self.evaluation_graph is None:
-            self.evaluation_graph = self._capture(self._evaluate)
+        with COMPILER.lock:
+            if is_known(self.simulation) and not self.before[signature].ready:  # nor has an equal run been here
+                self._announce_kernels(signature)
+            self.graph_of(signature)
+            if self.evaluation_graph is None:
+                self.evaluation_graph = self._capture(self._evaluate)
 
     def _announce_kernels(self, signature: Signature) -> None:
         """Have the kernels of a round and of an evaluation compiled on other cores, while this one traces and compiles.
@@ -500,6 +521,7 @@ class CapturedRun:
         splits = to_splits(scores, simulation.federation, EVALUATED_SPLITS, simulation.has_metric)
         with self._on_stream():
             evaluation = simulation.choose(state, splits)
+        self._renew_graphs()
         yield Progress(evaluation.step, evaluation)
 
     def _on_stream(self) -> AbstractContextManager[None]:

@@ -1,16 +1,25 @@
 """How a GPU computes: its precision, compiled graphs, and what runs that are equal share."""
 
+import copy
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from queue import Queue
+from threading import RLock, Thread, main_thread
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from pfedhn.engine.executors import Function, Traced, TracedScan
+from pfedhn.errors import first_line
 from pfedhn.kernels import launch as kernels
+
+logger = logging.getLogger("pfedhn")
 
 _compiled: dict[Any, Function] = {}
 
@@ -37,18 +46,109 @@ def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool
         return graph.forward  # a CPU gains nothing that would pay for the compiler
     constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
     shapes = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments)
-    key = (graph.code, shapes, id(graph) if constants else None)
+    key = (graph.code, shapes, kernels.dot_precision(), id(graph) if constants else None)
     if key not in _compiled:
+        while len(_compiled) >= MAX_CACHED:  # runs that use it hold on to it; nobody else needs one with constants
+            del _compiled[next(iter(_compiled))]
+        if not (torch.are_deterministic_algorithms_enabled() or is_autotuned()):
+            _compiled[key] = Meanwhile(graph, arguments)
+            return _compiled[key]
         import torch._inductor.config as inductor
 
         mode = "max-autotune-no-cudagraphs" if is_step and is_autotuned() else None
-        while len(_compiled) >= MAX_CACHED:  # runs that use it hold on to it; nobody else needs one with constants
-            del _compiled[next(iter(_compiled))]
         compiled = torch.compile(graph, dynamic=False, fullgraph=True, mode=mode)
         # In force while it is called, which compiles it. As `options` they would keep the compiler's cache from being
         # found again, and a start would take twice as long.
         _compiled[key] = inductor.patch(COMPILER_OPTIONS)(compiled)
     return _compiled[key]
+
+
+class Meanwhile:
+    """A graph that runs as it was traced until the compiler, on a thread of its own, is done with it.
+
+    Rounds begin sooner by that, at the price of their last bits: it depends on the clock from which round on they are
+    computed by the compiled graph. So deterministic runs wait for the compiler instead.
+    """
+
+    def __init__(self, graph: GraphModule, arguments: Sequence[Tensor]) -> None:
+        self.graph = graph
+        mode = FakeTensorMode()
+        # The compiler needs no numbers, and must not write to them.
+        self.shapes: list[Any] = [mode.from_tensor(leaf) for leaf in arguments]
+        self.precision = kernels.dot_precision()
+        self.best: Function = graph.forward
+        self.is_asked = self.is_done = False
+
+    def compile(self) -> None:
+        import torch._inductor
+        import torch._inductor.config as inductor
+
+        if kernels.dot_precision() != self.precision:  # of this process, which by now computes something else
+            self.is_asked = False
+            return
+        try:
+            own = GraphModule(self.graph, copy.deepcopy(self.graph.graph))  # which the compiler changes
+            with inductor.patch(COMPILER_OPTIONS):
+                self.best = torch._inductor.compile(own, self.shapes)
+        except Exception as error:
+            if not main_thread().is_alive():
+                return  # the process ends, and has let go of the compiler's tools
+            logger.warning("a part of the round could not be compiled and runs slower: %s", first_line(error))
+        self.is_done = True
+
+    def __call__(self, *values: Tensor) -> Any:
+        if not self.is_asked:
+            self.is_asked = True
+            COMPILER.put(self)
+        chosen = _chosen.get()
+        return (self.best if chosen is None else chosen.setdefault(self, self.best))(*values)
+
+
+_chosen: ContextVar[dict[Meanwhile, Function] | None] = ContextVar("chosen", default=None)
+
+
+@contextmanager
+def choosing_once() -> Iterator[dict[Meanwhile, Function]]:
+    """In the block, a graph runs the same way every time: what is warmed up is what is captured."""
+    chosen: dict[Meanwhile, Function] = {}
+    token = _chosen.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _chosen.reset(token)
+
+
+class Compiler:
+    """A thread that compiles one graph after the other: two would only wait for each other's Python.
+
+    It never works while somebody traces or captures. Both change what PyTorch's modules do as long as they last, and
+    that is the whole process's.
+    """
+
+    def __init__(self) -> None:
+        self.queue: Queue[Meanwhile] = Queue()
+        self.thread: Thread | None = None
+        self.lock = RLock()
+
+    def put(self, work: Meanwhile) -> None:
+        self.queue.put(work)
+        if self.thread is None:
+            self.thread = Thread(target=self._work, name="compiler", daemon=True)
+            self.thread.start()
+
+    def _work(self) -> None:
+        while True:
+            work = self.queue.get()
+            with self.lock:
+                work.compile()
+            self.queue.task_done()
+
+    def wait(self) -> None:
+        """Until everything that was asked for is compiled."""
+        self.queue.join()
+
+
+COMPILER = Compiler()
 
 
 def compile_once(graph: GraphModule, arguments: Sequence[Tensor]) -> Function:
