@@ -40,7 +40,7 @@ from pfedhn.privacy import Cost, Privacy, Protection, keyed_normal, num_places, 
 from pfedhn.sgd import SGD, Batches
 
 PLAIN = ("pfedhn", "pfedhn-pc", "fedavg", "fedper", "fedrep", "fedbabu", "lg-fedavg", "local")
-OTHERS = ("apfl", "ditto", "fedala", "per-fedavg", "pfedme")
+OTHERS = ("apfl", "ditto", "fedala", "per-fedavg", "per-fedavg-hf", "pfedme")
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "pfedhn-low-rank": partial(PFedHN, generated=("last",), head="low-rank", rank=1),
     "pfedhn-chunked": partial(PFedHN, head="chunked", chunk_size=7),
 }
-VARIANTS = ("pfedhn-plus-pc", "fedavg-ft")  # of what the others are, with other settings
+VARIANTS = ("pfedhn-plus-pc", "fedavg-ft", "per-fedavg-hf")  # of what the others are, with other settings
 every_method = pytest.mark.parametrize("method", mostly_slow(METHODS, *(set(METHODS) - set(VARIANTS))))
 every_target = pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 
@@ -233,6 +233,7 @@ VARIANTS = (
     "fedavg-ft",
     "fedrep",
     "per-fedavg",
+    "per-fedavg-hf",
     "pfedhn-chunked",
     "pfedhn-low-rank",
     "pfedhn-plus-pc",

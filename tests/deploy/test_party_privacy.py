@@ -12,7 +12,7 @@ from pfedhn.deploy.server import Policy
 from pfedhn.errors import UserError
 from pfedhn.privacy import Privacy
 
-NOT_OFFERED = {"apfl", "ditto", "fedala", "per-fedavg", "pfedme"}
+NOT_OFFERED = {"apfl", "ditto", "fedala", "per-fedavg", "per-fedavg-hf", "pfedme"}
 
 
 @pytest.mark.parametrize("method", ALGORITHMS)

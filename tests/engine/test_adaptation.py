@@ -37,7 +37,7 @@ def offering(setting: str) -> list[str]:
 
 @pytest.mark.parametrize("method", offering("adaptation_steps"))
 def test_adaptation_is_the_clients_own_sgd(federation: Federation, method: str) -> None:
-    if method == "per-fedavg":
+    if method.startswith("per-fedavg"):
         spec = small(method, adaptation_steps=4, personal_lr=0.2)
     else:
         spec = small(method, adaptation_steps=4)

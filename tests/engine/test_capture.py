@@ -354,6 +354,7 @@ def test_one_factory_may_make_other_networks(change: str, federation: Federation
 
 SETTINGS: dict[str, dict[str, float]] = {method: {"local_momentum": 0.5} for method in ALGORITHMS} | {
     "per-fedavg": {"local_steps": 2},
+    "per-fedavg-hf": {"local_steps": 2},
     "pfedme": {"outer_steps": 2},
 }
 

@@ -128,6 +128,7 @@ def test_each_method_has_its_settings_on_the_grids_of_the_paper() -> None:
         "fedavg": {"local_lr": rates},
         "fedper": {"local_lr": rates},
         "per-fedavg": {"local_lr": rates, "personal_lr": personal},
+        "per-fedavg-hf": {"local_lr": rates, "personal_lr": personal},
         "pfedme": {"lr": rates, "personal_lr": personal},
         "pfedhn": {"lr": rates, "local_lr": personal},
         "pfedhn-pc": {"lr": rates, "local_lr": personal},

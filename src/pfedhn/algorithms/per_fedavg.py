@@ -42,7 +42,7 @@ class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
     personal_lr: Rate = 5e-3  # alpha, the size of the inner step and of the adaptation before a test
     local_steps: int = 50  # tau, local iterations in one round; each takes two minibatches, or three if Hessian-free
     form: Literal["first-order", "hessian-free"] = "first-order"  # Hessian-free estimates the second-order term too
-    difference: float = 1e-3  # d, the step of that estimate
+    difference: float = 1e-3  # d, the step of that estimate; tf32 would round it away
     personal_steps: ZeroOrMore = 1  # steps of size alpha on training minibatches before every test
     rule: Rule = "mean"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
     averaging: Share | None = None  # decay of the moving average that is served; None serves the newest weights
