@@ -105,6 +105,7 @@ class Moment:
     bytes_down: int
     bytes_up: int
     seconds: float
+    norms: Mapping[str, float] | None = None  # of the server's memories, where they were asked for
 
 
 @dataclass(frozen=True)

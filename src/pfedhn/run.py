@@ -43,6 +43,7 @@ from pfedhn.engine.network import (
     with_frozen,
     with_num_outputs,
 )
+from pfedhn.engine.norms import norms as norms_of
 from pfedhn.engine.room import refuse_too_large
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
@@ -294,13 +295,9 @@ class Run:
 
         In double precision, on the CPU. Methods with a hypernetwork have embeddings; another method is refused.
         """
-        memories, algorithm = self.memories(last), self.simulation.algorithm
-        rows = memories.rows
-        if not isinstance(getattr(rows, "embedding", None), Tensor):
+        embeddings = self.simulation.embeddings(self.memories(last))
+        if embeddings is None:
             raise UserError(f"{self.origin.method} has no embeddings of clients; methods with a hypernetwork have.")
-        if hasattr(algorithm, "up_to_date"):  # of embeddings that every step moves
-            rows = algorithm.up_to_date(rows, self.simulation.exchange.served(memories.shared))
-        embeddings: Tensor = rows.embedding
         return embeddings.detach().double().cpu()
 
     def personal_weights(
@@ -919,6 +916,7 @@ def execute(
     checkpoint_every: int | None = None,
     threads: int | None = None,
     callbacks: Sequence[Callback] = (),
+    norms: bool = False,
 ) -> Generator[None, None, Run]:
     """Run to the end, from the newest intact checkpoint in `directory` if there is one.
 
@@ -933,6 +931,7 @@ def execute(
         checkpoint_every: Communication steps between checkpoints; one a minute where None.
         threads: Of PyTorch; a run that has begun keeps those that it began with, or its bits would change.
         callbacks: Called with the run and the evaluation after every one.
+        norms: Whether every evaluation also notes the norms of the server's memories.
     """
     stop = stop or threading.Event()
     method = method_name(simulation.algorithm)
@@ -950,7 +949,10 @@ def execute(
                     continue
                 if progress.evaluation is not None:
                     _refuse_blind_choice(progress.evaluation)
-                    run.history.append(_moment(progress.evaluation, run.state, run.seconds))
+                    moment = _moment(progress.evaluation, run.state, run.seconds)
+                    if norms:
+                        moment = replace(moment, norms=norms_of(simulation, run.state.memories))
+                    run.history.append(moment)
                     if files is not None:
                         files.append(run.history[-1])
                     for callback in callbacks:
@@ -1102,6 +1104,7 @@ def train(
     checkpoint_every: int | None = None,
     on: str | None = None,
     callbacks: Sequence[Callback] = (),
+    norms: bool = False,
 ) -> Run:
     """Train a personal model for every client of a federation.
 
@@ -1139,6 +1142,9 @@ def train(
             "ray:ADDRESS" for a running one. It pays off for large cohorts, best with data that are loaded when needed.
         callbacks: Functions (run, moment) that are called after every evaluation; `moment` is also the last of
             `run.history`. `pfedhn.tracking` has some: `TensorBoard("logs")`.
+        norms: Whether every evaluation also notes norms of what the server keeps (`moment.norms`): "shared", what it
+            trains for all; "embeddings" and "served", means over clients of their embeddings and of the weights that
+            they are given.
 
     Returns:
         The run. After Ctrl-C, which writes a checkpoint, there is a KeyboardInterrupt instead.
@@ -1178,7 +1184,7 @@ def train(
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every)
     if not isinstance(precision, str) or precision not in get_args(Precision):
         raise UserError(f"precision is {short(precision)}; it must be tf32 or fp32.")
-    for name, switch in (("deterministic", deterministic), ("progress", progress)):
+    for name, switch in (("deterministic", deterministic), ("progress", progress), ("norms", norms)):
         if not isinstance(switch, bool):
             raise UserError(f"{name} is {short(switch)}; it must be True or False.")
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
@@ -1209,6 +1215,7 @@ def train(
             watch=watch,
             checkpoint_every=checkpoint_every,
             callbacks=callbacks,
+            norms=norms,
         )
         return drain(work)
 

@@ -31,7 +31,7 @@ def numbers(moment: Moment) -> dict[str, float]:
                 scores.client_mean,
                 scores.sample_mean,
             )
-    return table
+    return table | {f"{name}_norm": value for name, value in (moment.norms or {}).items()}
 
 
 def settings(run: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.spec import cell_digest
 from pfedhn.record import read_result
 from pfedhn.report.results import Runs, read_file
-from pfedhn.studies import STUDIES, client_map, findings, novel_clients, table2
+from pfedhn.studies import STUDIES, client_map, findings, norms, novel_clients, table2
 from pfedhn.studies.study import Found, Study
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -173,6 +173,21 @@ def test_rates_of_embeddings_are_told_apart() -> None:
     cells = [cell for cell in STUDIES["client-map"].cells if cell.method == "pfedhn"]
     found = Found(STUDIES["client-map"], [Runs(STUDIES["client-map"].experiment(), [], {}, {})])
     assert len({client_map.called(found, cell) for cell in cells}) == len(cells) == 3
+
+
+def test_norms_are_noted_by_the_runs_and_shown_from_the_first_to_the_last() -> None:
+    run_small("norms", "--set", "local_steps=1", "--only", "method=pfedhn,embedding_scale=0.1")
+    invoke("report", "runs", "--export", "kept.jsonl")
+    (stored,) = read_file(Path("kept.jsonl"))
+    (analysis,) = stored.analyses.values()
+    assert analysis.values["step"] == [0, 3, 6]
+    (finding,) = findings([stored])
+    ((lines, _),) = finding.tables
+    first, last = (analysis.values["served"][place] for place in (0, -1))
+    assert lines[1][0] == "pFedHN, embeddings start at 0.1"
+    assert lines[1][3] == f"{first:.3g} → {last:.3g}"
+    _, *others = finding.figures[""]().axes
+    assert [list(axes.lines[0].get_ydata()) for axes in others] == [analysis.values[name] for name in norms.NAMES]
 
 
 def test_table_2_names_the_methods_that_are_missing() -> None:

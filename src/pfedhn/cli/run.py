@@ -80,6 +80,9 @@ def run(
         str | None,
         typer.Option("--track", metavar="NAME", help="Also send every evaluation to tensorboard, mlflow or wandb."),
     ] = None,
+    norms: Annotated[
+        bool, typer.Option("--norms", help="Also note norms of what the server keeps at every evaluation.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan (runs, sizes, expected time) and run nothing.")
     ] = False,
@@ -166,6 +169,7 @@ def run(
         precision=options.precision if precision is None else precision,
         deterministic=options.deterministic or deterministic,
         track=track or options.track,
+        norms=options.norms or norms,
     )
     if quiet and verbose:
         raise UserError("--quiet and --verbose cannot be given together; choose one.")
@@ -216,7 +220,7 @@ def _asked_for(
     name: str, assignments: list[str], only: list[str], seeds: list[str] | None, rates: Path | None, small: bool
 ) -> "tuple[Experiment, list[RunSpec], Options]":
     """The experiment with what the person changed in it, the runs chosen of it, and how a later command names it."""
-    from pfedhn.cli.find import find_experiment, rates_beside, whole_numbers
+    from pfedhn.cli.find import find_experiment, find_study, rates_beside, whole_numbers
     from pfedhn.experiments.build import check
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.grid import refuse_without_effect, select, with_assignments
@@ -238,4 +242,5 @@ def _asked_for(
     check(chosen)
     runs = select(chosen, only, whole_numbers(seeds))
     refuse_without_effect(assignments, [run.cell for run in with_pretraining(chosen, runs)])
-    return chosen, runs, Options(source=source, small=small, assignments=tuple(assignments), rates=rates)
+    norms = (study := find_study(name)) is not None and study.norms
+    return chosen, runs, Options(source=source, small=small, assignments=tuple(assignments), rates=rates, norms=norms)

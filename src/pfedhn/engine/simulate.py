@@ -501,6 +501,16 @@ class Simulation:
     def has_metric(self) -> bool:
         return all(model.per_example_metric is not None for model in self.models.values())
 
+    def embeddings(self, memories: Memories) -> Tensor | None:
+        """[N, D]: what the server knows of each client by now; None if the method has no embeddings."""
+        rows = memories.rows
+        if not isinstance(getattr(rows, "embedding", None), Tensor):
+            return None
+        if hasattr(self.algorithm, "up_to_date"):  # of embeddings that every step moves
+            rows = self.algorithm.up_to_date(rows, self.exchange.served(memories.shared))
+        embeddings: Tensor = rows.embedding
+        return embeddings
+
     def personal_weights(self, memories: Memories, model: Model, client: int, number: int) -> Params:
         """The weights that a client would use after round `number`, whose memories are given."""
         member = torch.tensor([client], device=self.federation.x.device)

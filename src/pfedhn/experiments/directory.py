@@ -41,6 +41,7 @@ class Options:
     rates: Path | None = None  # as given to --rates
     small: bool = False  # as given to --small: a study at reduced size
     track: str | None = None  # as given to --track
+    norms: bool = False  # as given to --norms, or as the study needs them
 
     def check(self) -> None:
         if self.executor not in (known := ["auto", *EXECUTORS, "captured"]):

@@ -63,6 +63,7 @@ def start(
         checkpoint_every=options.checkpoint_every,
         threads=options.threads,
         callbacks=[] if options.track is None else [tracker(options.track, experiment.name, directory)],
+        norms=options.norms,
     )
 
 

@@ -15,6 +15,7 @@ from pfedhn.studies import (
     linear,
     local_steps,
     mix_and_match,
+    norms,
     novel_clients,
     spectral_norm,
     table2,
@@ -37,6 +38,7 @@ STUDIES: dict[str, Study] = {
         spectral_norm,
         fixed_representation,
         cohort_size,
+        norms,
     )
 }
 

@@ -83,6 +83,7 @@ class Study:
         compute: What is computed from each run where it was made; plain numbers by name.
         small: A cell at reduced size, for a processor and seconds.
         seeds: Of every cell.
+        norms: Whether its runs note the norms of what the server keeps at every evaluation: `moment.norms`.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Study:
     compute: Callable[[Finished], Mapping[str, Any]] | None = None
     small: Callable[[Cell], Cell] = field(default_factory=lambda: on_digits)
     seeds: tuple[int, ...] = (0, 1, 2)
+    norms: bool = False
 
     def experiment(self, small: bool = False) -> Experiment:
         """What is run; at reduced size, all cells and one seed."""
