@@ -1,5 +1,7 @@
 """Embeddings of clients that were not chosen: dense decay and momentum at every step = the lazy closed form."""
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +160,25 @@ def test_unchosen_rows_do_move(federation: Federation) -> None:
     expected = torch.linalg.matrix_power(moved(0.01, 0.9, 0.5), 3)[1, 1] * rows.embedding[never]
     assert_close(now.embedding, expected)
     assert not torch.equal(now.embedding, rows.embedding[never])
+
+
+def test_the_dense_adam_of_the_comparison_is_torchs() -> None:
+    """Every row of a table under torch.optim.Adam, chosen or not = the steps that `tools/dense_adam.py` catches up."""
+    spec = importlib.util.spec_from_file_location("dense_adam", Path(__file__).parents[2] / "tools" / "dense_adam.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    embeddings = module.DenseAdamEmbeddings(DIM, 0.1, 0.9, 0.0)
+    rows = copy(torch.vmap(lambda key: embeddings.start(key, None))(keys.fold(4, torch.arange(NUM_ROWS))))
+    table = nn.Parameter(rows.embedding.clone())
+    dense = torch.optim.Adam([table], 0.1)
+    for number in range(40):
+        clients = keys.permutation_head(keys.fold(7, number), NUM_ROWS - 1, 2) + 1  # never client 0
+        gradient = keys.normal(keys.fold(8, number), 2 * DIM).reshape(2, DIM)
+        step = torch.tensor(number, dtype=torch.int32)
+        current = embeddings.at(take(rows, clients), None, step)
+        put(rows, clients, embeddings.moved(current, gradient, step + 1))
+        table.grad = torch.zeros_like(table).index_put((clients,), gradient)
+        dense.step()
+    assert_close(embeddings.at(rows, None, torch.tensor(40, dtype=torch.int32)).embedding, table.detach())
