@@ -186,8 +186,9 @@ def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> Non
     kernels.SharedGPU.runs = 1 if is_deterministic else num_runs
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    # Every stream of a run gets a workspace. On large cards it would take 32 MiB, as deterministic products need.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8" if is_deterministic else ":4096:2:16:8")
     if is_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
