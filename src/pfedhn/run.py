@@ -1172,8 +1172,8 @@ def train(
         callbacks: Functions (run, moment) that are called after every evaluation; `moment` is also the last of
             `run.history`. `pfedhn.tracking` has some: `TensorBoard("logs")`.
         norms: Whether every evaluation also notes norms of what the server keeps (`moment.norms`): "shared", what it
-            trains for all; "embeddings" and "served", means over clients of their embeddings and of the weights that
-            they are given.
+            trains for all; and means over clients: "embeddings", "served", the weights that a client is given, and
+            "apart", how these differ from the mean over clients.
 
     Returns:
         The run. After Ctrl-C, which writes a checkpoint, there is a KeyboardInterrupt instead.

@@ -13,7 +13,7 @@ import pfedhn
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
 from pfedhn.engine.norms import norms
-from pfedhn.params import Params, take
+from pfedhn.params import Params, subtract, take
 from pfedhn.tracking import numbers
 
 
@@ -35,16 +35,20 @@ def test_norms_of_a_hypernetwork(federation: Federation, method: str, executor: 
     up_to_date = spec.for_clients(NUM_CLIENTS).up_to_date(rows, trained)
     assert found["embeddings"] == pytest.approx(float(up_to_date.embedding.norm(dim=1).mean()), rel=1e-5)
     network, algorithm = simulation.model_of(0), simulation.algorithm
-    each = [length(algorithm.publish(network, used, take(rows, client))) for client in range(NUM_CLIENTS)]
-    assert len(set(each)) == NUM_CLIENTS
-    assert found["served"] == pytest.approx(sum(each) / NUM_CLIENTS, rel=1e-5)
+    given = [algorithm.publish(network, used, take(rows, client)) for client in range(NUM_CLIENTS)]
+    assert found["served"] == pytest.approx(sum(map(length, given)) / NUM_CLIENTS, rel=1e-5)
+    mean = {name: sum(weights[name] for weights in given) / NUM_CLIENTS for name in given[0]}
+    apart = [length(subtract(weights, mean)) for weights in given]
+    assert found["apart"] == pytest.approx(sum(apart) / NUM_CLIENTS, rel=1e-5)
+    assert min(apart) > 1e-6
 
 
 def test_a_method_has_the_norms_of_what_its_server_keeps(federation: Federation) -> None:
     average = simulate(ALGORITHMS["fedavg"](local_steps=2), federation, rounds=2, cohort=2)
     state = finish(average)
     size = pytest.approx(length(state.memories.shared), rel=1e-5)
-    assert norms(average, state.memories) == {"shared": size, "served": size}
+    same = pytest.approx(0, abs=1e-12)  # for all clients
+    assert norms(average, state.memories) == {"shared": size, "served": size, "apart": same}
     alone = simulate(ALGORITHMS["local"](local_steps=2), federation, rounds=1)
     assert norms(alone, finish(alone).memories) == {}
 
@@ -56,7 +60,9 @@ def test_several_networks_count_by_their_clients(federation: Federation) -> None
     state = finish(simulation)
     shared, rows, algorithm = state.memories.shared, state.memories.rows, simulation.algorithm
     each = [length(algorithm.publish(models[name], shared, take(rows, place))) for place, name in enumerate(names)]
-    assert norms(simulation, state.memories)["served"] == pytest.approx(sum(each) / NUM_CLIENTS, rel=1e-5)
+    found = norms(simulation, state.memories)
+    assert found["served"] == pytest.approx(sum(each) / NUM_CLIENTS, rel=1e-5)
+    assert 0 < found["apart"] < found["served"]
 
 
 def train(folder: Path, **settings: Any) -> pfedhn.Run:

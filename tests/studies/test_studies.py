@@ -186,7 +186,7 @@ def test_norms_are_noted_by_the_runs_and_shown_from_the_first_to_the_last() -> N
     first, last = (analysis.values["served"][place] for place in (0, -1))
     assert lines[1][0] == "pFedHN, embeddings start at 0.1"
     assert lines[1][3] == f"{first:.3g} → {last:.3g}"
-    _, *others = finding.figures[""]().axes
+    _, *others, _ = finding.figures[""]().axes
     assert [list(axes.lines[0].get_ydata()) for axes in others] == [analysis.values[name] for name in norms.NAMES]
 
 

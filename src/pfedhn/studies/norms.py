@@ -17,6 +17,7 @@ NAMES = {
     "shared": "the hypernetwork's weights",
     "embeddings": "a client's embedding",
     "served": "the weights a client is given",
+    "apart": "how far these are from the mean over clients",
 }
 VARIED = {"embedding_scale": "embeddings start at", "weight_decay": "decay"}
 
@@ -31,17 +32,17 @@ def compute(finished: Finished) -> Mapping[str, Any]:
 
 def draw(found: Found) -> Finding:
     rows = [(entry, analyses) for entry in found.entries if (analyses := found.analyses(entry.cell))]
-    lines = [["recipe", "hypernetwork", "embedding", "given weights", "accuracy", "seeds"]]
+    lines = [["recipe", "hypernetwork", "embedding", "given weights", "apart", "accuracy", "seeds"]]
     said = []
     for entry, analyses in rows:
         ends = {name: " → ".join(f"{mean(analyses, name)[step]:.3g}" for step in ends_of(analyses)) for name in NAMES}
         lines.append([called(entry), *ends.values(), drawing.text(drawing.accuracy(entry)), drawing.seeds_of(entry)])
-        said.append(f"{called(entry)}: {ends['shared']}, {ends['embeddings']} and {ends['served']}")
+        said.append(f"{called(entry)}: {', '.join(ends.values())}")
     return Finding(
         found.study.name,
         found.title,
-        "Norms of phi, of an embedding and of the weights that a client is given, from the first evaluation to the "
-        f"last. {'; '.join(said) or 'Nothing is known yet'}.",
+        "Norms of phi, of an embedding, of the weights that a client is given and of how these differ from the mean "
+        f"over clients, from the first evaluation to the last. {'; '.join(said) or 'Nothing is known yet'}.",
         [(lines, drawing.caption([entry for entry, _ in rows], " Norms: Euclidean, means over clients and seeds."))],
         {"": partial(picture, found.title, rows)} if rows else {},
     )
@@ -68,8 +69,9 @@ def ends_of(analyses: Mapping[int, Mapping[str, Any]]) -> list[int]:
 
 
 def picture(title: str, rows: Sequence[tuple[Entry, Mapping[int, Mapping[str, Any]]]]) -> Any:
-    figure, grid = drawing.titled(10.5, 6.4, title, 2, 2, sharex=True)
-    (accuracy, *others) = grid.flat
+    figure, grid = drawing.titled(11.0, 9.0, title, 2, 3, sharex=True)
+    accuracy, *others, empty = grid.flat
+    empty.set_axis_off()
     for number, (entry, analyses) in enumerate(rows):
         style = {"color": drawing.COLORS[number % 8], "linewidth": 1.7, "label": called(entry)}
         learned = mean_curve(entry)
@@ -81,8 +83,10 @@ def picture(title: str, rows: Sequence[tuple[Entry, Mapping[int, Mapping[str, An
     drawing.finished_axes(accuracy, "", "test accuracy in %", legend=False)
     for axes, called_so in zip(others, NAMES.values(), strict=True):
         drawing.heading(axes, called_so)
-        is_last = axes in grid[-1]
-        drawing.finished_axes(axes, "communication steps" if is_last else "", "norm", legend=axes is grid[0][-1])
+        drawing.finished_axes(axes, "communication steps" if axes in (*grid[-1], grid[-2][-1]) else "", "norm", False)
+    grid[-2][-1].tick_params(labelbottom=True)  # nothing is drawn below it
+    named = drawing.legend_of([accuracy])
+    empty.legend(named.values(), named, frameon=False, fontsize=10, loc="upper left")
     return figure
 
 
