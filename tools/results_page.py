@@ -5,6 +5,7 @@ goes into the middle of the log; README gets the sentences of the short page and
 """
 
 import csv
+import html
 import io
 import json
 import math
@@ -24,11 +25,13 @@ from pfedhn.experiments.spec import Cell
 from pfedhn.files import write_atomically
 from pfedhn.report.entries import Column, Entry, Report, Summary, display_name, to_reports
 from pfedhn.report.figures import draw_curves, to_svg
+from pfedhn.report.findings import Finding
 from pfedhn.report.pairs import LEAST_SEEDS, PAIRS_ARE, Difference, difference, interval_text, pairs, ranks
 from pfedhn.report.results import Runs, read_file
 from pfedhn.report.tables import bytes_text, number_text, seconds_text, steps_text
 from pfedhn.report.traffic import accuracy_at, best_of, draw_traffic, mean_line, megabytes_to
 from pfedhn.result import Curve, Result
+from pfedhn.studies import findings
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ("table1-cifar10", "table1-cifar100", "table1-omniglot", "table1-mnist")
@@ -732,16 +735,32 @@ def said_of_bytes(every: Sequence[Report]) -> str:
 README_BLOCK = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- end of results -->)", re.DOTALL)
 
 
-def readme_block(every: Sequence[Report]) -> str:
-    """What README says of the results, between its two marks."""
-    sentence = said_of_bytes(every) if raced(every) else ""
-    picture = f"""\
-<picture>
-  <source media="(prefers-color-scheme: dark)" srcset="docs/figures/{TRAFFIC}-dark.svg">
-  <img alt="Test accuracy against megabytes per client. {sentence}" src="docs/figures/{TRAFFIC}.svg">
-</picture>"""
-    parts = [README_OPENING, said(every), *([picture] if sentence else [])]
+def readme_block(every: Sequence[Report], ladder: Finding | None = None) -> str:
+    """What README says of the results, between its two marks; with the ablation's figure once that has been run."""
+    parts = [README_OPENING, said(every)]
+    if raced(every):
+        parts.append(readme_figure(TRAFFIC, f"Test accuracy against megabytes per client. {said_of_bytes(every)}"))
+    if ladder is not None:
+        parts.append("What each part of the stronger recipe does ([numbers](docs/paper.md)):")
+        parts.append(readme_figure(f"paper-{ladder.stem('')}", ladder.sentence))
     return "\n\n".join(parts) + "\n"
+
+
+def readme_figure(name: str, alt: str) -> str:
+    """A figure for a page that does not know `#only-dark`."""
+    words = html.escape(alt, quote=False).replace('"', "&quot;")
+    return f"""\
+<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="docs/figures/{name}-dark.svg">
+  <img alt="{words}" src="docs/figures/{name}.svg">
+</picture>"""
+
+
+def read_ladder(results: Path) -> Finding | None:
+    """What the ablation on CIFAR-10 shows; None while it has no stored run."""
+    file = results / "ablation-cifar10.jsonl"
+    found = findings(read_file(file)) if file.exists() else []
+    return next((finding for finding in found if finding.figures), None)
 
 
 README_OPENING = """\
@@ -772,7 +791,8 @@ def build(results: Path, docs: Path, readme: Path) -> None:
     write_atomically(docs / "results.md", summary(reports).encode())
     write_atomically(docs / "results-log.md", page(reports, notes, read_tuning(results)).encode())
     write_atomically(results / "results.csv", table_of_runs(results).encode())
-    write_atomically(readme, README_BLOCK.sub(lambda _: readme_block(reports), readme.read_text()).encode())
+    block = readme_block(reports, read_ladder(results))
+    write_atomically(readme, README_BLOCK.sub(lambda _: block, readme.read_text()).encode())
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.files import write_atomically
 from pfedhn.report.entries import collect, display_name
 from pfedhn.report.figures import figures_of
+from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs, export, read, read_file, to_line
 from pfedhn.report.tables import grid, to_csv, to_latex, to_markdown
 from pfedhn.result import Cost, Curve, Environment, Measures, Moment, Result, Scores
@@ -503,7 +504,8 @@ def test_the_page_is_what_the_command_makes() -> None:
     for file, text in made.items():
         assert file.read_text() == text, f"`make results` writes {file.name} anew"
     assert len(made[ROOT / "docs" / "results.md"].split()) < 1_300  # a short page
-    assert generator.README_BLOCK.findall((ROOT / "README.md").read_text()) == [generator.readme_block(reports)]
+    block = generator.readme_block(reports, generator.read_ladder(results))
+    assert generator.README_BLOCK.findall((ROOT / "README.md").read_text()) == [block]
     pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "figures").glob("results-*.*")}
     stems = [name for report in reports for name in generator.pictured(report).values()] + [generator.TRAFFIC]
     assert set(pictures) == {f"{stem}{ending}.svg" for stem in stems for ending in ("", "-dark")}
@@ -582,6 +584,10 @@ def test_readme_gets_the_sentences_and_the_picture(tmp_path: Path) -> None:
     assert 'srcset="docs/figures/results-bytes-dark.svg"' in block
     alone = generator.read_results(stored(tmp_path, pretended({"pfedhn": {0: 88.0}})))
     assert "<picture>" not in generator.readme_block(alone)
+    assert generator.read_ladder(tmp_path) is None
+    ladder = Finding("ablation-cifar10", "Ladder", 'The largest step is "+ decay".', (), {"": object})
+    block = generator.readme_block(alone, ladder)
+    assert 'alt="The largest step is &quot;+ decay&quot;." src="docs/figures/paper-ablation-cifar10.svg"' in block
 
 
 def test_the_advice_on_methods_quotes_the_table() -> None:
