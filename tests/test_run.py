@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import pfedhn
+from pfedhn import run as run_module
+from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data import partition
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Options
@@ -285,3 +287,29 @@ def test_a_method_without_embeddings_says_so() -> None:
     assert run.result is not None
     assert run.result.clients is not None
     assert run.result.clients.map is None
+
+
+def test_checkpoints_take_a_small_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many large runs are in one process, writing them once a minute would take half of it."""
+    now, saved = [0.0], []
+
+    def tick() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    def written(seconds: float) -> int:
+        def save(files: object, run: object) -> None:
+            saved.append(now[0])
+            now[0] += seconds
+
+        saved.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(run_module.time, "monotonic", tick)
+            patch.setattr(run_module._Files, "save", save)
+            patch.setattr(run_module._PACE, "last", 0.0)
+            patch.setattr(run_module, "CHECKPOINT_SECONDS", 4.0)
+            settings = {"steps": 200, "evaluate_every": 100, "directory": tmp_path / str(seconds), "progress": False}
+            pfedhn.train(FedAvg(local_steps=1), made_federation(), lambda: pfedhn.MLP(8, 5, 4), **settings)
+        return len(saved)
+
+    assert written(0.1) > written(1.0) > 1

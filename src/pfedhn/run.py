@@ -83,7 +83,8 @@ from pfedhn.tracking import Callback, numbers
 
 logger = logging.getLogger("pfedhn")
 
-CHECKPOINT_SECONDS = 60.0
+CHECKPOINT_SECONDS = 60.0  # between two checkpoints of a run, or more:
+CHECKPOINT_SHARE = 0.05  # what they may take of a process's time, all runs in it together
 TRIAL_ROUNDS = 10  # for which settings are tried before a client joins
 NUM_CLIENTS_IN_METRICS = 1_000  # larger federations keep per-client scores of the chosen round only
 NUM_CLIENTS_DESCRIBED = 2_000  # of more, a result does not say who holds what
@@ -930,14 +931,15 @@ def execute(
         stop: Once it is set, the run writes a checkpoint and raises KeyboardInterrupt.
         watch: Called with the progress and the run after every round.
         say: Told of what a person should know, such as a damaged checkpoint.
-        checkpoint_every: Communication steps between checkpoints; one a minute where None.
+        checkpoint_every: Communication steps between checkpoints; where None one a minute, less often where many large
+            runs in one process would spend more than a twentieth of their time on it.
         threads: Of PyTorch; a run that has begun keeps those that it began with, or its bits would change.
         callbacks: Called with the run and the evaluation after every one.
     """
     stop = stop or threading.Event()
     method = method_name(simulation.algorithm)
     run = Run(simulation, simulation.initial_state(), origin or Origin(directory.name if directory else method, method))
-    with held(directory), _computing_with(directory, threads), _closing(callbacks):
+    with held(directory), _computing_with(directory, threads), _closing(callbacks), _PACE.shared():
         files = None if directory is None else _Files.open(directory, simulation, run, say)
         started = time.monotonic() - run.seconds
         saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
@@ -958,13 +960,15 @@ def execute(
                 if watch is not None and not stop.is_set():  # whoever watched may be gone
                     watch(progress, run)
                 is_due = (
-                    time.monotonic() - saved_at >= CHECKPOINT_SECONDS
+                    time.monotonic() - saved_at >= _PACE.seconds
                     if checkpoint_every is None
                     else progress.step - saved_step >= checkpoint_every
                 )
                 if files is not None and (is_due or stop.is_set()):
+                    begun = time.monotonic()
                     files.save(run)
                     saved_at, saved_step = time.monotonic(), progress.step
+                    _PACE.last = saved_at - begun
                 if stop.is_set():
                     raise KeyboardInterrupt
                 yield
@@ -978,6 +982,31 @@ def execute(
                 files.save(run)
             raise KeyboardInterrupt from None
     return run
+
+
+class _Pace:
+    """How often the runs of a process write checkpoints: 24 hypernetworks take half a minute to write."""
+
+    def __init__(self) -> None:
+        self.num_runs = 0
+        self.last = 0.0  # seconds that one took
+
+    @property
+    def seconds(self) -> float:
+        """Between two checkpoints of a run."""
+        return max(CHECKPOINT_SECONDS, self.num_runs * self.last / CHECKPOINT_SHARE)
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """One run more, inside the block."""
+        self.num_runs += 1
+        try:
+            yield
+        finally:
+            self.num_runs -= 1
+
+
+_PACE = _Pace()
 
 
 def _missing_evaluation(run: Run) -> Iterator[Progress]:

@@ -5,7 +5,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -111,19 +111,26 @@ def test_what_a_person_s_own_code_keeps_has_numbers(federation: Federation) -> N
     assert not capture.is_known(known)
 
 
-def test_rounds_do_not_wait_for_the_compiler(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They begin with the graphs as they were traced, and are captured anew when all of them are compiled."""
-    may_compile, calls = threading.Event(), []
+@pytest.fixture
+def may_compile(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A compiler that waits for it, and then makes functions that tell who they are."""
+    event = threading.Event()
 
     def compiled(part: gpu.Meanwhile) -> None:
-        may_compile.wait(60)
-        part.best = lambda *values: calls.append(part) or part.graph.forward(*values)
+        event.wait(60)
+        part.best = lambda *values: part.graph.forward(*values)
         part.is_done = True
 
     monkeypatch.setattr(gpu, "_traced", {})
     monkeypatch.setattr(gpu.Meanwhile, "compile", compiled)
+    monkeypatch.setattr(gpu, "TRACING", nullcontext())  # or nothing could be traced while this compiler waits
     for name in ("compile_graph", "compile_once"):
         monkeypatch.setattr(capture, name, lambda graph, arguments: gpu.Meanwhile(graph, arguments))
+    return event
+
+
+def test_rounds_do_not_wait_for_the_compiler(federation: Federation, may_compile: threading.Event) -> None:
+    """They begin with the graphs as they were traced, and are captured anew when all of them are compiled."""
     loop = finish(simulate(PFedHN(local_steps=2), federation, rounds=6, evaluate_every=1, executor="loop"))
     simulation = simulate(PFedHN(local_steps=2), federation, rounds=6, evaluate_every=1)
     state = simulation.initial_state()
@@ -132,15 +139,38 @@ def test_rounds_do_not_wait_for_the_compiler(federation: Federation, monkeypatch
     steps = [next(progress).evaluation.step for _ in range(3)]
     assert steps == [0, 1, 2]
     assert len(run.uncompiled) == 4  # before, the draw, the step, after
-    assert not calls
     first = dict(run.graphs)
     may_compile.set()
     gpu.COMPILER.wait()
     list(progress)
     assert not run.uncompiled
-    assert len(set(calls)) == 4
     assert all(graph is not first[signature] for signature, graph in run.graphs.items())
     assert_close(memories_of(state), memories_of(loop))
+
+
+def test_a_run_beside_an_equal_one_waits_for_the_compiler(federation: Federation, may_compile: threading.Event) -> None:
+    """The first goes on as it was traced; the second is captured once, from what was compiled."""
+    settings = {"rounds": 9, "evaluate_every": 1, "executor": "captured"}
+    simulations = [simulate(PFedHN(local_steps=2), federation, seed=seed, **settings) for seed in range(2)]
+    states = [simulation.initial_state() for simulation in simulations]
+    first, second = (rounds(*each) for each in zip(simulations, states, strict=True))
+    next(first)
+    for _ in range(4):
+        assert next(second).is_pause
+        next(first)
+    assert states[0].round > 0
+    assert states[1].best is None
+    may_compile.set()
+    gpu.COMPILER.wait()
+    captured: list[CapturedRun] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CapturedRun, "_renew_graphs", lambda run: captured.append(run) if run.uncompiled else None)
+        list(second)
+    assert not captured
+    list(first)
+    for simulation, state in zip(simulations, states, strict=True):
+        loop = finish(replace(simulation, executor="loop"))
+        assert_close(memories_of(state), memories_of(loop))
 
 
 def test_a_graph_that_cannot_be_compiled_runs_as_it_was_traced(
@@ -456,7 +486,7 @@ def test_what_was_compiled_for_runs_of_the_past_is_let_go(monkeypatch: pytest.Mo
     """A network with buffers is compiled for each run, since they are constants of its graph."""
     monkeypatch.setattr(gpu, "_compiled", {})
     monkeypatch.setattr(gpu, "MAX_CACHED", 2)
-    monkeypatch.setattr(gpu, "Meanwhile", lambda graph, _: graph.forward)
+    monkeypatch.setattr(gpu, "Meanwhile", lambda graph, *_: graph.forward)
     on_gpu = Mock(is_cuda=True, shape=(), dtype=torch.float32)
     for number in range(3):
         constant = torch.tensor(float(number))

@@ -43,6 +43,7 @@ def captured(simulation: Simulation) -> State:
     state = simulation.initial_state()
     run = CapturedRun(simulation, state)
     run.prepare()  # here, so that what cannot be captured fails instead of falling back
+    run.settle()
     list(run.rounds())
     return state
 
@@ -53,6 +54,21 @@ def test_captured_is_the_loop(method: str, cohort: int, federation: Federation) 
     settings = {"rounds": 5, "cohort": cohort, "evaluate_every": 2}
     expected = finish(on_card(algorithm, federation, executor="loop", **settings))
     assert_close(memories_of(captured(on_card(algorithm, federation, **settings))), memories_of(expected))
+
+
+def test_captured_before_and_after_the_compiler_is_done(federation: Federation) -> None:
+    settings = {"rounds": 60, "evaluate_every": 1}
+    expected = finish(on_card(PFedHN(local_steps=3), federation, executor="loop", **settings))
+    simulation = on_card(PFedHN(local_steps=3), federation, **settings)
+    state = simulation.initial_state()
+    run = CapturedRun(simulation, state)
+    rounds_of_it = run.rounds()
+    while state.round < 30:
+        next(rounds_of_it)
+    run.settle()
+    list(rounds_of_it)
+    assert not run.uncompiled
+    assert_close(memories_of(state), memories_of(expected))
 
 
 def test_the_chosen_round_lies_on_the_host(federation: Federation) -> None:

@@ -221,6 +221,9 @@ def captured_rounds(simulations: Sequence[Simulation]) -> Iterator[Look]:
         for run, iterator in zip(runs, iterators, strict=True):
             while run.state.round <= number:
                 next(iterator)
+        if number == 0:
+            for run in runs:
+                run.settle()
         yield lambda: runs[0].state.memories.shared.phi
 
 

@@ -5,6 +5,7 @@ What a round does is written in the algorithm and in `simulate`; here it is cut 
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,7 @@ from pfedhn.data.federation import Examples, cohort, draw_batches
 from pfedhn.engine.evaluate import Chunk, evaluate, plan, to_splits
 from pfedhn.engine.executors import (
     EXECUTORS,
+    TRACING,
     Function,
     TogetherScan,
     Traced,
@@ -57,6 +59,9 @@ Signature: TypeAlias = tuple[tuple[str, int], ...]
 
 
 MAX_TOGETHER = 32  # clients whose minibatches are in memory at a time; they fill a GPU
+
+
+PAUSE = 1e-3  # seconds for the compiler, whose Python waits for this thread's
 
 
 MIN_ROUNDS = 8192  # the schedule's length: runs of other lengths, as in tuning, are not compiled for anew
@@ -243,7 +248,7 @@ class CapturedRun:
     uncompiled: set[Meanwhile] = field(default_factory=set)  # what graphs run as it was traced, for the time being
 
     def __post_init__(self) -> None:
-        with COMPILER.lock:
+        with TRACING:
             self.simulation = simulation = on_blocks(self.simulation)
         state = self.state
         device = simulation.federation.x.device
@@ -424,10 +429,10 @@ class CapturedRun:
         with self._on_stream():  # which is also left where capturing fails: `torch.cuda.graph` then stays on its stream
             kept = copy((self.counter, self.bad))  # here: rounds before this may still be counting on the stream
             self.bad.zero_()  # as if a number had not been finite: nothing is written
-            with COMPILER.lock, choosing_once() as chosen:
+            with TRACING, choosing_once() as chosen:
                 work()
                 _restore((self.counter, self.bad), kept)
-                self.uncompiled |= {part for part, how in chosen.items() if how is not part.best or not part.is_done}
+                self.uncompiled |= {part for part in chosen if not part.is_done}
                 if self.stream is None:
                     return Repeated(work)
                 torch.cuda.synchronize()
@@ -436,9 +441,25 @@ class CapturedRun:
                     work()
         return graph
 
+    def turns_for_others(self) -> Iterator[Progress]:
+        """As long as the compiler works on the rounds of an equal run, which goes on as it can: captured after that,
+        this one has to be captured once only."""
+        signature = self.signatures[min(self.state.round, len(self.signatures) - 1)]
+        parts = [part for part, _ in self.after[signature].ready.values() if isinstance(part, Meanwhile)]
+        while any(part.is_awaited for part in parts):
+            time.sleep(PAUSE)
+            yield Progress(self.state.round * self.simulation.clients_per_round, None, is_pause=True)
+
+    def settle(self) -> None:
+        """Wait for the compiler and capture what it has made, so that rounds can be measured."""
+        COMPILER.wait()
+        self._renew_graphs()
+        for signature in set(self.signatures):
+            self.graph_of(signature)
+
     def _renew_graphs(self) -> None:
         """Where rounds began before the compiler was done, capture them anew once it is."""
-        if self.uncompiled and all(part.is_done for part in self.uncompiled):
+        if self.uncompiled and not any(part.is_awaited for part in self.uncompiled):
             self.uncompiled.clear()
             if self.stream is not None:
                 self.stream.synchronize()
@@ -449,7 +470,7 @@ class CapturedRun:
         if self.state.round >= self.simulation.num_rounds:
             return
         signature = self.signatures[self.state.round]
-        with COMPILER.lock:
+        with TRACING:
             if is_known(self.simulation) and not self.before[signature].ready:  # nor has an equal run been here
                 self._announce_kernels(signature)
             self.graph_of(signature)

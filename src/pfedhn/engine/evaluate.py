@@ -19,7 +19,7 @@ from pfedhn.model import Model
 from pfedhn.params import take
 from pfedhn.sgd import Batches
 
-EXAMPLES_PER_CHUNK = 1024  # padded examples evaluated at once: bounds memory, whatever the federation
+EXAMPLES_PER_CHUNK = 3072  # padded examples evaluated at once: bounds memory, whatever the federation
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -129,7 +130,16 @@ class Traced:
         return pytree.tree_unflatten(compiled(*leaves), output_spec)
 
 
+# Held by who traces, compiles or captures: each changes what PyTorch's modules do as long as it lasts, in all threads.
+TRACING = RLock()
+
+
 def trace(function: Function, arguments: Sequence[Any], needs_numbers: bool = True) -> GraphModule:
+    with TRACING:
+        return _trace(function, arguments, needs_numbers)
+
+
+def _trace(function: Function, arguments: Sequence[Any], needs_numbers: bool) -> GraphModule:
     if not needs_numbers:
         bare: GraphModule = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
         return bare

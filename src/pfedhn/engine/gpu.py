@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from queue import Queue
-from threading import RLock, Thread, main_thread
+from threading import Thread, main_thread
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
-from pfedhn.engine.executors import Function, Traced, TracedScan
+from pfedhn.engine.executors import TRACING, Function, Traced, TracedScan
 from pfedhn.errors import first_line
 from pfedhn.kernels import launch as kernels
 
@@ -50,16 +51,9 @@ def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool
     if key not in _compiled:
         while len(_compiled) >= MAX_CACHED:  # runs that use it hold on to it; nobody else needs one with constants
             del _compiled[next(iter(_compiled))]
-        if not (torch.are_deterministic_algorithms_enabled() or is_autotuned()):
-            _compiled[key] = Meanwhile(graph, arguments)
-            return _compiled[key]
-        import torch._inductor.config as inductor
-
-        mode = "max-autotune-no-cudagraphs" if is_step and is_autotuned() else None
-        compiled = torch.compile(graph, dynamic=False, fullgraph=True, mode=mode)
-        # In force while it is called, which compiles it. As `options` they would keep the compiler's cache from being
-        # found again, and a start would take twice as long.
-        _compiled[key] = inductor.patch(COMPILER_OPTIONS)(compiled)
+        part = _compiled[key] = Meanwhile(graph, arguments, is_step and is_autotuned())
+        if torch.are_deterministic_algorithms_enabled() or is_autotuned():
+            part.compile()
     return _compiled[key]
 
 
@@ -67,14 +61,17 @@ class Meanwhile:
     """A graph that runs as it was traced until the compiler, on a thread of its own, is done with it.
 
     Rounds begin sooner by that, at the price of their last bits: it depends on the clock from which round on they are
-    computed by the compiled graph. So deterministic runs wait for the compiler instead.
+    computed by the compiled graph. So deterministic runs wait for the compiler.
     """
 
-    def __init__(self, graph: GraphModule, arguments: Sequence[Tensor]) -> None:
+    def __init__(self, graph: GraphModule, arguments: Sequence[Tensor], is_autotuned: bool = False) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # here: it takes a while
+
         self.graph = graph
-        mode = FakeTensorMode()
-        # The compiler needs no numbers, and must not write to them.
+        # The compiler needs no numbers, and must not write to them. Its cache is for those who bring an environment.
+        mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         self.shapes: list[Any] = [mode.from_tensor(leaf) for leaf in arguments]
+        self.is_autotuned = is_autotuned
         self.precision = kernels.dot_precision()
         self.best: Function = graph.forward
         self.is_asked = self.is_done = False
@@ -83,18 +80,23 @@ class Meanwhile:
         import torch._inductor
         import torch._inductor.config as inductor
 
-        if kernels.dot_precision() != self.precision:  # of this process, which by now computes something else
-            self.is_asked = False
+        self.is_asked = kernels.dot_precision() == self.precision
+        if not self.is_asked:  # by now this process computes something else
             return
+        options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if self.is_autotuned else {}
         try:
             own = GraphModule(self.graph, copy.deepcopy(self.graph.graph))  # which the compiler changes
-            with inductor.patch(COMPILER_OPTIONS):
+            with inductor.patch({**options, **COMPILER_OPTIONS}):
                 self.best = torch._inductor.compile(own, self.shapes)
         except Exception as error:
             if not main_thread().is_alive():
                 return  # the process ends, and has let go of the compiler's tools
             logger.warning("a part of the round could not be compiled and runs slower: %s", first_line(error))
         self.is_done = True
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.is_asked and not self.is_done
 
     def __call__(self, *values: Tensor) -> Any:
         if not self.is_asked:
@@ -119,16 +121,11 @@ def choosing_once() -> Iterator[dict[Meanwhile, Function]]:
 
 
 class Compiler:
-    """A thread that compiles one graph after the other: two would only wait for each other's Python.
-
-    It never works while somebody traces or captures. Both change what PyTorch's modules do as long as they last, and
-    that is the whole process's.
-    """
+    """A thread that compiles one graph after the other: two would only wait for each other's Python."""
 
     def __init__(self) -> None:
         self.queue: Queue[Meanwhile] = Queue()
         self.thread: Thread | None = None
-        self.lock = RLock()
 
     def put(self, work: Meanwhile) -> None:
         self.queue.put(work)
@@ -139,7 +136,7 @@ class Compiler:
     def _work(self) -> None:
         while True:
             work = self.queue.get()
-            with self.lock:
+            with TRACING:
                 work.compile()
             self.queue.task_done()
 
@@ -184,11 +181,14 @@ def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> Non
         is_deterministic: Whether the same bits are wanted, whatever else runs there.
         num_runs: How many runs will take turns; unless the same bits are wanted, kernels suit themselves to it.
     """
+    if torch.cuda.is_available():
+        Thread(target=import_module, args=("torch._dynamo",), daemon=True).start()  # while the data are loaded
     kernels.SharedGPU.runs = 1 if is_deterministic else num_runs
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    # Every stream of a run gets a workspace. On large cards it would take 32 MiB, as deterministic products need.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8" if is_deterministic else ":4096:2:16:8")
     if is_deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 

@@ -87,6 +87,7 @@ def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]
     run = None
     try:
         run = CapturedRun(simulation, state)
+        yield from run.turns_for_others()
         run.prepare()
     except (torch.OutOfMemoryError, UserError):  # of the second kind is training that diverged
         raise
