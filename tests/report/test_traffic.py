@@ -87,7 +87,7 @@ def test_the_best_that_communicate_are_drawn_and_who_adapts_is_a_mark() -> None:
     assert widths[-2:] == [1.6, 3.0]  # one is emphasized
     texts = [text.get_text() for text in axes.texts]
     assert "FedBABU 90.0 \N{BLACK DIAMOND}" in texts
-    assert "Local 95.0: no bytes" in texts
+    assert "Local 95.0, 0 MB" in texts
     figure = draw_traffic([(report, COLUMN, "Digits")], "See.")
     assert "known at the end only" in figure.get_supxlabel()
     assert figure.axes[0].get_title(loc="left") == "Digits: the 10 best of 12"

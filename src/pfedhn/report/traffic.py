@@ -97,7 +97,7 @@ def plot_traffic(axes: Any, report: Report, column: Column, emphasized: str = "p
     if alone is not None and alone.results and (level := _accuracy(alone)) > axes.get_ylim()[0]:
         axes.axhline(level, color="#4D4D4D", linestyle=(0, (1, 1.2)), linewidth=1.2)
         axes.annotate(
-            f"{display_name('local')} {level:.1f}: no bytes",
+            f"{display_name('local')} {level:.1f}, 0 MB",
             xy=(0.97, level),
             xycoords=axes.get_yaxis_transform(),
             xytext=(0, -4),
