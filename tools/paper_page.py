@@ -23,7 +23,8 @@ OPENING = """\
 # The rest of the paper
 
 The paper's Table 1 is on the page of [results](results.md). Its other experiments are *studies*, each of which is one
-command; [experiments](experiments.md#studies) says how a study works.
+command; [experiments](experiments.md#studies) says how a study works. The last ones are our own questions: clients per
+round, and what each part of [our stronger recipe](fidelity.md#our-stronger-recipe) does.
 """
 SHOWN = """\
 Below are the studies that have been run, in the order of the paper, with its values beside ours where it has any. To

@@ -43,6 +43,7 @@ from pfedhn.report.entries import collect
 from pfedhn.result import to_json
 from pfedhn.run import train
 from pfedhn.seal import sealed_text
+from pfedhn.studies import STUDIES
 
 WITH_LG = replace(
     SMALL,
@@ -74,9 +75,12 @@ def named(*names: str, experiment: Experiment = SMALL) -> Any:
 GRID = "method=['pfedhn', 'local']\nclients=[6, 8]\nsteps=[10, 20]\n[methods.pfedhn]\nlr=[0.1, 1e-05]"
 
 
-@pytest.mark.parametrize("name", mostly_slow(["grid", *EXPERIMENTS], "grid", "demo", "ablation-cifar10"))
+NAMED = {**EXPERIMENTS, "ablation-cifar10": STUDIES["ablation-cifar10"].experiment()}
+
+
+@pytest.mark.parametrize("name", mostly_slow(["grid", *NAMED], "grid", "demo", "ablation-cifar10"))
 def test_the_command_in_a_result_selects_that_run_alone(name: str) -> None:
-    experiment = EXPERIMENTS[name] if name in EXPERIMENTS else from_table(tomllib.loads(GRID), "grid")
+    experiment = NAMED[name] if name in NAMED else from_table(tomllib.loads(GRID), "grid")
     for one in experiment.runs():
         words = shlex.split(rerun_command(experiment, one, Options()))
         assert words[:3] == ["pfedhn", "run", experiment.name]

@@ -32,7 +32,7 @@ def test_the_interval_is_that_of_a_paired_t_test() -> None:
     found = difference(second, first)
     assert found is not None
     expected = ttest_rel([90.5, 83.1, 87.3, 78.6], list(SPLITS.values())).confidence_interval(0.95)
-    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert found.ends == pytest.approx((expected.low, expected.high))
     assert found.mean == pytest.approx(-0.625)
     assert not found.holds_zero
     reverse = difference(first, second)
@@ -43,11 +43,36 @@ def test_the_interval_is_that_of_a_paired_t_test() -> None:
 def test_only_seeds_with_the_same_splits_count() -> None:
     first = shifted("pfedhn", 0, 0, 0, 0)
     assert difference(replace(entry("fedavg", SPLITS, splits="other")), first) is None
-    assert difference(entry("fedavg", {0: 90.0}), first) is None
-    found = difference(entry("fedavg", {1: 84.5, 3: 78.0, 9: 10.0}), first)
+    found = difference(entry("fedavg", {1: 84.5, 2: 87.0, 3: 78.0, 9: 10.0}), first)
     assert found is not None
-    assert (found.num_seeds, found.mean) == (2, pytest.approx(-0.25))
+    assert (found.num_seeds, found.mean) == (3, pytest.approx(-0.5))
     assert found.holds_zero
+
+
+def test_fewer_than_three_seeds_have_no_interval_and_no_tie() -> None:
+    first = shifted("pfedhn", 0, 0, 0, 0)
+    for values in ({0: 90.0}, {0: 90.0, 1: 85.0}):
+        found = difference(entry("fedavg", values), first)
+        assert found is not None
+        assert (found.ends, found.num_seeds, found.holds_zero) == (None, len(values), False)
+    report = Report("t", [first, entry("fedavg", {1: 83.5, 3: 78.0}), entry("local", {9: 50.0})])
+    lines = {line[0]: line[3:] for line in pairs(report, report.columns[0])}
+    assert lines["FedAvg"] == ["-0.75", "too few seeds (2)", "2"]
+    assert lines["Local"] == ["", "no seed in common", "1"]
+    assert lines["pFedHN"] == ["", "", "4"]
+
+
+def test_means_and_ranks_are_of_the_named_seeds_and_differences_of_all() -> None:
+    first, second = shifted("pfedhn", 0, 0, 0, 4), shifted("fedavg", 1, 1, 1, 0)
+    report = Report("t", [first, second])
+    assert [line[:4] for line in pairs(report, report.columns[0])[1:]] == [
+        ["pFedHN", "86.50", "1.8", ""],
+        ["FedAvg", "86.25", "1.2", "-0.25"],
+    ]
+    lines = pairs(report, report.columns[0], seeds=(0, 1, 2))
+    assert lines[1] == ["FedAvg", f"{(91 + 84 + 88) / 3 + 1:.2f}", "1.0", "", "", "4"]
+    assert lines[2][:4] == ["pFedHN", f"{(91 + 84 + 88) / 3:.2f}", "2.0", "+0.25"]
+    assert lines[2][5] == "4"
 
 
 def test_equals_share_a_place() -> None:
@@ -80,8 +105,9 @@ def test_losses_are_shown_as_they_are_and_the_least_is_best() -> None:
         results: Any = {s: SimpleNamespace(test=test, partition_sha256="same") for s, test in enumerate(tests)}
         return replace(entry(label, {}), results=results)
 
-    report = Report("t", [losing("fedavg", 3.0, 5.0), losing("pfedhn", 1.0, 2.0)])
+    report = Report("t", [losing("fedavg", 3.0, 4.5, 6.0), losing("pfedhn", 1.0, 2.0, 3.0)])
     best, other = pairs(report, report.columns[0])[1:]
-    assert best == ["pFedHN", "1.500", "1.0", "", "", "2"]
-    assert other[:4] == ["FedAvg", "4.000", "2.0", "+2.500"]
-    assert [float(end) for end in other[4].split(" to ")] == pytest.approx([2.5 - 6.353, 2.5 + 6.353], abs=1e-3)
+    assert best == ["pFedHN", "2.000", "1.0", "", "", "3"]
+    assert other[:4] == ["FedAvg", "4.500", "2.0", "+2.500"]
+    half = 4.3027 * 0.5 / 3**0.5  # a deviation of 0.5; the quantile of two degrees of freedom
+    assert [float(end) for end in other[4].split(" to ")] == pytest.approx([2.5 - half, 2.5 + half], abs=1e-3)

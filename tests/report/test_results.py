@@ -30,8 +30,9 @@ from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.files import write_atomically
-from pfedhn.report.entries import collect
+from pfedhn.report.entries import collect, display_name
 from pfedhn.report.figures import figures_of
+from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs, export, read, read_file, to_line
 from pfedhn.report.tables import grid, to_csv, to_latex, to_markdown
 from pfedhn.result import Cost, Curve, Environment, Measures, Moment, Result, Scores
@@ -502,9 +503,11 @@ def test_the_page_is_what_the_command_makes() -> None:
     }
     for file, text in made.items():
         assert file.read_text() == text, f"`make results` writes {file.name} anew"
-    assert len(made[ROOT / "docs" / "results.md"].split()) < 900  # one screen
+    assert len(made[ROOT / "docs" / "results.md"].split()) < 1_300  # a short page
+    block = generator.readme_block(reports, generator.read_ladder(results))
+    assert generator.README_BLOCK.findall((ROOT / "README.md").read_text()) == [block]
     pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "figures").glob("results-*.*")}
-    stems = [name for report in reports for name in generator.pictured(report).values()]
+    stems = [name for report in reports for name in generator.pictured(report).values()] + [generator.TRAFFIC]
     assert set(pictures) == {f"{stem}{ending}.svg" for stem in stems for ending in ("", "-dark")}
     assert all(size < 200_000 for size in pictures.values())
     assert generator.unexplained(reports, notes) == []
@@ -526,8 +529,82 @@ def test_the_summary_marks_the_best_and_what_cannot_be_told_from_it(tmp_path: Pa
     assert row(table, "FedAvg")[1:4] == ["", "80.0 ± 1.0", ""]
     assert "| pFedHN-PC |" not in table  # not run
     assert row(differences, "pFedHN")[2] == f"{90.0 - 88.38:+.1f}"
-    assert "is best, or tied with the best, in 1 of 1 columns" in table
-    assert "by 5 to 5 points" in table
+    said = " ".join(table.split())
+    assert "pFedHN or pFedHN-PC is best, or tied with the best of all methods here, in 1 of 1 columns" in said
+    assert "by 5 to 5 points" in said
+    assert "pFedHN+ or" not in said  # not run: nothing is claimed
+    assert "seed by seed against the best method" not in said
+
+
+def test_the_summary_says_whose_recipe_a_row_is_and_what_ours_gains(tmp_path: Path) -> None:
+    runs = pretended(
+        {
+            "pfedhn": {0: 88.0, 1: 87.0, 2: 89.0},
+            "fedper": {0: 86.0, 1: 85.1, 2: 87.0},
+            "pfedhn-plus": {0: 90.0, 1: 89.5, 2: 91.0},
+            "fedbabu": {0: 90.3, 1: 89.0, 2: 91.2},
+            "ditto": {0: 99.0},  # too few seeds to be the best of anything
+        }
+    )
+    text = generator.summary(generator.read_results(stored(tmp_path, runs))).replace("\N{NO-BREAK SPACE}", " ")
+    beginnings = [line.split(" | ")[0].strip("| ") for line in text.splitlines() if line.startswith("| ")]
+    assert beginnings[1 : beginnings.index("column")] == [
+        *("*The paper's methods, by its recipe:*", "FedPer", "pFedHN"),
+        *("*Our stronger recipe of pFedHN:*", "pFedHN+"),
+        *("*Baselines that are not in the paper:*", "Ditto", "FedBABU"),
+    ]
+    said = " ".join(text.split())
+    assert "pFedHN or pFedHN-PC is best, or tied with the best of all methods here, in 0 of 1 columns." in said
+    assert (
+        "pFedHN+ or pFedHN+-PC is best, or tied with the best, in 1 of the 1 columns where they have three seeds; in 1"
+        in said
+    )
+    assert "pFedHN+ minus pFedHN is +2.2 to +2.2 points, one point or more in 1 of 1 columns." in said
+    assert "pFedHN+-PC minus" not in said
+    assert row(text, "Ditto")[2] == "98.0 (*1 seed*)"
+    line = row(text, "CIFAR-10, 50")
+    assert line[2:4] == ["Ditto", "-9.0"]
+    assert line[4:6] == ["too few seeds (1)", f"{(2 + 2.5 + 2) / 3:+.1f}"]
+
+
+def test_more_seeds_of_a_pair_narrow_its_interval(tmp_path: Path) -> None:
+    few = {"pfedhn": {0: 88.0, 1: 87.0, 2: 89.0}, "pfedhn-plus": {0: 88.5, 1: 88.3, 2: 89.2}}
+    more = {method: {**values, **{3: values[0], 4: values[1], 5: values[2]}} for method, values in few.items()}
+    texts = [generator.summary(generator.read_results(stored(tmp_path, pretended(runs)))) for runs in (few, more)]
+    assert ["**" in "".join(row(text, "pFedHN")) for text in texts] == [True, False]  # six seeds tell them apart
+    assert row(texts[0], "pFedHN")[2].strip("*") == row(texts[1], "pFedHN")[2]  # the table keeps its three
+
+
+def test_readme_gets_the_sentences_and_the_picture(tmp_path: Path) -> None:
+    runs = pretended({"pfedhn": {0: 88.0, 1: 87.0, 2: 89.0}, "pfedhn-plus": {0: 90.0, 1: 89.5, 2: 91.0}})
+    reports = generator.read_results(stored(tmp_path, runs))
+    block = generator.readme_block(reports)
+    assert generator.said(reports) in block
+    assert generator.said_of_bytes(reports) in block
+    assert 'srcset="docs/figures/results-bytes-dark.svg"' in block
+    alone = generator.read_results(stored(tmp_path, pretended({"pfedhn": {0: 88.0}})))
+    assert "<picture>" not in generator.readme_block(alone)
+    assert generator.read_ladder(tmp_path) is None
+    ladder = Finding("ablation-cifar10", "Ladder", 'The largest step is "+ decay".', (), {"": object})
+    block = generator.readme_block(alone, ladder)
+    assert 'alt="The largest step is &quot;+ decay&quot;." src="docs/figures/paper-ablation-cifar10.svg"' in block
+
+
+def test_the_advice_on_methods_quotes_the_table() -> None:
+    reports = [generator.compared(report) for report in generator.read_results(ROOT / "results")]
+    found = {
+        (generator.column_name(entry.column), display_name(entry.label)): f"{summary.mean:.1f}"
+        for report in reports
+        for entry in report.entries
+        if (summary := entry.test()) is not None
+    }
+    section = (ROOT / "docs" / "choosing.md").read_text().split("## What our runs say")[1].split("\n## ")[0]
+    bullets = re.findall(r"- \*\*(.+?) clients\.\*\* (.*?)(?=\n- )", section, re.DOTALL)
+    assert len(bullets) == 7
+    for column, text in bullets:
+        quoted = re.findall(r"(FedAvg \+ FT|[\w+-]+) \((\d+\.\d)\)", " ".join(text.split()))
+        assert quoted
+        assert {method: found[column, method] for method, _ in quoted} == dict(quoted)
 
 
 def test_every_stored_run_has_a_line_of_csv(tmp_path: Path) -> None:
@@ -669,7 +746,11 @@ def test_the_command_writes_the_page_and_its_pictures(tmp_path: Path) -> None:
     results = stored(tmp_path / "results", pretended({"pfedhn": {0: 89.0, 1: 90.0}}))
     (tmp_path / "docs" / "figures").mkdir(parents=True)
     (tmp_path / "docs" / "figures" / "results-gone-7.png").touch()
-    generator.build(results, tmp_path / "docs")
+    readme = tmp_path / "README.md"
+    readme.write_text("Before.\n<!-- results -->\nOld.\n<!-- end of results -->\nAfter.\n")
+    generator.build(results, tmp_path / "docs", readme)
+    assert re.fullmatch(r"Before\.\n<!-- results -->\n[^<]*<!-- end of results -->\nAfter\.\n", readme.read_text())
+    assert "Old." not in readme.read_text()
     pictures = sorted((tmp_path / "docs" / "figures").iterdir())
     assert [file.name for file in pictures] == ["results-cifar10-50-dark.svg", "results-cifar10-50.svg"]
     assert all(b"<svg" in file.read_bytes() for file in pictures)

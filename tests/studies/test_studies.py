@@ -85,9 +85,10 @@ def test_points_of_table_1_come_from_its_results() -> None:
     study = STUDIES["depth"]
     empty = Runs(study.experiment(), [], {}, {})
     found = Found(study, [empty], [runs])
-    (entry,) = found.entries
-    assert entry.cell in study.borrowed
-    assert sorted(entry.results) == [0, 1, 2]
+    assert [entry.label for entry in found.entries] == ["pFedHN", "pFedHN+"]
+    for entry in found.entries:
+        assert entry.cell in study.borrowed
+        assert sorted(entry.results) == [0, 1, 2]
     assert "paper" in study.draw(found).tables[0][0][0]
 
 
@@ -96,7 +97,7 @@ def test_a_point_that_another_study_has_run_too_still_comes_from_table_1() -> No
     (communication,) = read_file(RESULTS / "communication.jsonl")
     study = STUDIES["depth"]
     found = Found(study, [Runs(study.experiment(), [], {}, {})], [communication, table1])
-    (entry,) = found.entries
+    entry, *_ = found.entries
     assert entry.results[0] == table1.results["pfedhn-cifar10-50-seed0"]
     assert entry.results[0] != communication.results["pfedhn-cifar10-50-seed0"]
 
@@ -149,9 +150,15 @@ def test_clients_per_round_are_compared_on_the_same_seeds_and_the_best_step_is_n
     found = stored("cohort-size")
     finding = STUDIES["cohort-size"].draw(found)
     (lines, caption), *_ = finding.tables
-    assert [line[-1] for line in lines[1:]] == ["1"] * 10
-    assert "one seed" in caption
-    assert finding.sentence.endswith('Best for every number is `rule = "sum"`.')
+    assert [line[-1] for line in lines[1:] if line[0] == "pFedHN"] == ["1"] * 10
+    assert "(1 seed or 3 seeds)" in caption  # the stronger recipe has those of Table 1
+    assert 'Best for every number is `rule = "sum"`.' in finding.sentence
+
+
+def test_the_caption_tells_of_all_rows_of_its_table() -> None:
+    (lines, caption), *_ = STUDIES["spectral-norm"].draw(stored("spectral-norm")).tables
+    assert {line[-1] for line in lines[1:]} == {"1", "3"}
+    assert "(1 seed or 3 seeds)" in caption
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pfedhn.algorithms import PLUS
 from pfedhn.experiments.rates import apply_rates, rates_for, read_rates
 from pfedhn.experiments.spec import Cell, Experiment
 
@@ -200,49 +199,6 @@ def _cifar(dataset: str, classes_per_client: int) -> Cell:
     )
 
 
-# Which part of the stronger recipe does what: one part after the other, then each one left out.
-SMALL_EMBEDDINGS = {name: PLUS[name] for name in PLUS if name.startswith("embedding")}
-ADAMW = {"optimizer": "adamw", "lr": PLUS["lr"], "weight_decay": 0.0}
-AVERAGED = {"averaging": PLUS["averaging"]}
-AVERAGED_FIVE = {"averaging": 0.99}  # as much past in communication steps where five clients make a step
-LADDER: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    ("pfedhn", {}),
-    ("pfedhn", AVERAGED),
-    ("pfedhn", {**AVERAGED, **ADAMW, "embedding_optimizer": "adam"}),
-    ("pfedhn", {**AVERAGED, **ADAMW, **SMALL_EMBEDDINGS}),
-    ("pfedhn-plus", {}),
-    ("pfedhn-plus", {"averaging": "none"}),
-    ("pfedhn-plus", {"embedding_scale": 1.0}),
-    ("pfedhn-plus", {"embedding_optimizer": "adam", "embedding_lr": "none", "embedding_momentum": "none"}),
-    ("pfedhn", {**AVERAGED, **SMALL_EMBEDDINGS}),
-    ("pfedhn", {**AVERAGED, "lr": 0.02}),
-    ("pfedhn-pc", {}),
-    ("pfedhn-pc", AVERAGED),
-    ("pfedhn-plus-pc", {}),
-    ("pfedhn-plus-pc", {"averaging": "none"}),
-    *(
-        (method, settings)
-        for method in ("fedavg", "fedper", "fedrep", "per-fedavg")
-        for settings in ({}, AVERAGED_FIVE)
-    ),
-    ("pfedme", {}),
-    ("ditto", {}),
-    ("local", {}),
-)
-
-
-def ablation(table: Experiment) -> Experiment:
-    """The recipes of a table with 50 clients, as they are and averaged; each run also adapts at its chosen round."""
-    of_method = {cell.method: cell for cell in table.cells if cell.clients == 50}
-    adapted = {"adaptation_steps": 50}
-    cells = [
-        replace(of_method[method], settings={**of_method[method].settings, **settings, **adapted})
-        for method, settings in LADDER
-    ]
-    title = f"{table.title.split(':')[0].removeprefix('Table 1, ')}, 50 clients: what each part of a recipe does"
-    return Experiment(name=table.name.replace("table1", "ablation"), title=title, cells=tuple(cells))
-
-
 # A ResNet in LeNet's place: the paper's clients, a fifth of its steps. Statistics are made anew before a model is used,
 # since the layers under them change between a client's rounds.
 ANEW = {"statistics_batches": 5}
@@ -369,11 +325,6 @@ EXPERIMENTS["privacy-cifar10"] = Experiment(
         for cell in (_TABLE1[method], *with_privacy(_TABLE1[method], CIFAR_NOISES, local_steps=10))
     ),
 )
-
-EXPERIMENTS |= {
-    experiment.name: experiment
-    for experiment in (ablation(EXPERIMENTS[table]) for table in ("table1-cifar10", "table1-cifar100"))
-}
 
 
 def usual_cell(dataset: str) -> Cell:

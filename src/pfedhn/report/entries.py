@@ -121,6 +121,11 @@ class Entry:
         """Whether its finished runs sent nothing over the wire."""
         return bool(self.results) and not any(result.bytes_up or result.bytes_down for result in self.results.values())
 
+    @property
+    def adapts(self) -> bool:
+        """Whether clients of its finished runs took steps of their own at the chosen round, which no curve shows."""
+        return bool(self.results) and all(result.unadapted is not None for result in self.results.values())
+
     def client_accuracy(self, seed: int) -> NDArray[numpy.float64]:
         """[clients]: each one's own test accuracy in percent; NaN where it has no test examples."""
         return 100 * self._client_means(seed)

@@ -26,6 +26,9 @@ from pfedhn.report.entries import (
 )
 from pfedhn.report.tables import sentence
 
+ADAPTED = " \N{BLACK DIAMOND}"
+ADAPTED_MEANS = "after the clients' own steps at the chosen round; lines are before them"
+
 
 def new_figure(width: float, height: float) -> Any:
     """An empty figure, in inches; whoever has no Matplotlib is told how to get it."""
@@ -63,7 +66,12 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
             axes.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
         marker = "o" if len(steps) == 1 else None  # else nobody would see it
         axes.plot(steps, values.mean(0), color=color, linestyle=dash, linewidth=1.8, marker=marker, markersize=4)
-        drawn.append((entry, color, float(steps[-1]), float(values.mean(0)[-1])))
+        last = float(values.mean(0)[-1])
+        if entry.adapts and (adapted := entry.test(average)) is not None:
+            last = adapted.mean
+            spread.append(last)
+            axes.plot(steps[-1:], [last], color=color, marker="D", markersize=5, clip_on=False)
+        drawn.append((entry, color, float(steps[-1]), last))
     accuracy = all(entry.has_accuracy for entry in entries)
     axes.set(xlabel="communication steps (one client taking part once)")
     loss = "squared error on test examples" if is_squared(entries) else "test loss"
@@ -83,16 +91,16 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
     for _, color, end, last in drawn:
         if end < right and axes.get_ylim()[0] <= last:  # its last value, so that its name finds it at the edge
             axes.plot([end, right], [last, last], color=color, linestyle=":", linewidth=0.8, alpha=0.7)
-    _label_ends(axes, drawn)
+    label_ends(axes, drawn)
 
 
-def make_logarithmic(axes: Any, letter: Literal["x", "y"] = "y") -> None:
-    """A logarithmic scale whose numbers are written out."""
+def make_logarithmic(axes: Any, letter: Literal["x", "y"] = "y", steps: Sequence[float] = (1.0, 3.0)) -> None:
+    """A logarithmic scale whose numbers are written out, at these steps in each power of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set(**{f"{letter}scale": "log"})
     axis = {"x": axes.xaxis, "y": axes.yaxis}[letter]
-    axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    axis.set_major_locator(LogLocator(subs=steps))
     axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
     axis.set_minor_formatter(NullFormatter())
     axes.minorticks_off()
@@ -107,8 +115,13 @@ def lowest_shown(ends: Sequence[float], least: float) -> float:
     return max(least, middle - 2 * (best - middle) - 5)
 
 
-def _label_ends(axes: Any, drawn: Sequence[tuple[Entry, str, float, float]]) -> None:
-    """Each line's name and last value beside the figure, pushed apart where they would overlap."""
+def label_ends(axes: Any, drawn: Sequence[tuple[Entry, str, float, float]]) -> None:
+    """Each line's name and last value beside the figure, pushed apart where they would overlap.
+
+    Args:
+        axes: With the limits that they will have.
+        drawn: What each line is of, its color, and where it ends.
+    """
     low, high = axes.get_ylim()
     to_scale, from_scale = (math.log10, lambda place: 10**place) if axes.get_yscale() == "log" else (float, float)
     gap = (to_scale(high) - to_scale(low)) * 0.17 / (axes.figure.get_size_inches()[1] * 0.75)
@@ -121,7 +134,7 @@ def _label_ends(axes: Any, drawn: Sequence[tuple[Entry, str, float, float]]) -> 
         line = {"arrowstyle": "-", "color": color, "linewidth": 0.8, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0}
         is_below = value < low
         axes.annotate(
-            f"{display_name(entry.label)} {value:.{digits}f}{' (below)' if is_below else ''}",
+            f"{display_name(entry.label)} {value:.{digits}f}{ADAPTED * entry.adapts}{' (below)' if is_below else ''}",
             xy=(1.0, max(value, low)),
             xycoords=beside,
             xytext=(1.04, place),
@@ -213,12 +226,15 @@ def draw_curves(report: Report, column: Column, average: Average = "clients") ->
     if not entries:
         return None
     titles = dict.fromkeys(entry.title for entry in report.in_column(column))
-    lines = [line for title in titles for line in textwrap.wrap(title, 72)]
+    lines: list[str] = [line for title in titles for line in textwrap.wrap(title, 72)]
     longest = max(len(entry.label) for entry in entries)  # each line has its name beside the figure
     figure = new_figure(max(8.0, 5.0 + 0.09 * longest), max(4.8, 0.24 * len(entries) + 0.2 * len(lines)))
     axes = figure.subplots()
     plot_curves(axes, report.in_column(column), average)
-    axes.set_title("\n".join([*lines, column_text(column)]), loc="left", fontsize=11)
+    lines.append(column_text(column))
+    if any(entry.adapts for entry in entries):
+        lines.append(f"{ADAPTED.strip()} {ADAPTED_MEANS}")
+    axes.set_title("\n".join(lines), loc="left", fontsize=11)
     return figure
 
 

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pfedhn.report.entries import (
@@ -18,19 +18,20 @@ from pfedhn.report.entries import (
 )
 
 CONFIDENCE = 0.95
+LEAST_SEEDS = 3  # of an interval: that of two seeds is so wide that it says nothing
 
 
 class Difference(NamedTuple):
     """The mean difference over seeds, in points, and the interval that holds the true one with 95 % confidence."""
 
     mean: float
-    low: float
-    high: float
+    ends: tuple[float, float] | None  # None with fewer than three seeds
     num_seeds: int
 
     @property
     def holds_zero(self) -> bool:
-        return self.low <= 0 <= self.high
+        """Whether the seeds cannot tell the two apart; where there are too few for an interval, nothing is claimed."""
+        return self.ends is not None and self.ends[0] <= 0 <= self.ends[1]
 
 
 def scores(entry: Entry, average: Average = "clients") -> dict[int, float]:
@@ -44,29 +45,32 @@ def scores(entry: Entry, average: Average = "clients") -> dict[int, float]:
 
 
 def difference(entry: Entry, other: Entry, average: Average = "clients") -> Difference | None:
-    """`entry` minus `other` over the seeds in which both had the same splits; None with fewer than two such seeds."""
+    """`entry` minus `other` over the seeds in which both had the same splits; None where there is no such seed."""
     mine, theirs = scores(entry, average), scores(other, average)
-    shared = [seed for seed in mine if seed in theirs and _same_split(entry, other, seed)]
-    if len(shared) < 2:
+    found = [mine[seed] - theirs[seed] for seed in mine if seed in theirs and _same_split(entry, other, seed)]
+    if not found:
         return None
+    mean = statistics.fmean(found)
+    if len(found) < LEAST_SEEDS:
+        return Difference(mean, None, len(found))
     from scipy.stats import t
 
-    found = [mine[seed] - theirs[seed] for seed in shared]
-    mean = statistics.fmean(found)
     half = float(t.ppf((1 + CONFIDENCE) / 2, len(found) - 1)) * statistics.stdev(found) / math.sqrt(len(found))
-    return Difference(mean, mean - half, mean + half, len(found))
+    return Difference(mean, (mean - half, mean + half), len(found))
 
 
 def _same_split(entry: Entry, other: Entry, seed: int) -> bool:
     return entry.results[seed].partition_sha256 == other.results[seed].partition_sha256
 
 
-def ranks(entries: Sequence[Entry], average: Average = "clients") -> dict[str, Summary]:
+def ranks(
+    entries: Sequence[Entry], average: Average = "clients", seeds: Collection[int] | None = None
+) -> dict[str, Summary]:
     """Each method's place among all, 1 for the best, over the seeds that all of them have; equals share a place."""
     found = {entry.label: scores(entry, average) for entry in entries}
     common = set.intersection(*(set(values) for values in found.values())) if found else set()
     places: dict[str, list[float]] = {label: [] for label in found}
-    for seed in common:
+    for seed in common if seeds is None else common & set(seeds):
         values = [found[label][seed] for label in found]
         for label in found:
             better = sum(value > found[label][seed] for value in values)
@@ -76,42 +80,64 @@ def ranks(entries: Sequence[Entry], average: Average = "clients") -> dict[str, S
     return {label: summary for label, summary in summaries.items() if summary is not None}
 
 
-def pairs(report: Report, column: Column, average: Average = "clients") -> list[list[str]]:
+def pairs(
+    report: Report, column: Column, average: Average = "clients", seeds: Collection[int] | None = None
+) -> list[list[str]]:
     """A table of a column: each method's rank and how far it is from the best, best first.
 
     Empty where there is nothing to compare: one method alone, or fewer than two seeds that two methods share.
+
+    Args:
+        report: What is shown.
+        column: Of the report.
+        average: Over clients or over samples.
+        seeds: Those that means and ranks are taken over; None for all. Differences take all that two methods share.
     """
-    entries = [entry for entry in report.in_column(column) if scores(entry, average)]
+    means = {
+        entry.label: statistics.fmean(values)
+        for entry in report.in_column(column)
+        if (values := [value for seed, value in scores(entry, average).items() if seeds is None or seed in seeds])
+    }
+    entries = [entry for entry in report.in_column(column) if entry.label in means]
     if len(entries) < 2:
         return []
-    ordered = sorted(entries, key=lambda entry: -statistics.fmean(scores(entry, average).values()))
-    best, places = ordered[0], ranks(entries, average)
+    ordered = sorted(entries, key=lambda entry: -means[entry.label])
+    best, places = ordered[0], ranks(entries, average, seeds)
     differences = {entry.label: difference(entry, best, average) for entry in ordered[1:]}
-    if not any(differences.values()):
+    if not any(found is not None and found.num_seeds > 1 for found in differences.values()):
         return []
     sign = 1 if best.has_accuracy else -1  # a loss is shown as it is
     digits = 2 if best.has_accuracy else loss_digits(entries)
     lines = [["method", "mean", "rank", f"against {display_name(best.label)}", "95 % interval", "seeds"]]
     for entry in ordered:
-        mean = sign * statistics.fmean(scores(entry, average).values())
-        found = differences.get(entry.label)
-        ends = [] if found is None else sorted([sign * found.low, sign * found.high])
-        place = places.get(entry.label)
+        found, place = differences.get(entry.label), places.get(entry.label)
         lines.append(
             [
                 display_name(entry.label),
-                f"{mean:.{digits}f}",
+                f"{sign * means[entry.label]:.{digits}f}",
                 "" if place is None else f"{place.mean:.1f}",
                 "" if found is None else f"{sign * found.mean:+.{digits}f}",
-                "" if found is None else " to ".join(f"{end:+.{digits}f}" for end in ends),
+                "" if entry is best else interval_text(found, sign, digits),
                 str(len(scores(entry, average)) if found is None else found.num_seeds),
             ]
         )
     return lines
 
 
+def interval_text(found: Difference | None, sign: int = 1, digits: int = 2) -> str:
+    """The ends of an interval, or why there is none."""
+    if found is None:
+        return "no seed in common"
+    if found.ends is None:
+        return f"too few seeds ({found.num_seeds})"
+    return " to ".join(f"{end:+.{digits}f}" for end in sorted(sign * end for end in found.ends))
+
+
+PAIRS_ARE = (
+    "differences are taken seed by seed, on the same splits; if the interval contains zero, the seeds cannot tell the "
+    "two methods apart. Rank: the mean place over the seeds that all methods have."
+)
+
+
 def caption(column: Column) -> str:
-    return (
-        f"{column_text(column)}: differences are taken seed by seed, on the same splits; if the interval contains "
-        "zero, the seeds cannot tell the two methods apart. Rank: the mean place over the seeds that all methods have."
-    )
+    return f"{column_text(column)}: {PAIRS_ARE}"

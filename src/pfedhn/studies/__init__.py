@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs
 from pfedhn.studies import (
+    ablation,
     client_map,
     cohort_size,
     communication,
@@ -23,22 +24,23 @@ from pfedhn.studies import (
 from pfedhn.studies.study import SMALL, Finished, Found, Study
 
 STUDIES: dict[str, Study] = {
-    module.STUDY.name: module.STUDY
-    for module in (
-        communication,
-        linear,
-        generalization,
-        table2,
-        novel_clients,
-        mix_and_match,
-        client_map,
-        local_steps,
-        embedding_size,
-        depth,
-        spectral_norm,
-        fixed_representation,
-        cohort_size,
-        norms,
+    study.name: study
+    for study in (
+        communication.STUDY,
+        linear.STUDY,
+        generalization.STUDY,
+        table2.STUDY,
+        novel_clients.STUDY,
+        mix_and_match.STUDY,
+        client_map.STUDY,
+        local_steps.STUDY,
+        embedding_size.STUDY,
+        depth.STUDY,
+        spectral_norm.STUDY,
+        fixed_representation.STUDY,
+        cohort_size.STUDY,
+        norms.STUDY,
+        *ablation.STUDIES,
     )
 }
 

@@ -32,8 +32,8 @@ def draw(found: Found) -> Finding:
     for entry in sorted(entries, key=lambda entry: entry.cell.clients):
         kinds.setdefault((entry.cell.method, setting(entry.cell, "spectral_norm")), []).append(entry)
     lines = [["method", "clients", "spectral normalization", "accuracy", "paper", "seeds"]]
-    for (method, is_on), entries in kinds.items():
-        for entry in entries:
+    for (method, is_on), of_kind in kinds.items():
+        for entry in of_kind:
             paper = PAPER.get((is_on, entry.cell.clients)) if method == "pfedhn" and not found.is_small else None
             first = [entry.label, str(entry.cell.clients), "yes" if is_on else "no"]
             accuracy = drawing.text(drawing.accuracy(entry))
