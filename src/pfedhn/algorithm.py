@@ -78,6 +78,11 @@ class Algorithm(Protocol[Shared, Row, Private]):
         """Whether `init_row` and `join_row` are given a description of each client."""
         return False
 
+    @property
+    def needs_float32(self) -> bool:
+        """Whether tf32, in which a GPU computes products by default, would spoil what a client computes."""
+        return False
+
     def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> Self:
         """The same method with settings that depend on the size of the federation filled in."""
         return self

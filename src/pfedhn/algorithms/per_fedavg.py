@@ -57,6 +57,10 @@ class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
         return 2 if self.form == "first-order" else 3
 
     @property
+    def needs_float32(self) -> bool:
+        return self.form == "hessian-free"  # w + d g and w - d g differ by about as much as tf32 rounds w
+
+    @property
     def num_personalize_batches(self) -> int:
         return self.personal_steps
 

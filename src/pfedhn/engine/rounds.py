@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from pfedhn.algorithm import Algorithm
 from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.evaluate import SplitResult
@@ -13,6 +15,7 @@ from pfedhn.engine.executors import Executor, TogetherScan, together
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Best, Progress, State
 from pfedhn.errors import UserError, first_line
+from pfedhn.kernels.launch import dot_precision
 
 logger = logging.getLogger("pfedhn")
 
@@ -45,6 +48,11 @@ def _resized_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
 
 
 def _rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
+    if is_spoilt(simulation.algorithm, simulation.device):
+        logger.warning(
+            "%s divides a difference that tf32 rounds away; give --precision fp32, or precision='fp32' in Python.",
+            type(simulation.algorithm).__name__,
+        )
     if simulation.draws_freely:
         if simulation.federation.x.is_cuda or simulation.executor == "captured":
             logger.warning(
@@ -57,6 +65,11 @@ def _rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
             return simulation.rounds(state)
         return _captured_rounds(simulation, state)
     return simulation.rounds(state)
+
+
+def is_spoilt(algorithm: Algorithm[Any, Any, Any], device: torch.device) -> bool:
+    """Whether a GPU is about to compute a method in a precision that is too low for it."""
+    return algorithm.needs_float32 and device.type == "cuda" and dot_precision() == "tf32"
 
 
 def is_captured(simulation: Simulation) -> bool:
