@@ -3,6 +3,8 @@
 import inspect
 import math
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -14,6 +16,7 @@ import pfedhn
 from pfedhn import run as run_module
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data import partition
+from pfedhn.engine.state import Progress
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import Cell
@@ -308,8 +311,33 @@ def test_checkpoints_take_a_small_share_of_the_time(tmp_path: Path, monkeypatch:
             patch.setattr(run_module._Files, "save", save)
             patch.setattr(run_module._PACE, "last", 0.0)
             patch.setattr(run_module, "CHECKPOINT_SECONDS", 4.0)
-            settings = {"steps": 200, "evaluate_every": 100, "directory": tmp_path / str(seconds), "progress": False}
+            settings = {
+                "steps": 200,
+                "evaluate_every": 100,
+                "directory": tmp_path / str(len(list(tmp_path.iterdir()))),
+                "progress": False,
+            }
             pfedhn.train(FedAvg(local_steps=1), made_federation(), lambda: pfedhn.MLP(8, 5, 4), **settings)
         return len(saved)
 
-    assert written(0.1) > written(1.0) > 1
+    alone = written(0.1)
+    assert alone > written(1.0) > 1
+    monkeypatch.setattr(run_module._PACE, "num_runs", 10)
+    assert alone > written(0.1)
+
+
+def test_ctrl_c_does_not_wait_for_another_run_s_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that waits has nothing under way."""
+
+    def waits(simulation: object, state: object) -> Iterator[Progress]:
+        while True:
+            yield Progress(0, None, is_pause=True, is_waiting=True)
+
+    simulation = train(lambda: pfedhn.MLP(8, 5, 4)).simulation
+    monkeypatch.setattr(run_module, "rounds", waits)
+    stop = threading.Event()
+    work = run_module.execute(simulation, tmp_path / "run", stop=stop)
+    assert [next(work), next(work)] == [True, True]
+    stop.set()
+    with pytest.raises(KeyboardInterrupt):
+        next(work)

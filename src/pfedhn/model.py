@@ -16,6 +16,7 @@ from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.params import Params, take
 from pfedhn.privacy import NO_GRADIENT, protected
+from pfedhn.process import WHOLE_PROCESS
 from pfedhn.sgd import Batches
 from pfedhn.statistics import collecting, copied, masked, statistics_of, training_pass
 
@@ -87,7 +88,7 @@ class Model:
         if not self.has_dropout:
             yield
         elif is_alone:
-            with torch.random.fork_rng(devices=[]), drawing(noise):
+            with WHOLE_PROCESS, torch.random.fork_rng(devices=[]), drawing(noise):
                 torch.manual_seed(int(noise) & ((1 << 63) - 1))
                 yield
         else:
@@ -102,13 +103,13 @@ class Model:
         is_cuda = device.type == "cuda"
         state = partial(torch.cuda.get_rng_state, device) if is_cuda else torch.get_rng_state
         weights, key = self.fresh(0), torch.zeros((), dtype=torch.int64, device=device)
-        with torch.random.fork_rng([device] if is_cuda else []), torch.no_grad(), drawing(key):
+        with WHOLE_PROCESS, torch.random.fork_rng([device] if is_cuda else []), torch.no_grad(), drawing(key):
             before = state()
             self.loss(weights, batch)
             return not torch.equal(before, state())
 
     def _build(self, key: Key) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
+        with WHOLE_PROCESS, torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(key) & ((1 << 63) - 1))
             module = self.factory().to(self.device, self.dtype)
         for name in self.frozen:

@@ -10,12 +10,17 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from threading import RLock
 from typing import Any
 
 logger = logging.getLogger("pfedhn")
 
 THREAD_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # either says how the threads of PyTorch wait for each other
 SPIN_COUNT = "1000"
+
+# Held by who traces, compiles, captures or seeds. What PyTorch's modules do meanwhile, and what its generator draws
+# next, is the whole process's, whichever thread changes it.
+WHOLE_PROCESS = RLock()
 
 
 def set_up_process() -> None:

@@ -34,7 +34,7 @@ from pfedhn.data.reading import Reading, reading_card
 from pfedhn.engine.checkpoint import load_state, remove_old, save_state
 from pfedhn.engine.crew import Devices
 from pfedhn.engine.evaluate import SplitResult
-from pfedhn.engine.gpu import computing_on_gpu
+from pfedhn.engine.gpu import COMPILER, computing_on_gpu
 from pfedhn.engine.network import (
     build_model,
     check_factory,
@@ -918,10 +918,10 @@ def execute(
     threads: int | None = None,
     callbacks: Sequence[Callback] = (),
     norms: bool = False,
-) -> Generator[None, None, Run]:
+) -> Generator[bool, None, Run]:
     """Run to the end, from the newest intact checkpoint in `directory` if there is one.
 
-    It pauses after every round, so that several runs can take turns.
+    It pauses after every round, so that several runs can take turns, and says whether it waits for another one's work.
 
     Args:
         directory: Where the run is kept (`pfedhn.record`); nothing is written where None.
@@ -945,9 +945,13 @@ def execute(
         try:
             for progress in itertools.chain(_missing_evaluation(run), rounds(simulation, run.state)):
                 run.seconds = time.monotonic() - started
+                if progress.is_waiting and stop.is_set():
+                    if files is not None and run.state.best is not None:
+                        files.save(run)
+                    raise KeyboardInterrupt
                 if progress.is_pause:
                     if not stop.is_set():
-                        yield
+                        yield progress.is_waiting
                     continue
                 if progress.evaluation is not None:
                     _refuse_blind_choice(progress.evaluation)
@@ -967,13 +971,15 @@ def execute(
                     else progress.step - saved_step >= checkpoint_every
                 )
                 if files is not None and (is_due or stop.is_set()):
+                    if simulation.federation.x.is_cuda:
+                        torch.cuda.synchronize()  # rounds that are still queued are not its time
                     begun = time.monotonic()
                     files.save(run)
                     saved_at, saved_step = time.monotonic(), progress.step
                     _PACE.last = saved_at - begun
                 if stop.is_set():
                     raise KeyboardInterrupt
-                yield
+                yield False
             run.result = _result(run) if files is None else files.finish(run, say)
         except Diverged:
             if files is not None:
@@ -1098,7 +1104,7 @@ def _computing_with(directory: Path | None, threads: int | None) -> Iterator[Non
         torch.set_num_threads(before)
 
 
-def drain(work: Generator[None, None, Value]) -> Value:
+def drain(work: Generator[Any, None, Value]) -> Value:
     """Run a generator to its end and take what it returns."""
     while True:
         try:
@@ -1249,13 +1255,17 @@ def train(
         return drain(work)
 
 
-def computing_on(
-    device: str | torch.device, precision: str, deterministic: bool, num_runs: int = 1
-) -> AbstractContextManager[None]:
+@contextmanager
+def computing_on(device: str | torch.device, precision: str, deterministic: bool, num_runs: int = 1) -> Iterator[None]:
     """How products are computed inside the block; on a CPU there is nothing to choose."""
     if torch.device(device).type != "cuda":
-        return nullcontext()
-    return computing_on_gpu(precision, deterministic, num_runs)
+        yield
+        return
+    with computing_on_gpu(precision, deterministic, num_runs):
+        try:
+            yield
+        finally:
+            COMPILER.drop()  # nothing goes on behind a person's back
 
 
 def load(

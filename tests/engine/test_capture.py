@@ -123,7 +123,7 @@ def may_compile(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(gpu, "_traced", {})
     monkeypatch.setattr(gpu.Meanwhile, "compile", compiled)
-    monkeypatch.setattr(gpu, "TRACING", nullcontext())  # or nothing could be traced while this compiler waits
+    monkeypatch.setattr(gpu, "WHOLE_PROCESS", nullcontext())  # or nothing could be traced while this compiler waits
     for name in ("compile_graph", "compile_once"):
         monkeypatch.setattr(capture, name, lambda graph, arguments: gpu.Meanwhile(graph, arguments))
     return event
@@ -138,7 +138,7 @@ def test_rounds_do_not_wait_for_the_compiler(federation: Federation, may_compile
     progress = (each for each in run.rounds() if each.evaluation)
     steps = [next(progress).evaluation.step for _ in range(3)]
     assert steps == [0, 1, 2]
-    assert len(run.uncompiled) == 4  # before, the draw, the step, after
+    assert [len(parts) for parts in run.uncompiled.values()] == [4]  # before, the draw, the step, after
     first = dict(run.graphs)
     may_compile.set()
     gpu.COMPILER.wait()
@@ -173,6 +173,58 @@ def test_a_run_beside_an_equal_one_waits_for_the_compiler(federation: Federation
         assert_close(memories_of(state), memories_of(loop))
 
 
+def test_what_the_compiler_has_not_begun_can_be_asked_for_again(
+    federation: Federation, may_compile: threading.Event
+) -> None:
+    one = torch.tensor(1.0)
+    parts = [gpu.Meanwhile(executors.make_fx(torch.exp)(one), [one]) for _ in range(3)]
+    for part in parts:
+        part(one)
+    dropping = threading.Thread(target=gpu.COMPILER.drop)
+    while gpu.COMPILER.queue.qsize() != 2:  # the first is begun
+        pass
+    dropping.start()
+    while gpu.COMPILER.queue.qsize():
+        pass
+    assert dropping.is_alive()  # it waits for the first
+    may_compile.set()
+    dropping.join()
+    assert [(part.is_asked, part.is_done) for part in parts] == [(True, True), (False, False), (False, False)]
+    parts[1](one)
+    gpu.COMPILER.wait()
+    assert parts[1].is_done
+
+
+def test_nobody_compiles_while_a_network_is_made() -> None:
+    """The compiler sets PyTorch's generator back to where it was when it began, and weights are drawn from it."""
+    parts = []
+
+    def factory() -> nn.Module:
+        began = threading.Event()
+        parts.append(Mock(compile=began.set))
+        gpu.COMPILER.put(parts[-1])
+        assert not began.wait(0.1)
+        return nn.Linear(2, 1)
+
+    replace(model("mlp"), factory=factory).fresh(0)
+    assert parts
+    gpu.COMPILER.wait()
+
+
+def test_parts_are_not_shared_where_they_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled for one GPU runs on no other, and a deterministic run needs parts of its own."""
+    monkeypatch.setattr(gpu, "_compiled", {})
+    monkeypatch.setattr(gpu, "Meanwhile", Mock(side_effect=lambda *_: Mock()))
+    graph = executors.make_fx(torch.exp)(torch.tensor(1.0))
+    first, second = (Mock(is_cuda=True, shape=(), dtype=torch.float32, device=f"cuda:{n}") for n in range(2))
+    first.stride = second.stride = tuple
+    parts = [gpu.compile_graph(graph, [leaf]) for leaf in (first, second, first)]
+    assert parts[0] is parts[2]
+    assert parts[0] is not parts[1]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert gpu.compile_graph(graph, [first]) is not parts[0]
+
+
 def test_a_graph_that_cannot_be_compiled_runs_as_it_was_traced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -182,11 +234,6 @@ def test_a_graph_that_cannot_be_compiled_runs_as_it_was_traced(
     one = torch.tensor(1.0)
     part = gpu.Meanwhile(executors.make_fx(torch.exp)(one), [one])
     monkeypatch.setattr("torch._inductor.compile", fails)
-    monkeypatch.setattr(gpu.kernels, "dot_precision", lambda: "another")
-    assert part(one) == one.exp()
-    gpu.COMPILER.wait()
-    assert not part.is_done  # what it would be compiled to now is not what it was asked for
-    monkeypatch.setattr(gpu.kernels, "dot_precision", lambda: part.precision)
     assert part(one) == one.exp()
     gpu.COMPILER.wait()
     assert part.is_done

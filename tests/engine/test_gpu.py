@@ -20,6 +20,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
+from pfedhn.engine import gpu
 from pfedhn.engine.capture import CapturedRun, side_by_side
 from pfedhn.engine.checkpoint import load_state, save_state
 from pfedhn.engine.rounds import rounds
@@ -56,13 +57,19 @@ def test_captured_is_the_loop(method: str, cohort: int, federation: Federation) 
     assert_close(memories_of(captured(on_card(algorithm, federation, **settings))), memories_of(expected))
 
 
-def test_captured_before_and_after_the_compiler_is_done(federation: Federation) -> None:
+def test_captured_before_and_after_the_compiler_is_done(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for known in ("_traced", "_compiled"):
+        monkeypatch.setattr(gpu, known, {})
     settings = {"rounds": 60, "evaluate_every": 1}
     expected = finish(on_card(PFedHN(local_steps=3), federation, executor="loop", **settings))
     simulation = on_card(PFedHN(local_steps=3), federation, **settings)
     state = simulation.initial_state()
     run = CapturedRun(simulation, state)
     rounds_of_it = run.rounds()
+    next(rounds_of_it)
+    assert run.uncompiled
     while state.round < 30:
         next(rounds_of_it)
     run.settle()

@@ -519,6 +519,31 @@ def test_what_others_wait_for_and_what_takes_longest_starts_first(
     assert started == ["fedavg", "pfedhn-pc", "pfedhn", "lg-fedavg"]  # by rounds: 6 and awaited, 40, 30, 2
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_none_begins_before_it_is_seen_what_the_last_one_takes(
+    tmp_path: Path, in_turn: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that waits for the compiler has not taken its memory yet."""
+    said: list[str] = []
+    result = json.loads((in_turn / SMALL.runs()[0].name / "result.json").read_text())
+
+    def begin(directory: Path, experiment: Experiment, one: RunSpec, *arguments: Any) -> Iterator[bool]:
+        number = len([word for word in said if word == "begins"])
+        said.append("begins")
+        if number == 1:
+            yield True
+            said.append("waits")
+            yield True
+        said.append("goes on")
+        yield False
+        return Mock(result=result)
+
+    monkeypatch.setattr(module, "start", begin)
+    monkeypatch.setattr(module.Queue, "end", lambda *arguments: None)
+    run_many(tmp_path, SMALL, SMALL.runs()[:3], options=Options(device="cpu:0", threads=1))
+    assert said == ["begins", "goes on", "begins", "waits", "goes on", "begins", "goes on"]
+
+
 @pytest.mark.parametrize(
     ("method", "name"), [("fedavg", "fedavg"), (PFedHN(), "pfedhn"), (ALGORITHMS["per-fedavg"](), "per-fedavg")]
 )

@@ -25,7 +25,6 @@ from pfedhn.data.federation import Examples, cohort, draw_batches
 from pfedhn.engine.evaluate import Chunk, evaluate, plan, to_splits
 from pfedhn.engine.executors import (
     EXECUTORS,
-    TRACING,
     Function,
     TogetherScan,
     Traced,
@@ -50,6 +49,7 @@ from pfedhn.kernels import launch as kernels
 from pfedhn.kernels.fuse import Fused
 from pfedhn.model import Model
 from pfedhn.params import Params, copy, stack, take
+from pfedhn.process import WHOLE_PROCESS
 from pfedhn.sgd import Batches, Rate
 
 logger = logging.getLogger("pfedhn")
@@ -245,10 +245,10 @@ class CapturedRun:
     graphs: dict[Signature, torch.cuda.CUDAGraph | Repeated] = field(default_factory=dict)
     scans: dict[tuple[str, int], TracedScan] = field(default_factory=dict)
     evaluation_graph: torch.cuda.CUDAGraph | Repeated | None = None
-    uncompiled: set[Meanwhile] = field(default_factory=set)  # what graphs run as it was traced, for the time being
+    uncompiled: dict[Signature, set[Meanwhile]] = field(default_factory=dict)  # what graphs run as it was traced
 
     def __post_init__(self) -> None:
-        with TRACING:
+        with WHOLE_PROCESS:
             self.simulation = simulation = on_blocks(self.simulation)
         state = self.state
         device = simulation.federation.x.device
@@ -322,7 +322,8 @@ class CapturedRun:
         """Runs with equal keys trace alike: rates, seeds and data are arguments of what is traced."""
         simulation = self.simulation
         settings = with_rates(simulation.algorithm, dict.fromkeys(self.rates))
-        how = (str(self.counter.device), kernels.dot_precision(), kernels.SharedGPU.runs)
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        how = (str(self.counter.device), kernels.dot_precision(), kernels.SharedGPU.runs, is_deterministic)
         models = tuple((model, form(model.training_module)) for model in simulation.models.values())
         exchange = simulation.exchange
         draws = exchange.upload.draws or exchange.download.draws
@@ -422,24 +423,24 @@ class CapturedRun:
             simulation.schedule.batch_size,
         )
 
-    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | Repeated:
-        """Warm up on the capturing stream, then capture."""
+    def _capture(self, work: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph | Repeated, set[Meanwhile]]:
+        """Warm up on the capturing stream, then capture; with it comes what the compiler is not done with."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with self._on_stream():  # which is also left where capturing fails: `torch.cuda.graph` then stays on its stream
             kept = copy((self.counter, self.bad))  # here: rounds before this may still be counting on the stream
             self.bad.zero_()  # as if a number had not been finite: nothing is written
-            with TRACING, choosing_once() as chosen:
+            with WHOLE_PROCESS, choosing_once() as chosen:
                 work()
                 _restore((self.counter, self.bad), kept)
-                self.uncompiled |= {part for part in chosen if not part.is_done}
+                uncompiled = {part for part in chosen if not part.is_done}
                 if self.stream is None:
-                    return Repeated(work)
+                    return Repeated(work), uncompiled
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                     work()
-        return graph
+        return graph, uncompiled
 
     def turns_for_others(self) -> Iterator[Progress]:
         """As long as the compiler works on the rounds of an equal run, which goes on as it can: captured after that,
@@ -448,34 +449,36 @@ class CapturedRun:
         parts = [part for part, _ in self.after[signature].ready.values() if isinstance(part, Meanwhile)]
         while any(part.is_awaited for part in parts):
             time.sleep(PAUSE)
-            yield Progress(self.state.round * self.simulation.clients_per_round, None, is_pause=True)
+            step = self.state.round * self.simulation.clients_per_round
+            yield Progress(step, None, is_pause=True, is_waiting=True)
 
     def settle(self) -> None:
         """Wait for the compiler and capture what it has made, so that rounds can be measured."""
-        COMPILER.wait()
-        self._renew_graphs()
-        for signature in set(self.signatures):
-            self.graph_of(signature)
+        for _ in range(2):
+            for signature in set(self.signatures):
+                self.graph_of(signature)
+            COMPILER.wait()
+            self._renew_graphs()
 
     def _renew_graphs(self) -> None:
         """Where rounds began before the compiler was done, capture them anew once it is."""
-        if self.uncompiled and not any(part.is_awaited for part in self.uncompiled):
-            self.uncompiled.clear()
-            if self.stream is not None:
-                self.stream.synchronize()
-            self.graphs.clear()
+        compiled = [s for s, parts in self.uncompiled.items() if all(part.is_done for part in parts)]
+        if compiled and self.stream is not None:
+            self.stream.synchronize()
+        for signature in compiled:
+            del self.uncompiled[signature], self.graphs[signature]
 
     def prepare(self) -> None:
         """Compile and capture what the first rounds need; nothing where none are left."""
         if self.state.round >= self.simulation.num_rounds:
             return
         signature = self.signatures[self.state.round]
-        with TRACING:
+        with WHOLE_PROCESS:
             if is_known(self.simulation) and not self.before[signature].ready:  # nor has an equal run been here
                 self._announce_kernels(signature)
             self.graph_of(signature)
             if self.evaluation_graph is None:
-                self.evaluation_graph = self._capture(self._evaluate)
+                self.evaluation_graph, _ = self._capture(self._evaluate)
 
     def _announce_kernels(self, signature: Signature) -> None:
         """Have the kernels of a round and of an evaluation compiled on other cores, while this one traces and compiles.
@@ -492,7 +495,9 @@ class CapturedRun:
 
     def graph_of(self, signature: Signature) -> torch.cuda.CUDAGraph | Repeated:
         if signature not in self.graphs:
-            self.graphs[signature] = self._capture(lambda: self._round(signature))
+            self.graphs[signature], uncompiled = self._capture(lambda: self._round(signature))
+            if uncompiled:
+                self.uncompiled[signature] = uncompiled
         return self.graphs[signature]
 
     def rounds(self) -> Iterator[Progress]:

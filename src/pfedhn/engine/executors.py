@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from threading import RLock
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -22,6 +21,7 @@ from torch.utils import _pytree as pytree
 from pfedhn.engine.closures import Watch, lift
 from pfedhn.errors import UserError, first_line
 from pfedhn.params import copy, stack, take
+from pfedhn.process import WHOLE_PROCESS
 from pfedhn.sgd import Step, python_loop, scanning
 
 logger = logging.getLogger("pfedhn")
@@ -130,12 +130,8 @@ class Traced:
         return pytree.tree_unflatten(compiled(*leaves), output_spec)
 
 
-# Held by who traces, compiles or captures: each changes what PyTorch's modules do as long as it lasts, in all threads.
-TRACING = RLock()
-
-
 def trace(function: Function, arguments: Sequence[Any], needs_numbers: bool = True) -> GraphModule:
-    with TRACING:
+    with WHOLE_PROCESS:
         return _trace(function, arguments, needs_numbers)
 
 

@@ -1,13 +1,14 @@
 """How a GPU computes: its precision, compiled graphs, and what runs that are equal share."""
 
+import atexit
 import copy
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from importlib import import_module
-from queue import Queue
+from queue import Empty, Queue
 from threading import Thread, main_thread
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
-from pfedhn.engine.executors import TRACING, Function, Traced, TracedScan
+from pfedhn.engine.executors import Function, Traced, TracedScan
 from pfedhn.errors import first_line
 from pfedhn.kernels import launch as kernels
+from pfedhn.process import WHOLE_PROCESS
 
 logger = logging.getLogger("pfedhn")
 
@@ -46,13 +48,14 @@ def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool
     if not arguments[0].is_cuda:
         return graph.forward  # a CPU gains nothing that would pay for the compiler
     constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
-    shapes = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments)
-    key = (graph.code, shapes, kernels.dot_precision(), id(graph) if constants else None)
+    shapes = tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in arguments)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    key = (graph.code, shapes, kernels.dot_precision(), is_deterministic, id(graph) if constants else None)
     if key not in _compiled:
         while len(_compiled) >= MAX_CACHED:  # runs that use it hold on to it; nobody else needs one with constants
             del _compiled[next(iter(_compiled))]
         part = _compiled[key] = Meanwhile(graph, arguments, is_step and is_autotuned())
-        if torch.are_deterministic_algorithms_enabled() or is_autotuned():
+        if is_deterministic or is_autotuned():
             part.compile()
     return _compiled[key]
 
@@ -72,27 +75,28 @@ class Meanwhile:
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         self.shapes: list[Any] = [mode.from_tensor(leaf) for leaf in arguments]
         self.is_autotuned = is_autotuned
-        self.precision = kernels.dot_precision()
         self.best: Function = graph.forward
         self.is_asked = self.is_done = False
 
     def compile(self) -> None:
+        self.is_asked = True
+        try:
+            self.best = self._compiled()
+        except Exception as error:
+            if main_thread().is_alive():  # or the process ends, and has let go of the compiler's tools
+                logger.warning("a part of the round could not be compiled and runs slower: %s", first_line(error))
+        finally:
+            self.is_done = True
+
+    def _compiled(self) -> Function:
         import torch._inductor
         import torch._inductor.config as inductor
 
-        self.is_asked = kernels.dot_precision() == self.precision
-        if not self.is_asked:  # by now this process computes something else
-            return
         options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if self.is_autotuned else {}
-        try:
-            own = GraphModule(self.graph, copy.deepcopy(self.graph.graph))  # which the compiler changes
-            with inductor.patch({**options, **COMPILER_OPTIONS}):
-                self.best = torch._inductor.compile(own, self.shapes)
-        except Exception as error:
-            if not main_thread().is_alive():
-                return  # the process ends, and has let go of the compiler's tools
-            logger.warning("a part of the round could not be compiled and runs slower: %s", first_line(error))
-        self.is_done = True
+        own = GraphModule(self.graph, copy.deepcopy(self.graph.graph))  # which the compiler changes
+        with inductor.patch({**options, **COMPILER_OPTIONS}):
+            compiled: Function = torch._inductor.compile(own, self.shapes)
+        return compiled
 
     @property
     def is_awaited(self) -> bool:
@@ -129,20 +133,32 @@ class Compiler:
 
     def put(self, work: Meanwhile) -> None:
         self.queue.put(work)
-        if self.thread is None:
+        if self.thread is None or not self.thread.is_alive():
+            if self.thread is None:
+                atexit.register(self.drop)  # a thread that Python ends in the middle takes the process with it
             self.thread = Thread(target=self._work, name="compiler", daemon=True)
             self.thread.start()
 
     def _work(self) -> None:
         while True:
             work = self.queue.get()
-            with TRACING:
-                work.compile()
-            self.queue.task_done()
+            try:
+                with WHOLE_PROCESS:
+                    work.compile()
+            finally:
+                self.queue.task_done()
 
     def wait(self) -> None:
         """Until everything that was asked for is compiled."""
         self.queue.join()
+
+    def drop(self) -> None:
+        """Let go of what has not been begun: who needs it asks again. What has been begun is waited for."""
+        with suppress(Empty):
+            while True:
+                self.queue.get_nowait().is_asked = False
+                self.queue.task_done()
+        self.wait()
 
 
 COMPILER = Compiler()
@@ -189,6 +205,8 @@ def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> Non
     # Every stream of a run gets a workspace. On large cards it would take 32 MiB, as deterministic products need.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8" if is_deterministic else ":4096:2:16:8")
     if is_deterministic:
+        if torch.cuda.is_initialized():
+            torch._C._cuda_clearCublasWorkspaces()  # those that other runs have left
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 

@@ -22,6 +22,7 @@ from pfedhn.errors import UserError, first_line, short
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.params import stack
+from pfedhn.process import WHOLE_PROCESS
 from pfedhn.sgd import Batches
 from pfedhn.statistics import normalizations
 
@@ -76,7 +77,7 @@ def check_model(model: Model, federation: Federation) -> Any:
     x, y = _first_examples(federation)
     module = model.with_weights(model.fresh(0)).train()
     # What tf32 rounds away looks like a batch that matters.
-    with computing_on_gpu("fp32", is_deterministic=False) if x.is_cuda else nullcontext():
+    with WHOLE_PROCESS, computing_on_gpu("fp32", is_deterministic=False) if x.is_cuda else nullcontext():
         outputs = _refuse_changes(model, module, x)
         _refuse_outputs(model, outputs, x, federation)
         _refuse_loss(model, outputs, y)

@@ -213,3 +213,4 @@ class Progress(NamedTuple):
     step: int
     evaluation: Evaluation | None
     is_pause: bool = False  # a round is done and its evaluation is not: no moment to stop or to be written
+    is_waiting: bool = False  # nothing is done until another has done its work: a moment to stop

@@ -32,7 +32,7 @@ def start(
     listen: Listener,
     stop: threading.Event,
     card: str | None = None,
-) -> Generator[None, None, Run]:
+) -> Generator[bool, None, Run]:
     """A run that is ready to go, in its folder: it pauses after every round, and `stop` ends it at a checkpoint.
 
     Its files say what was asked for (`options.device`), not which of several GPUs it happened to get (`card`).

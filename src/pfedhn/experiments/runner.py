@@ -117,13 +117,15 @@ def run_many(
     cards = cards_of(options.device)
     limit = jobs or MAX_RUNS_ON_DEVICE * len(cards)
     num_runs = -(-min(len(queue.waiting), limit) // len(cards))
-    going: dict[str, Generator[None, None, Run]] = {}
+    going: dict[str, Generator[bool, None, Run]] = {}
+    waiting: set[str] = set()
     card_of: dict[str, str] = {}
     with computing_on(options.device, options.precision, options.deterministic, num_runs), stop_on_signal() as stop:
         while queue.waiting or going:
             # One at a time: its first round shows how much room a run takes.
             card = min(cards, key=[card_of[name] for name in going].count)  # where the fewest runs are
-            has_room = len(going) < limit and (jobs or card not in map(card_of.get, going) or _has_room(card))
+            is_seen = not waiting and (card not in map(card_of.get, going) or _has_room(card))
+            has_room = len(going) < limit and (jobs or is_seen)
             run = queue.take() if has_room and not stop.is_set() else None
             turns = list(going) if run is None else [run.name]
             if not turns:
@@ -135,7 +137,8 @@ def run_many(
                     with _using(card_of[name]):
                         if run is not None:
                             going[name] = start(directory, experiment, run, options, listen, stop, card)
-                        next(going[name])  # a round, queued on a stream of its own
+                        is_waiting = next(going[name])  # a round, queued on a stream of its own
+                    (waiting.add if is_waiting else waiting.discard)(name)
                     continue
                 except StopIteration as end:
                     queue.end(name, end.value.result)
@@ -145,6 +148,7 @@ def run_many(
                 except Exception as error:
                     queue.end(name, failure(error, directory / name))
                 going.pop(name, None)
+                waiting.discard(name)
                 _give_memory_back(options.device)
         if stop.is_set():
             raise KeyboardInterrupt
