@@ -194,6 +194,7 @@ def test_tuned_settings_of_the_file_do_not_matter_but_others_do() -> None:
         ("spoilt.toml is not valid TOML", "--save spoilt.toml"),
         ("full is a folder; the rates need a file.", "--save full"),
         ("thesis.doc/rates.toml cannot be written (not a directory)", "--save full/thesis.doc/rates.toml"),
+        ("--precision is 'fp64'; it must be tf32 or fp32.", "--precision fp64"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_code_2(sentence: str, arguments: str) -> None:
@@ -284,7 +285,7 @@ def test_rates_and_the_record_of_a_tuning_vouch_for_themselves(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("with_a_bad_rate")
 def test_tune_writes_the_table_the_record_and_rates_that_run_then_uses() -> None:
-    said = succeed("tune", "mine.toml", "--finalists", "2", "--jobs", "1")
+    said = succeed("tune", "mine.toml", "--finalists", "2", "--jobs", "1", "--precision", "fp32")
     shown = said.stdout
     assert ": validation " in said.stderr  # a test score that is seen is a test score that chooses
     assert ": test " not in said.stderr
@@ -293,6 +294,7 @@ def test_tune_writes_the_table_the_record_and_rates_that_run_then_uses() -> None
     record = json.loads(Path("runs/mine-tuning/tuning.json").read_text())
     assert record["experiment"] == "mine"
     fedavg = record["methods"]["fedavg"]
+    assert fedavg["command"].endswith("--finalists 2 --precision fp32")
     bad, *good = fedavg["points"]
     assert bad["first"]["runs"] == {"fedavg-digits-6-local_lr=1e_30-seed0": "diverged"}
     assert bad["finals"] is None

@@ -43,6 +43,9 @@ SetOption = Annotated[
         "that has it (local_lr=0.01) or of one method (pfedhn.lr=0.05). Can be given several times.",
     ),
 ]
+PrecisionOption = Annotated[
+    str | None, typer.Option("--precision", help="On a GPU: tf32, or fp32 (slower).", show_default="tf32")
+]
 DeviceOption = Annotated[
     str | None,
     typer.Option(

@@ -15,6 +15,7 @@ from pfedhn.cli.options import (
     JobsOption,
     OnOption,
     OutOption,
+    PrecisionOption,
     SetOption,
 )
 from pfedhn.errors import UserError
@@ -70,9 +71,7 @@ def run(
     threads: Annotated[
         int | None, typer.Option("--threads", metavar="N", help="Threads of each run.", show_default="cores / jobs")
     ] = None,
-    precision: Annotated[
-        str | None, typer.Option("--precision", help="On a GPU: tf32, or fp32 (slower).", show_default="tf32")
-    ] = None,
+    precision: PrecisionOption = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="On a GPU: the same bits from the same GPU and versions.")
     ] = False,

@@ -10,7 +10,15 @@ import typer
 from rich.markup import escape
 
 from pfedhn.cli.endings import FAILED, Stopped, complain
-from pfedhn.cli.options import DataDirOption, DeviceOption, ExperimentArgument, JobsOption, OnOption, SetOption
+from pfedhn.cli.options import (
+    DataDirOption,
+    DeviceOption,
+    ExperimentArgument,
+    JobsOption,
+    OnOption,
+    PrecisionOption,
+    SetOption,
+)
 from pfedhn.errors import UserError
 from pfedhn.screen import Screen, say
 
@@ -56,6 +64,7 @@ def tune(
     on: OnOption = None,
     data_dir: DataDirOption = None,
     device: DeviceOption = None,
+    precision: PrecisionOption = None,
 ) -> None:
     """Choose learning rates on validation examples, from the paper's grids.
 
@@ -104,6 +113,8 @@ def tune(
     _check_files(files, save)
     read_record(path / "tuning.json")
     options = Options(data_dir=None if data_dir is None else given_path(data_dir, is_resolved=True))
+    options = options if precision is None else replace(options, precision=precision)
+    options.check()
     with connected(on) as cluster:
         options = replace(options, device=choose_device_on(cluster, device))
         found = Findings(study, _run_stage(study, "first", points, path, options, jobs, cluster))
@@ -114,6 +125,7 @@ def tune(
     words = ["pfedhn", "tune", source, *(word for text in assignments or [] for word in ("--set", text))]
     words += [word for text in only or [] for word in ("--only", text)]
     words += ["--seeds", ",".join(map(str, study.seeds)), "--fraction", f"{fraction:g}", "--finalists", str(finalists)]
+    words += [] if precision is None else ["--precision", precision]
     write_record(path / "tuning.json", chosen, found.record(shlex.join(words)))
     for file in files if found.rates() else []:
         save_rates(file, chosen.name, found.rates())
