@@ -3,8 +3,9 @@
 import gc
 import itertools
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -173,6 +174,13 @@ def test_a_run_beside_an_equal_one_waits_for_the_compiler(federation: Federation
         assert_close(memories_of(state), memories_of(loop))
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_what_the_compiler_has_not_begun_can_be_asked_for_again(
     federation: Federation, may_compile: threading.Event
 ) -> None:
@@ -181,11 +189,9 @@ def test_what_the_compiler_has_not_begun_can_be_asked_for_again(
     for part in parts:
         part(one)
     dropping = threading.Thread(target=gpu.COMPILER.drop)
-    while gpu.COMPILER.queue.qsize() != 2:  # the first is begun
-        pass
+    until(lambda: gpu.COMPILER.queue.qsize() == 2)  # the first is begun
     dropping.start()
-    while gpu.COMPILER.queue.qsize():
-        pass
+    until(gpu.COMPILER.queue.empty)
     assert dropping.is_alive()  # it waits for the first
     may_compile.set()
     dropping.join()
