@@ -3,6 +3,7 @@
     python benchmarks/gpu.py --out results.jsonl --only equal --method all
     python benchmarks/gpu.py --out results.jsonl --only time --runs 1,16,24 --rounds 150
     python benchmarks/gpu.py --out results.jsonl --only time --target lenet-SML    clients of three sizes, in turn
+    python benchmarks/gpu.py --out results.jsonl --only time --target resnet18 --method fedavg --rounds 8 --every 20
     python benchmarks/gpu.py --out results.jsonl --only sweep      the curves of docs/performance.md
     python benchmarks/gpu.py --out results.jsonl --only generic    a target without kernels of its own, against a graph
                                                                    of the same compiled step captured by hand
@@ -15,7 +16,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from pfedhn import keys
 from pfedhn.algorithms import ALGORITHMS
@@ -43,6 +45,7 @@ from pfedhn.models import MLP, LeNet, OmniglotNet, ResNet, cross_entropy, is_cor
 from pfedhn.params import pack, take
 
 DEVICE = torch.device("cuda")
+TF32_TERAFLOPS = {"NVIDIA H200": 494.7}  # of dense products, by the data sheet
 TARGETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
     **{f"lenet-{size}": ((3, 32, 32), partial(LeNet, 10, kernels)) for size, kernels in bench.SIZES.items()},
     "lenet-plain": ((3, 32, 32), bench.PlainLeNet),
@@ -193,6 +196,9 @@ def measure(
             pass
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begun
+        num_steps = count * rounds * cohort * ones[0].algorithm.num_batches
+        teraflops = num_steps * step_flops(names) / seconds / 1e12
+        limit = TF32_TERAFLOPS.get(torch.cuda.get_device_name())
         write(
             {
                 "check": "time",
@@ -207,6 +213,8 @@ def measure(
                 "evaluate_every": every,
                 "ms_per_round_and_run": 1e3 * seconds / rounds / count,
                 "ms_per_round": 1e3 * seconds / rounds,
+                "teraflops": teraflops,
+                "fraction_of_limit": None if limit is None else teraflops / limit,
                 "seconds_to_first_round": ready - started,
                 "seconds_to_all_compiled": begun - started,
                 "peak_memory_mb": torch.cuda.max_memory_allocated() / 2**20,
@@ -215,6 +223,17 @@ def measure(
         if is_profiled and count == 1:
             profile(write, group[0])
         del group, iterators
+
+
+def step_flops(targets: Sequence[str], batch_size: int = 64) -> float:
+    """Of the products of one local step, forward and backward; the mean over targets."""
+    counts = []
+    for target in targets:
+        shape, factory = TARGETS[target]
+        with FlopCounterMode(display=False) as counter:
+            cross_entropy(factory()(torch.zeros(batch_size, *shape)), torch.zeros(batch_size).long()).mean().backward()
+        counts.append(counter.get_total_flops())
+    return float(statistics.mean(counts))
 
 
 def sweep(write: Any, rounds: int) -> None:
@@ -353,6 +372,7 @@ def main() -> None:
     parser.add_argument("--target", choices=[*TARGETS, SEVERAL], default="lenet-M")
     parser.add_argument("--method", default="pfedhn")
     parser.add_argument("--clients", type=int, default=50)
+    parser.add_argument("--every", type=int, default=30, help="communication steps from one evaluation to the next")
     parser.add_argument("--inductor", default="", help="settings to try, e.g. combo_kernels=True")
     options = parser.parse_args()
     for setting in filter(None, options.inductor.split(",")):
@@ -382,7 +402,7 @@ def main() -> None:
         check_equal(write, options.method.split(",") if options.method != "all" else list(ALGORITHMS))
     elif options.only == "time":
         runs = [int(count) for count in options.runs.split(",")]
-        measure(write, runs, options.rounds, options.target, options.method, options.clients, is_profiled=True)
+        measure(write, runs, options.rounds, options.target, options.method, options.clients, options.every, True)
     elif options.only == "sweep":
         sweep(write, options.rounds)
     else:

@@ -24,6 +24,7 @@ from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine import capture, executors, gpu
 from pfedhn.engine.capture import CapturedRun, rates, side_by_side
+from pfedhn.engine.network import convolves
 from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged, State
@@ -50,7 +51,10 @@ def captured(simulation: Simulation) -> tuple[State, list[float]]:
         ("pfedhn-pc", 1, "conv"),
     ),
 )
-def test_captured_is_the_loop(method: str, cohort: int, target: str, federation: Federation) -> None:
+def test_captured_is_the_loop(
+    method: str, cohort: int, target: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "convolves", lambda *_: False)  # as where the package's kernels take convolutions
     loop = simulate(algorithm(method), federation, target, rounds=5, cohort=cohort, evaluate_every=2, executor="loop")
     expected = loop.initial_state()
     losses = [p.evaluation.splits["test"].mean_loss for p in loop.rounds(expected) if p.evaluation]
@@ -75,7 +79,7 @@ def test_a_round_can_be_gone_through_without_numbers(
     run = CapturedRun(simulation, state)
     before = copy((memories_of(state), run.counter, run.bad))
     with executors.without_numbers():
-        _, trained = run._trained(run.signatures[0], (run._memories(), run.slots))
+        _, trained = run._trained(run.signatures[0])
         trained.append(run._scores_of(run.chunks))
     assert all(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(trained))
     assert_same_bits((memories_of(state), run.counter, run.bad), before)
@@ -280,6 +284,42 @@ def test_a_large_cohort_trains_some_at_a_time(
     assert {len(some.mask) for some in batches} <= {1, 2}
 
 
+@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "local"))
+def test_with_pytorch_s_convolutions_one_client_s_steps_are_a_graph(
+    method: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is replayed for each: the convolutions of several clients at once are grouped ones, and slow on a GPU."""
+    counts = []
+    train = CapturedRun._train
+    monkeypatch.setattr(
+        CapturedRun, "_train", lambda self, *arguments: counts.append(len(arguments[-1])) or train(self, *arguments)
+    )
+    loop, fast = (
+        simulate(algorithm(method), federation, "batchnorm", rounds=3, cohort=4, evaluate_every=4, executor=name)
+        for name in ("loop", "captured")
+    )
+    expected = loop.initial_state()
+    losses = [p.evaluation.splits["test"].mean_loss for p in loop.rounds(expected) if p.evaluation]
+    state, fast_losses = captured(fast)
+    assert_close(memories_of(state), memories_of(expected), atol=1e-10)  # rounding, which Adam makes larger
+    assert fast_losses == pytest.approx(losses, rel=1e-6)
+    assert set(counts) == {1}
+
+
+def test_groups_of_which_some_have_convolutions(federation: Federation) -> None:
+    models = {name: model(name) for name in ("conv", "mlp")}
+    mixed = federation.with_architectures(["conv", "mlp", "conv"] * 2)
+    runs = [simulate(PFedHN(local_steps=2), mixed, models, rounds=6, cohort=4, executor="loop") for _ in range(2)]
+    expected = finish(runs[0])
+    state, _ = captured(runs[1])
+    assert_close(memories_of(state), memories_of(expected))
+
+
+@pytest.mark.parametrize(("target", "is_found"), [("mlp", False), ("conv", True), ("batchnorm", True)])
+def test_convolutions_are_found(target: str, is_found: bool, federation: Federation) -> None:
+    assert convolves(model(target), federation) is is_found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cohort", [1, 4])
 def test_several_architectures(cohort: int, federation: Federation) -> None:
@@ -306,7 +346,7 @@ def test_a_finished_run_captures_nothing(federation: Federation, monkeypatch: py
     """Its next round would lie behind the schedule, which is an error that a GPU does not recover from."""
     simulation = simulate(PFedHN(local_steps=2), federation, rounds=3)
     state, _ = captured(simulation)
-    monkeypatch.setattr(CapturedRun, "_round", lambda *_: pytest.fail("there is no round left"))
+    monkeypatch.setattr(CapturedRun, "_parts", lambda *_: pytest.fail("there is no round left"))
     assert list(CapturedRun(simulation, state).rounds()) == []
 
 

@@ -435,7 +435,7 @@ def test_a_captured_round_traces_before_it_is_recorded(
     for batch_size in (5, 4):
         simulation = simulate(FedAvg(local_steps=2), federation, target, cohort=cohort, batch_size=batch_size)
         run = CapturedRun(simulation, simulation.initial_state())
-        run._round(run.signatures[0])
+        run.graph_of(run.signatures[0]).replay()
         before = counts["make_fx"]
-        run._round(run.signatures[0])
+        run.graph_of(run.signatures[0]).replay()
         assert counts["make_fx"] == before

@@ -2,6 +2,9 @@
 
 What a round does is written in the algorithm and in `simulate`; here it is cut into three functions of plain tensors
 (before, the local steps, after), each traced, compiled and captured. Axes: [C]lients of a cohort, [K] steps.
+
+Clients of a cohort share kernels where that is a gain. With PyTorch's convolutions it is not (those of many clients are
+grouped ones, which are slow): then one client's local steps are a graph of their own, replayed for each.
 """
 
 import logging
@@ -41,6 +44,7 @@ from pfedhn.engine.gpu import (
     form,
     shared_by_equal_runs,
 )
+from pfedhn.engine.network import convolves
 from pfedhn.engine.round import Exchange, Kept, Offer, Returned, bytes_down, bytes_up
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Progress, State
@@ -236,22 +240,41 @@ class Repeated:
     replay: Callable[[], None]
 
 
+@dataclass
+class InTurn:
+    """Graphs of one round, in order, and how often each is replayed."""
+
+    parts: list[tuple["Graph", int]]
+
+    def replay(self) -> None:
+        for graph, times in self.parts:
+            for _ in range(times):
+                graph.replay()
+
+
+Graph: TypeAlias = torch.cuda.CUDAGraph | Repeated | InTurn
+
+
 @dataclass(eq=False)
 class CapturedRun:
     """One simulation's buffers and graphs on a GPU. The state's own tensors are the buffers, written in place."""
 
     simulation: Simulation
     state: State
-    graphs: dict[Signature, torch.cuda.CUDAGraph | Repeated] = field(default_factory=dict)
+    graphs: dict[Signature, Graph] = field(default_factory=dict)
     scans: dict[tuple[str, int], TracedScan] = field(default_factory=dict)
-    evaluation_graph: torch.cuda.CUDAGraph | Repeated | None = None
+    evaluation_graph: Graph | None = None
     uncompiled: dict[Signature, set[Meanwhile]] = field(default_factory=dict)  # what graphs run as it was traced
+    prepared: dict[Signature, Any] = field(default_factory=dict)  # cohorts whose clients are trained one by one,
+    trained: dict[tuple[Signature, int], Any] = field(default_factory=dict)  # and what each group's have come to
 
     def __post_init__(self) -> None:
         with WHOLE_PROCESS:
             self.simulation = simulation = on_blocks(self.simulation)
         state = self.state
         device = simulation.federation.x.device
+        self.is_apart = any(convolves(model, simulation.federation) for model in simulation.models.values())
+        self.place = torch.zeros(1, dtype=torch.int64, device=device)  # in its group, of the client that is trained
         self.is_cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.is_cuda else None  # a bare one is the first GPU's
         self.pool = torch.cuda.graph_pool_handle() if self.is_cuda else None  # no two graphs of a run work at a time
@@ -316,7 +339,7 @@ class CapturedRun:
             self.before[s] = shared_by_equal_runs(self._key("before", s), before)
             self.after[s] = shared_by_equal_runs(self._key("after", s), after)
         self.evaluator = EXECUTORS["vectorized"]()
-        self.chunks = plan(simulation.federation, simulation.model_of, EVALUATED_SPLITS, one_by_one=False)
+        self.chunks = plan(simulation.federation, simulation.model_of, EVALUATED_SPLITS, one_by_one=self.is_apart)
 
     def _key(self, *parts: Any) -> Any:
         """Runs with equal keys trace alike: rates, seeds and data are arguments of what is traced."""
@@ -335,9 +358,40 @@ class CapturedRun:
         private = {name: table.tree for name, table in memories.private.items() if name in self.slots}
         return memories.shared, memories.rows, private
 
-    def _round(self, signature: Signature) -> None:
+    def _parts(self, signature: Signature) -> list[tuple[Callable[[], None], int]]:
+        """What a round does, in the order in which it is captured and replayed, and how often each."""
+        if not self.is_apart or sum(count for _, count in signature) == 1:
+            return [(lambda: self._finish(signature, *self._trained(signature)), 1)]
+        return [
+            (lambda: self._prepare(signature), 1),
+            *((partial(self._train_next, signature, number), count) for number, (_, count) in enumerate(signature)),
+            (lambda: self._finish(signature, self.prepared[signature], self._all_trained(signature)), 1),
+        ]
+
+    def _prepare(self, signature: Signature) -> None:
+        self.prepared[signature] = self._before(signature)
+
+    def _train_next(self, signature: Signature, number: int) -> None:
+        """The local steps of the next client of a group."""
+        members, _, offers, kept = self.prepared[signature][number]
+        name, count = signature[number]
+        one = pytree.tree_map(lambda leaf: leaf.index_select(0, self.place), (members, offers, kept))
+        result = self._train_group(self.simulation.models[name], *one)
+        if (signature, number) not in self.trained:  # while warming up: it must outlive what is captured
+            self.trained[signature, number] = pytree.tree_map(
+                lambda leaf: leaf.new_zeros(count, *leaf.shape[1:]), result
+            )
+        for table, leaf in zip(
+            pytree.tree_leaves(self.trained[signature, number]), pytree.tree_leaves(result), strict=True
+        ):
+            table.index_copy_(0, self.place, leaf)
+        self.place.add_(1).remainder_(count)
+
+    def _all_trained(self, signature: Signature) -> list[tuple[Params, Kept]]:
+        return [self.trained[signature, number] for number in range(len(signature))]
+
+    def _finish(self, signature: Signature, prepared: Any, trained: list[tuple[Params, Kept]]) -> None:
         known, train = (self._memories(), self.slots), self.simulation.federation.splits["train"]
-        prepared, trained = self._trained(signature, known)
         # The weights that were offered are of no use any more; the round and version that a client answers are.
         stacked = [
             (members, rows, offers._replace(weights=()), *result)
@@ -345,9 +399,13 @@ class CapturedRun:
         ]
         self.after[signature](self.rates, self.counter, self.bad, *known, train.size, self.identities, stacked)
 
-    def _trained(self, signature: Signature, known: Any) -> tuple[Any, list[tuple[Params, Kept]]]:
+    def _before(self, signature: Signature) -> Any:
+        known = (self._memories(), self.slots)
+        return self.before[signature](self.rates, self.counter, self.schedule, *known, self.identities)
+
+    def _trained(self, signature: Signature) -> tuple[Any, list[tuple[Params, Kept]]]:
         """A cohort as it is prepared, and what its clients' local steps give."""
-        prepared = self.before[signature](self.rates, self.counter, self.schedule, *known, self.identities)
+        prepared = self._before(signature)
         groups = zip(signature, prepared, strict=True)
         named = [
             (self.simulation.models[name], members, offers, kept) for (name, _), (members, _, offers, kept) in groups
@@ -423,7 +481,7 @@ class CapturedRun:
             simulation.schedule.batch_size,
         )
 
-    def _capture(self, work: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph | Repeated, set[Meanwhile]]:
+    def _capture(self, work: Callable[[], None]) -> tuple[Graph, set[Meanwhile]]:
         """Warm up on the capturing stream, then capture; with it comes what the compiler is not done with."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
@@ -474,7 +532,8 @@ class CapturedRun:
             return
         signature = self.signatures[self.state.round]
         with WHOLE_PROCESS:
-            if is_known(self.simulation) and not self.before[signature].ready:  # nor has an equal run been here
+            is_first = not self.before[signature].ready  # and no equal run has been here
+            if is_first and not self.is_apart and is_known(self.simulation):
                 self._announce_kernels(signature)
             self.graph_of(signature)
             if self.evaluation_graph is None:
@@ -488,14 +547,26 @@ class CapturedRun:
         unlike = {(chunk.model.name, len(chunk.members)): chunk for chunk in self.chunks}
         try:
             with without_numbers():
-                self._trained(signature, (self._memories(), self.slots))
+                self._trained(signature)
                 self._scores_of(list(unlike.values()))
         except Exception as error:
             logger.debug("kernels are compiled one after the other: %s", first_line(error))
 
-    def graph_of(self, signature: Signature) -> torch.cuda.CUDAGraph | Repeated:
+    def graph_of(self, signature: Signature) -> Graph:
         if signature not in self.graphs:
-            self.graphs[signature], uncompiled = self._capture(lambda: self._round(signature))
+            parts: list[tuple[Graph, int]] = []
+            uncompiled: set[Meanwhile] = set()
+            for work, times in self._parts(signature):
+                with self._on_stream():
+                    self.place.zero_()
+                    if len(parts) == 1:
+                        parts[0][0].replay()  # the cohort that the next parts are warmed up on
+                graph, waiting = self._capture(work)
+                parts.append((graph, times))
+                uncompiled |= waiting
+            with self._on_stream():
+                self.place.zero_()
+            self.graphs[signature] = parts[0][0] if len(parts) == 1 else InTurn(parts)
             if uncompiled:
                 self.uncompiled[signature] = uncompiled
         return self.graphs[signature]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm
@@ -390,6 +391,26 @@ def draws_freely(model: Model, federation: Federation) -> bool:
         return False
     x, y = _first_examples(federation)
     return model.draws_freely(Batches(x, y, torch.ones(len(x), dtype=torch.bool, device=x.device)))
+
+
+class _Convolutions(TorchDispatchMode):
+    """Notices convolutions of PyTorch's own, not those of the package's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: bool = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.found |= function is torch.ops.aten.convolution.default
+        return function(*arguments, **(options or {}))
+
+
+def convolves(model: Model, federation: Federation) -> bool:
+    """Whether a network takes PyTorch's convolutions: on a GPU, those of many clients at once are slow."""
+    convolutions = _Convolutions()
+    with torch.no_grad(), convolutions:
+        model.outputs(model.fresh(0), federation.x[:2])
+    return convolutions.found
 
 
 def choose_executor(asked: str, model: Model, federation: Federation, clients_per_round: int) -> str:

@@ -12,6 +12,7 @@ from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.executors import Executor, TogetherScan, together
+from pfedhn.engine.network import convolves
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Best, Progress, State
 from pfedhn.errors import UserError, first_line
@@ -89,6 +90,7 @@ def scores_of_adapted(simulation: Simulation, best: Best) -> dict[str, SplitResu
         is_captured(simulation)
         and not simulation.draws_freely
         and not isinstance(simulation.federation, LazyFederation)
+        and not any(convolves(model, simulation.federation) for model in simulation.models.values())
     ):
         executor = Executor("together", together, is_traced=True, make_scan=TogetherScan)
     memories = best.memories.to(simulation.federation.x.device)
