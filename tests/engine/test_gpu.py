@@ -57,6 +57,19 @@ def test_captured_is_the_loop(method: str, cohort: int, federation: Federation) 
     assert_close(memories_of(captured(on_card(algorithm, federation, **settings))), memories_of(expected))
 
 
+@pytest.mark.parametrize("method", ["pfedhn", "local", "fedper"])
+def test_clients_whose_steps_are_a_graph_of_their_own(method: str, federation: Federation) -> None:
+    algorithm = ALGORITHMS[method](local_steps=3)
+    settings = {"rounds": 5, "cohort": 4, "evaluate_every": 8}
+    names = ("batchnorm", "mlp") if method == "pfedhn" else ("batchnorm",)
+    if len(names) > 1:
+        federation = federation.with_architectures([*names, names[0]] * 2)
+    expected = finish(on_card(algorithm, federation, *names, executor="loop", **settings))
+    simulation = on_card(algorithm, federation, *names, **settings)
+    assert CapturedRun(simulation, simulation.initial_state()).is_apart
+    assert_close(memories_of(captured(simulation)), memories_of(expected))
+
+
 def test_captured_before_and_after_the_compiler_is_done(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
