@@ -268,7 +268,7 @@ ADAPTERS = Experiment(
             network={"backbone": "runs/backbone-cifar100/local-cifar100-1-seed0", "rank": 4},
             steps=2_000,
             evaluate_every=100,
-            settings={"local_steps": 10, **settings},
+            settings={"local_steps": 5, **settings},
         )
         for method, settings in (
             ("pfedhn", LOW_RANK),
