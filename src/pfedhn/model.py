@@ -41,7 +41,7 @@ class Model:
     frozen_key: int = 0  # of that start
 
     def __post_init__(self) -> None:
-        _ = self.testing_module  # made now: a module cannot be made inside a vmap, a gradient or a trace
+        _ = self._evaluated_module  # made now: a module cannot be made inside a vmap, a gradient or a trace
 
     @cached_property
     def _module(self) -> nn.Module:
@@ -55,6 +55,11 @@ class Model:
     @cached_property
     def testing_module(self) -> nn.Module:
         return copied(self._module).eval()
+
+    @cached_property
+    def _evaluated_module(self) -> nn.Module:
+        """As `testing_module`, which is what a person is given, in a form that can be mapped over clients."""
+        return masked(self.testing_module)
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
@@ -144,7 +149,7 @@ class Model:
 
     def outputs(self, weights: Params, x: Tensor) -> Any:
         """What a client's own model computes; its weights have its batch statistics among them."""
-        return functional_call(self.testing_module, weights, (x,))
+        return functional_call(self._evaluated_module, weights, (x,))
 
     def with_weights(self, weights: Params) -> nn.Module:
         """A plain module of this architecture that carries `weights`."""

@@ -104,7 +104,7 @@ class MaskedBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         now = _pass.get()
         if not self.training or now is None:
-            return super().forward(input)
+            return self._by_running_statistics(input) if not self.training and input.is_cuda else super().forward(input)
         if input.shape[0] != now.mask.shape[0]:
             raise UserError(
                 f"the BatchNorm layer {self.path!r} sees {input.shape[0]} rows for a batch of {now.mask.shape[0]} "
@@ -123,6 +123,16 @@ class MaskedBatchNorm(_BatchNorm):
         if self.weight is not None:
             outputs = outputs * self.weight.reshape(shape) + self.bias.reshape(shape)
         return outputs
+
+    def _by_running_statistics(self, input: Tensor) -> Tensor:
+        """What PyTorch's operator computes, which on a GPU cannot be mapped over clients."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        shape = [1, -1, *[1] * (input.ndim - 2)]
+        scale = torch.rsqrt(self.running_var + self.eps)
+        scale = scale if self.weight is None else scale * self.weight
+        outputs = (input - self.running_mean.reshape(shape)) * scale.reshape(shape)
+        return outputs if self.bias is None else outputs + self.bias.reshape(shape)
 
     def _note(self, now: _Pass, mean: Tensor, variance: Tensor) -> None:
         """Move the running statistics as PyTorch does; a momentum of None is a plain average of all batches."""
@@ -165,15 +175,24 @@ def copied(module: nn.Module) -> nn.Module:
 
 def masked(module: nn.Module) -> nn.Module:
     """A network like `module` whose BatchNorm layers are `MaskedBatchNorm`; the same one where it has none."""
-    if not normalizations(module):
-        return module
-    module = copied(module)
-    for name, part in normalizations(module).items():
+    tracking = normalizations(module)
+    for name, part in tracking.items():
         if type(part).forward is not _BatchNorm.forward:
             raise UserError(
                 f"the layer {name!r} is a {type(part).__name__}, which computes its batch statistics in a way of its "
                 "own; use nn.BatchNorm2d, GroupNorm or LayerNorm."
             )
-        part.__class__ = MaskedBatchNorm
-        part.path = name  # type: ignore[assignment]
+    frozen = {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, _BatchNorm) and not part.training and part.running_mean is not None
+    }
+    names = [*tracking, *(name for name, part in frozen.items() if type(part).forward is _BatchNorm.forward)]
+    if not names:
+        return module
+    module = copied(module)
+    for name in names:
+        layer = module.get_submodule(name)
+        layer.__class__ = MaskedBatchNorm
+        layer.path = name
     return module

@@ -18,6 +18,7 @@ from pfedhn.errors import UserError
 from pfedhn.models import ResNet
 
 COLUMNS = (*EXECUTORS, "captured")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Recurrent(nn.Module):
@@ -123,7 +124,7 @@ class Heard(logging.Handler):
 @cache
 def road(target: str, executor: str) -> Any:
     """All that a run leaves behind, in float64, and what it said; or the sentence that refuses it."""
-    federation = make_federation()
+    federation = make_federation().to(DEVICE)
     algorithm = PFedHN(local_steps=3, hidden_dim=4, embedding_dim=3, local_lr=0.1, personal=("last",))
     heard, logger = Heard(), logging.getLogger("pfedhn")
     logger.addHandler(heard)

@@ -28,10 +28,12 @@ from pfedhn.data.federation import Examples, cohort, draw_batches
 from pfedhn.engine.evaluate import Chunk, evaluate, plan, to_splits
 from pfedhn.engine.executors import (
     EXECUTORS,
+    Executor,
     Function,
     TogetherScan,
     Traced,
     TracedScan,
+    one_by_one,
     run_as_traced,
     without_numbers,
 )
@@ -338,7 +340,7 @@ class CapturedRun:
             after = partial(Traced, after_training(*about, s), compile_halves, writes=True, needs_numbers=not known)
             self.before[s] = shared_by_equal_runs(self._key("before", s), before)
             self.after[s] = shared_by_equal_runs(self._key("after", s), after)
-        self.evaluator = EXECUTORS["vectorized"]()
+        self.evaluator = Executor("apart", one_by_one) if self.is_apart else EXECUTORS["vectorized"]()
         self.chunks = plan(simulation.federation, simulation.model_of, EVALUATED_SPLITS, one_by_one=self.is_apart)
 
     def _key(self, *parts: Any) -> Any:
