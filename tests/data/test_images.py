@@ -9,6 +9,7 @@ import torch
 from support import encoded
 
 from pfedhn.data.files import read_client, read_federation, read_inputs
+from pfedhn.data.images import decode
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_federation, check
 from pfedhn.experiments.grid import from_toml
@@ -166,3 +167,57 @@ def test_a_corrupt_image_is_skipped_later_where_the_run_skipped_some(
     assert len(x) == 7
     assert y.tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert "2.png is not a complete image and was skipped" in caplog.text
+
+
+def test_an_image_of_16_bits_is_scaled_and_not_cut(tmp_path: Path) -> None:
+    from PIL import Image
+
+    levels = numpy.array([[0, 1000, 4095], [40000, 65534, 65535]], dtype=numpy.uint16)
+    Image.fromarray(levels).save(tmp_path / "scan.png")
+    for channels, depth in (("gray", 1), ("rgb", 3)):
+        pixels = decode(tmp_path / "scan.png", None, channels)  # type: ignore[arg-type]
+        assert pixels.shape == (depth, 2, 3)
+        assert numpy.allclose(pixels, levels / 65535, atol=1e-6)
+    assert numpy.allclose(decode(tmp_path / "scan.png", (1, 1), "gray"), (levels / 65535).mean(), atol=0.05)
+    for mode in ("I", "F"):
+        with pytest.raises(UserError, match=f"mode '{mode}', which may be of any size; give images of 8 or 16 bits"):
+            decode(Image.new(mode, (2, 2)), None, "gray")
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg"])
+def test_a_photograph_stands_as_its_camera_says(tmp_path: Path, ending: str) -> None:
+    from PIL import Image
+
+    picture = Image.new("L", (16, 8))
+    picture.paste(255, (0, 0, 8, 8))  # white on the left
+    record = Image.Exif()
+    record[0x0112] = 6  # orientation: what is on the left belongs on top
+    picture.save(tmp_path / f"photo.{ending}", exif=record)
+    pixels = decode(tmp_path / f"photo.{ending}", None, "gray")[0]
+    assert pixels.shape == (16, 8)
+    assert pixels[:8].min() > 0.9
+    assert pixels[8:].max() < 0.1
+
+
+def test_images_of_other_kinds_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from PIL import Image
+
+    root = photos(tmp_path / "photos", sizes=(6,))
+    for place in ("lyon/cat/a.bmp", "lyon/dog/b.TIFF", "paris/eel/notes.txt"):
+        Image.new("RGB", (7, 6)).save(root / place, format="BMP")
+    with caplog.at_level(logging.WARNING):
+        assert len(read_federation(root).x) == 16
+        read_federation(root)
+    (message,) = caplog.messages  # however often it is read
+    assert message.startswith("2 of the images in ")
+    assert message.endswith(
+        "lyon are left out, since they are neither PNG nor JPEG, such as a.bmp; save such images as PNG or JPEG files."
+    )
+    caplog.clear()
+    assert len(read_inputs(root / "lyon" / "cat", shape=(3, 6, 6)).x) == 4
+    assert "such as a.bmp" in caplog.text
+    only = tmp_path / "only" / "lyon" / "cat"
+    only.mkdir(parents=True)
+    Image.new("RGB", (7, 6)).save(only / "0.bmp")
+    with pytest.raises(UserError, match=r"0\.bmp is neither PNG nor JPEG, nor is any other image of .*only; save such"):
+        read_federation(tmp_path / "only")

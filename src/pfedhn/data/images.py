@@ -2,7 +2,8 @@
 
 import logging
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -16,6 +17,7 @@ from pfedhn.files import reading
 logger = logging.getLogger("pfedhn")
 
 ENDINGS = (".png", ".jpg", ".jpeg")
+OTHER_ENDINGS = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".tif", ".tiff", ".webp")  # not read
 _warned: set[str] = set()  # of which files
 Channels: TypeAlias = Literal["rgb", "gray"]
 Corrupt: TypeAlias = Literal["refuse", "skip"]
@@ -23,26 +25,48 @@ Corrupt: TypeAlias = Literal["refuse", "skip"]
 
 def image_files(folder: Path) -> list[tuple[str, Path]]:
     """(class, file) of every image below one client's folder, in sorted order."""
+    return _files_by_class(folder, ENDINGS)
+
+
+def _files_by_class(folder: Path, endings: Sequence[str]) -> list[tuple[str, Path]]:
     with reading(folder):
         classes = sorted(part for part in folder.iterdir() if part.is_dir() and not part.name.startswith("."))
-        return [
-            (part.name, file)
-            for part in classes
-            for file in sorted(part.iterdir())
-            if file.suffix.lower() in ENDINGS and not file.name.startswith(".")
-        ]
+        return [(part.name, file) for part in classes for file in _ending_in(endings, sorted(part.iterdir()))]
+
+
+def _ending_in(endings: Sequence[str], files: Sequence[Path]) -> list[Path]:
+    return [file for file in files if file.suffix.lower() in endings and not file.name.startswith(".")]
 
 
 def refuse_other_layout(root: Path) -> None:
-    """Refuse images that lie elsewhere than in a folder per class in a folder per client."""
+    """Refuse images that lie elsewhere than in a folder per class in a folder per client, or are of another kind."""
     with reading(root):
         found = [file for depth in ("*", "*/*") for file in sorted(root.glob(depth))]
-    images = [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
+        others = _ending_in(OTHER_ENDINGS, [*found, *sorted(root.glob("*/*/*"))])
+    images = _ending_in(ENDINGS, found)
     if images:
         where = "by themselves" if images[0].parent == root else "one folder deep, and they belong two deep"
         raise UserError(
             f"{root} has {len(images):,} images {where}; every image goes into a folder of its class in a folder of "
             f"its client, as in {root.name}/CLIENT/CLASS/{images[0].name}."
+        )
+    if others:
+        raise UserError(f"{others[0]} is neither PNG nor JPEG, nor is any other image of {root}; {CONVERT_THEM}.")
+
+
+CONVERT_THEM = "save such images as PNG or JPEG files"
+
+
+def _say_left_out(place: Path, files: Sequence[Path]) -> None:
+    """Say once that a folder has images which are not read."""
+    if files and str(place) not in _warned and multiprocessing.parent_process() is None:
+        _warned.add(str(place))
+        logger.warning(
+            "%d of the images in %s are left out, since they are neither PNG nor JPEG, such as %s; %s.",
+            len(files),
+            place,
+            files[0].name,
+            CONVERT_THEM,
         )
 
 
@@ -62,6 +86,7 @@ def read_images(
     """
     files = {folder.name: image_files(folder) for folder in folders}
     for folder in folders:
+        _say_left_out(folder, [file for _, file in _files_by_class(folder, OTHER_ENDINGS)])
         if not files[folder.name]:
             raise UserError(
                 f"{folder} has neither x.npy nor images; give it a folder per class, with PNG or JPEG files."
@@ -90,7 +115,10 @@ def images_below(place: Path) -> list[Path]:
     """The image files of a folder and of the folders in it, in sorted order; or the file itself, if it is an image."""
     with reading(place):
         found = sorted(place.rglob("*")) if place.is_dir() else [place]
-        return [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
+    images = _ending_in(ENDINGS, found)
+    if images:
+        _say_left_out(place, _ending_in(OTHER_ENDINGS, found))
+    return images
 
 
 def read_like(files: list[Path], shape: tuple[int, ...], how: ImageReading | None = None) -> tuple[list[Path], Array]:
@@ -132,17 +160,31 @@ def _decoded(
 
 
 def decode(image: Any, resize: tuple[int, int] | None, channels: Channels) -> Array:
-    """[C, H, W] in float32 from 0 to 1, from a file or an image of Pillow."""
+    """[C, H, W] in float32 from 0 to 1, from a file or an image of Pillow, upright as its camera says."""
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise UserError("reading images needs Pillow: pip install 'pfedhn[data]'") from error
     try:
         picture = Image.open(image, formats=("PNG", "JPEG")) if isinstance(image, Path) else image
-        picture = picture.convert("RGB" if channels == "rgb" else "L")
+        is_16_bit = picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG")
+        if picture.mode[0] in "IF" and not is_16_bit:
+            raise UserError(
+                f"an image has pixels of Pillow's mode {picture.mode!r}, which may be of any size; give images of 8 or "
+                "16 bits."
+            )
+        picture.load()
+        with suppress(Exception):  # of a damaged record of the camera, without which the pixels are whole
+            picture = ImageOps.exif_transpose(picture)
+        if is_16_bit:  # which Pillow would cut at 255
+            picture = Image.fromarray(numpy.asarray(picture).astype(numpy.float32) / 257)
+        else:
+            picture = picture.convert("RGB" if channels == "rgb" else "L")
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from error
     if resize is not None:
         picture = picture.resize((resize[1], resize[0]), Image.Resampling.BILINEAR)
     pixels = numpy.asarray(picture, dtype=numpy.float32) / 255
-    return numpy.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
+    if pixels.ndim == 2:
+        return numpy.repeat(pixels[None], 3 if channels == "rgb" else 1, axis=0)
+    return numpy.ascontiguousarray(pixels.transpose(2, 0, 1))
