@@ -24,6 +24,8 @@ from pfedhn.data.columns import (
     encoded,
     encoded_like,
     filled,
+    is_few,
+    is_mark,
     leave_it_out,
     to_numbers,
 )
@@ -296,12 +298,24 @@ def from_table(
         if "" in cells:
             where = columns.where(cells.index(""))
             raise UserError(f"{where} has no {name!r}; fill the cell or drop the example.")
+    _refuse_marks(columns, label_column)
     x, described = encoded(columns, features, encoding)
     (y,), class_names = _labels([_as_numbers(columns[label_column])], task, f"column {label_column!r} of {file.name}")
     clients, groups = numpy.unique(_as_identifiers(columns[client_column]), return_inverse=True)
     client_names = tuple(map(str, clients.tolist()))
     names = tuple(feature for column in described for feature in column.features)
     return Table(x, y, groups.astype(numpy.int64), client_names, names, class_names, described)
+
+
+def _refuse_marks(columns: Columns, label: str) -> None:
+    """NA and the like among labels that are numbers would make classes of all of them."""
+    cells = [str(cell) for cell in columns[label].tolist()]
+    marks = [place for place, cell in enumerate(cells) if is_mark(cell)]
+    numbers = numpy.array([cell for cell in cells if not is_mark(cell)])
+    if marks and len(numbers) and _as_numbers(numbers).dtype.kind in "if":
+        raise UserError(
+            f"{columns.where(marks[0])} has {cells[marks[0]]!r} for {label!r}; fill the cell or drop the example."
+        )
 
 
 def load_array(path: Path, kinds: str) -> Array:
@@ -473,15 +487,22 @@ def _with_points(file: Path, columns: Mapping[str, Array]) -> dict[str, Array]:
             "write them all with decimal points, and no sign between thousands."
         )
     return {
-        name: numpy.char.replace(column, ",", ".") if name in commas else column for name, column in columns.items()
+        name: numpy.array([cell.replace(",", ".") if _is_number(cell, ",") else cell for cell in column.tolist()], str)
+        if name in commas
+        else column
+        for name, column in columns.items()
     }
 
 
 def _are_numbers(column: Array, sign: str) -> bool:
-    """Whether a column of texts holds numbers, and some of them have this sign before their fraction."""
-    number = re.compile(rf"\s*([+-]?(\d+({sign}\d*)?|{sign}\d+)([eE][+-]?\d+)?)?\s*")
-    cells = column.tolist()
-    return any(re.search(sign, cell) for cell in cells) and all(number.fullmatch(cell) for cell in cells)
+    """Whether a column of texts holds numbers but for a few, and some have this sign before their fraction."""
+    cells = [cell for cell in column.tolist() if cell.strip() and not is_mark(cell)]
+    numbers = [cell for cell in cells if _is_number(cell, sign)]
+    return any(re.search(sign, cell) for cell in numbers) and is_few(len(cells) - len(numbers), len(cells))
+
+
+def _is_number(cell: str, sign: str) -> bool:
+    return re.fullmatch(rf"\s*[+-]?(\d+({sign}\d*)?|{sign}\d+)([eE][+-]?\d+)?\s*", cell) is not None
 
 
 def _read_parquet(file: Path, is_ignored: Callable[[str], bool], empty: str | None) -> Columns:
