@@ -170,6 +170,11 @@ def assemble(
     federation = federation.to(choose_device(device))
     if isinstance(model, str):
         shape = tuple(federation.x.shape[1:])
+        if federation.num_classes is None and not federation.y.is_floating_point() and federation.y.ndim == 1:
+            raise UserError(
+                f"{short(model)} needs as many outputs as there are classes, which nobody knows of clients that are "
+                "loaded when needed; give a function that makes the network, as lambda: pfedhn.MLP(8, 16, 6)."
+            )
         model = {models.network_name(model): models.factory(model, federation.num_classes or 1, shape)}
     factories = dict(model) if isinstance(model, Mapping) else {"model": model}
     if not factories:
