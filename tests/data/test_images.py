@@ -12,8 +12,9 @@ from pfedhn.data.files import read_client, read_federation, read_inputs
 from pfedhn.data.images import decode
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_federation, check
-from pfedhn.experiments.grid import from_toml
+from pfedhn.experiments.grid import from_toml, with_assignments
 from pfedhn.experiments.spec import Experiment
+from pfedhn.settings import parse_assignments
 
 
 def photos(root: Path, sizes: tuple[int, ...] = (6, 9)) -> Path:
@@ -52,6 +53,10 @@ def test_images_of_several_sizes_are_brought_to_one(tmp_path: Path) -> None:
         read_federation(root)
     for settings, sentence in (
         ({"resize": (0, 4)}, "give a height and a width of 1 to 4096"),
+        ({"resize": 0}, "resize is 0; give a height and a width of 1 to 4096"),
+        ({"resize": 5.5}, r"resize is 5\.5; give a height and a width of 1 to 4096"),
+        ({"resize": "ab"}, "resize is 'ab'; give a height and a width of 1 to 4096"),
+        ({"resize": (True, 4)}, "give a height and a width of 1 to 4096"),
         ({"corrupt": "skipp"}, "corrupt is 'skipp'; it must be refuse or skip"),
         ({"resize": (5, 4), "missing": "median"}, "are for tables"),
     ):
@@ -142,6 +147,8 @@ def test_an_experiment_file_says_how_data_are_read(tmp_path: Path) -> None:
     experiment = from_toml(toml)
     check(experiment)
     assert build_federation(experiment.cells[0], seed=0).x.shape == (16, 1, 4, 4)
+    (square,) = with_assignments(experiment, parse_assignments(["read.resize=3"])).cells
+    assert build_federation(square, seed=0).x.shape == (16, 1, 3, 3)
     toml.write_text('dataset = "photos"\nclients = 2\nread = {size = [4, 4]}\n')
     with pytest.raises(UserError, match="read has no setting 'size'; did you mean 'resize'"):
         check(from_toml(toml))

@@ -30,7 +30,16 @@ from pfedhn.data.columns import (
     to_numbers,
 )
 from pfedhn.data.federation import Federation
-from pfedhn.data.images import Channels, Corrupt, image_files, images_below, read_images, read_like, refuse_other_layout
+from pfedhn.data.images import (
+    Channels,
+    Corrupt,
+    image_files,
+    image_size,
+    images_below,
+    read_images,
+    read_like,
+    refuse_other_layout,
+)
 from pfedhn.data.reading import Column, ImageReading, Reading, TableReading
 from pfedhn.errors import UserError, closest, first_line, short
 from pfedhn.files import given_path, reading
@@ -78,7 +87,7 @@ def read_federation(
     split: tuple[float, float, float] = (0.7, 0.15, 0.15),
     stratify: bool = False,
     seed: int = 0,
-    resize: tuple[int, int] | None = None,
+    resize: int | tuple[int, int] | None = None,
     channels: Channels = "rgb",
     corrupt: Corrupt = "refuse",
     encode: Encode = "refuse",
@@ -97,7 +106,7 @@ def read_federation(
         split: The fractions of a client's examples for training, validation and test.
         stratify: Draw each client's split within each of its classes instead of over all its examples.
         seed: The seed of the split.
-        resize: Height and width of all images; needed if their sizes differ.
+        resize: Height and width of all images, or one number for both; needed if their sizes differ.
         channels: For images: "rgb" or "gray".
         corrupt: For images: whether a damaged file is refused ("refuse") or left out with a warning ("skip").
         encode: For a table: whether text columns are refused or become a column for each value ("one-hot").
@@ -122,15 +131,16 @@ def read_federation(
         if not place.exists():
             raise UserError(f"there is no file or folder {place}; give a folder per client, or a table.")
     encoding = Encoding(encode, missing, fitted)
-    options = {"resize": resize, "channels": channels, "corrupt": corrupt}
+    size = image_size(resize)
+    options = {"resize": size, "channels": channels, "corrupt": corrupt}
     is_images = is_folder and _holds_images(place)
     if is_folder and not is_images and not any((folder / "x.npy").exists() for folder in _folders_of(place)):
         refuse_other_layout(place)
     _refuse_unused(place, is_images, is_folder, options, encoding)
     how = None
     if is_images:
-        data = Folders(*read_images(_folders_of(place), resize, channels, corrupt))
-        how = Reading(images=ImageReading(channels, corrupt, None if resize is None else tuple(resize)))
+        data = Folders(*read_images(_folders_of(place), size, channels, corrupt))
+        how = Reading(images=ImageReading(channels, corrupt, size))
     elif is_folder:
         data = from_folders(path, task)
     elif client_column is None or label_column is None:
@@ -184,10 +194,9 @@ def _refuse_unused(
     for name, choices in (("encode", Encode), ("missing", Missing), ("fitted", Fitted)):
         if getattr(encoding, name) not in get_args(choices):
             raise UserError(f"{name} is {short(getattr(encoding, name))}; it must be {' or '.join(get_args(choices))}.")
-    size = options["resize"]
-    if size is not None and (len(size) != 2 or not all(isinstance(side, int) and 0 < side <= 4096 for side in size)):
-        raise UserError(f"resize is {short(size)}; give a height and a width of 1 to 4096 pixels, as in [32, 32].")
-    if not is_images and (size is not None or options["corrupt"] != "refuse" or options["channels"] != "rgb"):
+    if not is_images and (
+        options["resize"] is not None or options["corrupt"] != "refuse" or options["channels"] != "rgb"
+    ):
         raise UserError(f"resize, channels and corrupt are for images, and {place} has none; leave them out.")
     if is_folder and encoding != PLAIN:
         raise UserError(f"encode, missing and fitted are for tables, and {place} is a folder.")

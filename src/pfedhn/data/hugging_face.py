@@ -12,7 +12,7 @@ from pfedhn.data.arrays import SPLITS, check_classes
 from pfedhn.data.catalogue import Array
 from pfedhn.data.dealing import split_examples
 from pfedhn.data.federation import Federation
-from pfedhn.data.images import Channels, decode
+from pfedhn.data.images import Channels, decode, image_size
 from pfedhn.data.lazy import lazy_federation
 from pfedhn.errors import UserError, closest, first_line, short
 from pfedhn.settings import check_seed
@@ -29,7 +29,7 @@ def from_hugging_face(
     split: tuple[float, float, float] = (0.7, 0.15, 0.15),
     stratify: bool = False,
     seed: int = 0,
-    resize: tuple[int, int] | None = None,
+    resize: int | tuple[int, int] | None = None,
     channels: Channels = "rgb",
     when_needed: bool = False,
 ) -> Federation:
@@ -44,7 +44,7 @@ def from_hugging_face(
         split: The fractions of a client's examples for training, validation and test.
         stratify: Draw each client's split within each of its classes.
         seed: The seed of the split.
-        resize: Height and width that images are brought to.
+        resize: Height and width that images are brought to, or one number for both.
         channels: Of images: "rgb" or "gray".
         when_needed: Read a client's examples when it takes part or is tested, for data that do not fit in memory.
             Names, classes, splits and minibatches are those of the same data in memory.
@@ -72,13 +72,14 @@ def from_hugging_face(
         raise UserError(f"row {empty[0]} of the data set has no {client_column!r}; fill the cell or drop the row.")
     owners = numpy.array(list(map(str, cells)))
     names = sorted(set(owners.tolist()))
+    size = image_size(resize)
     labels, class_names = _labels(dataset, label_column)
 
     def examples(rows: Array) -> tuple[Array, Array]:
         values = dataset[rows.tolist()][input_column]
         try:
             is_image = hasattr(values[0], "convert")
-            inputs = [decode(v, resize, channels) if is_image else numpy.asarray(v) for v in values]
+            inputs = [decode(v, size, channels) if is_image else numpy.asarray(v) for v in values]
             return numpy.stack(inputs), labels[rows]
         except (OSError, ValueError, TypeError) as error:
             raise UserError(

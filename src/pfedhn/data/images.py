@@ -11,16 +11,30 @@ import numpy
 
 from pfedhn.data.catalogue import Array
 from pfedhn.data.reading import ImageReading
-from pfedhn.errors import UserError, first_line
+from pfedhn.errors import UserError, first_line, short
 from pfedhn.files import reading
 
 logger = logging.getLogger("pfedhn")
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 OTHER_ENDINGS = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".tif", ".tiff", ".webp")  # not read
+MAX_SIDE = 4096  # of an image, in pixels
 _warned: set[str] = set()  # of which files
 Channels: TypeAlias = Literal["rgb", "gray"]
 Corrupt: TypeAlias = Literal["refuse", "skip"]
+
+
+def image_size(resize: Any) -> tuple[int, int] | None:
+    """Height and width that all images are brought to: a pair, or one number for both."""
+    if resize is None:
+        return None
+    sides = [resize, resize] if isinstance(resize, int) else list(resize) if isinstance(resize, Sequence) else []
+    if len(sides) != 2 or not all(type(side) is int and 0 < side <= MAX_SIDE for side in sides):
+        raise UserError(
+            f"resize is {short(resize)}; give a height and a width of 1 to {MAX_SIDE} pixels, as in [32, 32], or one "
+            "number for both."
+        )
+    return sides[0], sides[1]
 
 
 def image_files(folder: Path) -> list[tuple[str, Path]]:
