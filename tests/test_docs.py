@@ -513,6 +513,13 @@ def test_every_argument_of_the_api_is_documented(name: str, function: Any) -> No
     assert not missing, f"{name} does not say what {missing} mean"
 
 
+@pytest.mark.parametrize("rule", ["by_classes", "dirichlet", "by_group", "by_coarse_class"])
+def test_every_setting_of_a_partition_is_on_the_page_of_splits(rule: str) -> None:
+    page = (ROOT / "docs" / "splits.md").read_text()
+    settings = set(inspect.signature(getattr(pfedhn, rule)).parameters) - {"num_clients"}
+    assert [name for name in sorted(settings) if not re.search(rf"\b{name}\b", page)] == []
+
+
 def test_the_tree_is_the_source() -> None:
     (tree,) = (block for block in blocks(ROOT / "docs" / "architecture.md", "text") if "keys.py" in block)
     source = ROOT / "src" / "pfedhn"

@@ -1155,7 +1155,8 @@ def train(
             name in experiment files, as "tabular-32" or "lenet-s"; or several functions by name, for clients of
             different sizes (`federation.with_architectures` says who runs which). A hypernetwork's first weights are
             drawn by the network's name: for the numbers of `pfedhn run`, give the name.
-        steps: Communication steps: one client taking part once. 5,000 rounds of one client, or 1,000 of five.
+        steps: Communication steps: one client taking part once. 5,000 rounds of one client, or 1,000 of five. The
+            last round is complete: 6 steps with five clients per round are 10.
         cohort_size: Clients per round; 1 for pFedHN, 5 for the averaging methods by default.
         batch_size: Examples in a minibatch.
         evaluate_every: Communication steps between evaluations.
