@@ -261,7 +261,7 @@ ADAPTERS = Experiment(
             model="pfedhn.experiments.adapters:adapted",
             network={"backbone": "runs/backbone-cifar100/local-cifar100-1-seed0", "rank": 4},
             steps=2_000,
-            evaluate_every=100,
+            evaluate_every=200,
             settings={"local_steps": 5, **settings},
         )
         for method, settings in (
