@@ -222,7 +222,14 @@ RESNET = Experiment(
     name="resnet-cifar100",
     title="CIFAR-100, 50 clients with 10 classes each: ResNet-18 with BatchNorm, and LeNet at the same steps",
     cells=tuple(
-        replace(_cifar("cifar100", 10), method=method, model=model, steps=1_000, evaluate_every=50, settings=settings)
+        replace(
+            _cifar("cifar100", 10),
+            method=method,
+            model=model,
+            steps=1_000,
+            evaluate_every=50,
+            settings={**RESNET_STEPS, **settings},
+        )
         for method, model, settings in RESNET_CELLS
     ),
     seeds=(0,),
