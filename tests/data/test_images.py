@@ -216,9 +216,9 @@ def test_images_of_other_kinds_are_named(tmp_path: Path, caplog: pytest.LogCaptu
         assert len(read_federation(root).x) == 16
         read_federation(root)
     (message,) = caplog.messages  # however often it is read
-    assert message.startswith("2 of the images in ")
-    assert message.endswith(
-        "lyon are left out, since they are neither PNG nor JPEG, such as a.bmp; save such images as PNG or JPEG files."
+    assert message == (
+        f"images in {root / 'lyon'} that are neither PNG nor JPEG are left out (2, such as a.bmp); save such images as "
+        "PNG or JPEG files."
     )
     caplog.clear()
     assert len(read_inputs(root / "lyon" / "cat", shape=(3, 6, 6)).x) == 4
@@ -226,5 +226,11 @@ def test_images_of_other_kinds_are_named(tmp_path: Path, caplog: pytest.LogCaptu
     only = tmp_path / "only" / "lyon" / "cat"
     only.mkdir(parents=True)
     Image.new("RGB", (7, 6)).save(only / "0.bmp")
-    with pytest.raises(UserError, match=r"0\.bmp is neither PNG nor JPEG, nor is any other image of .*only; save such"):
-        read_federation(tmp_path / "only")
+    for read in (
+        lambda: read_federation(tmp_path / "only"),
+        lambda: read_client(tmp_path / "only" / "lyon", None, ("cat",), (3, 6, 6)),
+        lambda: read_inputs(only, shape=(3, 6, 6)),
+        lambda: read_inputs(only / "0.bmp", shape=(3, 6, 6)),
+    ):
+        with pytest.raises(UserError, match=r"0\.bmp is neither PNG nor JPEG, as images must be; save such images as"):
+            read()

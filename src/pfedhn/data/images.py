@@ -39,13 +39,25 @@ def image_size(resize: Any) -> tuple[int, int] | None:
 
 def image_files(folder: Path) -> list[tuple[str, Path]]:
     """(class, file) of every image below one client's folder, in sorted order."""
-    return _files_by_class(folder, ENDINGS)
-
-
-def _files_by_class(folder: Path, endings: Sequence[str]) -> list[tuple[str, Path]]:
     with reading(folder):
         classes = sorted(part for part in folder.iterdir() if part.is_dir() and not part.name.startswith("."))
-        return [(part.name, file) for part in classes for file in _ending_in(endings, sorted(part.iterdir()))]
+        found = [file for part in classes for file in sorted(part.iterdir())]
+    return [(file.parent.name, file) for file in _readable(folder, found)]
+
+
+def _readable(place: Path, files: Sequence[Path]) -> list[Path]:
+    """The images among these files. Those of other kinds are named in a warning, and refused if they are alone."""
+    images, others = (_ending_in(endings, files) for endings in (ENDINGS, OTHER_ENDINGS))
+    way_out = "save such images as PNG or JPEG files"
+    if others and not images:
+        raise UserError(f"{others[0]} is neither PNG nor JPEG, as images must be; {way_out}.")
+    if others and str(place) not in _warned and multiprocessing.parent_process() is None:  # it is read several times
+        _warned.add(str(place))
+        logger.warning(
+            "images in %s that are neither PNG nor JPEG are left out (%d, such as %s); %s.",
+            *(place, len(others), others[0].name, way_out),
+        )
+    return images
 
 
 def _ending_in(endings: Sequence[str], files: Sequence[Path]) -> list[Path]:
@@ -53,34 +65,15 @@ def _ending_in(endings: Sequence[str], files: Sequence[Path]) -> list[Path]:
 
 
 def refuse_other_layout(root: Path) -> None:
-    """Refuse images that lie elsewhere than in a folder per class in a folder per client, or are of another kind."""
+    """Refuse images that lie elsewhere than in a folder per class in a folder per client."""
     with reading(root):
         found = [file for depth in ("*", "*/*") for file in sorted(root.glob(depth))]
-        others = _ending_in(OTHER_ENDINGS, [*found, *sorted(root.glob("*/*/*"))])
     images = _ending_in(ENDINGS, found)
     if images:
         where = "by themselves" if images[0].parent == root else "one folder deep, and they belong two deep"
         raise UserError(
             f"{root} has {len(images):,} images {where}; every image goes into a folder of its class in a folder of "
             f"its client, as in {root.name}/CLIENT/CLASS/{images[0].name}."
-        )
-    if others:
-        raise UserError(f"{others[0]} is neither PNG nor JPEG, nor is any other image of {root}; {CONVERT_THEM}.")
-
-
-CONVERT_THEM = "save such images as PNG or JPEG files"
-
-
-def _say_left_out(place: Path, files: Sequence[Path]) -> None:
-    """Say once that a folder has images which are not read."""
-    if files and str(place) not in _warned and multiprocessing.parent_process() is None:
-        _warned.add(str(place))
-        logger.warning(
-            "%d of the images in %s are left out, since they are neither PNG nor JPEG, such as %s; %s.",
-            len(files),
-            place,
-            files[0].name,
-            CONVERT_THEM,
         )
 
 
@@ -100,7 +93,6 @@ def read_images(
     """
     files = {folder.name: image_files(folder) for folder in folders}
     for folder in folders:
-        _say_left_out(folder, [file for _, file in _files_by_class(folder, OTHER_ENDINGS)])
         if not files[folder.name]:
             raise UserError(
                 f"{folder} has neither x.npy nor images; give it a folder per class, with PNG or JPEG files."
@@ -129,10 +121,7 @@ def images_below(place: Path) -> list[Path]:
     """The image files of a folder and of the folders in it, in sorted order; or the file itself, if it is an image."""
     with reading(place):
         found = sorted(place.rglob("*")) if place.is_dir() else [place]
-    images = _ending_in(ENDINGS, found)
-    if images:
-        _say_left_out(place, _ending_in(OTHER_ENDINGS, found))
-    return images
+    return _readable(place, found)
 
 
 def read_like(files: list[Path], shape: tuple[int, ...], how: ImageReading | None = None) -> tuple[list[Path], Array]:
