@@ -1,4 +1,4 @@
-"""Writes docs/paper.md, docs/paper-numbers.md and their figures from the lines in results/.
+"""Writes docs/paper.md, docs/paper-numbers.md, parts of docs/networks.md and their figures from the lines in results/.
 
 `make results` runs it. Nothing of ours on the pages is typed in: a study without a stored run has no section yet.
 """
@@ -11,7 +11,7 @@ from pfedhn.files import write_atomically
 from pfedhn.report.findings import Finding, svgs
 from pfedhn.report.results import read_file
 from pfedhn.report.tables import markdown_table
-from pfedhn.studies import STUDIES, findings
+from pfedhn.studies import DRAWN, STUDIES, findings
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = (".svg#only-light", "-dark.svg#only-dark")  # of which the site shows one
@@ -47,24 +47,41 @@ def found(results: Path) -> list[Finding]:
     """What the stored runs show, in the order of the paper."""
     runs = [part for file in sorted(results.glob("*.jsonl")) for part in read_file(file)]
     shown = {finding.name: finding for finding in findings(runs)}
-    return [shown[name] for name in STUDIES if name in shown]
+    return [shown[name] for name in (*STUDIES, *DRAWN) if name in shown]
 
 
 def page(shown: Sequence[Finding]) -> str:
-    parts = [OPENING, commands(), SHOWN if shown else NONE_SHOWN]
-    for finding in shown:
-        parts += [f"## {finding.title}", finding.sentence, f"`pfedhn run {finding.name}`"]
-        for stem in map(finding.stem, finding.figures):
-            light, dark = (f"![{finding.title}](figures/paper-{stem}{kind})" for kind in KINDS)
-            parts.append(f"{light}\n{dark}")
-        for lines, caption in finding.tables:
-            if len(lines) <= LONG:
-                parts += [markdown_table(lines), caption]
-            else:
-                parts.append(
-                    f"The numbers are [a table of {len(lines) - 1} lines](paper-numbers.md#{_anchor(finding)})."
-                )
+    studies = [finding for finding in shown if finding.name not in DRAWN]
+    parts = [OPENING, commands(), SHOWN if studies else NONE_SHOWN]
+    for finding in studies:
+        parts += [f"## {finding.title}", *section(finding)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def section(finding: Finding) -> list[str]:
+    """What a finding says and shows, below its heading."""
+    parts = [finding.sentence, f"`pfedhn run {finding.name}`"]
+    for stem in map(finding.stem, finding.figures):
+        light, dark = (f"![{finding.title}](figures/paper-{stem}{kind})" for kind in KINDS)
+        parts.append(f"{light}\n{dark}")
+    for lines, caption in finding.tables:
+        if len(lines) <= LONG:
+            parts += [markdown_table(lines), caption]
+        else:
+            parts.append(f"The numbers are [a table of {len(lines) - 1} lines](paper-numbers.md#{_anchor(finding)}).")
+    return parts
+
+
+def with_sections(text: str, shown: Sequence[Finding]) -> str:
+    """The page of networks with what is known of each experiment between its two markers."""
+    by_name = {finding.name: finding for finding in shown}
+    for name in DRAWN:
+        marker = f"<!-- {name} -->\n"
+        before, _, after = text.split(marker)
+        parts = section(by_name[name]) if name in by_name else [f"It has no stored result yet: `pfedhn run {name}`."]
+        middle = "\n\n".join(part.strip() for part in parts)
+        text = f"{before}{marker}\n{middle}\n\n{marker}{after}"
+    return text
 
 
 def numbers(shown: Sequence[Finding]) -> str:
@@ -102,6 +119,8 @@ def build(results: Path, docs: Path) -> None:
             file.unlink()
     for name, content in figures.items():
         write_atomically(docs / "figures" / name, content)
+    networks = docs / "networks.md"
+    write_atomically(networks, with_sections(networks.read_text(), shown).encode())
     write_atomically(docs / "paper.md", page(shown).encode())
     write_atomically(docs / "paper-numbers.md", numbers(shown).encode())
 

@@ -30,6 +30,8 @@ def test_the_pages_are_what_the_command_makes() -> None:
     shown = generator.found(ROOT / "results")
     assert (ROOT / "docs" / "paper.md").read_text() == generator.page(shown)
     assert (ROOT / "docs" / "paper-numbers.md").read_text() == generator.numbers(shown)
+    networks = (ROOT / "docs" / "networks.md").read_text()
+    assert networks == generator.with_sections(networks, shown)
     stems = [finding.stem(figure) for finding in shown for figure in finding.figures]
     named = {f"paper-{stem}{ending}.svg" for stem in stems for ending in ("", "-dark")}
     assert {file.name for file in (ROOT / "docs" / "figures").glob("paper-*.*")} == named

@@ -16,6 +16,7 @@ from pfedhn.studies import (
     linear,
     local_steps,
     mix_and_match,
+    networks,
     norms,
     novel_clients,
     spectral_norm,
@@ -44,12 +45,15 @@ STUDIES: dict[str, Study] = {
     )
 }
 
-__all__ = ["STUDIES", "Finding", "Finished", "Found", "Study", "findings"]
+DRAWN: dict[str, Study] = {study.name: study for study in networks.STUDIES}
+"""What is drawn of experiments that are run by their own name."""
+
+__all__ = ["DRAWN", "STUDIES", "Finding", "Finished", "Found", "Study", "findings"]
 
 
 def findings(runs: Sequence[Runs], own: Sequence[Study] = ()) -> list[Finding]:
     """What studies show of runs: those of the package by the name of the experiment, and a person's own."""
-    known = {**STUDIES, **{study.name: study for study in own}}
+    known = {**STUDIES, **DRAWN, **{study.name: study for study in own}}
     found: list[Finding] = []
     for name in dict.fromkeys(part.experiment.name for part in runs):
         study = known.get(name.removesuffix(SMALL))
