@@ -41,6 +41,7 @@ def read() -> list[Record]:
 def points(records: list[Record], over: str, value: str = "ms_per_round_and_run", **wanted: Any) -> Points:
     """{what is varied: milliseconds} of the records that agree with `wanted`."""
     found = [r for r in records if value in r and over in r and all(r.get(k) == v for k, v in wanted.items())]
+    found = [r for r in found if over != "target" or r[over] in WEIGHTS]
     latest = {float(WEIGHTS.get(r[over]) or r[over]): float(r[value]) for r in found}
     return dict(sorted(latest.items()))
 

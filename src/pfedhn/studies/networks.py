@@ -27,7 +27,7 @@ def name_of(entry: Entry) -> str:
 
 
 def gigabytes(entry: Entry) -> float:
-    """Of a whole run, both ways."""
+    """What a whole run sends, both ways."""
     return max((result.bytes_down + result.bytes_up) / 1e9 for result in entry.results.values())
 
 
