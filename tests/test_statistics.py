@@ -34,7 +34,7 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError
 from pfedhn.params import Params, take
 from pfedhn.sgd import Batches
-from pfedhn.statistics import collecting, masked, statistics_of, training_pass
+from pfedhn.statistics import MaskedBatchNorm, collecting, masked, statistics_of, training_pass
 
 LOCAL = {"local_lr": 0.1, "local_steps": 4, "local_momentum": 0.9, "local_weight_decay": 0.01}
 Minibatch = tuple[Tensor, Tensor]
@@ -324,3 +324,18 @@ def test_the_loss_of_weights_alone_needs_no_tracking(federation: Federation) -> 
     batch = take(federation.batches(torch.tensor([0]), 0, 1, 5), 0)
     target = model("batchnorm")
     assert bool(target.loss(target.fresh(0), Batches(*take(batch, 0))).isfinite())
+
+
+@pytest.mark.parametrize("is_affine", [True, False])
+def test_plain_arithmetic_is_what_pytorch_s_operator_computes(is_affine: bool) -> None:
+    """Which a GPU takes for models that are used: there PyTorch's operator cannot be mapped over clients."""
+    network = nn.Sequential(nn.BatchNorm2d(3, affine=is_affine)).double().eval()
+    layer = network[0]
+    assert isinstance(layer, nn.BatchNorm2d)
+    for value in (layer.running_mean, layer.running_var, layer.weight, layer.bias):
+        if value is not None:
+            value.data.uniform_(0.5, 2.0)
+    x = torch.rand(4, 3, 5, 5, dtype=torch.float64)
+    (mine,) = masked(network).children()
+    assert isinstance(mine, MaskedBatchNorm)
+    assert_close(mine._by_running_statistics(x), network(x))

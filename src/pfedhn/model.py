@@ -2,13 +2,14 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.backends import cudnn
 from torch.func import functional_call
 
 from pfedhn.dropout import drawing, has_dropout, keyed
@@ -131,9 +132,9 @@ class Model:
             raise UserError(NO_GRADIENT)  # a method of one's own may differentiate it in its own way
         if self.statistics:
             with training_pass(self.statistics, batch.mask):
-                outputs = functional_call(self.training_module, weights, (batch.x,))
+                outputs = self._forward(self.training_module, weights, batch.x)
         else:
-            outputs = functional_call(self.training_module, weights, (batch.x,))
+            outputs = self._forward(self.training_module, weights, batch.x)
         values = self.per_example_loss(outputs, batch.y)
         return torch.where(batch.mask, values, 0.0).sum() / batch.mask.sum()
 
@@ -143,13 +144,22 @@ class Model:
         for number in range(batches.mask.shape[0]):
             batch = take(batches, number)
             with collecting() as after, training_pass(now, batch.mask, share=1 / (number + 1)):
-                functional_call(self.training_module, weights, (batch.x,))
+                self._forward(self.training_module, weights, batch.x)
             now = after
         return {name: value.detach() for name, value in now.items()}
 
     def outputs(self, weights: Params, x: Tensor) -> Any:
         """What a client's own model computes; its weights have its batch statistics among them."""
-        return functional_call(self._evaluated_module, weights, (x,))
+        return self._forward(self._evaluated_module, weights, x)
+
+    def _forward(self, module: nn.Module, weights: Params, x: Tensor) -> Any:
+        # cuDNN's recurrent layers ask where their weights lie in memory, and those of a gradient or a map lie nowhere.
+        with cudnn.flags(enabled=False) if self._is_recurrent else nullcontext():
+            return functional_call(module, weights, (x,))
+
+    @cached_property
+    def _is_recurrent(self) -> bool:
+        return any(isinstance(part, nn.RNNBase) for part in self._module.modules())
 
     def with_weights(self, weights: Params) -> nn.Module:
         """A plain module of this architecture that carries `weights`."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, finish, memories_of, mostly_slow, simulate
+from support import NUM_CLASSES, SIDE, assert_close, finish, memories_of, mostly_slow, simulate
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -327,3 +327,24 @@ def test_what_is_frozen_is_in_memory_once_and_a_personal_model_has_its_own() -> 
     assert torch.equal(own[0].weight, testing[0].weight)
     assert own[0].weight.data_ptr() != testing[0].weight.data_ptr()
     assert set(model.shapes) == {name for name, _ in module.named_parameters() if not name.startswith("0.")}
+
+
+def test_recurrent_layers_do_without_cudnn(federation: Federation) -> None:
+    """Which asks where weights lie in memory; those of a gradient lie nowhere, and on a GPU that is an error."""
+    seen = []
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(SIDE, 3, batch_first=True), nn.Linear(3, NUM_CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.backends.cudnn.enabled)
+            return self.out(self.lstm(x[:, 0])[0][:, -1])
+
+    target = Model("net", Recurrent, cross_entropy, is_correct, dtype=torch.float64)
+    state = finish(simulate(FedAvg(local_steps=2), federation, {"net": target}, rounds=2, cohort=2))
+    assert state.round == 2
+    assert seen
+    assert not any(seen)
+    assert torch.backends.cudnn.enabled
