@@ -58,6 +58,13 @@ def test_operators_are_counted_without_views() -> None:
     assert bench.count_kernels(lambda: (a.t() @ a.view(3, 4)).relu().sum(), "cpu") == 3
 
 
+def test_rounds_among_many_clients_are_measured() -> None:
+    lines = bench.measure_clients((10, 30), lambda sentence: None)
+    assert [line["clients"] for line in lines] == [10, 30, 30]  # the last ones' data are made when needed
+    assert {line["bytes_per_client"] for line in lines} == {4 * (13 + 13 + 1)}  # embedding, velocity, last step
+    assert all(line["ms_per_round"] > 0 for line in lines)
+
+
 @pytest.mark.slow
 def test_worker_measures_a_variant() -> None:
     worker = Worker.start(Variant("traced"), SMALL, "cpu")
