@@ -7,11 +7,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
 from support import assert_close, assert_same_bits, finish, memories_of, model, mostly_slow, simulate, with_steps
@@ -457,22 +458,73 @@ def test_points_of_a_grid_share_what_was_traced(
     assert len(traces) > so_far
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["activation", "slope", "width"])
-def test_one_factory_may_make_other_networks(change: str, federation: Federation) -> None:
+SLOPE = 1.0
+
+
+@pytest.mark.parametrize(
+    "change", mostly_slow(["activation", "slope", "width", "private", "hook", "global"], "private")
+)
+def test_one_factory_may_make_other_networks(
+    change: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A function that reads a variable is the same function after the variable has changed."""
-    hidden = {"activation": nn.Identity, "slope": 0.1, "width": 5}
+    hidden = {"activation": nn.Identity, "slope": 0.1, "width": 5, "private": 1.0, "hook": 1.0, "global": 1.0}
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._scale = hidden["private"]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self._scale * SLOPE
 
     def make() -> nn.Module:
-        layers = [nn.Linear(72, hidden["width"]), hidden["activation"](), nn.LeakyReLU(hidden["slope"])]
-        return nn.Sequential(nn.Flatten(), *layers, nn.Linear(hidden["width"], 4))
+        scaled, scale = Scaled(), hidden["hook"]
+        scaled.register_forward_hook(lambda module, given, x: x * scale)
+        first, last = (nn.Linear(*sizes, bias=False) for sizes in ((72, hidden["width"]), (hidden["width"], 4)))
+        layers = [first, hidden["activation"](), nn.LeakyReLU(hidden["slope"]), scaled, last]
+        return nn.Sequential(nn.Flatten(), *layers)  # without biases: blocks would have classes of their own
 
-    for value in (None, {"activation": nn.Tanh, "slope": 0.5, "width": 6}[change]):
+    others = {"activation": nn.Tanh, "slope": 0.5, "width": 6, "private": 3.0, "hook": 3.0, "global": 3.0}
+    for value in (None, others[change]):
         hidden[change] = value or hidden[change]
+        monkeypatch.setattr(f"{__name__}.SLOPE", hidden["global"])
         target = {"mlp": replace(model(), factory=make)}
         expected = finish(simulate(PFedHN(local_steps=3), federation, target, rounds=3, executor="loop"))
         state, _ = captured(simulate(PFedHN(local_steps=3), federation, target, rounds=3))
         assert_close(memories_of(state), memories_of(expected))
+
+
+def test_networks_that_are_alike_have_one_form() -> None:
+    """Though they lie elsewhere in memory; what holds itself, and what can be compared with nothing, have forms too."""
+
+    def make(scale: float = 1.0) -> nn.Module:
+        module = nn.Sequential(nn.LSTM(3, 2), nn.TransformerEncoderLayer(4, 2, 8))
+        module._activation, module._call = (lambda x: scale * x), partial(max, scale)
+        module._parent, module._bound = [module], module.forward
+        module._settings = {"scale": numpy.full(2, scale), "names": {"a", "b"}, "table": torch.zeros(3)}
+        return module
+
+    first = gpu.form(make())
+    assert hash(first) == hash(gpu.form(make()))
+    assert first == gpu.form(make())
+    assert first != gpu.form(make(2.0))
+    for kind in (threading.Lock, lambda: memoryview(bytearray(b"a"))):
+        one, other = kind(), kind()
+        assert hash(gpu.content([one])) == hash(gpu.content([one]))
+        assert gpu.content([one]) == gpu.content([one])
+        assert gpu.content([one]) != gpu.content([other])
+
+
+def test_a_setting_that_is_not_shown_counts(federation: Federation) -> None:
+    @dataclass(frozen=True)
+    class Hidden(PFedHN):
+        scale: float = field(default=1.0, repr=False)
+
+    first, other, alike = (simulate(Hidden(scale=scale), federation) for scale in (1.0, 3.0, 1.0))
+    one, two, three = (CapturedRun(each, each.initial_state())._key() for each in (first, other, alike))
+    assert one == three
+    assert one != two
 
 
 SETTINGS: dict[str, dict[str, float]] = {method: {"local_momentum": 0.5} for method in ALGORITHMS} | {
