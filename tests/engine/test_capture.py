@@ -135,21 +135,26 @@ def may_compile(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_rounds_do_not_wait_for_the_compiler(federation: Federation, may_compile: threading.Event) -> None:
+@pytest.mark.parametrize("evaluate_every", [1, 100])
+def test_rounds_do_not_wait_for_the_compiler(
+    evaluate_every: int, federation: Federation, may_compile: threading.Event
+) -> None:
     """They begin with the graphs as they were traced, and are captured anew when all of them are compiled."""
-    loop = finish(simulate(PFedHN(local_steps=2), federation, rounds=6, evaluate_every=1, executor="loop"))
-    simulation = simulate(PFedHN(local_steps=2), federation, rounds=6, evaluate_every=1)
+    settings = {"rounds": 6, "evaluate_every": evaluate_every}
+    loop = finish(simulate(PFedHN(local_steps=2), federation, executor="loop", **settings))
+    simulation = simulate(PFedHN(local_steps=2), federation, **settings)
     state = simulation.initial_state()
     run = CapturedRun(simulation, state)
-    progress = (each for each in run.rounds() if each.evaluation)
-    steps = [next(progress).evaluation.step for _ in range(3)]
-    assert steps == [0, 1, 2]
+    progress = run.rounds()
+    while state.round < 3:
+        next(progress)
     assert [len(parts) for parts in run.uncompiled.values()] == [4]  # before, the draw, the step, after
     first = dict(run.graphs)
     may_compile.set()
     gpu.COMPILER.wait()
     list(progress)
     assert not run.uncompiled
+    assert set(run.graphs) == set(first)
     assert all(graph is not first[signature] for signature, graph in run.graphs.items())
     assert_close(memories_of(state), memories_of(loop))
 
@@ -186,24 +191,52 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_what_the_compiler_has_not_begun_can_be_asked_for_again(
-    federation: Federation, may_compile: threading.Event
-) -> None:
+def test_what_the_compiler_has_not_begun_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = threading.Semaphore(0)
+
+    def compiled(part: gpu.Meanwhile) -> None:
+        allowed.acquire(timeout=60)
+        part.is_done = True
+
+    monkeypatch.setattr(gpu.Meanwhile, "compile", compiled)
     one = torch.tensor(1.0)
     parts = [gpu.Meanwhile(executors.make_fx(torch.exp)(one), [one]) for _ in range(3)]
     for part in parts:
         part(one)
     dropping = threading.Thread(target=gpu.COMPILER.drop)
-    until(lambda: gpu.COMPILER.queue.qsize() == 2)  # the first is begun
+    until(lambda: len(gpu.COMPILER.waiting) == 2)  # the first is begun
     dropping.start()
-    until(gpu.COMPILER.queue.empty)
+    until(lambda: not gpu.COMPILER.waiting)
     assert dropping.is_alive()  # it waits for the first
-    may_compile.set()
-    dropping.join()
-    assert [(part.is_asked, part.is_done) for part in parts] == [(True, True), (False, False), (False, False)]
     parts[1](one)
+    allowed.release()
+    dropping.join(30)
+    assert not dropping.is_alive()  # and not for what others ask for meanwhile
+    assert [(part.is_asked, part.is_done) for part in parts] == [(True, True), (True, False), (False, False)]
+    allowed.release()
     gpu.COMPILER.wait()
     assert parts[1].is_done
+
+
+def test_the_end_of_another_run_does_not_keep_one_from_being_compiled(
+    federation: Federation, may_compile: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "Repeated", lambda work: Mock())  # a GPU replays kernels, and asks nobody meanwhile
+    simulation = simulate(PFedHN(local_steps=2), federation, rounds=4, evaluate_every=100)
+    run = CapturedRun(simulation, simulation.initial_state())
+    progress = run.rounds()
+    next(progress)
+    until(lambda: len(gpu.COMPILER.waiting) == 3)
+    ending = threading.Thread(target=gpu.COMPILER.drop)
+    ending.start()
+    until(lambda: not gpu.COMPILER.waiting)
+    while run.state.round == 0:
+        next(progress)
+    may_compile.set()
+    ending.join()
+    gpu.COMPILER.wait()
+    list(progress)
+    assert not run.uncompiled
 
 
 def test_nobody_compiles_while_a_network_is_made() -> None:

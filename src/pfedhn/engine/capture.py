@@ -526,6 +526,8 @@ class CapturedRun:
 
     def _renew_graphs(self) -> None:
         """Where rounds began before the compiler was done, capture them anew once it is."""
+        for part in set().union(*self.uncompiled.values()):
+            part.ask()  # a run that ended on another thread may have dropped it
         compiled = [s for s, parts in self.uncompiled.items() if all(part.is_done for part in parts)]
         if compiled and self.stream is not None:
             self.stream.synchronize()
@@ -588,6 +590,7 @@ class CapturedRun:
             yield from self._evaluated(cost)
         for number in range(state.round, simulation.num_rounds):
             signature = self.signatures[number]
+            self._renew_graphs()
             graph = self.graph_of(signature)
             with self._on_stream():
                 graph.replay()
@@ -624,7 +627,6 @@ class CapturedRun:
         splits = to_splits(scores, simulation.federation, EVALUATED_SPLITS, simulation.has_metric)
         with self._on_stream():
             evaluation = simulation.choose(state, splits)
-        self._renew_graphs()
         yield Progress(evaluation.step, evaluation)
 
     def _on_stream(self) -> AbstractContextManager[None]:

@@ -5,15 +5,15 @@ import copy
 import logging
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import partial
 from importlib import import_module
-from queue import Empty, Queue
-from threading import Thread, main_thread
+from threading import Condition, Thread, main_thread
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -110,10 +110,14 @@ class Meanwhile:
     def is_awaited(self) -> bool:
         return self.is_asked and not self.is_done
 
-    def __call__(self, *values: Tensor) -> Any:
+    def ask(self) -> None:
+        """Have it compiled, unless that has been asked for."""
         if not self.is_asked:
             self.is_asked = True
             COMPILER.put(self)
+
+    def __call__(self, *values: Tensor) -> Any:
+        self.ask()
         chosen = _chosen.get()
         return (self.best if chosen is None else chosen.setdefault(self, self.best))(*values)
 
@@ -136,37 +140,47 @@ class Compiler:
     """A thread that compiles one graph after the other: two would only wait for each other's Python."""
 
     def __init__(self) -> None:
-        self.queue: Queue[Meanwhile] = Queue()
+        self.waiting: deque[Meanwhile] = deque()
+        self.begun: Meanwhile | None = None
+        self.changed = Condition()
         self.thread: Thread | None = None
 
     def put(self, work: Meanwhile) -> None:
-        self.queue.put(work)
-        if self.thread is None or not self.thread.is_alive():
-            if self.thread is None:
-                atexit.register(self.drop)  # a thread that Python ends in the middle takes the process with it
-            self.thread = Thread(target=self._work, name="compiler", daemon=True)
-            self.thread.start()
+        with self.changed:
+            self.waiting.append(work)
+            self.changed.notify_all()
+            if self.thread is None or not self.thread.is_alive():
+                if self.thread is None:
+                    atexit.register(self.drop)  # a thread that Python ends in the middle takes the process with it
+                self.thread = Thread(target=self._work, name="compiler", daemon=True)
+                self.thread.start()
 
     def _work(self) -> None:
         while True:
-            work = self.queue.get()
+            with self.changed:
+                self.changed.wait_for(lambda: self.waiting)
+                work = self.begun = self.waiting.popleft()
             try:
                 with WHOLE_PROCESS:
                     work.compile()
             finally:
-                self.queue.task_done()
+                with self.changed:
+                    self.begun = None
+                    self.changed.notify_all()
 
     def wait(self) -> None:
         """Until everything that was asked for is compiled."""
-        self.queue.join()
+        with self.changed:
+            self.changed.wait_for(lambda: self.begun is None and not self.waiting)
 
     def drop(self) -> None:
         """Let go of what has not been begun: who needs it asks again. What has been begun is waited for."""
-        with suppress(Empty):
-            while True:
-                self.queue.get_nowait().is_asked = False
-                self.queue.task_done()
-        self.wait()
+        with self.changed:
+            for work in self.waiting:
+                work.is_asked = False
+            self.waiting.clear()
+            begun = self.begun
+            self.changed.wait_for(lambda: begun is None or self.begun is not begun)
 
 
 COMPILER = Compiler()
