@@ -4,6 +4,7 @@
     python benchmarks/gpu.py --out results.jsonl --only time --runs 1,16,24 --rounds 150
     python benchmarks/gpu.py --out results.jsonl --only time --target lenet-SML    clients of three sizes, in turn
     python benchmarks/gpu.py --out results.jsonl --only time --target resnet18 --method fedavg --rounds 8 --every 20
+    python benchmarks/gpu.py --out results.jsonl --only time --target resnet18 --head low-rank --rounds 8 --every 20
     python benchmarks/gpu.py --out results.jsonl --only sweep      the curves of docs/performance.md
     python benchmarks/gpu.py --out results.jsonl --only generic    a target without kernels of its own, against a graph
                                                                    of the same compiled step captured by hand
@@ -12,9 +13,13 @@
 """
 
 import argparse
+import gc
+import getpass
 import json
+import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,7 +55,7 @@ TARGETS: dict[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
     **{f"lenet-{size}": ((3, 32, 32), partial(LeNet, 10, kernels)) for size, kernels in bench.SIZES.items()},
     "lenet-plain": ((3, 32, 32), bench.PlainLeNet),
     "omniglot": ((1, 28, 28), partial(OmniglotNet, 1623)),
-    "resnet18": ((3, 32, 32), partial(ResNet, 10)),  # too large for a dense hypernetwork: --method fedavg
+    "resnet18": ((3, 32, 32), partial(ResNet, 10)),  # too large for a dense hypernetwork: --head low-rank, or chunked
     "transformer": ((3, 32, 32), lambda: Transformer()),
 }
 
@@ -178,51 +183,65 @@ def measure(
     schedule = Schedule(rounds * cohort, cohort, 64, every)
     for count in runs:
         set_up_gpu("tf32", is_deterministic=False, num_runs=count)
+        gc.collect()  # a run and its captured round refer to each other
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         ones = [simulation(method, federation, models, schedule, seed, "captured", **settings) for seed in range(count)]
-        group = [CapturedRun(one, one.initial_state()) for one in ones]
-        iterators = [run.rounds() for run in group]
-        next(iterators[0])  # traced, captured and evaluated once; the compiler goes on with it
-        torch.cuda.synchronize()
-        ready = time.perf_counter()
-        group[0].settle()
-        for run, iterator in zip(group[1:], iterators[1:], strict=True):  # by now, captured once
-            next(iterator)
-            run.settle()
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in side_by_side(iterators):
-            pass
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - begun
-        num_steps = count * rounds * cohort * ones[0].algorithm.num_batches
-        teraflops = num_steps * step_flops(names) / seconds / 1e12
-        limit = TF32_TERAFLOPS.get(torch.cuda.get_device_name())
         write(
             {
                 "check": "time",
                 "program": "captured",
                 "target": target,
                 "method": method,
+                "head": getattr(ones[0].algorithm, "head", None),
                 "clients": clients,
                 "runs": count,
-                "rounds": rounds,
+                "rounds": ones[0].num_rounds,
                 "local_steps": ones[0].algorithm.num_batches,
-                "cohort": cohort,
+                "cohort": ones[0].clients_per_round,
                 "evaluate_every": every,
-                "ms_per_round_and_run": 1e3 * seconds / rounds / count,
-                "ms_per_round": 1e3 * seconds / rounds,
-                "teraflops": teraflops,
-                "fraction_of_limit": None if limit is None else teraflops / limit,
-                "seconds_to_first_round": ready - started,
-                "seconds_to_all_compiled": begun - started,
-                "peak_memory_mb": torch.cuda.max_memory_allocated() / 2**20,
+                **timed(ones, names, started, write if is_profiled and count == 1 else None),
             }
         )
-        if is_profiled and count == 1:
-            profile(write, group[0])
-        del group, iterators
+
+
+def timed(ones: Sequence[Simulation], targets: Sequence[str], started: float, write: Any) -> dict[str, Any]:
+    """What runs side by side take in time and memory; the first one's kernels are written down by `write`, if any."""
+    group = [CapturedRun(one, one.initial_state()) for one in ones]
+    iterators = [run.rounds() for run in group]
+    next(iterators[0])  # traced, captured and evaluated once; the compiler goes on with it
+    torch.cuda.synchronize()
+    ready = time.perf_counter()
+    group[0].settle()
+    for run, iterator in zip(group[1:], iterators[1:], strict=True):  # by now, captured once
+        next(iterator)
+        run.settle()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in side_by_side(iterators):
+        pass
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - begun
+    num_rounds, cohort = ones[0].num_rounds, ones[0].clients_per_round
+    num_steps = len(ones) * num_rounds * cohort * ones[0].algorithm.num_batches
+    teraflops = num_steps * step_flops(targets) / seconds / 1e12
+    limit = TF32_TERAFLOPS.get(torch.cuda.get_device_name())
+    memory = {
+        "peak_memory_mb": torch.cuda.max_memory_allocated() / 2**20,
+        "reserved_memory_mb": torch.cuda.max_memory_reserved() / 2**20,  # what the allocator keeps from other processes
+    }
+    if write is not None:
+        profile(write, group[0])
+    return {
+        "ms_per_round_and_run": 1e3 * seconds / num_rounds / len(ones),
+        "ms_per_round": 1e3 * seconds / num_rounds,
+        "teraflops": teraflops,
+        "fraction_of_limit": None if limit is None else teraflops / limit,
+        "seconds_to_first_round": ready - started,
+        "seconds_to_all_compiled": begun - started,
+        **memory,
+    }
 
 
 def step_flops(targets: Sequence[str], batch_size: int = 64) -> float:
@@ -363,6 +382,16 @@ def replayed(graphs: list[Captured], times: int) -> float:
     return 1e3 * (time.perf_counter() - started) / times / len(graphs)
 
 
+def has_compiled() -> bool:
+    """Whether the compilers will find what they made earlier, which makes the first round come sooner."""
+    usual = {
+        "TORCHINDUCTOR_CACHE_DIR": Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}",
+        "TRITON_CACHE_DIR": Path.home() / ".triton" / "cache",
+    }
+    folders = [Path(os.environ.get(name) or folder) for name, folder in usual.items()]
+    return any(folder.is_dir() and any(folder.iterdir()) for folder in folders)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -371,6 +400,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--target", choices=[*TARGETS, SEVERAL], default="lenet-M")
     parser.add_argument("--method", default="pfedhn")
+    parser.add_argument("--head", choices=["dense", "low-rank", "chunked"], help="of pFedHN's hypernetwork")
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--every", type=int, default=30, help="communication steps from one evaluation to the next")
     parser.add_argument("--inductor", default="", help="settings to try, e.g. combo_kernels=True")
@@ -388,6 +418,7 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit(),
+        "compiled_before": has_compiled(),
     }
 
     def write(record: dict[str, Any]) -> None:
@@ -402,7 +433,9 @@ def main() -> None:
         check_equal(write, options.method.split(",") if options.method != "all" else list(ALGORITHMS))
     elif options.only == "time":
         runs = [int(count) for count in options.runs.split(",")]
-        measure(write, runs, options.rounds, options.target, options.method, options.clients, options.every, True)
+        settings = {} if options.head is None else {"head": options.head}
+        about_runs = (options.target, options.method, options.clients, options.every)
+        measure(write, runs, options.rounds, *about_runs, is_profiled=True, **settings)
     elif options.only == "sweep":
         sweep(write, options.rounds)
     else:

@@ -157,14 +157,32 @@ def test_a_cache_that_cannot_be_written_is_left_alone(tmp_path: Path, monkeypatc
 def test_a_worker_is_set_up_before_it_imports_anything() -> None:
     """It would say that it is too late if its arguments, which import torch, were read first."""
     said = in_fresh_process("""
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
+from pfedhn.process import start_ahead, start_process
+start_ahead()
 from pfedhn.experiments.directory import Options
-from pfedhn.process import new_process
-ours, theirs = Pipe()
-worker = new_process(Connection.send, theirs, Options("demo"))
-worker.start()
-assert ours.recv() == Options("demo")
-worker.join()
+for _ in range(2):  # the one that was started ahead, and another
+    worker, pipe = start_process(Connection.send, Options("demo"))
+    assert pipe.recv() == Options("demo")
+    worker.join()
 assert dict(os.environ) == before
+""")
+    assert said == ""
+
+
+@LINUX
+def test_a_process_started_ahead_is_the_next_that_works_or_ends_with_its_parent() -> None:
+    said = in_fresh_process("""
+import signal
+from multiprocessing.connection import Connection
+from pfedhn import process
+signal.alarm(60)  # or it would wait for ever
+for _ in range(2):
+    process.start_ahead("wave")
+(_, last) = [worker for worker, _ in process._ahead]
+worker, pipe = process.start_process(Connection.send, "done")
+assert worker is last
+assert pipe.recv() == "done"
+assert [worker.is_alive() for worker, _ in process._ahead] == [True]
 """)
     assert said == ""

@@ -12,8 +12,9 @@ from pfedhn import stopping
 from pfedhn.data.federation import Federation
 from pfedhn.engine import evaluate
 from pfedhn.engine.checkpoint import checkpoints
+from pfedhn.process import STOPS
 from pfedhn.run import drain, execute
-from pfedhn.stopping import STOPS, Abandoned, leaving_rounds, stop_on_signal
+from pfedhn.stopping import Abandoned, leaving_rounds, stop_on_signal
 
 
 @pytest.mark.parametrize("number", STOPS)

@@ -1,17 +1,21 @@
 """A process that is fit for runs: importing pfedhn changes nothing in a process, `set_up_process` does."""
 
+import atexit
 import ctypes
 import logging
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from importlib import import_module
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from threading import RLock
-from typing import Any
+from typing import Any, TypeAlias
 
 logger = logging.getLogger("pfedhn")
 
@@ -122,24 +126,77 @@ def _advise() -> None:
     )
 
 
-def new_process(function: Callable[..., None], pipe: Connection, *arguments: Any) -> BaseProcess:
-    """A process, not started yet, that sets itself up before it imports anything, and then calls the function.
+def num_cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-    The function and its arguments travel as bytes: a process that unpickled them as it starts would import PyTorch
+
+STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+Worker: TypeAlias = tuple[BaseProcess, Connection]
+"""A process, and this end of the pipe to it."""
+
+_ahead: list[Worker] = []  # which nobody has given anything to do yet
+
+
+def start_ahead(*modules: str) -> None:
+    """Start a process that imports modules while this one finds out what there is to do; `start_process` takes it."""
+    if not _ahead:
+        atexit.register(_end_ahead)
+    _ahead.append(_started(modules))
+
+
+def _end_ahead() -> None:
+    """At the end, Python waits for processes, and one that nobody gave anything to do waits for its parent."""
+    for process, _ in _ahead:
+        process.kill()
+
+
+def start_process(function: Callable[..., None], *arguments: Any) -> Worker:
+    """A process that sets itself up before it imports anything, and then calls the function with its pipe.
+
+    The function and its arguments travel over the pipe: a process that unpickled them as it starts would import PyTorch
     first.
     """
-    content = pickle.dumps((function, arguments))
-    return multiprocessing.get_context("spawn").Process(target=_start, args=(pipe, content), daemon=True)
+    waiting = [worker for worker in _ahead if worker[0].is_alive()]
+    worker = waiting.pop() if waiting else _started(())
+    _ahead[:] = waiting
+    worker[1].send_bytes(pickle.dumps((function, arguments)))
+    return worker
 
 
-def _start(pipe: Connection, content: bytes) -> None:
+def _started(modules: Sequence[str]) -> Worker:
+    mine, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_start, args=(theirs, modules), daemon=True)
+    # A terminal sends Ctrl-C to every process of a group, and a second one means "at once". A worker therefore never
+    # hears a signal, only its parent. Blocked before it starts, since libraries start threads while they are imported.
+    if hasattr(signal, "pthread_sigmask"):
+        resource_tracker.ensure_running()  # starting it later would lift the block
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    else:
+        process.start()
+    theirs.close()
+    return process, mine
+
+
+def _start(pipe: Connection, modules: Sequence[str]) -> None:
     set_up_process()
+    for name in modules:
+        import_module(name)
+    try:
+        content = pipe.recv_bytes()
+    except (EOFError, OSError):  # there was nothing to do
+        return
     function, arguments = pickle.loads(content)  # noqa: S301 - of the parent process, over no wire and from no file
     function(pipe, *arguments)
 
 
 def run_set_up(content: bytes) -> Iterator[Any]:
-    """What a generator yields in a process that was started by somebody else; it travels as `new_process` has it."""
+    """What a generator yields in a process that was started by somebody else; it travels as `start_process` has it."""
     set_up_process()
     function, arguments = pickle.loads(content)  # noqa: S301 - of a cluster that already runs whatever it is told
     yield from function(*arguments)

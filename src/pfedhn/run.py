@@ -934,8 +934,8 @@ def execute(
         stop: Once it is set, the run writes a checkpoint and raises KeyboardInterrupt.
         watch: Called with the progress and the run after every round.
         say: Told of what a person should know, such as a damaged checkpoint.
-        checkpoint_every: Communication steps between checkpoints; where None one a minute, less often where many large
-            runs in one process would spend more than a twentieth of their time on it.
+        checkpoint_every: Communication steps between checkpoints; where None one a minute, less often where the runs of
+            this process would spend more than a twentieth of their time on them.
         threads: Of PyTorch; a run that has begun keeps those that it began with, or its bits would change.
         callbacks: Called with the run and the evaluation after every one.
         norms: Whether every evaluation also notes the norms of the server's memories.
@@ -1178,7 +1178,8 @@ def train(
             faster than "fp32".
         deterministic: Whether the same GPU and versions always give the same bits; slower.
         progress: Whether to show a progress bar.
-        checkpoint_every: Communication steps between checkpoints; one a minute by default.
+        checkpoint_every: Communication steps between checkpoints. By default one is written every minute, or less
+            often where writing them would take more than a twentieth of the time.
         on: A Ray cluster whose workers share the clients of every round: "ray" for a local one,
             "ray:ADDRESS" for a running one. It pays off for large cohorts, best with data that are loaded when needed.
         callbacks: Functions (run, moment) that are called after every evaluation; `moment` is also the last of

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from pfedhn.engine import capture, checkpoint, evaluate, executors, state
+from pfedhn.process import STOPS
 
 SECONDS_FOR_A_ROUND = 0.8  # to end in peace once it was asked to stop
 SECONDS_BETWEEN_TRIES = 0.05
@@ -38,9 +39,6 @@ def stop_requests(handle: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 @contextmanager

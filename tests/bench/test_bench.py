@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -58,6 +59,13 @@ def test_operators_are_counted_without_views() -> None:
     assert bench.count_kernels(lambda: (a.t() @ a.view(3, 4)).relu().sum(), "cpu") == 3
 
 
+def test_rounds_among_many_clients_are_measured() -> None:
+    lines = bench.measure_clients((10, 30), lambda sentence: None)
+    assert [line["clients"] for line in lines] == [10, 30, 30]  # the last ones' data are made when needed
+    assert {line["bytes_per_client"] for line in lines} == {4 * (13 + 13 + 1)}  # embedding, velocity, last step
+    assert all(line["ms_per_round"] > 0 for line in lines)
+
+
 @pytest.mark.slow
 def test_worker_measures_a_variant() -> None:
     worker = Worker.start(Variant("traced"), SMALL, "cpu")
@@ -77,11 +85,29 @@ def test_glibc_is_told_to_keep_freed_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert told == [(-4, 0), (-1, 2**31 - 1)]  # M_MMAP_MAX: no block of its own mapping; M_TRIM_THRESHOLD: keep 2 GB
 
 
-def test_what_is_timed_against_a_graph_by_hand_is_the_same_work() -> None:
+@pytest.fixture(scope="module")
+def gpu() -> Any:
+    """The program benchmarks/gpu.py, as a module."""
     spec = importlib.util.spec_from_file_location("gpu", Path(__file__).parents[2] / "benchmarks" / "gpu.py")
     assert spec is not None
     assert spec.loader is not None
-    gpu = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gpu)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program
+
+
+def test_it_is_told_whether_something_is_compiled_already(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    assert not gpu.has_compiled()
+    (tmp_path / "TRITON_CACHE_DIR").mkdir()
+    assert not gpu.has_compiled()
+    (tmp_path / "TRITON_CACHE_DIR" / "kernel").touch()
+    assert gpu.has_compiled()
+
+
+def test_what_is_timed_against_a_graph_by_hand_is_the_same_work(gpu: Any) -> None:
     by_engine, by_hand = gpu.roads(torch.device("cpu"), Workload(num_clients=2, examples_per_client=80, local_steps=5))
     torch.testing.assert_close(by_engine(), by_hand(), rtol=1e-4, atol=1e-6)

@@ -277,6 +277,16 @@ def test_digits_are_embedded_and_in_canonical_order() -> None:
     assert get("digits").exists()
 
 
+def test_digits_are_read_without_importing_scikit_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "sklearn.datasets", None)  # an import of it would fail
+        quick = load("digits")
+    monkeypatch.setattr(datasets, "_digits_file", lambda: tmp_path / "digits.csv.gz")  # as if it were kept elsewhere
+    slow = load("digits")
+    assert torch.equal(quick.x, slow.x)
+    assert torch.equal(quick.y, slow.y)
+
+
 class Refusals:
     """Each writes what is wrong and returns the arguments of `get`; the docstring is part of the sentence."""
 

@@ -7,11 +7,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
 from support import assert_close, assert_same_bits, finish, memories_of, model, mostly_slow, simulate, with_steps
@@ -134,21 +135,26 @@ def may_compile(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_rounds_do_not_wait_for_the_compiler(federation: Federation, may_compile: threading.Event) -> None:
+@pytest.mark.parametrize("evaluate_every", [1, 100])
+def test_rounds_do_not_wait_for_the_compiler(
+    evaluate_every: int, federation: Federation, may_compile: threading.Event
+) -> None:
     """They begin with the graphs as they were traced, and are captured anew when all of them are compiled."""
-    loop = finish(simulate(PFedHN(local_steps=2), federation, rounds=6, evaluate_every=1, executor="loop"))
-    simulation = simulate(PFedHN(local_steps=2), federation, rounds=6, evaluate_every=1)
+    settings = {"rounds": 6, "evaluate_every": evaluate_every}
+    loop = finish(simulate(PFedHN(local_steps=2), federation, executor="loop", **settings))
+    simulation = simulate(PFedHN(local_steps=2), federation, **settings)
     state = simulation.initial_state()
     run = CapturedRun(simulation, state)
-    progress = (each for each in run.rounds() if each.evaluation)
-    steps = [next(progress).evaluation.step for _ in range(3)]
-    assert steps == [0, 1, 2]
+    progress = run.rounds()
+    while state.round < 3:
+        next(progress)
     assert [len(parts) for parts in run.uncompiled.values()] == [4]  # before, the draw, the step, after
     first = dict(run.graphs)
     may_compile.set()
     gpu.COMPILER.wait()
     list(progress)
     assert not run.uncompiled
+    assert set(run.graphs) == set(first)
     assert all(graph is not first[signature] for signature, graph in run.graphs.items())
     assert_close(memories_of(state), memories_of(loop))
 
@@ -185,24 +191,52 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_what_the_compiler_has_not_begun_can_be_asked_for_again(
-    federation: Federation, may_compile: threading.Event
-) -> None:
+def test_what_the_compiler_has_not_begun_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = threading.Semaphore(0)
+
+    def compiled(part: gpu.Meanwhile) -> None:
+        allowed.acquire(timeout=60)
+        part.is_done = True
+
+    monkeypatch.setattr(gpu.Meanwhile, "compile", compiled)
     one = torch.tensor(1.0)
     parts = [gpu.Meanwhile(executors.make_fx(torch.exp)(one), [one]) for _ in range(3)]
     for part in parts:
         part(one)
     dropping = threading.Thread(target=gpu.COMPILER.drop)
-    until(lambda: gpu.COMPILER.queue.qsize() == 2)  # the first is begun
+    until(lambda: len(gpu.COMPILER.waiting) == 2)  # the first is begun
     dropping.start()
-    until(gpu.COMPILER.queue.empty)
+    until(lambda: not gpu.COMPILER.waiting)
     assert dropping.is_alive()  # it waits for the first
-    may_compile.set()
-    dropping.join()
-    assert [(part.is_asked, part.is_done) for part in parts] == [(True, True), (False, False), (False, False)]
     parts[1](one)
+    allowed.release()
+    dropping.join(30)
+    assert not dropping.is_alive()  # and not for what others ask for meanwhile
+    assert [(part.is_asked, part.is_done) for part in parts] == [(True, True), (True, False), (False, False)]
+    allowed.release()
     gpu.COMPILER.wait()
     assert parts[1].is_done
+
+
+def test_the_end_of_another_run_does_not_keep_one_from_being_compiled(
+    federation: Federation, may_compile: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "Repeated", lambda work: Mock())  # a GPU replays kernels, and asks nobody meanwhile
+    simulation = simulate(PFedHN(local_steps=2), federation, rounds=4, evaluate_every=100)
+    run = CapturedRun(simulation, simulation.initial_state())
+    progress = run.rounds()
+    next(progress)
+    until(lambda: len(gpu.COMPILER.waiting) == 3)
+    ending = threading.Thread(target=gpu.COMPILER.drop)
+    ending.start()
+    until(lambda: not gpu.COMPILER.waiting)
+    while run.state.round == 0:
+        next(progress)
+    may_compile.set()
+    ending.join()
+    gpu.COMPILER.wait()
+    list(progress)
+    assert not run.uncompiled
 
 
 def test_nobody_compiles_while_a_network_is_made() -> None:
@@ -457,22 +491,73 @@ def test_points_of_a_grid_share_what_was_traced(
     assert len(traces) > so_far
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["activation", "slope", "width"])
-def test_one_factory_may_make_other_networks(change: str, federation: Federation) -> None:
+SLOPE = 1.0
+
+
+@pytest.mark.parametrize(
+    "change", mostly_slow(["activation", "slope", "width", "private", "hook", "global"], "private")
+)
+def test_one_factory_may_make_other_networks(
+    change: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A function that reads a variable is the same function after the variable has changed."""
-    hidden = {"activation": nn.Identity, "slope": 0.1, "width": 5}
+    hidden = {"activation": nn.Identity, "slope": 0.1, "width": 5, "private": 1.0, "hook": 1.0, "global": 1.0}
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._scale = hidden["private"]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self._scale * SLOPE
 
     def make() -> nn.Module:
-        layers = [nn.Linear(72, hidden["width"]), hidden["activation"](), nn.LeakyReLU(hidden["slope"])]
-        return nn.Sequential(nn.Flatten(), *layers, nn.Linear(hidden["width"], 4))
+        scaled, scale = Scaled(), hidden["hook"]
+        scaled.register_forward_hook(lambda module, given, x: x * scale)
+        first, last = (nn.Linear(*sizes, bias=False) for sizes in ((72, hidden["width"]), (hidden["width"], 4)))
+        layers = [first, hidden["activation"](), nn.LeakyReLU(hidden["slope"]), scaled, last]
+        return nn.Sequential(nn.Flatten(), *layers)  # without biases: blocks would have classes of their own
 
-    for value in (None, {"activation": nn.Tanh, "slope": 0.5, "width": 6}[change]):
+    others = {"activation": nn.Tanh, "slope": 0.5, "width": 6, "private": 3.0, "hook": 3.0, "global": 3.0}
+    for value in (None, others[change]):
         hidden[change] = value or hidden[change]
+        monkeypatch.setattr(f"{__name__}.SLOPE", hidden["global"])
         target = {"mlp": replace(model(), factory=make)}
         expected = finish(simulate(PFedHN(local_steps=3), federation, target, rounds=3, executor="loop"))
         state, _ = captured(simulate(PFedHN(local_steps=3), federation, target, rounds=3))
         assert_close(memories_of(state), memories_of(expected))
+
+
+def test_networks_that_are_alike_have_one_form() -> None:
+    """Though they lie elsewhere in memory; what holds itself, and what can be compared with nothing, have forms too."""
+
+    def make(scale: float = 1.0) -> nn.Module:
+        module = nn.Sequential(nn.LSTM(3, 2), nn.TransformerEncoderLayer(4, 2, 8))
+        module._activation, module._call = (lambda x: scale * x), partial(max, scale)
+        module._parent, module._bound = [module], module.forward
+        module._settings = {"scale": numpy.full(2, scale), "names": {"a", "b"}, "table": torch.zeros(3)}
+        return module
+
+    first = gpu.form(make())
+    assert hash(first) == hash(gpu.form(make()))
+    assert first == gpu.form(make())
+    assert first != gpu.form(make(2.0))
+    for kind in (threading.Lock, lambda: memoryview(bytearray(b"a"))):
+        one, other = kind(), kind()
+        assert hash(gpu.content([one])) == hash(gpu.content([one]))
+        assert gpu.content([one]) == gpu.content([one])
+        assert gpu.content([one]) != gpu.content([other])
+
+
+def test_a_setting_that_is_not_shown_counts(federation: Federation) -> None:
+    @dataclass(frozen=True)
+    class Hidden(PFedHN):
+        scale: float = field(default=1.0, repr=False)
+
+    first, other, alike = (simulate(Hidden(scale=scale), federation) for scale in (1.0, 3.0, 1.0))
+    one, two, three = (CapturedRun(each, each.initial_state())._key() for each in (first, other, alike))
+    assert one == three
+    assert one != two
 
 
 SETTINGS: dict[str, dict[str, float]] = {method: {"local_momentum": 0.5} for method in ALGORITHMS} | {

@@ -46,8 +46,8 @@ def doctor(as_json: JsonOption = False) -> None:
     from pfedhn.cli.data import data_state
     from pfedhn.data.catalogue import DATASETS, load
     from pfedhn.environment import processor_name
-    from pfedhn.experiments.directory import num_cores
     from pfedhn.files import cache_folder, write_trouble
+    from pfedhn.process import num_cores
 
     table: dict[str, str] = {}
     table["pfedhn"] = f"{pfedhn.__version__}, {Path(pfedhn.__file__).parent}"

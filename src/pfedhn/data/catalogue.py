@@ -5,6 +5,7 @@ comes from their content alone, so every copy of a data set gives the same feder
 """
 
 import hashlib
+import importlib.util
 import io
 import json
 import logging
@@ -179,9 +180,7 @@ def get(name: str, data_dir: str | Path | None = None, progress: Progress | None
     """
     source = _source(name)
     if name == "digits":
-        import sklearn.datasets
-
-        return Path(sklearn.datasets.__file__).parent / "data" / "digits.csv.gz"
+        return _digits_file()
     path = cache_path(name)
     if _has_record(path) and not again:
         _verify(name, path, data_dir)
@@ -240,11 +239,23 @@ def _source(name: str) -> Source:
     return DATASETS[name]
 
 
-def _digits(source: Source) -> Dataset:
-    from sklearn.datasets import load_digits
+def _digits_file() -> Path:
+    """The table that scikit-learn brings along, found without importing all of it, which takes a second."""
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise UserError("digits come with scikit-learn, which is not installed; pip install scikit-learn.")
+    return Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
 
-    bunch = load_digits()
-    pixels, labels = bunch.data.astype(numpy.uint8), bunch.target.astype(numpy.int64)
+
+def _digits(source: Source) -> Dataset:
+    file = _digits_file()
+    if file.is_file():
+        table = numpy.loadtxt(file, delimiter=",")
+    else:  # another version may keep it elsewhere
+        from sklearn.datasets import load_digits
+
+        table = numpy.column_stack(load_digits(return_X_y=True))
+    pixels, labels = table[:, :-1].astype(numpy.uint8), table[:, -1].astype(numpy.int64)
     order = _canonical_order(pixels, labels)
     x = torch.from_numpy(pixels[order]).to(torch.float32) / 16
     y = torch.from_numpy(labels[order])

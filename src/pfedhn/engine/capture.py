@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from pfedhn import keys
+from pfedhn import fingerprint, keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Examples, cohort, draw_batches
 from pfedhn.engine.evaluate import Chunk, evaluate, plan, to_splits
@@ -43,6 +43,7 @@ from pfedhn.engine.gpu import (
     choosing_once,
     compile_graph,
     compile_once,
+    content,
     form,
     shared_by_equal_runs,
 )
@@ -349,11 +350,14 @@ class CapturedRun:
         settings = with_rates(simulation.algorithm, dict.fromkeys(self.rates))
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         how = (str(self.counter.device), kernels.dot_precision(), kernels.SharedGPU.runs, is_deterministic)
-        models = tuple((model, form(model.training_module)) for model in simulation.models.values())
+        models = tuple(
+            (model, form(model.training_module), content((model.per_example_loss, model.per_example_metric)))
+            for model in simulation.models.values()
+        )
         exchange = simulation.exchange
         draws = exchange.upload.draws or exchange.download.draws
         wire = (exchange.upload, exchange.download, exchange.is_frozen, exchange.seed if draws else None)
-        return (*parts, type(settings), repr(settings), tuple(self.rates), models, how, wire)
+        return (*parts, fingerprint.of_code(type(settings)), content(settings), tuple(self.rates), models, how, wire)
 
     def _memories(self) -> Any:
         memories = self.state.memories
@@ -522,6 +526,8 @@ class CapturedRun:
 
     def _renew_graphs(self) -> None:
         """Where rounds began before the compiler was done, capture them anew once it is."""
+        for part in set().union(*self.uncompiled.values()):
+            part.ask()  # a run that ended on another thread may have dropped it
         compiled = [s for s, parts in self.uncompiled.items() if all(part.is_done for part in parts)]
         if compiled and self.stream is not None:
             self.stream.synchronize()
@@ -584,6 +590,7 @@ class CapturedRun:
             yield from self._evaluated(cost)
         for number in range(state.round, simulation.num_rounds):
             signature = self.signatures[number]
+            self._renew_graphs()
             graph = self.graph_of(signature)
             with self._on_stream():
                 graph.replay()
@@ -620,7 +627,6 @@ class CapturedRun:
         splits = to_splits(scores, simulation.federation, EVALUATED_SPLITS, simulation.has_metric)
         with self._on_stream():
             evaluation = simulation.choose(state, splits)
-        self._renew_graphs()
         yield Progress(evaluation.step, evaluation)
 
     def _on_stream(self) -> AbstractContextManager[None]:

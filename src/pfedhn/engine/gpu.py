@@ -4,19 +4,27 @@ import atexit
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import partial
 from importlib import import_module
-from queue import Empty, Queue
-from threading import Thread, main_thread
-from typing import Any
+from threading import Condition, Thread, main_thread
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
+from pfedhn import fingerprint
+from pfedhn.engine.closures import places_of
 from pfedhn.engine.executors import Function, Traced, TracedScan
 from pfedhn.errors import first_line
 from pfedhn.kernels import launch as kernels
@@ -102,10 +110,14 @@ class Meanwhile:
     def is_awaited(self) -> bool:
         return self.is_asked and not self.is_done
 
-    def __call__(self, *values: Tensor) -> Any:
+    def ask(self) -> None:
+        """Have it compiled, unless that has been asked for."""
         if not self.is_asked:
             self.is_asked = True
             COMPILER.put(self)
+
+    def __call__(self, *values: Tensor) -> Any:
+        self.ask()
         chosen = _chosen.get()
         return (self.best if chosen is None else chosen.setdefault(self, self.best))(*values)
 
@@ -128,37 +140,47 @@ class Compiler:
     """A thread that compiles one graph after the other: two would only wait for each other's Python."""
 
     def __init__(self) -> None:
-        self.queue: Queue[Meanwhile] = Queue()
+        self.waiting: deque[Meanwhile] = deque()
+        self.begun: Meanwhile | None = None
+        self.changed = Condition()
         self.thread: Thread | None = None
 
     def put(self, work: Meanwhile) -> None:
-        self.queue.put(work)
-        if self.thread is None or not self.thread.is_alive():
-            if self.thread is None:
-                atexit.register(self.drop)  # a thread that Python ends in the middle takes the process with it
-            self.thread = Thread(target=self._work, name="compiler", daemon=True)
-            self.thread.start()
+        with self.changed:
+            self.waiting.append(work)
+            self.changed.notify_all()
+            if self.thread is None or not self.thread.is_alive():
+                if self.thread is None:
+                    atexit.register(self.drop)  # a thread that Python ends in the middle takes the process with it
+                self.thread = Thread(target=self._work, name="compiler", daemon=True)
+                self.thread.start()
 
     def _work(self) -> None:
         while True:
-            work = self.queue.get()
+            with self.changed:
+                self.changed.wait_for(lambda: self.waiting)
+                work = self.begun = self.waiting.popleft()
             try:
                 with WHOLE_PROCESS:
                     work.compile()
             finally:
-                self.queue.task_done()
+                with self.changed:
+                    self.begun = None
+                    self.changed.notify_all()
 
     def wait(self) -> None:
         """Until everything that was asked for is compiled."""
-        self.queue.join()
+        with self.changed:
+            self.changed.wait_for(lambda: self.begun is None and not self.waiting)
 
     def drop(self) -> None:
         """Let go of what has not been begun: who needs it asks again. What has been begun is waited for."""
-        with suppress(Empty):
-            while True:
-                self.queue.get_nowait().is_asked = False
-                self.queue.task_done()
-        self.wait()
+        with self.changed:
+            for work in self.waiting:
+                work.is_asked = False
+            self.waiting.clear()
+            begun = self.begun
+            self.changed.wait_for(lambda: begun is None or self.begun is not begun)
 
 
 COMPILER = Compiler()
@@ -179,14 +201,85 @@ def shared_by_equal_runs(key: Any, make: Callable[[], Traced | TracedScan]) -> A
     return found
 
 
-def form(network: nn.Module) -> Any:
-    """What a network computes, as far as its parts tell: one factory may make another if it reads a variable."""
+Seen: TypeAlias = dict[int, tuple[int, Any]]
+"""What has been looked at, by its place in memory: its number, and itself, so that the place stays taken."""
 
-    def settings(part: nn.Module) -> str:
-        return repr({name: value for name, value in vars(part).items() if not name.startswith("_")})
+OF_EVERY_MODULE = {name for name in vars(nn.Module()) if name.startswith("_")}
+
+
+def form(network: nn.Module, seen: Seen | None = None) -> Any:
+    """What a network computes, as far as its parts tell: one factory may make another if it reads a variable."""
+    seen = {} if seen is None else seen
+    for part in network.modules():
+        seen.setdefault(id(part), (len(seen), part))
+
+    def about(part: nn.Module) -> Any:
+        settings = {name: value for name, value in vars(part).items() if name not in OF_EVERY_MODULE}
+        hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
+        return type(part), fingerprint.of_code(type(part)), content((settings, hooks), seen)
 
     shapes = tuple((name, value.shape, value.requires_grad) for name, value in network.named_parameters())
-    return shapes, tuple((name, type(part), settings(part)) for name, part in network.named_modules())
+    return shapes, tuple((name, about(part)) for name, part in network.named_modules())
+
+
+def content(value: Any, seen: Seen | None = None) -> Any:
+    """Something hashable that is equal for values that are alike, wherever they lie in memory.
+
+    Of a tensor only shape and type count: a trace in which its numbers stay is not shared.
+    """
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return type(value), repr(value)  # 1 is not 1.0 here, nor 0.0 -0.0
+    if isinstance(value, Tensor):
+        return type(value), value.shape, value.dtype, value.device
+    if isinstance(value, numpy.ndarray) and value.dtype != object:
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, type):
+        return value, fingerprint.of_code(value)
+    if isinstance(value, Enum | ModuleType):
+        return value
+    seen = {} if seen is None else seen
+    inside = partial(content, seen=seen)
+    if isinstance(value, weakref.ref):
+        return inside(value())
+    if id(value) in seen:  # it may hold itself
+        return "again", seen[id(value)][0]
+    seen[id(value)] = (len(seen), value)
+    if isinstance(value, Mapping):
+        return type(value), tuple((inside(key), inside(one)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(inside, value))
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(map(inside, value))
+    if isinstance(value, FunctionType):
+        return fingerprint.of_code(value), tuple(inside(place.content) for place in places_of(value)[0])
+    if isinstance(value, partial):
+        return inside((value.func, value.args, value.keywords))
+    if isinstance(value, MethodType):
+        return inside((value.__func__, value.__self__))
+    if isinstance(value, nn.Module):
+        return form(value, seen)
+    if is_dataclass(value):
+        return type(value), tuple(inside(getattr(value, one.name)) for one in fields(value))
+    if isinstance(getattr(value, "__dict__", None), dict):
+        return type(value), inside(vars(value))
+    try:
+        hash(value)
+    except Exception:  # of any kind: it is a person's
+        return Same(value)
+    return type(value), value
+
+
+@dataclass(frozen=True, eq=False)
+class Same:
+    """Equal where the value is the same one; it keeps the value, so that nothing else comes to lie in its place."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> None:

@@ -3,7 +3,6 @@
 `experiment.toml` carries a digest of itself. Where it is lost, it is made again from what every run's `spec.toml` says.
 """
 
-import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +14,7 @@ from pfedhn.errors import RunError, UserError, closest
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.files import is_empty, make_folder, one_at_a_time, read_bytes, reading, write_atomically
+from pfedhn.process import num_cores
 from pfedhn.record import MENDS, MendableError, Spec, read_finished, read_spec
 from pfedhn.result import Result
 from pfedhn.seal import DamagedError, sealed_text, unsealed_text
@@ -271,11 +271,6 @@ def plain(value: Any) -> Any:
             if part is not None
         }
     return [plain(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def num_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def num_jobs(num_runs: int, wanted: int | None) -> int:

@@ -5,7 +5,6 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection as pipes
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import NamedTuple
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.execute import Failure, Queue, failure, start
 from pfedhn.experiments.spec import Experiment, RunSpec
-from pfedhn.process import new_process
+from pfedhn.process import start_process
 from pfedhn.progress import Event, Said, Update
 from pfedhn.result import Result
 from pfedhn.run import drain
-from pfedhn.stopping import STOPS, hurry, leaving_rounds, stop_requests
+from pfedhn.stopping import hurry, leaving_rounds, stop_requests
 
 
 class _Stopped(NamedTuple):
@@ -76,28 +75,10 @@ def _hand_out(queue: Queue, workers: list[_Worker], directory: Path, jobs: int, 
             return
         idle = next((worker for worker in workers if worker.run is None), None)
         if idle is None:
-            idle = _start_worker(directory, queue.experiment, options)
+            idle = _Worker(*start_process(_work, directory, queue.experiment, options))
             workers.append(idle)
         idle.run = run
         idle.pipe.send(run)
-
-
-def _start_worker(directory: Path, experiment: Experiment, options: Options) -> _Worker:
-    mine, theirs = pipes.Pipe()
-    process = new_process(_work, theirs, directory, experiment, options)
-    # A terminal sends Ctrl-C to every process of a group, and a second one means "at once". A worker therefore never
-    # hears a signal, only its parent. Blocked before it starts, since libraries start threads while they are imported.
-    if hasattr(signal, "pthread_sigmask"):
-        resource_tracker.ensure_running()  # starting it later would lift the block
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    else:
-        process.start()
-    theirs.close()
-    return _Worker(process, mine)
 
 
 def _hear(queue: Queue, worker: _Worker) -> bool:
