@@ -324,9 +324,12 @@ def test_with_pytorch_s_convolutions_one_client_s_steps_are_a_graph(
 ) -> None:
     """Which is replayed for each: the convolutions of several clients at once are grouped ones, and slow on a GPU."""
     counts = []
-    train = CapturedRun._train
+    train, scores = CapturedRun._train, CapturedRun._scores_of
     monkeypatch.setattr(
         CapturedRun, "_train", lambda self, *arguments: counts.append(len(arguments[-1])) or train(self, *arguments)
+    )
+    monkeypatch.setattr(
+        CapturedRun, "_scores_of", lambda self, chunks: counts.append(len(chunks[0].members)) or scores(self, chunks)
     )
     loop, fast = (
         simulate(algorithm(method), federation, "batchnorm", rounds=3, cohort=4, evaluate_every=4, executor=name)
@@ -347,6 +350,9 @@ def test_groups_of_which_some_have_convolutions(federation: Federation) -> None:
     expected = finish(runs[0])
     state, _ = captured(runs[1])
     assert_close(memories_of(state), memories_of(expected))
+    assert state.best is not None
+    assert expected.best is not None
+    assert_close(state.best.evaluation.splits["test"].loss, expected.best.evaluation.splits["test"].loss)
 
 
 @pytest.mark.parametrize(("target", "is_found"), [("mlp", False), ("conv", True), ("batchnorm", True)])

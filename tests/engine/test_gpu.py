@@ -146,7 +146,7 @@ def test_after_a_run_that_could_not_be_captured_others_can(
     ]
     expected = memories_of(finish(runs[0]))
     with monkeypatch.context() as patch:
-        patch.setattr(CapturedRun, "_evaluate", lambda self: torch.cuda.synchronize())  # not allowed while capturing
+        patch.setattr(CapturedRun, "_evaluate", lambda *_: torch.cuda.synchronize())  # not allowed while capturing
         state = runs[1].initial_state()
         list(rounds(runs[1], state))
     assert "cannot be captured" in caplog.text

@@ -4,7 +4,8 @@ What a round does is written in the algorithm and in `simulate`; here it is cut 
 (before, the local steps, after), each traced, compiled and captured. Axes: [C]lients of a cohort, [K] steps.
 
 Clients of a cohort share kernels where that is a gain. With PyTorch's convolutions it is not (those of many clients are
-grouped ones, which are slow): then one client's local steps are a graph of their own, replayed for each.
+grouped ones, which are slow): then one client's local steps are a graph of their own, replayed for each, and so is the
+evaluation of one client's model.
 """
 
 import logging
@@ -257,6 +258,24 @@ class InTurn:
 
 Graph: TypeAlias = torch.cuda.CUDAGraph | Repeated | InTurn
 
+Part: TypeAlias = tuple[Callable[[], None], int]
+"""What becomes a graph, and how often it is replayed."""
+
+
+def pile_up(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Chunks of one client each as one pile for every architecture, filled up to the same width."""
+    piles = []
+    for model in dict.fromkeys(chunk.model for chunk in chunks):
+        mine = [chunk for chunk in chunks if chunk.model is model]
+        width = max(chunk.index.shape[-1] for chunk in mine)
+        index, masks = (
+            torch.cat([functional.pad(part, (0, width - part.shape[-1])) for part in parts])
+            for parts in ([chunk.index for chunk in mine], [chunk.masks for chunk in mine])
+        )
+        clients = [client for chunk in mine for client in chunk.clients]
+        piles.append(Chunk(model, clients, torch.cat([chunk.members for chunk in mine]), index, masks))
+    return piles
+
 
 @dataclass(eq=False)
 class CapturedRun:
@@ -343,6 +362,8 @@ class CapturedRun:
             self.after[s] = shared_by_equal_runs(self._key("after", s), after)
         self.evaluator = Executor("apart", one_by_one) if self.is_apart else EXECUTORS["vectorized"]()
         self.chunks = plan(simulation.federation, simulation.model_of, EVALUATED_SPLITS, one_by_one=self.is_apart)
+        if self.is_apart:
+            self.chunks = pile_up(self.chunks)
 
     def _key(self, *parts: Any) -> Any:
         """Runs with equal keys trace alike: rates, seeds and data are arguments of what is traced."""
@@ -364,7 +385,7 @@ class CapturedRun:
         private = {name: table.tree for name, table in memories.private.items() if name in self.slots}
         return memories.shared, memories.rows, private
 
-    def _parts(self, signature: Signature) -> list[tuple[Callable[[], None], int]]:
+    def _parts(self, signature: Signature) -> list[Part]:
         """What a round does, in the order in which it is captured and replayed, and how often each."""
         if not self.is_apart or sum(count for _, count in signature) == 1:
             return [(lambda: self._finish(signature, *self._trained(signature)), 1)]
@@ -469,8 +490,25 @@ class CapturedRun:
             result: tuple[Params, Kept] = torch.vmap(train)(*given)
             return result
 
-    def _evaluate(self) -> None:
-        self.scores.copy_(self._scores_of(self.chunks))
+    def _evaluation_parts(self) -> list[Part]:
+        if not self.is_apart:
+            return [(lambda: self._evaluate(self.chunks), 1)]
+        return [
+            (self._begin_evaluation, 1),
+            *((partial(self._evaluate_next, pile), len(pile.members)) for pile in self.chunks),
+        ]
+
+    def _begin_evaluation(self) -> None:
+        self.scores.zero_()
+
+    def _evaluate(self, chunks: Sequence[Chunk]) -> None:
+        self.scores.copy_(self._scores_of(chunks))
+
+    def _evaluate_next(self, pile: Chunk) -> None:
+        """The next client of those that have one architecture."""
+        members, index, masks = (part.index_select(0, self.place) for part in (pile.members, pile.index, pile.masks))
+        self.scores.add_(self._scores_of([Chunk(pile.model, pile.clients, members, index, masks)]))
+        self.place.add_(1).remainder_(len(pile.members))
 
     def _scores_of(self, chunks: Sequence[Chunk]) -> Tensor:
         shared, rows, private = self._memories()
@@ -545,7 +583,7 @@ class CapturedRun:
                 self._announce_kernels(signature)
             self.graph_of(signature)
             if self.evaluation_graph is None:
-                self.evaluation_graph, _ = self._capture(self._evaluate)
+                self.evaluation_graph, _ = self._capture_all(self._evaluation_parts())
 
     def _announce_kernels(self, signature: Signature) -> None:
         """Have the kernels of a round and of an evaluation compiled on other cores, while this one traces and compiles.
@@ -562,22 +600,26 @@ class CapturedRun:
 
     def graph_of(self, signature: Signature) -> Graph:
         if signature not in self.graphs:
-            parts: list[tuple[Graph, int]] = []
-            uncompiled: set[Meanwhile] = set()
-            for work, times in self._parts(signature):
-                with self._on_stream():
-                    self.place.zero_()
-                    if len(parts) == 1:
-                        parts[0][0].replay()  # the cohort that the next parts are warmed up on
-                graph, waiting = self._capture(work)
-                parts.append((graph, times))
-                uncompiled |= waiting
-            with self._on_stream():
-                self.place.zero_()
-            self.graphs[signature] = parts[0][0] if len(parts) == 1 else InTurn(parts)
+            self.graphs[signature], uncompiled = self._capture_all(self._parts(signature))
             if uncompiled:
                 self.uncompiled[signature] = uncompiled
         return self.graphs[signature]
+
+    def _capture_all(self, parts: Sequence[Part]) -> tuple[Graph, set[Meanwhile]]:
+        """One graph after the other, as `_capture`."""
+        graphs: list[tuple[Graph, int]] = []
+        uncompiled: set[Meanwhile] = set()
+        for work, times in parts:
+            with self._on_stream():
+                self.place.zero_()
+                if len(graphs) == 1:
+                    graphs[0][0].replay()  # it prepares what the next parts are warmed up on
+            graph, waiting = self._capture(work)
+            graphs.append((graph, times))
+            uncompiled |= waiting
+        with self._on_stream():
+            self.place.zero_()
+        return graphs[0][0] if len(graphs) == 1 else InTurn(graphs), uncompiled
 
     def rounds(self) -> Iterator[Progress]:
         """As `Simulation.rounds`; yields between launches so that several runs can take turns on the GPU."""
