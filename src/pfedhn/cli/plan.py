@@ -177,7 +177,7 @@ def print_plan(
 
 
 def _widths(cells: Mapping[str, Sequence[RunSpec]]) -> list[int]:
-    """Of the columns, before it is known what will stand in them."""
+    """How wide the columns are, before it is known what will stand in them."""
     steps = [f"{members[0].cell.steps:,}" for members in cells.values()]  # no run has more rounds
     likely = [*cells], ["999"], steps, ["10,000,000"], ["1000.0 MB"], ["unknown"]
     return [max(map(len, (name, *words))) for name, words in zip(COLUMNS, likely, strict=True)]
