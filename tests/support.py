@@ -153,7 +153,7 @@ def personal(simulation: Simulation, state: State) -> list[Params]:
     weights = []
     for client in range(simulation.federation.num_clients):
         architecture, memories = simulation.model_of(client), state.memories
-        algorithm, one = simulation.algorithm, torch.tensor([client])
+        algorithm, one = simulation.algorithm, torch.tensor([client], device=simulation.federation.x.device)
         batches = simulation.federation.batches(
             one,
             simulation.personalize_key(state.round),

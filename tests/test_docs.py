@@ -48,7 +48,7 @@ from pfedhn.studies import STUDIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+TUTORIALS = [*sorted((ROOT / "docs" / "tutorials").glob("*.md")), ROOT / "docs" / "adapters.md"]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -90,8 +90,6 @@ def code(cell: str) -> str:
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = "\n".join(blocks(page, "python"))
-    for module in re.findall(r"^from (peft|transformers) import", code, re.MULTILINE):
-        pytest.importorskip(module)
     exec(compile(fewer_steps(code), page.name, "exec"), {"__name__": "__main__"})
 
 
@@ -101,6 +99,8 @@ def test_tutorials_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pyte
     """Titled blocks are files, Python runs in one session, lines of a shell that call pfedhn run in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    for module in re.findall(r"^from (peft|transformers) import", page.read_text(), re.MULTILINE):
+        pytest.importorskip(module)
     names: dict[str, Any] = {"__name__": "__main__"}
     for language, title, body in FENCE.findall(page.read_text()):
         if title:
@@ -511,6 +511,13 @@ def test_every_argument_of_the_api_is_documented(name: str, function: Any) -> No
     arguments = [argument for argument in inspect.signature(function).parameters if argument not in ("self", "cls")]
     missing = [word for word in arguments if not re.search(rf"^    (\w+, )*{word}(, \w+)*:", text, re.MULTILINE)]
     assert not missing, f"{name} does not say what {missing} mean"
+
+
+@pytest.mark.parametrize("rule", ["by_classes", "dirichlet", "by_group", "by_coarse_class"])
+def test_every_setting_of_a_partition_is_on_the_page_of_splits(rule: str) -> None:
+    page = (ROOT / "docs" / "splits.md").read_text()
+    settings = set(inspect.signature(getattr(pfedhn, rule)).parameters) - {"num_clients"}
+    assert [name for name in sorted(settings) if not re.search(rf"\b{name}\b", page)] == []
 
 
 def test_the_tree_is_the_source() -> None:

@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -282,6 +283,35 @@ def test_what_is_needed_counts_the_cohort_the_head_and_what_clients_keep(monkeyp
     refuse(large, 4, r"would need 0\.\d GB .* has 0\.1 GB; .* or take chunk_size = (500|2000|10000) \(0\.0 GB\)")
     small = replace(chunked, chunk_size=10)
     refuse(small, 4, r"would need 0\.\d GB .* has 0\.1 GB; .* or take chunk_size = (500|2000|10000) \(0\.0 GB\)")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"rest": "frozen"}, "rest = 'frozen' has no effect without layers that are generated"),
+        ({"shared_lr": 1.0}, "shared_lr = 1.0 has no effect without layers that are shared"),
+        ({"shared_lr": 1.0, "generated": ("last",), "rest": "frozen"}, "shared_lr = 1.0 has no effect without"),
+        ({"rank": 2}, "rank = 2 has no effect without head='low-rank'; give that too, or leave it out"),
+        ({"chunk_size": 9}, "chunk_size = 9 has no effect without head='chunked'"),
+        ({"chunk_size": 9, "head": "low-rank"}, "chunk_size = 9 has no effect"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(pfedhn.UserError, match=re.escape(sentence)):
+        pfedhn.PFedHN(**settings).for_clients(6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rest": "frozen", "generated": ("last",)},
+        {"shared_lr": 1.0, "generated": ("last",)},
+        {"shared_lr": 1.0, "head": "chunked", "chunk_size": 9},
+        {"shared_lr": 1.0, "head": "low-rank", "rank": 2, "generated": ("last",), "rest": "frozen"},
+    ],
+)
+def test_settings_with_effect_are_taken(settings: dict[str, Any]) -> None:
+    assert pfedhn.PFedHN(**settings).for_clients(6).embedding_dim == 2
 
 
 def test_a_result_says_who_the_clients_are() -> None:

@@ -188,7 +188,7 @@ def _what_goes_in(given: Mapping[str, Any]) -> list[str]:
         if images["resized_with"]:
             size += f", resized with {images['resized_with']}"
         channels = f"channels {', '.join(images['channels'])}"
-        values = f"each value from 0 to 1 (the pixel divided by {images['pixels_divided_by']})"
+        values = f"each value from 0 to 1 (the pixel divided by {images['pixels_divided_by']}; of 16 bits, by 65535)"
         return ["## What goes in", "", f"Images of {size}; {channels}, in this order and first; {values}.", ""]
     if not given.get("columns"):
         return []

@@ -170,6 +170,11 @@ def assemble(
     federation = federation.to(choose_device(device))
     if isinstance(model, str):
         shape = tuple(federation.x.shape[1:])
+        if federation.num_classes is None and not federation.y.is_floating_point() and federation.y.ndim == 1:
+            raise UserError(
+                f"{short(model)} needs as many outputs as there are classes, which nobody knows of clients that are "
+                "loaded when needed; give a function that makes the network, as lambda: pfedhn.MLP(8, 16, 6)."
+            )
         model = {models.network_name(model): models.factory(model, federation.num_classes or 1, shape)}
     factories = dict(model) if isinstance(model, Mapping) else {"model": model}
     if not factories:
@@ -1150,7 +1155,8 @@ def train(
             name in experiment files, as "tabular-32" or "lenet-s"; or several functions by name, for clients of
             different sizes (`federation.with_architectures` says who runs which). A hypernetwork's first weights are
             drawn by the network's name: for the numbers of `pfedhn run`, give the name.
-        steps: Communication steps: one client taking part once. 5,000 rounds of one client, or 1,000 of five.
+        steps: Communication steps: one client taking part once. 5,000 rounds of one client, or 1,000 of five. The
+            last round is complete: 6 steps with five clients per round are 10.
         cohort_size: Clients per round; 1 for pFedHN, 5 for the averaging methods by default.
         batch_size: Examples in a minibatch.
         evaluate_every: Communication steps between evaluations.

@@ -273,8 +273,8 @@ def test_proposition_1_linear_hypernetwork_is_uncentered_pca() -> None:
 def test_a_head_that_adds_nothing_is_fedavg(federation: Federation, head: Any, target: str) -> None:
     """Such heads write zeros at first; where phi and the embeddings stand still, the layers for all are FedAvg's."""
     local = {"local_steps": 3, "local_lr": 0.1, "local_clip": None, "rule": "size"}
-    still = {"lr": 0.0, "shared_lr": 1.0, "hidden_dim": 4, "head": head, "rank": 1, "chunk_size": 7}
-    spec = PFedHN(**local, **still)
+    still = {"lr": 0.0, "shared_lr": 1.0, "hidden_dim": 4}
+    spec = PFedHN(**local, **still, head=head, **({"rank": 1} if head == "low-rank" else {"chunk_size": 7}))
     simulations = [simulate(one, federation, target, rounds=6, cohort=3) for one in (spec, FedAvg(**local))]
     states = [finish(simulation) for simulation in simulations]
     assert_close(*(personal(simulation, state) for simulation, state in zip(simulations, states, strict=True)))

@@ -204,3 +204,60 @@ def test_a_column_that_nobody_reads_may_be_long_texts(tmp_path: Path) -> None:
 def test_a_mark_at_the_beginning_of_a_file_is_no_part_of_a_name(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("who;what;a\n1;2;0,5\n", encoding="utf-8-sig")
     assert from_table(tmp_path / "table.csv", "who", "what").x.tolist() == [[0.5]]
+
+
+@pytest.mark.parametrize("mark", ["NA", "n/a", "null", "None", "?", "-", " na "])
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_the_usual_marks_among_numbers_are_empty_cells(mark: str, separator: str, tmp_path: Path) -> None:
+    def written(empty: str) -> Path:
+        point = "," if separator == ";" else "."
+        file = tmp_path / "table.csv"
+        doses = [empty if i == 4 else f"{i}{point}5" for i in range(20)]
+        rows = [("ab"[i % 2], dose, i % 2) for i, dose in enumerate(doses)]
+        file.write_text("\n".join(separator.join(map(str, row)) for row in [("who", "dose", "label"), *rows]))
+        return file
+
+    read = {"encode": "one-hot", "missing": "median"}
+    expected = read_federation(written(""), "who", "label", **read)  # type: ignore[arg-type]
+    for options in (read, {"missing": "median"}):
+        federation = read_federation(written(mark), "who", "label", **options)  # type: ignore[arg-type]
+        assert torch.equal(federation.x, expected.x)
+    for encode in ("refuse", "one-hot"):
+        with pytest.raises(
+            UserError, match=r"'dose' in line 6 of table\.csv is .*; fill it, drop the example, or have"
+        ):
+            read_federation(written(mark), "who", "label", encode=encode)  # type: ignore[arg-type]
+    (tmp_path / "new.csv").write_text(f"dose\n{mark}\n")
+    assert numpy.isnan(read_inputs(tmp_path / "new.csv", how=expected.reading).x).all()
+
+
+def test_a_mark_among_texts_is_one_of_them(tmp_path: Path) -> None:
+    lines = [f"a,{('none', 'mild', '?')[i % 3]},{('-', 'NA')[i % 2]},{i % 2}" for i in range(30)]
+    (tmp_path / "table.csv").write_text("\n".join(["who,pain,other,label", *lines]))
+    table = from_table(tmp_path / "table.csv", "who", "label", encoding=Encoding("one-hot"))
+    assert table.columns == (Column("pain", ("?", "mild", "none")), Column("other", ("-", "NA")))
+
+
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_a_few_texts_among_numbers_are_named(separator: str, tmp_path: Path) -> None:
+    point = "," if separator == ";" else "."
+    doses = [{3: "NA", 7: "5 mg", 8: "6 mg"}.get(i, f"{i}{point}5") for i in range(30)]
+    rows = [("who", "dose", "label"), *(("a", dose, i % 2) for i, dose in enumerate(doses))]
+    (tmp_path / "table.csv").write_text("\n".join(separator.join(map(str, row)) for row in rows))
+    for encoding, way_out in (
+        (Encoding("one-hot", "median"), "as nearly all of that column are; fix or empty the cell"),
+        (Encoding(missing="median"), "make numbers of such columns"),
+    ):
+        with pytest.raises(
+            UserError, match=rf"'dose' in line 9 of table\.csv is '5 mg' and not a number[,;] {way_out}"
+        ):
+            from_table(tmp_path / "table.csv", "who", "label", encoding=encoding)
+
+
+def test_a_mark_among_labels_that_are_numbers_is_no_class(tmp_path: Path) -> None:
+    lines = [f"a,{i},{'NA' if i == 4 else i / 2}" for i in range(20)]
+    (tmp_path / "table.csv").write_text("\n".join(["who,dose,price", *lines]))
+    with pytest.raises(UserError, match=r"line 6 of table\.csv has 'NA' for 'price'; fill the cell or drop"):
+        from_table(tmp_path / "table.csv", "who", "price")
+    (tmp_path / "table.csv").write_text("who,dose,pain\na,1,none\na,2,mild\n")
+    assert from_table(tmp_path / "table.csv", "who", "pain").class_names == ("mild", "none")

@@ -4,6 +4,8 @@ import numpy
 import pytest
 import torch
 
+import pfedhn
+from pfedhn.data.describe import describe
 from pfedhn.data.hugging_face import from_hugging_face
 from pfedhn.errors import UserError
 
@@ -61,3 +63,47 @@ def test_what_does_not_fit_is_refused() -> None:
         from_hugging_face(table(), "ofice", "mood", "values")
     with pytest.raises(UserError, match="not a stream"):
         from_hugging_face(table().to_iterable_dataset(), "office", "mood", "values")  # type: ignore[attr-defined]
+
+
+def mixed() -> object:
+    """Three offices of several sizes that hold several classes."""
+    generator = numpy.random.default_rng(0)
+    moods = [("glad", "sad", "calm")[i] for i in generator.integers(3, size=90)]
+    return datasets.Dataset.from_dict(
+        {
+            "office": ["bca"[i] for i in generator.integers(3, size=90)],
+            "mood": moods,
+            "values": generator.normal(size=(90, 4)).tolist(),
+        }
+    )
+
+
+@pytest.mark.parametrize("stratify", [False, True])
+def test_what_is_read_when_needed_is_the_same_federation(stratify: bool) -> None:
+    held, lazy = (
+        from_hugging_face(mixed(), "office", "mood", "values", seed=3, stratify=stratify, when_needed=when_needed)
+        for when_needed in (False, True)
+    )
+    assert lazy.names == held.names == ("a", "b", "c")
+    assert lazy.class_names == held.class_names == ("calm", "glad", "sad")
+    assert lazy.num_classes == 3
+    assert torch.equal(lazy.class_shares, held.class_shares)
+    assert describe(lazy) == describe(held)
+    for name in held.splits:
+        for client in range(3):
+            left, right = (federation.examples(federation.splits[name].of(client)) for federation in (held, lazy))
+            assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    runs = [
+        pfedhn.train("pfedhn", data, "mlp-4", steps=4, evaluate_every=2, batch_size=8, executor="loop", progress=False)
+        for data in (held, lazy)
+    ]
+    assert [moment.test for moment in runs[0].history] == [moment.test for moment in runs[1].history]
+    assert runs[1].personal_model("b") is not None
+
+
+@pytest.mark.parametrize("when_needed", [False, True])
+@pytest.mark.parametrize("empty", [None, " "])
+def test_an_example_of_nobody_is_refused(empty: str | None, when_needed: bool) -> None:
+    rows = {"who": ["a", "b", empty, "b"], "what": [0, 1, 0, 1], "x": [[1.0], [2.0], [3.0], [4.0]]}
+    with pytest.raises(UserError, match="row 2 of the data set has no 'who'; fill the cell or drop the row"):
+        from_hugging_face(datasets.Dataset.from_dict(rows), "who", "what", "x", when_needed=when_needed)

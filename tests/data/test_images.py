@@ -9,10 +9,12 @@ import torch
 from support import encoded
 
 from pfedhn.data.files import read_client, read_federation, read_inputs
+from pfedhn.data.images import decode
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_federation, check
-from pfedhn.experiments.grid import from_toml
+from pfedhn.experiments.grid import from_toml, with_assignments
 from pfedhn.experiments.spec import Experiment
+from pfedhn.settings import parse_assignments
 
 
 def photos(root: Path, sizes: tuple[int, ...] = (6, 9)) -> Path:
@@ -51,6 +53,10 @@ def test_images_of_several_sizes_are_brought_to_one(tmp_path: Path) -> None:
         read_federation(root)
     for settings, sentence in (
         ({"resize": (0, 4)}, "give a height and a width of 1 to 4096"),
+        ({"resize": 0}, "resize is 0; give a height and a width of 1 to 4096"),
+        ({"resize": 5.5}, r"resize is 5\.5; give a height and a width of 1 to 4096"),
+        ({"resize": "ab"}, "resize is 'ab'; give a height and a width of 1 to 4096"),
+        ({"resize": (True, 4)}, "give a height and a width of 1 to 4096"),
         ({"corrupt": "skipp"}, "corrupt is 'skipp'; it must be refuse or skip"),
         ({"resize": (5, 4), "missing": "median"}, "are for tables"),
     ):
@@ -141,6 +147,8 @@ def test_an_experiment_file_says_how_data_are_read(tmp_path: Path) -> None:
     experiment = from_toml(toml)
     check(experiment)
     assert build_federation(experiment.cells[0], seed=0).x.shape == (16, 1, 4, 4)
+    (square,) = with_assignments(experiment, parse_assignments(["read.resize=3"])).cells
+    assert build_federation(square, seed=0).x.shape == (16, 1, 3, 3)
     toml.write_text('dataset = "photos"\nclients = 2\nread = {size = [4, 4]}\n')
     with pytest.raises(UserError, match="read has no setting 'size'; did you mean 'resize'"):
         check(from_toml(toml))
@@ -166,3 +174,63 @@ def test_a_corrupt_image_is_skipped_later_where_the_run_skipped_some(
     assert len(x) == 7
     assert y.tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert "2.png is not a complete image and was skipped" in caplog.text
+
+
+def test_an_image_of_16_bits_is_scaled_and_not_cut(tmp_path: Path) -> None:
+    from PIL import Image
+
+    levels = numpy.array([[0, 1000, 4095], [40000, 65534, 65535]], dtype=numpy.uint16)
+    Image.fromarray(levels).save(tmp_path / "scan.png")
+    for channels, depth in (("gray", 1), ("rgb", 3)):
+        pixels = decode(tmp_path / "scan.png", None, channels)  # type: ignore[arg-type]
+        assert pixels.shape == (depth, 2, 3)
+        assert numpy.allclose(pixels, levels / 65535, atol=1e-6)
+    assert numpy.allclose(decode(tmp_path / "scan.png", (1, 1), "gray"), (levels / 65535).mean(), atol=0.05)
+    for mode in ("I", "F"):
+        with pytest.raises(UserError, match=f"mode '{mode}', which may be of any size; give images of 8 or 16 bits"):
+            decode(Image.new(mode, (2, 2)), None, "gray")
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg"])
+def test_a_photograph_stands_as_its_camera_says(tmp_path: Path, ending: str) -> None:
+    from PIL import Image
+
+    picture = Image.new("L", (16, 8))
+    picture.paste(255, (0, 0, 8, 8))  # white on the left
+    record = Image.Exif()
+    record[0x0112] = 6  # orientation: what is on the left belongs on top
+    picture.save(tmp_path / f"photo.{ending}", exif=record)
+    pixels = decode(tmp_path / f"photo.{ending}", None, "gray")[0]
+    assert pixels.shape == (16, 8)
+    assert pixels[:8].min() > 0.9
+    assert pixels[8:].max() < 0.1
+
+
+def test_images_of_other_kinds_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from PIL import Image
+
+    root = photos(tmp_path / "photos", sizes=(6,))
+    for place in ("lyon/cat/a.bmp", "lyon/dog/b.TIFF", "paris/eel/notes.txt"):
+        Image.new("RGB", (7, 6)).save(root / place, format="BMP")
+    with caplog.at_level(logging.WARNING):
+        assert len(read_federation(root).x) == 16
+        read_federation(root)
+    (message,) = caplog.messages  # however often it is read
+    assert message == (
+        f"images in {root / 'lyon'} that are neither PNG nor JPEG are left out (2, such as a.bmp); save such images as "
+        "PNG or JPEG files."
+    )
+    caplog.clear()
+    assert len(read_inputs(root / "lyon" / "cat", shape=(3, 6, 6)).x) == 4
+    assert "such as a.bmp" in caplog.text
+    only = tmp_path / "only" / "lyon" / "cat"
+    only.mkdir(parents=True)
+    Image.new("RGB", (7, 6)).save(only / "0.bmp")
+    for read in (
+        lambda: read_federation(tmp_path / "only"),
+        lambda: read_client(tmp_path / "only" / "lyon", None, ("cat",), (3, 6, 6)),
+        lambda: read_inputs(only, shape=(3, 6, 6)),
+        lambda: read_inputs(only / "0.bmp", shape=(3, 6, 6)),
+    ):
+        with pytest.raises(UserError, match=r"0\.bmp is neither PNG nor JPEG, as images must be; save such images as"):
+            read()

@@ -210,3 +210,11 @@ def test_captured_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> No
 
 def mlp() -> torch.nn.Module:
     return pfedhn.MLP(6, 5, 3)
+
+
+def test_a_network_by_name_needs_the_number_of_classes() -> None:
+    lazy = Federation.lazy(5, splits_of, **SIZES)
+    with pytest.raises(
+        pfedhn.UserError, match=r"'mlp-4' needs as many outputs as there are classes, .*MLP\(8, 16, 6\)"
+    ):
+        pfedhn.train("pfedhn", lazy, "mlp-4", steps=2, progress=False)

@@ -102,8 +102,22 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "PFedHN":
         if self.head != "dense" and (self.linear or self.spectral_norm):
             raise UserError(f"head = {self.head!r} goes with neither linear nor spectral_norm; leave them out.")
+        self._refuse_without_effect()
         dim = embedding_dim(self.embedding_dim, num_clients, descriptor_dim, self.needs_descriptors)
         return replace(self, embedding_dim=dim)
+
+    def _refuse_without_effect(self) -> None:
+        """Who sets what changes nothing has something else in mind."""
+        has_common = self.head != "dense" or (self.generated and self.rest == "shared")
+        for name, has_effect, needed in (
+            ("rest", self.generated, "layers that are generated, as generated=('last',)"),
+            ("shared_lr", has_common, "layers that are shared: head='low-rank' or 'chunked', or generated=('last',)"),
+            ("rank", self.head == "low-rank", "head='low-rank'"),
+            ("chunk_size", self.head == "chunked", "head='chunked'"),
+        ):
+            value = getattr(self, name)
+            if not has_effect and value != getattr(PFedHN, name):
+                raise UserError(f"{name} = {value!r} has no effect without {needed}; give that too, or leave it out.")
 
     def roles(self, model: Model) -> Roles:
         rest: Role = self.rest if self.generated else "generated"

@@ -20,6 +20,8 @@ Missing: TypeAlias = Literal["refuse", "median", "zero"]
 Fitted: TypeAlias = Literal["client", "all"]
 
 MAX_CATEGORIES = 100  # of a column of texts; more are names, not kinds
+MARKS = ("na", "n/a", "#n/a", "n.a.", "<na>", "nan", "null", "none", "?", "-", "--")  # of an empty cell among numbers
+FEW = 0.1  # of a column's cells that are no numbers: they are mistakes, and more make it a column of texts
 
 FILL_IT = (
     "fill it, drop the example, or have such cells filled in with "
@@ -46,8 +48,8 @@ class Encoding:
 
     Args:
         encode: Columns of texts are refused, or become a column of zeros and ones for each text ("one-hot").
-        missing: Empty cells are refused, or filled with the median of their column, or with 0. An empty cell among
-            texts is none of them.
+        missing: Empty cells are refused, or filled with the median of their column, or with 0. Among numbers, `MARKS`
+            such as NA are empty cells too. An empty cell among texts is none of them.
         fitted: Whose training examples a median is taken of: the client's own, or all clients'. Where a client has no
             value of a column, all clients'.
     """
@@ -105,12 +107,23 @@ def _encoded_column(columns: Columns, name: str, encoding: Encoding) -> tuple[ND
     cells = _texts(columns[name])
     if encoding.missing == "refuse" and "" in cells:
         raise UserError(f"{name!r} in {columns.where(cells.index(''))} is empty; {FILL_IT}.")
-    if (values := _numbers(columns, name, cells)) is not None:
+    has_no_number = any(cells) and not any(map(_is_number, cells))  # which then are kinds
+    if not has_no_number and (values := _numbers(columns, name, cells)) is not None:
         if encoding.missing == "refuse" and numpy.isnan(values).any():
             place = int(numpy.flatnonzero(numpy.isnan(values))[0])
             raise UserError(f"{name!r} in {columns.where(place)} is {cells[place]!r}; {FILL_IT}.")
         return values[:, None], Column(name)
     kinds = sorted(set(cells) - {""})
+    if any(map(_is_number, kinds)):
+        others = _no_numbers(cells)
+        wrong = f"{name!r} in {columns.where(others[0])} is {cells[others[0]]!r} and not a number"
+        if encoding.encode == "refuse":
+            raise UserError(f"{wrong}; {encode_it(name)}.")
+        if is_few(len(others), len(cells) - cells.count("")):
+            raise UserError(
+                f"{wrong}, as nearly all of that column are; fix or empty the cell, {leave_it_out(name)}, or write "
+                "texts throughout if the numbers are names of kinds."
+            )
     if encoding.encode == "refuse":
         raise UserError(f"column {name!r} of {columns.file.name} holds texts such as {kinds[0]!r}; {encode_it(name)}.")
     if len(kinds) > MAX_CATEGORIES:
@@ -147,7 +160,7 @@ def encoded_like(columns: Columns, table: TableReading) -> NDArray[numpy.float32
             parts.append(_one_hot(cells, column.texts))
         elif table.is_filled:
             if (values := _numbers(columns, name, cells)) is None:
-                bad = next(number for number, cell in enumerate(cells) if cell and not _is_number(cell))
+                bad = _no_numbers(cells)[0]
                 raise UserError(f"{name!r} in {columns.where(bad)} is {cells[bad]!r} and not a number; fix the cell.")
             parts.append(values[:, None])
         else:
@@ -166,11 +179,18 @@ def _texts(column: Array) -> list[str]:
     return ["" if _is_empty(cell) else str(cell).strip() for cell in column.tolist()]
 
 
+def _no_numbers(cells: Sequence[str]) -> list[int]:
+    """The places of cells that are neither numbers nor empty."""
+    return [place for place, cell in enumerate(cells) if cell and not is_mark(cell) and not _is_number(cell)]
+
+
 def _numbers(columns: Columns, name: str, cells: Sequence[str]) -> NDArray[numpy.float32] | None:
-    """A column of numbers, NaN where a cell is empty; None for one of texts."""
+    """A column of numbers, NaN where a cell is empty or has a mark that says so; None for one of texts."""
     try:
         with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
-            values = numpy.array([float(cell) if cell else numpy.nan for cell in cells]).astype(numpy.float32)
+            values = numpy.array([float(cell) if cell and not is_mark(cell) else numpy.nan for cell in cells]).astype(
+                numpy.float32
+            )
     except ValueError:
         return None
     if numpy.isinf(values).any():
@@ -196,6 +216,8 @@ def to_numbers(columns: Columns, name: str, text: str = "", empty: str = "") -> 
         bad = next((place for place, cell in enumerate(column) if not _is_number(cell)), 0)
         if not str(column[bad]).strip():
             raise UserError(f"{name!r} in {columns.where(bad)} is empty; {empty}.") from None
+        if is_mark(str(column[bad])) and any(map(_is_number, column)):
+            raise UserError(f"{name!r} in {columns.where(bad)} is {str(column[bad])!r}; {empty}.") from None
         text = text or "features must be numbers: encode or drop that column"
         raise UserError(f"{name!r} in {columns.where(bad)} is {str(column[bad])!r} and not a number; {text}.") from None
     if not numpy.isfinite(numbers).all():
@@ -210,6 +232,16 @@ def _is_number(cell: Any) -> bool:
     except (ValueError, TypeError, OverflowError):
         return False
     return numpy.ndim(cell) == 0
+
+
+def is_mark(cell: str) -> bool:
+    """Whether a cell says, among numbers, that there is none."""
+    return cell.strip().lower() in MARKS
+
+
+def is_few(count: int, total: int) -> bool:
+    """Whether so many cells of a column that are no numbers are mistakes."""
+    return count <= FEW * total
 
 
 def _is_empty(cell: Any) -> bool:

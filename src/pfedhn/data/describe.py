@@ -137,12 +137,11 @@ def _parts(federation: Federation) -> list[Federation]:
 def _counts(federation: Federation, splits: Sequence[str]) -> NDArray[numpy.int64]:
     """[N, C]: each client's examples of each class, these splits together."""
     assert federation.num_classes is not None
-    y = federation.y.cpu().numpy()
     counts = []
     for part in _parts(federation):
         for client in range(part.num_clients):
-            labels = numpy.concatenate([y[part.splits[name].of(client).cpu().numpy()] for name in splits])
-            counts.append(numpy.bincount(labels, minlength=federation.num_classes))
+            labels = [part.labels_of(part.splits[name].of(client)).cpu().numpy() for name in splits]
+            counts.append(numpy.bincount(numpy.concatenate(labels), minlength=federation.num_classes))
     return numpy.stack(counts)
 
 

@@ -318,7 +318,7 @@ class Federation:
             raise UserError("this federation has no class labels to describe clients by; give it descriptors.")
         return torch.stack(
             [
-                torch.bincount(self.y[self.splits["train"].of(i)], minlength=self.num_classes)
+                torch.bincount(self.labels_of(self.splits["train"].of(i)), minlength=self.num_classes)
                 for i in range(self.num_clients)
             ]
         )
@@ -505,6 +505,10 @@ class Federation:
     def examples(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """x and y of the examples with these numbers."""
         return gather(self.x, numbers), self.y[numbers]
+
+    def labels_of(self, numbers: Tensor) -> Tensor:
+        """y of the examples with these numbers, of which x may not be at hand."""
+        return self.y[numbers]
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{int(self.splits[name].size.sum())} {name}" for name in SPLITS)

@@ -24,11 +24,22 @@ from pfedhn.data.columns import (
     encoded,
     encoded_like,
     filled,
+    is_few,
+    is_mark,
     leave_it_out,
     to_numbers,
 )
 from pfedhn.data.federation import Federation
-from pfedhn.data.images import Channels, Corrupt, image_files, images_below, read_images, read_like, refuse_other_layout
+from pfedhn.data.images import (
+    Channels,
+    Corrupt,
+    image_files,
+    image_size,
+    images_below,
+    read_images,
+    read_like,
+    refuse_other_layout,
+)
 from pfedhn.data.reading import Column, ImageReading, Reading, TableReading
 from pfedhn.errors import UserError, closest, first_line, short
 from pfedhn.files import given_path, reading
@@ -76,7 +87,7 @@ def read_federation(
     split: tuple[float, float, float] = (0.7, 0.15, 0.15),
     stratify: bool = False,
     seed: int = 0,
-    resize: tuple[int, int] | None = None,
+    resize: int | tuple[int, int] | None = None,
     channels: Channels = "rgb",
     corrupt: Corrupt = "refuse",
     encode: Encode = "refuse",
@@ -95,7 +106,7 @@ def read_federation(
         split: The fractions of a client's examples for training, validation and test.
         stratify: Draw each client's split within each of its classes instead of over all its examples.
         seed: The seed of the split.
-        resize: Height and width of all images; needed if their sizes differ.
+        resize: Height and width of all images, or one number for both; needed if their sizes differ.
         channels: For images: "rgb" or "gray".
         corrupt: For images: whether a damaged file is refused ("refuse") or left out with a warning ("skip").
         encode: For a table: whether text columns are refused or become a column for each value ("one-hot").
@@ -120,15 +131,16 @@ def read_federation(
         if not place.exists():
             raise UserError(f"there is no file or folder {place}; give a folder per client, or a table.")
     encoding = Encoding(encode, missing, fitted)
-    options = {"resize": resize, "channels": channels, "corrupt": corrupt}
+    size = image_size(resize)
+    options = {"resize": size, "channels": channels, "corrupt": corrupt}
     is_images = is_folder and _holds_images(place)
     if is_folder and not is_images and not any((folder / "x.npy").exists() for folder in _folders_of(place)):
         refuse_other_layout(place)
     _refuse_unused(place, is_images, is_folder, options, encoding)
     how = None
     if is_images:
-        data = Folders(*read_images(_folders_of(place), resize, channels, corrupt))
-        how = Reading(images=ImageReading(channels, corrupt, None if resize is None else tuple(resize)))
+        data = Folders(*read_images(_folders_of(place), size, channels, corrupt))
+        how = Reading(images=ImageReading(channels, corrupt, size))
     elif is_folder:
         data = from_folders(path, task)
     elif client_column is None or label_column is None:
@@ -182,10 +194,9 @@ def _refuse_unused(
     for name, choices in (("encode", Encode), ("missing", Missing), ("fitted", Fitted)):
         if getattr(encoding, name) not in get_args(choices):
             raise UserError(f"{name} is {short(getattr(encoding, name))}; it must be {' or '.join(get_args(choices))}.")
-    size = options["resize"]
-    if size is not None and (len(size) != 2 or not all(isinstance(side, int) and 0 < side <= 4096 for side in size)):
-        raise UserError(f"resize is {short(size)}; give a height and a width of 1 to 4096 pixels, as in [32, 32].")
-    if not is_images and (size is not None or options["corrupt"] != "refuse" or options["channels"] != "rgb"):
+    if not is_images and (
+        options["resize"] is not None or options["corrupt"] != "refuse" or options["channels"] != "rgb"
+    ):
         raise UserError(f"resize, channels and corrupt are for images, and {place} has none; leave them out.")
     if is_folder and encoding != PLAIN:
         raise UserError(f"encode, missing and fitted are for tables, and {place} is a folder.")
@@ -296,12 +307,24 @@ def from_table(
         if "" in cells:
             where = columns.where(cells.index(""))
             raise UserError(f"{where} has no {name!r}; fill the cell or drop the example.")
+    _refuse_marks(columns, label_column)
     x, described = encoded(columns, features, encoding)
     (y,), class_names = _labels([_as_numbers(columns[label_column])], task, f"column {label_column!r} of {file.name}")
     clients, groups = numpy.unique(_as_identifiers(columns[client_column]), return_inverse=True)
     client_names = tuple(map(str, clients.tolist()))
     names = tuple(feature for column in described for feature in column.features)
     return Table(x, y, groups.astype(numpy.int64), client_names, names, class_names, described)
+
+
+def _refuse_marks(columns: Columns, label: str) -> None:
+    """NA and the like among labels that are numbers would make classes of all of them."""
+    cells = [str(cell) for cell in columns[label].tolist()]
+    marks = [place for place, cell in enumerate(cells) if is_mark(cell)]
+    numbers = numpy.array([cell for cell in cells if not is_mark(cell)])
+    if marks and len(numbers) and _as_numbers(numbers).dtype.kind in "if":
+        raise UserError(
+            f"{columns.where(marks[0])} has {cells[marks[0]]!r} for {label!r}; fill the cell or drop the example."
+        )
 
 
 def load_array(path: Path, kinds: str) -> Array:
@@ -473,15 +496,22 @@ def _with_points(file: Path, columns: Mapping[str, Array]) -> dict[str, Array]:
             "write them all with decimal points, and no sign between thousands."
         )
     return {
-        name: numpy.char.replace(column, ",", ".") if name in commas else column for name, column in columns.items()
+        name: numpy.array([cell.replace(",", ".") if _is_number(cell, ",") else cell for cell in column.tolist()], str)
+        if name in commas
+        else column
+        for name, column in columns.items()
     }
 
 
 def _are_numbers(column: Array, sign: str) -> bool:
-    """Whether a column of texts holds numbers, and some of them have this sign before their fraction."""
-    number = re.compile(rf"\s*([+-]?(\d+({sign}\d*)?|{sign}\d+)([eE][+-]?\d+)?)?\s*")
-    cells = column.tolist()
-    return any(re.search(sign, cell) for cell in cells) and all(number.fullmatch(cell) for cell in cells)
+    """Whether a column of texts holds numbers but for a few, and some have this sign before their fraction."""
+    cells = [cell for cell in column.tolist() if cell.strip() and not is_mark(cell)]
+    numbers = [cell for cell in cells if _is_number(cell, sign)]
+    return any(re.search(sign, cell) for cell in numbers) and is_few(len(cells) - len(numbers), len(cells))
+
+
+def _is_number(cell: str, sign: str) -> bool:
+    return re.fullmatch(rf"\s*[+-]?(\d+({sign}\d*)?|{sign}\d+)([eE][+-]?\d+)?\s*", cell) is not None
 
 
 def _read_parquet(file: Path, is_ignored: Callable[[str], bool], empty: str | None) -> Columns:

@@ -1,17 +1,23 @@
 """A data set of Hugging Face's `datasets` in which a column names the client."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy
+import torch
 
 from pfedhn import keys
-from pfedhn.data.arrays import SPLITS
+from pfedhn.data.arrays import SPLITS, check_classes
 from pfedhn.data.catalogue import Array
 from pfedhn.data.dealing import split_examples
 from pfedhn.data.federation import Federation
-from pfedhn.data.images import Channels, decode
+from pfedhn.data.images import Channels, decode, image_size
+from pfedhn.data.lazy import lazy_federation
 from pfedhn.errors import UserError, closest, first_line, short
+from pfedhn.settings import check_seed
+
+NUM_CACHED = 1_024  # clients whose examples are kept in memory, as those of `Federation.lazy`
 
 
 def from_hugging_face(
@@ -23,7 +29,7 @@ def from_hugging_face(
     split: tuple[float, float, float] = (0.7, 0.15, 0.15),
     stratify: bool = False,
     seed: int = 0,
-    resize: tuple[int, int] | None = None,
+    resize: int | tuple[int, int] | None = None,
     channels: Channels = "rgb",
     when_needed: bool = False,
 ) -> Federation:
@@ -38,10 +44,10 @@ def from_hugging_face(
         split: The fractions of a client's examples for training, validation and test.
         stratify: Draw each client's split within each of its classes.
         seed: The seed of the split.
-        resize: Height and width that images are brought to.
+        resize: Height and width that images are brought to, or one number for both.
         channels: Of images: "rgb" or "gray".
         when_needed: Read a client's examples when it takes part or is tested, for data that do not fit in memory.
-            Clients then have numbers, in the sorted order of their names.
+            Names, classes, splits and minibatches are those of the same data in memory.
 
     Examples:
         >>> import datasets, pfedhn.datasets
@@ -60,15 +66,20 @@ def from_hugging_face(
     for wanted in (client_column, label_column, input_column):
         if wanted not in columns:
             raise UserError(f"the data set has no column {short(wanted)}; {closest(wanted, columns)}")
-    owners = numpy.array([str(value) for value in dataset[client_column]])
+    cells = list(dataset[client_column])
+    empty = [row for row, cell in enumerate(cells) if cell is None or cell != cell or not str(cell).strip()]
+    if empty:
+        raise UserError(f"row {empty[0]} of the data set has no {client_column!r}; fill the cell or drop the row.")
+    owners = numpy.array(list(map(str, cells)))
     names = sorted(set(owners.tolist()))
+    size = image_size(resize)
     labels, class_names = _labels(dataset, label_column)
 
     def examples(rows: Array) -> tuple[Array, Array]:
         values = dataset[rows.tolist()][input_column]
         try:
             is_image = hasattr(values[0], "convert")
-            inputs = [decode(v, resize, channels) if is_image else numpy.asarray(v) for v in values]
+            inputs = [decode(v, size, channels) if is_image else numpy.asarray(v) for v in values]
             return numpy.stack(inputs), labels[rows]
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
@@ -79,17 +90,22 @@ def from_hugging_face(
     if not when_needed:
         data = {name: examples(numpy.flatnonzero(owners == name)) for name in names}
         return Federation.from_clients(data, split=split, stratify=stratify, seed=seed, class_names=class_names)
+    check_seed(seed)
+    known = torch.from_numpy(labels)
+    check_classes([known], len(known), class_names)
     dealt = []
     for name in names:
         rows = numpy.flatnonzero(owners == name)
-        parts = split_examples(labels[rows], split, stratify, keys.fold(seed, "split", name))
+        parts = split_examples(labels[rows], split, stratify, keys.fold(seed, "partition", "split", name))
         dealt.append({part: rows[numbers] for part, numbers in zip(SPLITS, parts, strict=True)})
 
     def load(client: int) -> Mapping[str, Any]:
         return {part: examples(rows) for part, rows in dealt[client].items() if len(rows)}
 
     sizes: dict[str, Any] = {part: [len(client[part]) for client in dealt] for part in SPLITS}
-    return Federation.lazy(len(names), load, **sizes)
+    federation = lazy_federation(len(names), load, sizes, num_cached=NUM_CACHED)
+    in_order = torch.from_numpy(numpy.concatenate([client[part] for client in dealt for part in SPLITS]))
+    return replace(federation, names=tuple(names), class_names=class_names, labels=known[in_order]).checked()
 
 
 def _labels(dataset: Any, column: str) -> tuple[Array, tuple[str, ...] | None]:

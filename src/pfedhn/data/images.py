@@ -2,7 +2,8 @@
 
 import logging
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -10,34 +11,64 @@ import numpy
 
 from pfedhn.data.catalogue import Array
 from pfedhn.data.reading import ImageReading
-from pfedhn.errors import UserError, first_line
+from pfedhn.errors import UserError, first_line, short
 from pfedhn.files import reading
 
 logger = logging.getLogger("pfedhn")
 
 ENDINGS = (".png", ".jpg", ".jpeg")
+OTHER_ENDINGS = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".tif", ".tiff", ".webp")  # not read
+MAX_SIDE = 4096  # of an image, in pixels
 _warned: set[str] = set()  # of which files
 Channels: TypeAlias = Literal["rgb", "gray"]
 Corrupt: TypeAlias = Literal["refuse", "skip"]
+
+
+def image_size(resize: Any) -> tuple[int, int] | None:
+    """Height and width that all images are brought to: a pair, or one number for both."""
+    if resize is None:
+        return None
+    sides = [resize, resize] if isinstance(resize, int) else list(resize) if isinstance(resize, Sequence) else []
+    if len(sides) != 2 or not all(type(side) is int and 0 < side <= MAX_SIDE for side in sides):
+        raise UserError(
+            f"resize is {short(resize)}; give a height and a width of 1 to {MAX_SIDE} pixels, as in [32, 32], or one "
+            "number for both."
+        )
+    return sides[0], sides[1]
 
 
 def image_files(folder: Path) -> list[tuple[str, Path]]:
     """(class, file) of every image below one client's folder, in sorted order."""
     with reading(folder):
         classes = sorted(part for part in folder.iterdir() if part.is_dir() and not part.name.startswith("."))
-        return [
-            (part.name, file)
-            for part in classes
-            for file in sorted(part.iterdir())
-            if file.suffix.lower() in ENDINGS and not file.name.startswith(".")
-        ]
+        found = [file for part in classes for file in sorted(part.iterdir())]
+    return [(file.parent.name, file) for file in _readable(folder, found)]
+
+
+def _readable(place: Path, files: Sequence[Path]) -> list[Path]:
+    """The images among these files. Those of other kinds are named in a warning, and refused if they are alone."""
+    images, others = (_ending_in(endings, files) for endings in (ENDINGS, OTHER_ENDINGS))
+    way_out = "save such images as PNG or JPEG files"
+    if others and not images:
+        raise UserError(f"{others[0]} is neither PNG nor JPEG, as images must be; {way_out}.")
+    if others and str(place) not in _warned and multiprocessing.parent_process() is None:  # it is read several times
+        _warned.add(str(place))
+        logger.warning(
+            "images in %s that are neither PNG nor JPEG are left out (%d, such as %s); %s.",
+            *(place, len(others), others[0].name, way_out),
+        )
+    return images
+
+
+def _ending_in(endings: Sequence[str], files: Sequence[Path]) -> list[Path]:
+    return [file for file in files if file.suffix.lower() in endings and not file.name.startswith(".")]
 
 
 def refuse_other_layout(root: Path) -> None:
     """Refuse images that lie elsewhere than in a folder per class in a folder per client."""
     with reading(root):
         found = [file for depth in ("*", "*/*") for file in sorted(root.glob(depth))]
-    images = [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
+    images = _ending_in(ENDINGS, found)
     if images:
         where = "by themselves" if images[0].parent == root else "one folder deep, and they belong two deep"
         raise UserError(
@@ -90,7 +121,7 @@ def images_below(place: Path) -> list[Path]:
     """The image files of a folder and of the folders in it, in sorted order; or the file itself, if it is an image."""
     with reading(place):
         found = sorted(place.rglob("*")) if place.is_dir() else [place]
-        return [file for file in found if file.suffix.lower() in ENDINGS and not file.name.startswith(".")]
+    return _readable(place, found)
 
 
 def read_like(files: list[Path], shape: tuple[int, ...], how: ImageReading | None = None) -> tuple[list[Path], Array]:
@@ -132,17 +163,31 @@ def _decoded(
 
 
 def decode(image: Any, resize: tuple[int, int] | None, channels: Channels) -> Array:
-    """[C, H, W] in float32 from 0 to 1, from a file or an image of Pillow."""
+    """[C, H, W] in float32 from 0 to 1, from a file or an image of Pillow, upright as its camera says."""
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise UserError("reading images needs Pillow: pip install 'pfedhn[data]'") from error
     try:
         picture = Image.open(image, formats=("PNG", "JPEG")) if isinstance(image, Path) else image
-        picture = picture.convert("RGB" if channels == "rgb" else "L")
+        is_16_bit = picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG")
+        if picture.mode[0] in "IF" and not is_16_bit:
+            raise UserError(
+                f"an image has pixels of Pillow's mode {picture.mode!r}, which may be of any size; give images of 8 or "
+                "16 bits."
+            )
+        picture.load()
+        with suppress(Exception):  # of a damaged record of the camera, without which the pixels are whole
+            picture = ImageOps.exif_transpose(picture)
+        if is_16_bit:  # which Pillow would cut at 255
+            picture = Image.fromarray(numpy.asarray(picture).astype(numpy.float32) / 257)
+        else:
+            picture = picture.convert("RGB" if channels == "rgb" else "L")
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from error
     if resize is not None:
         picture = picture.resize((resize[1], resize[0]), Image.Resampling.BILINEAR)
     pixels = numpy.asarray(picture, dtype=numpy.float32) / 255
-    return numpy.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
+    if pixels.ndim == 2:
+        return numpy.repeat(pixels[None], 3 if channels == "rgb" else 1, axis=0)
+    return numpy.ascontiguousarray(pixels.transpose(2, 0, 1))

@@ -44,14 +44,26 @@ class LazyFederation(Federation):
     num_cached: int = field(kw_only=True)
     num_outputs: int | None = field(kw_only=True, default=None)  # labels must be smaller; a run fills it in
 
-    num_classes = None  # nobody has seen all labels
+    labels: Tensor | None = field(kw_only=True, default=None)  # of all examples, by number, where they are known
+
+    @property
+    def num_classes(self) -> int | None:
+        """None also where nobody has seen all labels."""
+        if self.labels is None or self.labels.is_floating_point() or self.labels.ndim > 1:
+            return None
+        return int(self.labels.max()) + 1 if self.class_names is None else len(self.class_names)
 
     @property
     def class_shares(self) -> Tensor:
-        raise UserError(
-            "the classes of clients that are loaded when needed are not known; describe them with "
-            "federation.with_descriptors(...)."
-        )
+        if self.labels is None:
+            raise UserError(
+                "the classes of clients that are loaded when needed are not known; describe them with "
+                "federation.with_descriptors(...)."
+            )
+        return super().class_shares
+
+    def labels_of(self, numbers: Tensor) -> Tensor:
+        return self.examples(numbers)[1] if self.labels is None else self.labels[numbers]
 
     @cached_property
     def examples_of(self) -> Callable[[int], Pair]:
@@ -105,7 +117,8 @@ class LazyFederation(Federation):
         return gather(x, numbers + shift[places]), y[numbers + shift[places]]
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Federation:
-        return replace(super().to(device, dtype), ends=self.ends.to(device))  # type: ignore[call-arg]
+        labels = None if self.labels is None else self.labels.to(device)
+        return replace(super().to(device, dtype), ends=self.ends.to(device), labels=labels)  # type: ignore[call-arg]
 
 
 def lazy_federation(num_clients: int, load: Load, sizes: Mapping[str, Any], num_cached: int) -> LazyFederation:
