@@ -1,13 +1,14 @@
 """What the server needs for targets of many weights: python benchmarks/server_memory.py
 
-Each line is a process of its own that makes a target, its hypernetwork and one server step on a CPU. "remembered" is
-what a checkpoint holds of the server (phi, its momentum, the layers that are one for all), "peak" the largest memory of
-the process less what it had before.
+Each line is a process of its own that makes a target and its hypernetwork on a CPU, runs two rounds of one client and
+evaluates before and after each. "state" is what a checkpoint holds of the server (phi, its momentum, the layers that
+are one for all), "peak" the largest memory of the process less what it had before. It needs Linux.
 """
 
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 from torch import nn
 
@@ -21,7 +22,6 @@ def target(width: int, layers: int) -> nn.Module:
 
 def measure(head: str, size: float) -> None:
     import numpy
-    import torch
 
     import pfedhn
     from pfedhn.engine.room import bytes_of_shared
@@ -35,15 +35,13 @@ def measure(head: str, size: float) -> None:
     federation = pfedhn.Federation.from_clients([(x, x)] * 4)
     algorithm = pfedhn.PFedHN(head=head, local_steps=1).for_clients(50)
     model = Model("model", lambda: target(width, layers), squared_error)
-    simulation = Simulation(algorithm, {"model": model}, federation, Schedule(1, 1, 1, 10), executor="loop")
+    simulation = Simulation(algorithm, {"model": model}, federation, Schedule(2, 1, 1, 1), executor="loop")
     remembered = bytes_of_shared(simulation)
     peak = "not run"
     if remembered < LIMIT:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        state = simulation.initial_state()
-        with torch.no_grad():
-            simulation._round(state, 0)
-        peak = f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6:,.0f}"
+        before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        list(simulation.rounds(simulation.initial_state()))
+        peak = f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 1e6:,.0f}"
     num_weights = sum(shape.numel() for shape in model.shapes.values())
     print(f"| {num_weights:,} | {head} | {remembered / 1e6:,.1f} | {peak} |", flush=True)
 

@@ -514,6 +514,44 @@ def test_train_goes_on_and_refuses_another_run(tmp_path: Path) -> None:
             train(tmp_path / "whole", **{"steps": 16, **changes})
 
 
+BASES = {"scale": 1.0, "shift": 0.0}
+
+
+class OnABase(pfedhn.MLP):
+    """A network with a frozen parameter and a buffer, which come from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 5, 4)
+        self.scale = torch.nn.Parameter(torch.full((8,), BASES["scale"]), requires_grad=False)
+        self.register_buffer("shift", torch.full((8,), BASES["shift"]), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale + self.shift)
+
+
+def without_frozen(path: Path) -> None:
+    """As an older version wrote it, which did not keep a name for what is frozen."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "constants_digest", lambda models: None)
+        train(path, model=OnABase)
+
+
+@pytest.mark.parametrize("part", ["scale", "shift"])
+def test_a_run_is_not_loaded_on_another_frozen_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    train(tmp_path / "run", model=OnABase)
+    without_frozen(tmp_path / "older")
+    for name in ("run", "older"):
+        pfedhn.load(tmp_path / name, model=OnABase)
+        train(tmp_path / name, model=OnABase)
+    monkeypatch.setitem(BASES, part, 2.0)
+    sentence = "was trained on other frozen weights than the network has now .* bring back those it was trained on"
+    with pytest.raises(UserError, match=sentence):
+        pfedhn.load(tmp_path / "run", model=OnABase)
+    with pytest.raises(UserError, match=sentence):
+        train(tmp_path / "run", model=OnABase)
+    pfedhn.load(tmp_path / "older", model=OnABase)
+
+
 class AbsoluteFirst(pfedhn.MLP):
     """The same weights, another network."""
 

@@ -1,11 +1,14 @@
 """What would be silently wrong is refused with a sentence."""
 
+import functools
 import inspect
 import math
 import os
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from pfedhn.engine.state import Progress
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import Cell
-from pfedhn.run import choose_device, computing_on
+from pfedhn.run import assemble, choose_device, computing_on
 
 
 def made_federation(**changes: object) -> pfedhn.Federation:
@@ -249,14 +252,37 @@ def test_layers_that_are_frozen_stay_at_their_start_and_are_never_sent(tmp_path:
 
 
 def test_a_server_that_is_too_large_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 100_000, "SC_PAGE_SIZE": 10_000}.__getitem__)
-    sentence = r"the server's model, .* would need \d\.\d GB .* has 1\.0 GB; .* head = 'low-rank' \(0\.\d GB\)"
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 100_000, "SC_PAGE_SIZE": 20_000}.__getitem__)
+    sentence = r"the server's model, .* would need \d\.\d GB .* has 2\.0 GB; .* head = 'low-rank' \(1\.0 GB\)"
     with pytest.raises(UserError, match=sentence):
         train(lambda: pfedhn.MLP(8, 30_000, 60, 4))
     for head in ("low-rank", "chunked"):  # they fit
         pfedhn.PFedHN(head=head).for_clients(6)
         with pytest.raises(UserError, match="goes with neither linear nor spectral_norm"):
             pfedhn.PFedHN(head=head, linear=True).for_clients(6)
+
+
+def test_what_is_needed_counts_the_cohort_the_head_and_what_clients_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 100_000, "SC_PAGE_SIZE": 1_000}.__getitem__)  # 0.1 GB
+    network = functools.partial(pfedhn.MLP, 8, 1_000, 600, 4)  # of 2.4 MB
+
+    def refuse(method: Any, num_clients: int, sentence: str | None, **changes: Any) -> None:
+        x, y = numpy.zeros((4, 8)), numpy.arange(4)
+        federation = pfedhn.Federation.from_clients([(x, y)] * num_clients)
+        with nullcontext() if sentence is None else pytest.raises(UserError, match=sentence):
+            assemble(method, federation, network, steps=6, batch_size=4, device="cpu", **changes)
+
+    # Two copies of weights and momentum of each of 128 clients, for whom the table has room.
+    keeping = r"what the clients keep for themselves, .* would need 1\.3 GB .* has 0\.1 GB; .* or take fewer clients"
+    refuse(pfedhn.Local(local_steps=2), 100, keeping)
+    refuse(pfedhn.FedAvg(local_steps=2), 100, None, cohort_size=1)
+    refuse(pfedhn.FedAvg(local_steps=2), 100, r"the server's model, .* would need 0\.\d GB", cohort_size=50)
+    chunked = pfedhn.PFedHN(local_steps=2, head="chunked")
+    refuse(chunked, 4, None)
+    large = replace(chunked, chunk_size=100_000)
+    refuse(large, 4, r"would need 0\.\d GB .* has 0\.1 GB; .* or take chunk_size = (500|2000|10000) \(0\.0 GB\)")
+    small = replace(chunked, chunk_size=10)
+    refuse(small, 4, r"would need 0\.\d GB .* has 0\.1 GB; .* or take chunk_size = (500|2000|10000) \(0\.0 GB\)")
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,16 @@ class Model:
         return statistics_of(self._module)
 
     @cached_property
+    def constants(self) -> Params:
+        """Frozen parameters, and buffers that are no running statistics: what nobody trains and no checkpoint holds."""
+        frozen = {name: value for name, value in self._module.named_parameters() if not value.requires_grad}
+        return {
+            name: value.detach()
+            for name, value in (frozen | dict(self._module.named_buffers())).items()
+            if name not in self.statistics
+        }
+
+    @cached_property
     def is_plain(self) -> bool:
         """Whether every parameter belongs to a linear layer, so that many clients batch into one product."""
         owners = [module for module in self.training_module.modules() if list(module.parameters(recurse=False))]

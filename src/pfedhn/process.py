@@ -91,13 +91,15 @@ def keep_compiled() -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
-def check_room(num_bytes: int, what: str, way_out: str = "make it smaller", there: int | None = None) -> None:
+def check_room(
+    num_bytes: int, what: str, way_out: str | Callable[[], str] = "make it smaller", there: int | None = None
+) -> None:
     """Refuse what this machine could never hold, before anything is made or written.
 
     Args:
         num_bytes: What is needed.
         what: For the sentence.
-        way_out: What the person may do.
+        way_out: What the person may do, or what works it out.
         there: The memory of the device; that of the machine where None.
     """
     from pfedhn.errors import UserError
@@ -108,7 +110,8 @@ def check_room(num_bytes: int, what: str, way_out: str = "make it smaller", ther
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes > there:
         needed, held = (f"{number / 1e9:,.1f} GB" for number in (num_bytes, there))
-        raise UserError(f"{what} would need {needed} of memory, and this machine has {held}; {way_out}.")
+        advice = way_out if isinstance(way_out, str) else way_out()
+        raise UserError(f"{what} would need {needed} of memory, and this machine has {held}; {advice}.")
 
 
 def advise_once(device: object) -> None:

@@ -160,6 +160,8 @@ def _digests(simulation: Simulation) -> dict[str, str]:
         "metric": _of_all(fingerprint.of_code(model.per_example_metric) for model in models.values()),
         "method code": _of_all(map(fingerprint.of_code, own_code)),
     }
+    if (constants := constants_digest(models)) is not None:
+        digests["frozen"] = constants
     if simulation.resize_every is not None:
         digests["resizing"] = digest(simulation.resize_every)
     if simulation.privacy is not None:
@@ -247,6 +249,15 @@ def networks_digest(models: Mapping[str, Model]) -> str:
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
 
 
+def constants_digest(models: Mapping[str, Model]) -> str | None:
+    """A name for the values that the target networks have and nobody trains; None where there are none."""
+    parts = {
+        name: {part: fingerprint.of_tensor(value) for part, value in sorted(model.constants.items())}
+        for name, model in models.items()
+    }
+    return digest(parts) if any(parts.values()) else None
+
+
 def held(directory: Path | None) -> AbstractContextManager[None]:
     """Keep a second process out of a run's directory inside the block; there is nothing to keep out of None."""
     if directory is None:
@@ -260,6 +271,7 @@ def open_directory(directory: Path, simulation: Simulation, origin: Origin) -> S
     # As it will be read again: TOML has no None and no tuples.
     given = from_json(Spec, tomllib.loads(_text(describe(simulation, origin))))
     if (stored := read_spec(directory)) is not None:
+        _refuse_other_base(directory, stored, given.digests.get("frozen"))
         if difference := _difference(stored, given):
             raise UserError(
                 f"{directory} holds another run: {difference}; give another directory, or what it was made with."
@@ -269,6 +281,15 @@ def open_directory(directory: Path, simulation: Simulation, origin: Origin) -> S
         write_atomically(directory / "start.safetensors", _start_content(simulation.starts))
     write_spec(directory, given)
     return given
+
+
+def _refuse_other_base(directory: Path, stored: Spec, frozen: str | None) -> None:
+    """Refuse what a network has frozen, where the run was trained on something else; older runs do not say on what."""
+    if stored.digests.get("frozen", frozen) != frozen:
+        raise UserError(
+            f"{directory} was trained on other frozen weights than the network has now (was its base trained anew, or "
+            "replaced?); bring back those it was trained on, or train it again in another directory."
+        )
 
 
 def write_spec(directory: Path, spec: Spec) -> None:
@@ -300,6 +321,8 @@ def _difference(there: Spec, here: Spec) -> str:
     """In what two runs differ, in words; empty if in nothing that decides their numbers."""
     found = []
     for part in differences(identity(there), identity(here)):
+        if part == "frozen":  # an older version did not write it down, and "network code" tells
+            continue
         if part in WORDS:
             found.append(WORDS[part])
             continue
@@ -496,11 +519,11 @@ def to_simulation(
     directory: Path,
     spec: Spec,
     *,
-    model: Factory | Mapping[str, Factory] | None,
-    method: type[Any] | None,
-    loss: PerExample | None,
-    metric: PerExample | None,
-    device: str,
+    model: Factory | Mapping[str, Factory] | None = None,
+    method: type[Any] | None = None,
+    loss: PerExample | None = None,
+    metric: PerExample | None = None,
+    device: str = "cpu",
 ) -> Simulation:
     """The simulation of a run from its directory; what is given stands for what the directory names.
 
@@ -520,6 +543,7 @@ def to_simulation(
     models = {name: with_frozen(network, algorithm, spec.seed) for name, network in models.items()}
     if networks_digest(models) != spec.digests["networks"]:
         raise UserError(f"the network has other weights than the one that {directory} was made with; give that one.")
+    _refuse_other_base(directory, spec, constants_digest(models))
     return Simulation(
         algorithm,
         models,

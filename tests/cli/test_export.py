@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -15,9 +16,12 @@ from support import encoded
 from typer.testing import CliRunner, Result
 
 import pfedhn
+from pfedhn.cli import plan
 from pfedhn.cli.app import app
+from pfedhn.engine.simulate import Simulation
 from pfedhn.portable import to_markdown
 from pfedhn.record import read_spec, write_spec
+from pfedhn.screen import Screen
 
 CLINICS = """
 dataset = "visits.csv"
@@ -407,3 +411,28 @@ def test_a_plan_is_whole_where_it_is_piped_and_json_where_asked_for(monkeypatch:
     refused = invoke("run", "mine.toml", "--json")
     assert refused.exit_code == 2
     assert "--json is for --dry-run" in refused.output
+
+
+def test_a_plan_is_shown_line_by_line_and_rounds_that_take_long_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, terminal, num_lines = plan.measure, io.StringIO(), []
+
+    def measured(*arguments: Any) -> plan.Size:
+        num_lines.append(len(terminal.getvalue().splitlines()))
+        return measure(*arguments)
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a round was run")
+
+    monkeypatch.setattr(plan, "measure", measured)
+    monkeypatch.setattr(plan, "table_screen", lambda: Screen(file=terminal, width=120))
+    Path("two.toml").write_text(CLINICS.replace('"pfedhn"', '["pfedhn", "local"]'))
+    command = ["run", "two.toml", "--dry-run", "--device", "cpu", "--out", "other"]
+    whole = invoke(*command)
+    assert whole.exit_code == 0, whole.output
+    assert num_lines == [1, 2]
+    header, first, second = terminal.getvalue().splitlines()
+    assert len({len(line.rstrip()) for line in (header, first, second)}) == 1, "all end below each other"
+    monkeypatch.setattr(plan, "PATIENCE", 0.0)
+    monkeypatch.setattr(Simulation, "_round", refuse)
+    guessed = json.loads(invoke(*command, "--json").stdout)
+    assert all(cell["seconds"] > 0 for cell in guessed["cells"])

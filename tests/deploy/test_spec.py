@@ -1,5 +1,6 @@
 """The file of a federation and a party's data: what fits is what a simulation would make of it, the rest is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,38 @@ def test_a_plan_has_what_the_file_says() -> None:
         to_plan(spec(TABLE.replace("mlp-4", "mlq-4")))
     numbers = to_plan(spec('model = "mlp-4"\nclients = 2\n[data]\nshape = [2]\n'))
     assert next(iter(numbers.models.values())).per_example_loss is squared_error
+
+
+def test_plans_with_other_frozen_weights_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "on_a_base.py").write_text(
+        """from torch import nn
+
+def make(base=0.5):
+    network = nn.Linear(2, 3)
+    nn.init.constant_(network.requires_grad_(False).weight, base)
+    network.bias.requires_grad_()
+    return network
+
+def other():
+    return make(0.25)
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    network = 'model = "on_a_base:{}"\nclients = 2\n[data]\nclasses = 3\nshape = [2]\n'
+    one, same = (to_plan(spec(network.format("make"))) for _ in range(2))
+    other = to_plan(spec(network.format("other")))
+    other = replace(other, models=dict(zip(one.models, other.models.values(), strict=True)))
+    assert one.digest == same.digest
+    assert one.digest != other.digest
+
+
+def test_what_a_method_freezes_is_frozen_at_the_start_that_the_seed_gives_it() -> None:
+    settings = '[settings]\ngenerated = ["last"]\nrest = "frozen"\n'
+    plans = [to_plan(spec(f"seeds = [{seed}]\n{ARRAYS}{settings}")) for seed in (0, 1)]
+    first, second = (plan.models["S"].constants for plan in plans)
+    assert first
+    assert not first.keys() & plans[0].models["S"].shapes.keys()
+    assert not all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_party_has_the_split_that_a_simulation_gives_it(tmp_path: Path) -> None:

@@ -485,7 +485,9 @@ def test_points_of_a_grid_share_what_was_traced(
     target = {"mlp": model()}
     first = algorithm(method)
     names = rates(first, torch.float32, torch.device("cpu"))
-    other = replace(first, **{name: 0.5 * float(value) for name, value in names.items()})
+    halves = {name: 0.5 * float(value) for name, value in names.items()}
+    halves.pop("shared_lr", None)  # which has no effect here, and is refused
+    other = replace(first, **halves)
     captured(simulate(first, federation, target, rounds=3, cohort=2))
     so_far = len(traces)
     assert so_far > 0
@@ -580,7 +582,7 @@ def test_what_cannot_be_captured_runs_all_the_same(
 
     attempts: list[weakref.ref[CapturedRun]] = []
 
-    def refuse(self: CapturedRun) -> None:
+    def refuse(self: CapturedRun, chunks: object) -> None:
         attempts.append(weakref.ref(self))
         raise RuntimeError("operation not permitted when stream is capturing\nand much more")
 

@@ -1,5 +1,6 @@
 """A ResNet that a run trained becomes the frozen base of adapters."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -21,22 +22,26 @@ def images(num_rows: int) -> tuple[numpy.ndarray, numpy.ndarray]:
     return draw.normal(size=(num_rows, 3, 8, 8)).astype("float32"), numpy.arange(num_rows) % 4
 
 
-@pytest.mark.slow
-def test_a_backbone_is_frozen_and_its_adapters_start_at_nothing(tmp_path: Path) -> None:
-    x, y = images(32)
-    network = partial(resnet, 4, [3, 8, 8], width=2)
-    folder = tmp_path / "backbone"
-    run = pfedhn.train(
+def trained_backbone(folder: Path, x: numpy.ndarray, y: numpy.ndarray, seed: int = 0) -> pfedhn.Run:
+    return pfedhn.train(
         pfedhn.Local(local_steps=2),
         pfedhn.Federation.from_clients([(x, y)]),
-        network,
+        partial(resnet, 4, [3, 8, 8], width=2),
         steps=1,
         batch_size=8,
+        seed=seed,
         progress=False,
         device="cpu",
         executor="loop",
         directory=folder,
     )
+
+
+@pytest.mark.slow
+def test_a_backbone_is_frozen_and_its_adapters_start_at_nothing(tmp_path: Path) -> None:
+    x, y = images(32)
+    folder = tmp_path / "backbone"
+    run = trained_backbone(folder, x, y)
     base, network = run.personal_model(0), adapted(4, str(folder), rank=2).eval()
     base.fc.load_state_dict(network.fc.state_dict())
     assert torch.allclose(network(torch.from_numpy(x)), base(torch.from_numpy(x)), atol=1e-6)
@@ -49,6 +54,10 @@ def test_a_backbone_is_frozen_and_its_adapters_start_at_nothing(tmp_path: Path) 
     adapters = pfedhn.train(method, federation, factory, steps=2, batch_size=8, progress=False, executor="loop")
     mine = adapters.personal_model(1)
     assert torch.equal(mine.layer1[0].conv1.base.weight, base.layer1[0].conv1.weight)
+    shutil.rmtree(folder)
+    trained_backbone(folder, x, y, seed=1)
+    again = adapted(4, str(folder), rank=2)
+    assert not torch.equal(again.layer1[0].conv1.base.weight, base.layer1[0].conv1.weight), "not one kept in memory"
     with pytest.raises(UserError, match="holds no backbone; `pfedhn run backbone-cifar100` trains one"):
         adapted(4, str(tmp_path / "nowhere"))
 

@@ -226,6 +226,44 @@ def test_a_run_whose_data_changed_is_not_gone_on_with(tmp_path: Path, monkeypatc
     assert failure.is_bad_input
 
 
+ON_A_BASE = """
+import pathlib
+
+import torch
+from torch import nn
+
+
+class OnABase(nn.Module):
+    def __init__(self, num_classes, base):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(float(pathlib.Path(base).read_text())), requires_grad=False)
+        self.out = nn.Linear(64, num_classes)
+
+    def forward(self, x):
+        return self.out(x.flatten(1) * self.scale)
+"""
+
+
+def test_the_runs_of_an_experiment_have_one_frozen_base(tmp_path: Path) -> None:
+    code, base, path = tmp_path / "networks.py", tmp_path / "base.txt", tmp_path / "runs"
+    code.write_text(ON_A_BASE)
+    base.write_text("1.0")
+    network = {"model": f"{code}:OnABase", "network": {"base": str(base)}}
+    small = replace(SMALL, cells=(replace(SMALL.cells[0], steps=2, **network),))
+    runs = small.runs()
+    Directory(path).open(small, runs, Options())
+    assert not run_many(path, small, runs[:1], jobs=1).failures
+    base.write_text("2.0")
+    (failure,) = run_many(path, small, runs, jobs=1).failures.values()  # changed while the experiment goes on
+    assert f"{runs[0].name} was trained on other frozen weights than the network has now" in failure.sentence
+    done = CliRunner().invoke(app, ["run", "--resume", str(path), "--jobs", "1"])
+    assert done.exit_code == 2
+    assert f"{runs[0].name} was trained on other frozen weights" in " ".join(done.stderr.split())
+    assert not (path / runs[1].name / "spec.toml").exists()
+    base.write_text("1.0")
+    assert CliRunner().invoke(app, ["run", "--resume", str(path), "--jobs", "1"]).exit_code == 0
+
+
 def test_what_lies_in_the_folder_of_another_run_is_not_shown_as_that_run(tmp_path: Path) -> None:
     one, other = runs = [replace(run, cell=replace(run.cell, steps=2)) for run in SMALL.runs()[:2]]
     small = replace(SMALL, cells=(one.cell,))

@@ -14,7 +14,7 @@ from pfedhn.data import catalogue
 from pfedhn.errors import RunError, UserError
 from pfedhn.experiments.build import check
 from pfedhn.experiments.directory import Directory, Options, finished
-from pfedhn.experiments.execute import Outcome
+from pfedhn.experiments.execute import Outcome, refuse_changed_base
 from pfedhn.experiments.runner import prepare, refuse_changed_table, refuse_other_executor
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
 from pfedhn.experiments.tasks import Cluster
@@ -71,6 +71,8 @@ def displayed(
             known = directory.read()[1]  # seeds of another day too
     finished_runs = {run.name: run for run in [*known, *runs] if run.name not in names}
     refuse_changed_table(path, [run for run in finished_runs.values() if _is_finished(path / run.name, run)])
+    if left:
+        refuse_changed_base(path, dict.fromkeys(run.name for run in [*known, *runs]))
     screen = Screen(stderr=True)
     for name in dict.fromkeys(run.cell.dataset for run in left):
         if name in catalogue.DATASETS:

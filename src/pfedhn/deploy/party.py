@@ -174,7 +174,7 @@ class Party:
         if message.values.get("plan") != self.plan.digest:
             raise UserError(
                 "the server has another plan than this party; install the same version of pfedhn and of the network at "
-                "both, and join anew."
+                "both, with the same frozen weights, and join anew."
             )
         values = {
             "challenge": message.values.get("challenge"),

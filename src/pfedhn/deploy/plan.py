@@ -15,7 +15,7 @@ from pfedhn.engine.state import Schedule
 from pfedhn.engine.transform import FULL, Transform
 from pfedhn.model import Model
 from pfedhn.params import Params
-from pfedhn.record import method_name, settings_of, transform_name
+from pfedhn.record import constants_digest, method_name, settings_of, transform_name
 from pfedhn.seal import digest
 
 Phase: TypeAlias = Literal["training", "joining"]
@@ -90,4 +90,6 @@ class Plan:
         }
         wire = [[transform_name(transform), settings_of(transform)] for transform in (self.upload, self.download)]
         method = [method_name(self.algorithm), settings_of(self.algorithm)]
-        return digest([method, networks, asdict(self.schedule), self.seed, self.num_clients, wire, self.joining_rounds])
+        parts = [method, networks, asdict(self.schedule), self.seed, self.num_clients, wire, self.joining_rounds]
+        constants = constants_digest(self.models)  # a base that the parties must have in common
+        return digest(parts if constants is None else [*parts, constants])

@@ -33,7 +33,7 @@ from pfedhn.data.federation import Federation
 from pfedhn.data.files import load_array, read_columns
 from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.server import Policy
-from pfedhn.engine.network import check_model
+from pfedhn.engine.network import check_model, with_frozen
 from pfedhn.engine.state import Schedule
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest, short
@@ -183,6 +183,7 @@ def to_plan(spec: Spec) -> Plan:
         raise UserError(f"parties of {cell.method} send nothing to wait for; leave in_flight out.")
     schedule = Schedule(cell.steps, cohort_size, cell.batch_size, cell.evaluate_every)
     wire = find_transform(cell.upload), find_transform(cell.download)
+    made = {name: with_frozen(network, algorithm, spec.seed) for name, network in made.items()}
     return Plan(algorithm, made, schedule, spec.seed, cell.clients, *wire, spec.joining_rounds)
 
 

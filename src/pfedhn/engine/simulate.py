@@ -4,7 +4,7 @@ Axes: [N] clients, [C]lients of a cohort that share one architecture.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -463,17 +463,25 @@ class Simulation:
         return self.scores(state.memories, state.round)
 
     def scores(
-        self, memories: Memories, number: int, is_adapted: bool = False, executor: Executor | None = None
+        self,
+        memories: Memories,
+        number: int,
+        is_adapted: bool = False,
+        executor: Executor | None = None,
+        chunks: Sequence[Chunk] | None = None,
     ) -> dict[str, SplitResult]:
         """As `evaluate`, after round `number`, whose memories are given.
 
         Args:
             is_adapted: Whether every client takes its own adaptation steps first.
             executor: Instead of the run's own; one that runs clients together.
+            chunks: Instead of all clients, some of them.
         """
+        if chunks is None:
+            chunks = self.chunks if executor is None else self._plan(one_by_one=False)
         results = evaluate(
             self.exchange,
-            self.chunks if executor is None else self._plan(one_by_one=False),
+            chunks,
             self.federation,
             memories.shared,
             memories.rows,

@@ -38,7 +38,8 @@ def adapted(num_classes: int, backbone: str, rank: int = 4) -> nn.Module:
         backbone: The directory of the run that trained a ResNet, for one client.
         rank: Of what an adapter adds.
     """
-    weights, width = _backbone(given_path(backbone))
+    directory = given_path(backbone)
+    weights, width = _backbone(directory, _stamp(directory))
     network = ResNet(num_classes, width)
     network.load_state_dict(weights, strict=False)
     for name, part in list(network.named_modules()):
@@ -50,8 +51,13 @@ def adapted(num_classes: int, backbone: str, rank: int = 4) -> nn.Module:
     return network
 
 
+def _stamp(directory: Path) -> tuple[tuple[str, int], ...]:
+    """What changes when a backbone is trained again in the same folder."""
+    return tuple(sorted((file.name, file.stat().st_mtime_ns) for file in directory.glob("checkpoint-*.json")))
+
+
 @lru_cache(maxsize=2)
-def _backbone(directory: Path) -> tuple[Params, int]:
+def _backbone(directory: Path, stamp: tuple[tuple[str, int], ...]) -> tuple[Params, int]:
     """The weights of a trained ResNet, less its last layer, and its width."""
     from pfedhn.run import load
 

@@ -2,7 +2,7 @@
 
 import threading
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -12,11 +12,11 @@ from pfedhn.errors import RunError, UserError, first_line, place_in_own_code
 from pfedhn.experiments.build import build_simulation, preprocessing
 from pfedhn.experiments.directory import Options, plain
 from pfedhn.experiments.provenance import rerun_command
-from pfedhn.experiments.spec import Experiment, RunSpec, dataset_name, pretraining_run
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, dataset_name, pretraining_run
 from pfedhn.models import network_name
 from pfedhn.params import Params, take
 from pfedhn.progress import Event, Failed, Finished, Said, watch_run
-from pfedhn.record import Origin, read_result
+from pfedhn.record import Origin, read_result, read_spec, to_simulation
 from pfedhn.result import Cost, Result
 from pfedhn.run import Run, execute, load
 from pfedhn.tracking import tracker
@@ -42,6 +42,8 @@ def start(
         cost, weights = _pretrained(directory / earlier.name, device)
         starts = {network_name(run.cell.part or run.cell.model): weights}
     simulation = build_simulation(run, replace(options, device=device), starts)
+    if any(model.constants for model in simulation.models.values()):  # others may have begun before they changed
+        refuse_changed_base(directory, _begun_alike(directory, run.cell))
     origin = Origin(
         run.name,
         run.cell.method,
@@ -65,6 +67,24 @@ def start(
         callbacks=[] if options.track is None else [tracker(options.track, experiment.name, directory)],
         norms=options.norms,
     )
+
+
+def refuse_changed_base(directory: Path, names: Iterable[str]) -> None:
+    """Beside runs of an experiment that were trained on one frozen base, none shall be trained on another."""
+    for name in names:
+        spec = read_spec(directory / name)
+        if spec is not None and "frozen" in spec.digests:
+            to_simulation(directory / name, spec)  # which refuses another base
+
+
+def _begun_alike(directory: Path, cell: Cell) -> list[str]:
+    """A run of the experiment that has begun with the same network, if there is one."""
+    for file in sorted(directory.glob("*/spec.toml")):
+        spec = read_spec(file.parent)
+        stored = {"network": {}} | dict((spec and spec.cell) or {})
+        if all(stored.get(name) == plain(getattr(cell, name)) for name in ("model", "network")):
+            return [file.parent.name]
+    return []
 
 
 def _pretrained(folder: Path, device: str) -> tuple[Cost, Params]:
