@@ -196,6 +196,7 @@ def test_an_embedding_that_stood_still_in_training_has_no_rate_to_multiply() -> 
     assert pfedhn.PFedHN(embedding_lr=0.0).for_clients(4).choices_for_joining() == [{}]
 
 
+@pytest.mark.slow
 def test_a_larger_rate_serves_a_client_whose_embedding_has_far_to_go() -> None:
     """Half of the clients call every class by the number of another, which only an embedding can say."""
     x, y = examples(480)

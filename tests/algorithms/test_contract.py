@@ -236,6 +236,7 @@ VARIANTS = (
     "per-fedavg-hf",
     "pfedhn-chunked",
     "pfedhn-low-rank",
+    "pfedhn-plus",
     "pfedhn-plus-pc",
 )
 
@@ -260,9 +261,7 @@ def test_executors_agree(federation: Federation, method: str, target: str, cohor
         assert_close(result, results["loop"], atol=atol)
 
 
-@pytest.mark.parametrize(
-    "method", mostly_slow(ALGORITHMS, *(name for name in ALGORITHMS if not name.startswith("pfedhn")))
-)
+@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "local", "fedavg", "fedper", "ditto"))
 def test_several_architectures_are_refused_or_served_alike_by_every_executor(
     federation: Federation, method: str
 ) -> None:

@@ -32,7 +32,6 @@ class Conv(torch.nn.Sequential):
     ("method", "executor"),
     mostly_slow(
         itertools.product(["pfedhn", "fedavg", "per-fedavg", "pfedhn-pc"], ["loop", "traced", "vectorized"]),
-        ("pfedhn", "traced"),
         ("fedavg", "vectorized"),
     ),
 )

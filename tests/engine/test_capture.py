@@ -343,6 +343,7 @@ def test_with_pytorch_s_convolutions_one_client_s_steps_are_a_graph(
     assert set(counts) == {1}
 
 
+@pytest.mark.slow
 def test_groups_of_which_some_have_convolutions(federation: Federation) -> None:
     models = {name: model(name) for name in ("conv", "mlp")}
     mixed = federation.with_architectures(["conv", "mlp", "conv"] * 2)

@@ -180,7 +180,7 @@ def run_with(simulation: Simulation) -> State:
     ("upload", "method", "executor"),
     mostly_slow(
         itertools.product(["half", "8-bit"], ["pfedhn", "pfedhn-pc", "fedavg", "local"], EVERY_EXECUTOR[1:]),
-        ("half", "pfedhn-pc", "captured"),
+        ("half", "fedavg", "captured"),
         ("8-bit", "pfedhn", "traced"),
         ("8-bit", "fedavg", "vectorized"),
     ),

@@ -477,6 +477,7 @@ def row(text: str, *beginning: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
+@pytest.mark.slow
 def test_stored_accuracies_follow_from_the_stored_clients() -> None:
     found = 0
     for file in (ROOT / "results").glob("*.jsonl"):
@@ -493,6 +494,7 @@ def test_stored_accuracies_follow_from_the_stored_clients() -> None:
     assert found, "no stored run was read"
 
 
+@pytest.mark.slow
 def test_the_page_is_what_the_command_makes() -> None:
     results = ROOT / "results"
     reports, notes = generator.read_results(results), (results / "notes.md").read_text()
