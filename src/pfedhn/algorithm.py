@@ -132,6 +132,10 @@ class Algorithm(Protocol[Shared, Row, Private]):
         result: Shared = average
         return result
 
+    def for_use(self, shared: Shared) -> Shared:
+        """The server's memory for those who use it and train it no more; what only a step needs may be zeros."""
+        return shared
+
     def move_row(self, model: Model, shared: Shared, row: Row, update: Params) -> Row:
         """The row of ONE client that joins a trained federation, after its update; `shared` is frozen."""
         return row

@@ -84,25 +84,38 @@ def stack(trees: Sequence[Tree]) -> Tree:
     return result
 
 
+def nothing_like(tree: Tree) -> Tree:
+    """Zeros in the form of a tree that take no memory, to be read only: for parts that nobody needs."""
+    result: Tree = pytree.tree_map(lambda leaf: torch.zeros((), dtype=leaf.dtype).expand(leaf.shape), tree)
+    return result
+
+
+def _is_nothing(leaf: Tensor) -> bool:
+    return leaf.numel() > 1 and not leaf.is_cuda and not any(leaf.stride())
+
+
 def copy(tree: Tree, into: Tree | None = None, on_host: bool = False) -> Tree:
     """A copy at every leaf; `into`, an older copy that nobody needs, lends its memory where the shapes are the same.
 
     With `on_host`, what is on a GPU is copied to the host's memory, in the order of the GPU's stream: wait for the
-    stream before you read it.
+    stream before you read it. What `nothing_like` made stays as it is.
     """
     leaves, spec = pytree.tree_flatten(tree)
     if into is not None:
         olds = pytree.tree_leaves(into)
         if [old.shape for old in olds] == [leaf.shape for leaf in leaves]:
             for old, leaf in zip(olds, leaves, strict=True):
-                old.copy_(leaf, non_blocking=on_host)
+                if not (on_host and _is_nothing(leaf)):
+                    old.copy_(leaf, non_blocking=on_host)
             return into
-    copies = [_on_host(leaf) if on_host and leaf.is_cuda else leaf.clone() for leaf in leaves]
+    copies = [_on_host(leaf) if on_host else leaf.clone() for leaf in leaves]
     result: Tree = pytree.tree_unflatten(copies, spec)
     return result
 
 
 def _on_host(leaf: Tensor) -> Tensor:
+    if not leaf.is_cuda:
+        return leaf if _is_nothing(leaf) else leaf.clone()
     return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf, non_blocking=True)
 
 

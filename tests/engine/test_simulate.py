@@ -22,6 +22,7 @@ from support import (
     simulate,
 )
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.algorithms import ALGORITHMS
@@ -318,7 +319,24 @@ def test_the_best_round_is_the_first_strictly_best_on_validation(federation: Fed
     assert state.best is not None
     assert state.best.evaluation.round == best
     kept = State(best, state.best.memories)
-    assert_same_bits(memories_of(kept), seen[best])
+    shared, rows, private = seen[best]
+    assert_same_bits(memories_of(kept), (simulation.exchange.for_use(shared), rows, private))
+
+
+@pytest.mark.parametrize("averaging", [None, 0.9])
+def test_the_best_round_keeps_nothing_that_only_training_needs(averaging: float | None, federation: Federation) -> None:
+    """A copy of it crosses to the host whenever a round is the best so far, which is often at first."""
+    spec = PFedHN(hidden_dim=8, local_steps=2, optimizer="adamw", averaging=averaging)
+    simulation = simulate(spec, federation, rounds=4, evaluate_every=1)
+    state = finish(simulation)
+    assert state.best is not None
+    kept, now = state.best.memories.shared, state.memories.shared
+    assert [leaf.shape for leaf in pytree.tree_leaves(kept)] == [leaf.shape for leaf in pytree.tree_leaves(now)]
+    newest = kept if averaging is None else kept.newest
+    unused = (newest.velocity, newest.square, () if averaging is None else newest.phi)
+    assert not any(any(leaf.stride()) for leaf in pytree.tree_leaves(unused))
+    used = simulation.exchange.served(kept).phi
+    assert all(leaf.any() for name, leaf in used.items() if name.endswith("weight"))
 
 
 def test_without_a_metric_the_loss_chooses(federation: Federation) -> None:

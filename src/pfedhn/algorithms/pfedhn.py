@@ -27,7 +27,7 @@ from pfedhn.algorithms.hypernetwork import Head, Hypernetwork
 from pfedhn.errors import UserError
 from pfedhn.layers import Role, Roles, Shapes, assign_roles
 from pfedhn.model import Model
-from pfedhn.params import Params, clip, pick, pull_back, subtract, zeros_like
+from pfedhn.params import Params, clip, nothing_like, pick, pull_back, subtract, zeros_like
 from pfedhn.settings import Bounds, Fraction
 from pfedhn.sgd import SGD, Batches, Rate, Share
 
@@ -200,6 +200,9 @@ class PFedHN(Algorithm[Shared, Row, Private]):
 
     def with_averaged_part(self, shared: Shared, average: Params) -> Shared:
         return shared._replace(phi=pick(average, shared.phi), common=pick(average, shared.common))
+
+    def for_use(self, shared: Shared) -> Shared:
+        return shared._replace(velocity=nothing_like(shared.velocity), square=nothing_like(shared.square))
 
     def move_row(self, model: Model, shared: Shared, row: Row, update: Params) -> Row:
         row = self.up_to_date(row, shared)

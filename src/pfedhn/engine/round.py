@@ -22,7 +22,7 @@ from pfedhn.algorithm import Algorithm, Group, client_weights
 from pfedhn.engine.transform import FULL, Full, Transform
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import Params, num_bytes, pick, subtract, take, weighted_sum
+from pfedhn.params import Params, nothing_like, num_bytes, pick, subtract, take, weighted_sum
 from pfedhn.privacy import Protection, protecting
 from pfedhn.sgd import Batches
 from pfedhn.statistics import COUNT, tracking
@@ -126,6 +126,16 @@ class Exchange:
         if self.algorithm.averaging is None:
             return shared
         return self.algorithm.with_averaged_part(shared.newest, shared.average)
+
+    def for_use(self, shared: Any) -> Any:
+        """The shared memory, in the same form, without what is of no use to those who do not train it."""
+        method = shared.method if isinstance(shared, WithStatistics) else shared
+        if self.algorithm.averaging is None:
+            method = self.algorithm.for_use(method)
+        else:
+            newest = self.algorithm.for_use(method.newest)
+            method = method._replace(newest=self.algorithm.with_averaged_part(newest, nothing_like(method.average)))
+        return shared._replace(method=method) if isinstance(shared, WithStatistics) else method
 
     def offer(self, model: Model, shared: Any, row: Any, number: Tensor, identity: Tensor) -> Offer:
         """The server's half, first part. A server that waits for every reply has taken one step per round."""

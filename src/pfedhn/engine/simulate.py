@@ -455,7 +455,8 @@ class Simulation:
         validation = splits["validation"]
         is_blind = int(validation.count.sum()) == 0
         if state.best is None or is_blind or validation.score > state.best.evaluation.splits["validation"].score:
-            state.best = Best.of(evaluation, state.memories, state.best)
+            memories = state.memories._replace(shared=self.exchange.for_use(state.memories.shared))
+            state.best = Best.of(evaluation, memories, state.best)
         return evaluation
 
     def evaluate(self, state: State) -> dict[str, SplitResult]:

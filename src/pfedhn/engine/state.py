@@ -91,7 +91,7 @@ class Memories(NamedTuple):
 
     def to(self, device: torch.device) -> "Memories":
         """The same memories where a run computes."""
-        shared, rows = pytree.tree_map(lambda leaf: leaf.to(device), (self.shared, self.rows))
+        shared, rows = pytree.tree_map(lambda leaf: leaf.to(device).contiguous(), (self.shared, self.rows))
         return Memories(shared, rows, {name: table.to(device) for name, table in self.private.items()})
 
 
