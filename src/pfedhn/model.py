@@ -1,6 +1,7 @@
 """A target network as a value: the shapes of its weights, its loss and how it is made."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -164,7 +165,7 @@ class Model:
 
     def _forward(self, module: nn.Module, weights: Params, x: Tensor) -> Any:
         # cuDNN's recurrent layers ask where their weights lie in memory, and those of a gradient or a map lie nowhere.
-        with cudnn.flags(enabled=False) if self._is_recurrent else nullcontext():
+        with without_cudnn() if self._is_recurrent and x.is_cuda else nullcontext():
             return functional_call(module, weights, (x,))
 
     @cached_property
@@ -176,6 +177,18 @@ class Model:
         module = copy.deepcopy(self.testing_module)
         module.load_state_dict({name: value.detach() for name, value in weights.items()}, strict=False)
         return module
+
+
+_CUDNN = threading.RLock()
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Inside the block PyTorch's own kernels stand for cuDNN's. One thread at a time: the switch is the process's."""
+    with _CUDNN:
+        kept = {"benchmark": cudnn.benchmark, "deterministic": cudnn.deterministic, "allow_tf32": cudnn.allow_tf32}
+        with cudnn.flags(enabled=False, **kept):
+            yield
 
 
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:

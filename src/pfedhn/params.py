@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+NOTHING = "_pfedhn_nothing"
 Params = dict[str, Tensor]
 Tree = TypeVar("Tree")
 
@@ -86,12 +87,18 @@ def stack(trees: Sequence[Tree]) -> Tree:
 
 def nothing_like(tree: Tree) -> Tree:
     """Zeros in the form of a tree that take no memory, to be read only: for parts that nobody needs."""
-    result: Tree = pytree.tree_map(lambda leaf: torch.zeros((), dtype=leaf.dtype).expand(leaf.shape), tree)
+    result: Tree = pytree.tree_map(_nothing, tree)
     return result
 
 
+def _nothing(leaf: Tensor) -> Tensor:
+    zeros = torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)
+    setattr(zeros, NOTHING, True)  # one cannot tell by its strides: a person's own numbers may be expanded, too
+    return zeros
+
+
 def _is_nothing(leaf: Tensor) -> bool:
-    return leaf.numel() > 1 and not leaf.is_cuda and not any(leaf.stride())
+    return hasattr(leaf, NOTHING)
 
 
 def copy(tree: Tree, into: Tree | None = None, on_host: bool = False) -> Tree:

@@ -24,7 +24,8 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine import capture, executors, gpu
-from pfedhn.engine.capture import CapturedRun, rates, side_by_side
+from pfedhn.engine.capture import CapturedRun, pile_up, rates, side_by_side
+from pfedhn.engine.evaluate import Chunk
 from pfedhn.engine.network import convolves
 from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
@@ -354,6 +355,29 @@ def test_groups_of_which_some_have_convolutions(federation: Federation) -> None:
     assert state.best is not None
     assert expected.best is not None
     assert_close(state.best.evaluation.splits["test"].loss, expected.best.evaluation.splits["test"].loss)
+
+
+def test_clients_of_unlike_size_are_not_filled_up_to_the_largest() -> None:
+    def chunk(client: int, width: int) -> Chunk:
+        index = torch.arange(width).reshape(1, -1) + 1
+        return Chunk(target, [client], torch.tensor([client]), index, torch.ones(1, 2, width, dtype=torch.bool))
+
+    target = model()
+    piles = pile_up([chunk(0, 3), chunk(1, 4), chunk(2, 900)])
+    assert [(pile.clients, pile.index.shape) for pile in piles] == [([0, 1], (2, 4)), ([2], (1, 900))]
+    assert piles[0].index.tolist() == [[1, 2, 3, 0], [1, 2, 3, 4]]
+    assert piles[0].masks[:, 0].tolist() == [[True, True, True, False], [True] * 4]
+
+
+def test_what_lies_beside_the_fields_of_a_dataclass_counts() -> None:
+    @dataclass
+    class Loss:
+        scale: float = 1.0
+
+    one, other = Loss(), Loss()
+    assert gpu.content(one) == gpu.content(other)
+    other.more = 0.1  # type: ignore[attr-defined]
+    assert gpu.content(one) != gpu.content(other)
 
 
 @pytest.mark.parametrize(("target", "is_found"), [("mlp", False), ("conv", True), ("batchnorm", True)])

@@ -67,7 +67,11 @@ def test_clients_whose_steps_are_a_graph_of_their_own(method: str, federation: F
     expected = finish(on_card(algorithm, federation, *names, executor="loop", **settings))
     simulation = on_card(algorithm, federation, *names, **settings)
     assert CapturedRun(simulation, simulation.initial_state()).is_apart
-    assert_close(memories_of(captured(simulation)), memories_of(expected))
+    state = captured(simulation)
+    assert_close(memories_of(state), memories_of(expected))
+    assert state.best is not None
+    assert expected.best is not None
+    assert_close(state.best.evaluation.splits["test"].loss, expected.best.evaluation.splits["test"].loss)
 
 
 def test_captured_before_and_after_the_compiler_is_done(

@@ -1,11 +1,14 @@
 """Networks that nobody here wrote: what would be wrong or fail later is refused with a sentence, the rest runs."""
 
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
-from support import NUM_CLASSES, SIDE, assert_close, finish, memories_of, mostly_slow, simulate
+from support import CHANNELS, NUM_CLASSES, SIDE, assert_close, finish, memories_of, mostly_slow, simulate
 from torch import Tensor, nn
+from torch.backends import cudnn
 from torch.nn import functional
 
 from pfedhn import keys
@@ -15,7 +18,7 @@ from pfedhn.engine import network
 from pfedhn.engine.network import build_model
 from pfedhn.engine.rounds import rounds
 from pfedhn.errors import UserError
-from pfedhn.model import Model
+from pfedhn.model import Model, without_cudnn
 from pfedhn.models import MLP, cross_entropy, is_correct
 
 
@@ -329,22 +332,31 @@ def test_what_is_frozen_is_in_memory_once_and_a_personal_model_has_its_own() -> 
     assert set(model.shapes) == {name for name, _ in module.named_parameters() if not name.startswith("0.")}
 
 
-def test_recurrent_layers_do_without_cudnn(federation: Federation) -> None:
-    """Which asks where weights lie in memory; those of a gradient lie nowhere, and on a GPU that is an error."""
+def test_without_cudnn_in_several_threads_leaves_the_process_as_it_was() -> None:
+    """Recurrent layers do without it on a GPU, where it asks for the addresses of weights that have none."""
+    before = (cudnn.enabled, cudnn.allow_tf32, cudnn.deterministic)
     seen = []
 
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.out = nn.LSTM(SIDE, 3, batch_first=True), nn.Linear(3, NUM_CLASSES)
+    def work() -> None:
+        for _ in range(50):
+            with without_cudnn():
+                seen.append((cudnn.enabled, cudnn.allow_tf32, cudnn.deterministic))
+                time.sleep(0.0005)
 
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(torch.backends.cudnn.enabled)
-            return self.out(self.lstm(x[:, 0])[0][:, -1])
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(seen) == {(False, *before[1:])}
+    assert (cudnn.enabled, cudnn.allow_tf32, cudnn.deterministic) == before
 
-    target = Model("net", Recurrent, cross_entropy, is_correct, dtype=torch.float64)
-    state = finish(simulate(FedAvg(local_steps=2), federation, {"net": target}, rounds=2, cohort=2))
-    assert state.round == 2
-    assert seen
-    assert not any(seen)
-    assert torch.backends.cudnn.enabled
+
+def test_weights_that_are_no_numbers_get_a_sentence(federation: Federation) -> None:
+    def factory() -> nn.Module:
+        network = nn.Sequential(nn.Flatten(), nn.Linear(CHANNELS * SIDE * SIDE, NUM_CLASSES))
+        nn.init.constant_(network[1].weight, float("nan"))
+        return network
+
+    with pytest.raises(UserError):
+        finish(simulate(FedAvg(local_steps=2), federation, {"net": build_model("net", factory, federation)}, rounds=2))

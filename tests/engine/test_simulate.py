@@ -339,6 +339,30 @@ def test_the_best_round_keeps_nothing_that_only_training_needs(averaging: float 
     assert all(leaf.any() for name, leaf in used.items() if name.endswith("weight"))
 
 
+def test_the_best_round_of_a_person_s_own_method_keeps_all_of_it(federation: Federation) -> None:
+    """It may read anything, and have numbers that are expanded."""
+
+    class Tied(FedAvg):
+        def receive(self, shared: Any, groups: Any) -> Any:
+            new, rows = super().receive(shared, groups)
+            name = next(name for name, value in new.items() if value.ndim == 1)
+            return new | {name: new[name].mean().expand(new[name].shape)}, rows
+
+    class Ahead(PFedHN):
+        pass
+
+    simulation = simulate(Tied(local_steps=3, local_lr=0.3), federation, rounds=8, evaluate_every=1, cohort=2)
+    state, seen = simulation.initial_state(), []
+    for _ in simulation.rounds(state):
+        seen.append(copy(state.memories.shared))
+    assert state.best is not None
+    assert state.best.evaluation.round > 0
+    assert_same_bits(state.best.memories.shared, seen[state.best.evaluation.round])
+    own = finish(simulate(Ahead(**SMALL), federation, rounds=3)).best
+    assert own is not None
+    assert all(any(leaf.stride()) for leaf in pytree.tree_leaves(own.memories.shared.velocity))
+
+
 def test_without_a_metric_the_loss_chooses(federation: Federation) -> None:
     plain = replace(model(), per_example_metric=None)
     simulation = simulate(FedAvg(local_steps=3, local_lr=0.3), federation, {"mlp": plain}, rounds=8, evaluate_every=1)

@@ -29,7 +29,6 @@ NUM_TRIED = 3  # rounds by which the time of all is guessed
 NUM_EXAMPLES_TRIED = 256  # of one client, by which it is seen whether there is time to evaluate more
 PATIENCE = 10.0  # seconds for a cell's rounds, and for its evaluation
 SHORT = 0.3  # seconds of what is tried again, since the first time takes longer
-MANY = 10**12  # steps
 COLUMNS = ("cell", "seeds", "rounds", "parameters", "memory", "time")
 
 
@@ -90,7 +89,8 @@ def _round_seconds(simulation: Simulation, state: State) -> float:
     guessed = simulation.clients_per_round * simulation.algorithm.num_batches * _step_seconds(simulation)
     if guessed > PATIENCE:
         return guessed
-    endless = replace(simulation.schedule, steps=MANY, evaluate_every=MANY)  # no evaluation among the rounds
+    steps = (NUM_TRIED + 2) * simulation.clients_per_round
+    endless = replace(simulation.schedule, steps=steps, evaluate_every=steps)  # no evaluation among the rounds
     quickest, first = float("inf"), time.monotonic()
     began = first
     for number, _ in enumerate(rounds(replace(simulation, schedule=endless), state), 1):

@@ -263,10 +263,13 @@ Part: TypeAlias = tuple[Callable[[], None], int]
 
 
 def pile_up(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Chunks of one client each as one pile for every architecture, filled up to the same width."""
+    """Chunks of one client each as piles, one for every architecture and like size, filled up to the same width."""
+    kinds: dict[tuple[str, int], list[Chunk]] = {}
+    for chunk in chunks:
+        kinds.setdefault((chunk.model.name, kernels.power_of_two(chunk.index.shape[-1])), []).append(chunk)
     piles = []
-    for model in dict.fromkeys(chunk.model for chunk in chunks):
-        mine = [chunk for chunk in chunks if chunk.model is model]
+    for mine in kinds.values():
+        model = mine[0].model
         width = max(chunk.index.shape[-1] for chunk in mine)
         index, masks = (
             torch.cat([functional.pad(part, (0, width - part.shape[-1])) for part in parts])
@@ -288,7 +291,7 @@ class CapturedRun:
     evaluation_graph: Graph | None = None
     uncompiled: dict[Signature, set[Meanwhile]] = field(default_factory=dict)  # what graphs run as it was traced
     prepared: dict[Signature, Any] = field(default_factory=dict)  # cohorts whose clients are trained one by one,
-    trained: dict[tuple[Signature, int], Any] = field(default_factory=dict)  # and what each group's have come to
+    trained: dict[str, Any] = field(default_factory=dict)  # and, by architecture, what they have come to
 
     def __post_init__(self) -> None:
         with WHOLE_PROCESS:
@@ -396,6 +399,7 @@ class CapturedRun:
         ]
 
     def _prepare(self, signature: Signature) -> None:
+        self.place.zero_()
         self.prepared[signature] = self._before(signature)
 
     def _train_next(self, signature: Signature, number: int) -> None:
@@ -404,18 +408,15 @@ class CapturedRun:
         name, count = signature[number]
         one = pytree.tree_map(lambda leaf: leaf.index_select(0, self.place), (members, offers, kept))
         result = self._train_group(self.simulation.models[name], *one)
-        if (signature, number) not in self.trained:  # while warming up: it must outlive what is captured
-            self.trained[signature, number] = pytree.tree_map(
-                lambda leaf: leaf.new_zeros(count, *leaf.shape[1:]), result
-            )
-        for table, leaf in zip(
-            pytree.tree_leaves(self.trained[signature, number]), pytree.tree_leaves(result), strict=True
-        ):
+        if name not in self.trained:  # while warming up: it must outlive what is captured
+            most = max(dict(one).get(name, 0) for one in set(self.signatures))
+            self.trained[name] = pytree.tree_map(lambda leaf: leaf.new_zeros(most, *leaf.shape[1:]), result)
+        for table, leaf in zip(pytree.tree_leaves(self.trained[name]), pytree.tree_leaves(result), strict=True):
             table.index_copy_(0, self.place, leaf)
         self.place.add_(1).remainder_(count)
 
     def _all_trained(self, signature: Signature) -> list[tuple[Params, Kept]]:
-        return [self.trained[signature, number] for number in range(len(signature))]
+        return [take(self.trained[name], slice(count)) for name, count in signature]
 
     def _finish(self, signature: Signature, prepared: Any, trained: list[tuple[Params, Kept]]) -> None:
         known, train = (self._memories(), self.slots), self.simulation.federation.splits["train"]
@@ -499,6 +500,7 @@ class CapturedRun:
         ]
 
     def _begin_evaluation(self) -> None:
+        self.place.zero_()
         self.scores.zero_()
 
     def _evaluate(self, chunks: Sequence[Chunk]) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from threading import Condition, Thread, main_thread
 from types import FunctionType, MethodType, ModuleType
@@ -244,14 +244,18 @@ def content(value: Any, seen: Seen | None = None) -> Any:
     if id(value) in seen:  # it may hold itself
         return "again", seen[id(value)][0]
     seen[id(value)] = (len(seen), value)
+    own = getattr(value, "__dict__", None)  # attributes beside what a container holds, a function or fields say
+    beside = None
+    if isinstance(own, dict) and not isinstance(value, nn.Module):
+        beside = inside({name: one for name, one in own.items() if not _is_cached(type(value), name)})
     if isinstance(value, Mapping):
-        return type(value), tuple((inside(key), inside(one)) for key, one in value.items())
+        return type(value), tuple((inside(key), inside(one)) for key, one in value.items()), beside
     if isinstance(value, list | tuple):
-        return type(value), tuple(map(inside, value))
+        return type(value), tuple(map(inside, value)), beside
     if isinstance(value, set | frozenset):
-        return type(value), frozenset(map(inside, value))
+        return type(value), frozenset(map(inside, value)), beside
     if isinstance(value, FunctionType):
-        return fingerprint.of_code(value), tuple(inside(place.content) for place in places_of(value)[0])
+        return fingerprint.of_code(value), tuple(inside(place.content) for place in places_of(value)[0]), beside
     if isinstance(value, partial):
         return inside((value.func, value.args, value.keywords))
     if isinstance(value, MethodType):
@@ -259,14 +263,19 @@ def content(value: Any, seen: Seen | None = None) -> Any:
     if isinstance(value, nn.Module):
         return form(value, seen)
     if is_dataclass(value):
-        return type(value), tuple(inside(getattr(value, one.name)) for one in fields(value))
-    if isinstance(getattr(value, "__dict__", None), dict):
-        return type(value), inside(vars(value))
+        return type(value), tuple(inside(getattr(value, one.name)) for one in fields(value)), beside
+    if isinstance(own, dict):
+        return type(value), beside
     try:
         hash(value)
     except Exception:  # of any kind: it is a person's
         return Same(value)
     return type(value), value
+
+
+def _is_cached(kind: type, name: str) -> bool:
+    """Whether an attribute is there only because somebody has asked for it."""
+    return any(isinstance(vars(one).get(name), cached_property) for one in kind.__mro__)
 
 
 @dataclass(frozen=True, eq=False)

@@ -355,10 +355,14 @@ def _is_close(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """Whether the tensors of two trees are equal, up to a part of the largest number."""
     pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
     return all(
-        torch.allclose(a.double(), b.double(), rtol=0.0, atol=tolerance * float(b.double().abs().max()), equal_nan=True)
+        torch.allclose(a.double(), b.double(), rtol=0.0, atol=tolerance * _largest(b), equal_nan=True)
         for a, b in pairs
         if isinstance(a, Tensor) and a.numel()
     )
+
+
+def _largest(value: Tensor) -> float:
+    return float(value.double().abs().nan_to_num().max())
 
 
 def _layers(names: Iterable[str]) -> str:

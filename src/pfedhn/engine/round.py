@@ -128,7 +128,12 @@ class Exchange:
         return self.algorithm.with_averaged_part(shared.newest, shared.average)
 
     def for_use(self, shared: Any) -> Any:
-        """The shared memory, in the same form, without what is of no use to those who do not train it."""
+        """The shared memory, in the same form, without what is of no use to those who do not train it.
+
+        A person's own method, which may read anything, keeps everything.
+        """
+        if type(self.algorithm).__module__.partition(".")[0] != "pfedhn":
+            return shared
         method = shared.method if isinstance(shared, WithStatistics) else shared
         if self.algorithm.averaging is None:
             method = self.algorithm.for_use(method)
