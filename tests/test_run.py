@@ -117,6 +117,7 @@ def test_averaging_refuses_several_architectures() -> None:
     assert sum(p.numel() for p in run.personal_model(0, architecture="large").parameters()) == 8 * 16 + 16 + 16 * 4 + 4
 
 
+@pytest.mark.slow
 def test_a_new_client_learns_only_what_is_its_own() -> None:
     federation = made_federation()
     run = pfedhn.train("pfedhn-pc", federation, lambda: pfedhn.MLP(8, 16, 4), steps=30, progress=False)

@@ -232,6 +232,7 @@ def test_fedrep_with_steps_for_the_head_alone_never_moves_the_body(federation: F
     assert any(not torch.equal(weights["3.weight"], start["3.weight"]) for weights in personal(simulation, state))
 
 
+@pytest.mark.slow
 def test_proposition_1_linear_hypernetwork_is_uncentered_pca() -> None:
     """For X_i^T X_i = I, h(v; W) = W v trained to the end is the best rank-D fit of the clients' own solutions."""
     num_clients, num_rows, dim, rank = 5, 6, 4, 2

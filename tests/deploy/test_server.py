@@ -407,6 +407,7 @@ def test_a_party_that_never_answers_costs_the_others_nothing(tmp_path: Path) -> 
     assert group.parties["party-2"].versions("training")[-1] == accepted[-1]
 
 
+@pytest.mark.slow
 def test_a_lost_reply_changes_nothing(tmp_path: Path) -> None:
     """A round that a party missed is, for everybody, as if it had not been drawn: PC's head goes back."""
     algorithm = small("pfedhn-pc")

@@ -88,6 +88,7 @@ def test_a_round_can_be_gone_through_without_numbers(
     assert not run.before[run.signatures[0]].ready
 
 
+@pytest.mark.slow
 def test_what_a_person_s_own_code_keeps_has_numbers(federation: Federation) -> None:
     @lru_cache
     def ones(count: int) -> torch.Tensor:

@@ -73,6 +73,7 @@ def train(folder: Path, **settings: Any) -> pfedhn.Run:
     return pfedhn.train(spec, federation, "mlp-3", directory=folder, **(common | settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["loop", "captured"])
 def test_they_are_in_the_history_of_a_run_that_was_asked_for_them(tmp_path: Path, executor: str) -> None:
     run = train(tmp_path / "with", norms=True, executor=executor)

@@ -390,6 +390,7 @@ def test_scores_of_clients_without_rows(federation: Federation) -> None:
     assert_close(result.sample_mean, float(result.metric[others].sum() / result.count[others].sum()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "executor"),
     mostly_slow(
