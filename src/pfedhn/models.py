@@ -172,6 +172,7 @@ class ResNet(nn.Module):
         norm: "batch" is BatchNorm, "group" GroupNorm in groups of 16 channels.
         blocks: In each of the four layers; (3, 4, 6, 3) is ResNet-34.
         in_channels: Channels of the images.
+        stem_stride: Of the first convolution; 2 halves what all layers after it see, which takes a quarter of the time.
     """
 
     def __init__(
@@ -181,13 +182,14 @@ class ResNet(nn.Module):
         norm: Literal["batch", "group"] = "batch",
         blocks: Sequence[int] = (2, 2, 2, 2),
         in_channels: int = 3,
+        stem_stride: int = 1,
     ) -> None:
         super().__init__()
 
         def normalize(channels: int) -> nn.Module:
             return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(max(1, channels // 16), channels)
 
-        self.conv1 = nn.Conv2d(in_channels, width, 3, 1, 1, bias=False)
+        self.conv1 = nn.Conv2d(in_channels, width, 3, stem_stride, 1, bias=False)
         self.bn1 = normalize(width)
         channels = width
         for number, count in enumerate(blocks):
@@ -216,9 +218,10 @@ def resnet(
     width: int = 64,
     norm: Literal["batch", "group"] = "batch",
     blocks: Sequence[int] = (2, 2, 2, 2),
+    stem_stride: int = 1,
 ) -> nn.Module:
     """A `ResNet` for an experiment file: `model = "pfedhn.models:resnet"`, `network = {width = 32}`."""
-    return ResNet(num_classes, width, norm, blocks, shape[0])
+    return ResNet(num_classes, width, norm, blocks, shape[0], stem_stride)
 
 
 FILLED_IN = ("num_classes", "shape")  # what a function that makes a network is told of the data, if it asks

@@ -26,7 +26,7 @@ def trained_backbone(folder: Path, x: numpy.ndarray, y: numpy.ndarray, seed: int
     return pfedhn.train(
         pfedhn.Local(local_steps=2),
         pfedhn.Federation.from_clients([(x, y)]),
-        partial(resnet, 4, [3, 8, 8], width=2),
+        partial(resnet, 4, [3, 8, 8], width=2, stem_stride=2),
         steps=1,
         batch_size=8,
         seed=seed,

@@ -39,8 +39,8 @@ def adapted(num_classes: int, backbone: str, rank: int = 4) -> nn.Module:
         rank: Of what an adapter adds.
     """
     directory = given_path(backbone)
-    weights, width = _backbone(directory, _stamp(directory))
-    network = ResNet(num_classes, width)
+    weights, width, stem_stride = _backbone(directory, _stamp(directory))
+    network = ResNet(num_classes, width, stem_stride=stem_stride)
     network.load_state_dict(weights, strict=False)
     for name, part in list(network.named_modules()):
         if isinstance(part, nn.Conv2d):
@@ -57,14 +57,14 @@ def _stamp(directory: Path) -> tuple[tuple[str, int], ...]:
 
 
 @lru_cache(maxsize=2)
-def _backbone(directory: Path, stamp: tuple[tuple[str, int], ...]) -> tuple[Params, int]:
-    """The weights of a trained ResNet, less its last layer, and its width."""
+def _backbone(directory: Path, stamp: tuple[tuple[str, int], ...]) -> tuple[Params, int, int]:
+    """The weights of a trained ResNet, less its last layer, its width and the stride of its stem."""
     from pfedhn.run import load
 
     if not (directory / "spec.toml").exists():
-        raise UserError(f"{directory} holds no backbone; `pfedhn run backbone-cifar100` trains one, which takes a GPU.")
+        raise UserError(f"{directory} holds no backbone; `pfedhn run backbone-cifar100` trains one.")
     run = load(directory, device="cpu")
     if not isinstance(network := run.personal_model(0), ResNet):
         raise UserError(f"{directory} trained a {type(network).__name__}; a backbone is a ResNet.")
     kept = {name: value for name, value in network.state_dict().items() if not name.startswith("fc.")}
-    return kept, network.conv1.out_channels
+    return kept, network.conv1.out_channels, network.conv1.stride[0]
