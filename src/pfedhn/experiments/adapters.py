@@ -62,7 +62,7 @@ def _backbone(directory: Path, stamp: tuple[tuple[str, int], ...]) -> tuple[Para
     from pfedhn.run import load
 
     if not (directory / "spec.toml").exists():
-        raise UserError(f"{directory} holds no backbone; `pfedhn run backbone-cifar100` trains one.")
+        raise UserError(f"{directory} holds no backbone; `pfedhn run backbone-cifar100` trains one, which takes a GPU.")
     run = load(directory, device="cpu")
     if not isinstance(network := run.personal_model(0), ResNet):
         raise UserError(f"{directory} trained a {type(network).__name__}; a backbone is a ResNet.")

@@ -513,7 +513,7 @@ def weight_gradient_op(
     )
     if parts == 1:
         return sums.squeeze(1)
-    total = torch.empty_like(sums[:, 0])
+    total = sums.new_empty(runs, *sums.shape[2:])
     size = total.shape[1] * total.shape[2]
     launch(
         sum_groups_kernel,
