@@ -150,7 +150,7 @@ def test_rounds_do_not_wait_for_the_compiler(
     progress = run.rounds()
     while state.round < 3:
         next(progress)
-    assert [len(parts) for parts in run.uncompiled.values()] == [4]  # before, the draw, the step, after
+    assert [len(parts) for parts in run.uncompiled.values()] == [5]  # before, draw, what is hoisted, step, after
     first = dict(run.graphs)
     may_compile.set()
     gpu.COMPILER.wait()
@@ -228,7 +228,7 @@ def test_the_end_of_another_run_does_not_keep_one_from_being_compiled(
     run = CapturedRun(simulation, simulation.initial_state())
     progress = run.rounds()
     next(progress)
-    until(lambda: len(gpu.COMPILER.waiting) == 3)
+    until(lambda: len(gpu.COMPILER.waiting) == 4)
     ending = threading.Thread(target=gpu.COMPILER.drop)
     ending.start()
     until(lambda: not gpu.COMPILER.waiting)

@@ -476,7 +476,7 @@ class CapturedRun:
         count = batches.mask.shape[0]
         kind = TracedScan if count == 1 else TogetherScan
         if (model.name, count) not in self.scans:
-            make = partial(kind, compile_graph, is_always_watched=True)
+            make = partial(kind, compile_graph, is_always_watched=True, hoists=True)
             self.scans[model.name, count] = shared_by_equal_runs(self._key("steps", model.name, count), make)
         exchange = exchange_with_rates(self.simulation.exchange, self.rates)
 

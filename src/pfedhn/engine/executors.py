@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from pfedhn.engine.closures import Watch, lift
+from pfedhn.engine.hoist import for_all_steps, hoist
 from pfedhn.errors import UserError, first_line
 from pfedhn.params import copy, stack, take
 from pfedhn.process import WHOLE_PROCESS
@@ -160,6 +162,14 @@ def copy_with_layout(tensor: Tensor) -> Tensor:
 MAX_GRAPHS = 16  # of one function for tensors of the same shapes, of which a few are usual
 
 
+class Steps(NamedTuple):
+    """How steps are run: `step` takes what `ahead`, if there is one, has made of all batches, after its batch."""
+
+    step: Function
+    ahead: Function | None = None
+    differs: Sequence[bool] = ()  # from step to step
+
+
 class FlatStep(NamedTuple):
     """A step as a function of plain tensors: those of the carry, then of a batch, then the constants."""
 
@@ -172,6 +182,29 @@ class FlatStep(NamedTuple):
     key: Any  # what is computed, as far as the tensors do not tell
 
 
+class Stacks(NamedTuple):
+    """The leaves of all batches, and which axis of each is that of the steps."""
+
+    leaves: Sequence[Tensor]
+    axes: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        return self.leaves[0].shape[self.axes[0]] if self.leaves else 0
+
+    @property
+    def first(self) -> tuple[Tensor, ...]:
+        return tuple(leaf.select(axis, 0) for leaf, axis in zip(self.leaves, self.axes, strict=True))
+
+    def slices(self) -> Iterator[tuple[Tensor, ...]]:
+        return zip(*(leaf.unbind(axis) for leaf, axis in zip(self.leaves, self.axes, strict=True)), strict=True)
+
+
+def take_step(made: Sequence[Tensor], differs: Sequence[bool], k: int) -> list[Tensor]:
+    """What step `k` takes of what was computed ahead."""
+    return [value[k] if is_own else value for value, is_own in zip(made, differs, strict=True)]
+
+
 @dataclass
 class TracedScan:
     """Runs the steps from a graph of plain operators, traced at the first call: no autograd, no Python of the module.
@@ -182,11 +215,13 @@ class TracedScan:
         compile: What is done to a graph before it runs.
         is_always_watched: Whether every call may trace, at the cost of watching it. A CUDA graph, whose second call is
             recorded, needs what is new to be traced in the first.
+        hoists: Whether what steps compute from their batches alone is computed for all steps at once.
     """
 
     compile: Compile = run_as_traced
     is_always_watched: bool = False
-    graphs: dict[Any, Function | None] = field(default_factory=dict)
+    hoists: bool = False
+    graphs: dict[Any, Steps | None] = field(default_factory=dict)
     numbers: dict[float, Tensor] = field(default_factory=dict)
     position: int = 0
     has_constants: bool = False
@@ -224,13 +259,13 @@ class TracedScan:
     def __call__(self, step: Step, carry: Any, batches: Any, constants: Any) -> Any:
         flat = self._flatten(step, carry, batches, constants)
         now = [leaf.contiguous() for leaf in flat.carry]
-        slices = list(zip(*(leaf.unbind(0) for leaf in flat.batches), strict=True))
-        if not slices:
+        data = Stacks(flat.batches, [0 for _ in flat.batches])
+        if not data.length:
             return carry
-        graph = self._graph(flat, flat.function, (*now, *slices[0], *flat.constants))
-        if graph is None:
+        steps = self._steps(flat, flat.function, now, data, flat.constants)
+        if steps is None:
             return python_loop(step, carry, batches, constants)
-        return pytree.tree_unflatten(self._replay(graph, now, slices, flat.constants), flat.spec)
+        return pytree.tree_unflatten(self._replay(steps, now, data, flat.constants), flat.spec)
 
     def _flatten(self, step: Step, carry: Any, batches: Any, constants: Any) -> FlatStep:
         """Rates and the tensors that a step closes over become constants: one graph serves all clients and a grid."""
@@ -262,9 +297,16 @@ class TracedScan:
             self.numbers[value] = torch.full((), value, dtype=like.dtype, device=like.device)
         return self.numbers[value]
 
-    def _graph(
-        self, flat: FlatStep, function: Function, arguments: Sequence[Tensor], dims: tuple[int | None, ...] = ()
-    ) -> Function | None:
+    def _steps(
+        self,
+        flat: FlatStep,
+        function: Function,
+        now: Sequence[Tensor],
+        data: Stacks,
+        constants: Sequence[Tensor],
+        dims: tuple[int | None, ...] = (),
+    ) -> Steps | None:
+        arguments = (*now, *data.first, *constants)
         layout = (dims, *((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments))
         key = (flat.key, layout)
         num_alike = sum(other == layout for _, other in self.graphs)
@@ -274,7 +316,7 @@ class TracedScan:
             self.has_missed = True
             return None
         self.has_missed = False
-        self.graphs[key] = self._trace(flat.step, function, arguments, self.watch)
+        self.graphs[key] = self._trace(flat.step, function, now, data, constants, self.watch)
         if num_alike + 1 == MAX_GRAPHS:
             logger.warning(
                 "a step that closes over other numbers in every call runs step by step, slower; give them to scan "
@@ -282,7 +324,17 @@ class TracedScan:
             )
         return self.graphs[key]
 
-    def _trace(self, step: Step, function: Function, arguments: Sequence[Tensor], watch: Watch) -> Function | None:
+    def _trace(
+        self,
+        step: Step,
+        function: Function,
+        now: Sequence[Tensor],
+        data: Stacks,
+        constants: Sequence[Tensor],
+        watch: Watch,
+    ) -> Steps | None:
+        arguments = (*now, *data.first, *constants)
+
         def contiguous(*leaves: Tensor) -> list[Tensor]:
             return [leaf.contiguous() for leaf in function(*leaves)]
 
@@ -294,19 +346,24 @@ class TracedScan:
             graph.recompile()
             watch.refuse(constants_of(graph), step)
             self.has_constants |= bool(constants_of(graph))
-            return self.compile(graph, arguments)
+            parts = hoist(graph, len(now), len(data.leaves)) if self.hoists else None
+            if parts is None:
+                return Steps(self.compile(graph, arguments))
+            ahead = Traced(partial(for_all_steps, parts, data.axes), self.compile, needs_numbers=False)
+            with watch.suspended():
+                made = take_step(ahead(data.leaves, constants), parts.differs, 0)
+            return Steps(self.compile(parts.step, (*now, *data.first, *made, *constants)), ahead, parts.differs)
         except UserError:
             raise
         except Exception as error:
             logger.warning("this network cannot be traced and runs step by step, slower: %s", first_line(error))
             return None
 
-    def _replay(
-        self, graph: Function, now: list[Tensor], slices: Sequence[Any], constants: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def _replay(self, steps: Steps, now: list[Tensor], data: Stacks, constants: Sequence[Tensor]) -> list[Tensor]:
         with nullcontext() if self.watch is None else self.watch.suspended():
-            for piece in slices:
-                now = graph(*now, *piece, *constants)
+            made = [] if steps.ahead is None else steps.ahead(data.leaves, constants)
+            for k, piece in enumerate(data.slices()):
+                now = steps.step(*now, *piece, *take_step(made, steps.differs, k), *constants)
         if self.watch is not None:
             self.watch.note(now)
         return now
@@ -326,16 +383,15 @@ class TogetherScan(TracedScan):
                 (leaf if mapped else leaf.expand(size, *leaf.shape)).contiguous()
                 for leaf, mapped in zip(leaves[:first], is_mapped, strict=False)
             ]
-            parts = zip(leaves[first:second], is_mapped[first:second], strict=True)
-            slices = list(zip(*(leaf.unbind(1 if mapped else 0) for leaf, mapped in parts), strict=True))
-            if not slices:
+            data = Stacks(leaves[first:second], [1 if mapped else 0 for mapped in is_mapped[first:second]])
+            if not data.length:
                 return now
             dims = (*(0 for _ in now), *(0 if mapped else None for mapped in is_mapped[first:]))
             function = torch.vmap(flat.function, in_dims=dims)
-            graph = self._graph(flat, function, (*now, *slices[0], *leaves[second:]), dims)
-            if graph is not None:
-                return self._replay(graph, now, slices, leaves[second:])
-            for piece in slices:
+            steps = self._steps(flat, function, now, data, leaves[second:], dims)
+            if steps is not None:
+                return self._replay(steps, now, data, leaves[second:])
+            for piece in data.slices():
                 now = function(*now, *piece, *leaves[second:])
             return now
 

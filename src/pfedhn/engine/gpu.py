@@ -46,6 +46,8 @@ COMPILER_OPTIONS: dict[str, Any] = {
     "combo_kernels": True,  # small independent kernels become one
     "autotune_num_choices_displayed": 0,
 }
+# That of a local step is also used by a norm, and would be put together by a kernel for each layer.
+STEP_OPTIONS: dict[str, Any] = {"force_pointwise_cat": True}
 
 
 def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool = True) -> Function:
@@ -58,11 +60,11 @@ def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool
     constants = [node for node in graph.graph.nodes if node.op == "get_attr"]
     shapes = tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in arguments)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    key = (graph.code, shapes, kernels.dot_precision(), is_deterministic, id(graph) if constants else None)
+    key = (graph.code, shapes, is_step, kernels.dot_precision(), is_deterministic, id(graph) if constants else None)
     if key not in _compiled:
         while len(_compiled) >= MAX_CACHED:  # runs that use it hold on to it; nobody else needs one with constants
             del _compiled[next(iter(_compiled))]
-        part = _compiled[key] = Meanwhile(graph, arguments, is_step and is_autotuned())
+        part = _compiled[key] = Meanwhile(graph, arguments, is_step)
         if is_deterministic or is_autotuned():
             part.compile()
     return _compiled[key]
@@ -75,14 +77,14 @@ class Meanwhile:
     computed by the compiled graph. So deterministic runs wait for the compiler.
     """
 
-    def __init__(self, graph: GraphModule, arguments: Sequence[Tensor], is_autotuned: bool = False) -> None:
+    def __init__(self, graph: GraphModule, arguments: Sequence[Tensor], is_step: bool = False) -> None:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv  # here: it takes a while
 
         self.graph = graph
         # The compiler needs no numbers, and must not write to them. Its cache is for those who bring an environment.
         mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         self.shapes: list[Any] = [mode.from_tensor(leaf) for leaf in arguments]
-        self.is_autotuned = is_autotuned
+        self.is_step = is_step
         self.best: Function = graph.forward
         self.is_asked = self.is_done = False
 
@@ -100,9 +102,11 @@ class Meanwhile:
         import torch._inductor
         import torch._inductor.config as inductor
 
-        options = torch._inductor.list_mode_options("max-autotune-no-cudagraphs") if self.is_autotuned else {}
+        options = STEP_OPTIONS if self.is_step else {}
+        if self.is_step and is_autotuned():
+            options = {**torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), **options}
         own = GraphModule(self.graph, copy.deepcopy(self.graph.graph))  # which the compiler changes
-        with inductor.patch({**options, **COMPILER_OPTIONS}):
+        with inductor.patch({**COMPILER_OPTIONS, **options}):
             compiled: Function = torch._inductor.compile(own, self.shapes)
         return compiled
 
