@@ -16,7 +16,7 @@ CARRY, IMAGES, MASK, RATE = torch.randn(4), torch.randn(5, 2, 3), torch.rand(5, 
 
 def whole(carry: Tensor, images: Tensor, mask: Tensor, rate: Tensor) -> list[Tensor]:
     padded = functional.pad(images, (0, 1))
-    share = mask.sum() * (rate + torch.ones(3)).sum()
+    share = mask.sum() * (rate + torch.ones(3)).sum() / mask.sum().clamp(min=1)
     return [carry - share * (torch.where(mask.unsqueeze(1), padded * 2, 0.0) @ carry).sum() * padded.sum(0)]
 
 
@@ -56,8 +56,9 @@ def test_axes_of_the_steps_may_stand_elsewhere() -> None:
         lambda carry, images, mask, rate: [carry * functional.pad(images, (0, 50)).sum()],
         lambda carry, images, mask, rate: [carry * torch.bernoulli(images.abs() / 9).sum()],
         lambda carry, images, mask, rate: [functional.pad(carry * mask[0], (0, 1))[:4]],
+        lambda carry, images, mask, rate: [functional.pad(rate.expand(4), (0, 0)).clone().add_(carry)],
     ],
-    ids=["computed inside of other kernels", "too large for all steps", "drawn", "of the carry"],
+    ids=["computed inside of other kernels", "too large for all steps", "drawn", "of the carry", "written to"],
 )
 def test_what_stays_in_the_step(step: Callable[..., list[Tensor]]) -> None:
     assert parts_of(step) is None

@@ -24,7 +24,7 @@ class Hoisted(NamedTuple):
 
 
 def hoist(graph: GraphModule, num_carry: int, num_batch: int) -> Hoisted | None:
-    """Take out of a step what does not depend on its carry; None if that is nothing.
+    """Take out of a step what does not depend on its carry; None if that is nothing, or if the step writes in place.
 
     What the compiler computes inside of other kernels (views, pointwise operations) stays where it is used.
 
@@ -34,13 +34,19 @@ def hoist(graph: GraphModule, num_carry: int, num_batch: int) -> Hoisted | None:
         num_batch: How many leaves the batch has.
     """
     nodes = list(graph.graph.nodes)
+    if any(_writes(node) for node in nodes):  # it may write to what would be computed ahead, or before it is read
+        return None
     inputs = [node for node in nodes if node.op == "placeholder"]
     batch = inputs[num_carry : num_carry + num_batch]
     most = MAX_GROWTH * sum(_bytes(node) for node in batch)
     fixed = set(inputs[num_carry:])
+    known: dict[str, Node] = {}
     for node in nodes:
         if _is_pure(node, most) and all(source in fixed for source in node.all_input_nodes):
             fixed.add(node)
+            like = known.setdefault(str((node.target, node.args, node.kwargs)), node)
+            if like is not node:  # every BatchNorm counts the examples
+                node.replace_all_uses_with(like)
     found = _frontier(nodes, fixed)
     if not found:
         return None
@@ -66,13 +72,16 @@ def for_all_steps(parts: Hoisted, axes: Sequence[int], stacks: Sequence[Tensor],
     return mapped(*stacks, *constants)
 
 
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def _is_pure(node: Node, most: int) -> bool:
-    """Whether an operator may run at another time, with a leading axis: no own kernel, nothing written or drawn."""
+    """Whether an operator may run at another time, with a leading axis: no kernel of our own, nothing drawn."""
     target = node.target
     return (
         isinstance(target, torch._ops.OpOverload)
         and target.namespace == "aten"
-        and not target._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in target.tags
         and isinstance(node.meta.get("val"), Tensor)
         and (target.is_view or _bytes(node) <= most)
