@@ -275,6 +275,26 @@ def test_finished_runs_are_not_those_of_a_table_that_changed(
     assert same.exit_code == 0, same.output
 
 
+@pytest.mark.slow
+def test_other_seeds_are_not_trained_on_a_folder_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for client in ("lyon", "metz"):
+        (tmp_path / "clinics" / client).mkdir(parents=True)
+        numpy.save(tmp_path / "clinics" / client / "x.npy", numpy.random.default_rng(0).normal(size=(20, 3)))
+        numpy.save(tmp_path / "clinics" / client / "y.npy", numpy.arange(20) % 2)
+    Path("mine.toml").write_text('method = "local"\ndataset = "clinics"\nmodel = "linear"\nsteps = 2\nseeds = [0]\n')
+    command = ("run", "mine.toml", "--out", "runs", "--device", "cpu")
+    assert invoke(*command).exit_code == 0
+    assert invoke(*command, "--seeds", "0,1").exit_code == 0
+    numpy.save(tmp_path / "clinics" / "metz" / "y.npy", numpy.arange(20) % 2 == 0)
+    changed = invoke(*command, "--seeds", "0,1,2")
+    assert changed.exit_code == 2
+    assert "clinics has changed since runs/local-clinics-2-seed0 was finished; give another --out" in " ".join(
+        changed.stderr.split()
+    )
+    assert not Path("runs", "local-clinics-2-seed2").exists()
+
+
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [("kind,dose\nq,0.5\n", "'q', which the run was not trained on"), ("dose\n1\n", "no column 'kind'")],

@@ -261,3 +261,42 @@ def test_a_mark_among_labels_that_are_numbers_is_no_class(tmp_path: Path) -> Non
         from_table(tmp_path / "table.csv", "who", "price")
     (tmp_path / "table.csv").write_text("who,dose,pain\na,1,none\na,2,mild\n")
     assert from_table(tmp_path / "table.csv", "who", "pain").class_names == ("mild", "none")
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_spaces_around_a_cell_make_no_other_client_or_class(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"visits.{ending}"
+    rows = {"who": ["lyon", "lyon ", " metz", "metz"], "dose": [1, 2, 3, 4], "what": ["ill", " ill", "well", "well "]}
+    if ending == "csv":
+        lines = [",".join(map(str, row)) for row in zip(*rows.values(), strict=True)]
+        path.write_text("\n".join([",".join(rows), *lines]))
+    else:
+        parquet.write_table(pyarrow.table(rows), path)
+    table = from_table(path, "who", "what")
+    assert (table.client_names, table.class_names) == (("lyon", "metz"), ("ill", "well"))
+
+
+@pytest.mark.parametrize("column", ["who", "what"])
+@pytest.mark.parametrize("encoding", [Encoding(), ENCODED])
+@pytest.mark.parametrize("cells", [[1, None, 2], ["x", None, "y"], [1.0, float("nan"), 2.0]])
+def test_a_row_of_nobody_or_without_a_label_is_refused(
+    column: str, encoding: Encoding, cells: list[object], tmp_path: Path
+) -> None:
+    rows = {"who": ["a", "b", "c"], "dose": [1, 2, 3], "what": [0, 1, 0]} | {column: cells}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "visits.parquet")
+    sentence = f"row 2 of visits.parquet has no '{column}'; fill the cell or drop the example."
+    with pytest.raises(UserError, match=sentence):
+        from_table(tmp_path / "visits.parquet", "who", "what", encoding=encoding)
+
+
+def test_how_a_table_is_read_may_come_from_the_command_line_alone(tmp_path: Path) -> None:
+    lines = [f"{'ab'[i % 2]},{'red' if i % 3 else 'blue'},{i % 2}" for i in range(40)]
+    (tmp_path / "visits.csv").write_text("\n".join(["who,color,label", *lines]))
+    file = tmp_path / "mine.toml"
+    file.write_text('method = "local"\ndataset = "visits.csv"\ncolumns = {client = "who", label = "label"}\n')
+    experiment = from_toml(file)
+    assert experiment.cells[0].clients == 2
+    with pytest.raises(UserError, match=r"'color' in line 2 of visits\.csv is 'blue' and not a number"):
+        build_federation(experiment.cells[0], seed=0)
+    (cell,) = with_assignments(experiment, parse_assignments(["read.encode=one-hot"])).cells
+    assert build_federation(cell, seed=0).x.shape == (40, 2)

@@ -107,3 +107,30 @@ def test_an_example_of_nobody_is_refused(empty: str | None, when_needed: bool) -
     rows = {"who": ["a", "b", empty, "b"], "what": [0, 1, 0, 1], "x": [[1.0], [2.0], [3.0], [4.0]]}
     with pytest.raises(UserError, match="row 2 of the data set has no 'who'; fill the cell or drop the row"):
         from_hugging_face(datasets.Dataset.from_dict(rows), "who", "what", "x", when_needed=when_needed)
+
+
+@pytest.mark.parametrize("when_needed", [False, True])
+@pytest.mark.parametrize(
+    ("labels", "sentence"),
+    [
+        ([0, 1, None, 1], "row 2 of the data set has no 'what'; fill the cell"),
+        (["x", "y", None, "y"], "row 2 of the data set has no 'what'; fill the cell"),
+        ([0, 1, 0, -1], "example 3 has the label -1; class labels start at 0"),  # of one that nobody has labeled
+    ],
+)
+def test_labels_are_refused_before_a_run_begins(labels: list[object], sentence: str, when_needed: bool) -> None:
+    rows = {"who": ["a", "b", "a", "b"], "what": labels, "x": [[1.0], [2.0], [3.0], [4.0]]}
+    with pytest.raises(UserError, match=sentence):
+        from_hugging_face(datasets.Dataset.from_dict(rows), "who", "what", "x", when_needed=when_needed)
+
+
+def test_spaces_around_a_name_make_no_other_client_or_class() -> None:
+    rows = {"who": ["a", "a ", "b", " b"], "what": ["x", " x", "y", "y"], "x": [[1.0], [2.0], [3.0], [4.0]]}
+    federation = from_hugging_face(datasets.Dataset.from_dict(rows), "who", "what", "x", split=(1.0, 0.0, 0.0))
+    assert (federation.names, federation.class_names) == (("a", "b"), ("x", "y"))
+
+
+def test_clients_of_unlike_examples_are_told_of_a_resize() -> None:
+    rows = {"who": ["a", "b"], "what": [0, 1], "x": [[1.0], [2.0, 3.0]]}
+    with pytest.raises(UserError, match=r"one has the shape \(1,\) and one \(2,\).; give lists of one length"):
+        from_hugging_face(datasets.Dataset.from_dict(rows), "who", "what", "x")

@@ -49,7 +49,7 @@ def test_images_of_several_sizes_are_brought_to_one(tmp_path: Path) -> None:
     assert federation.x.dtype == torch.float32
     assert torch.allclose(federation.x.unique(), torch.tensor([50 / 255, 100 / 255]))
     assert read_federation(root, resize=(5, 4), channels="gray").x.shape == (16, 1, 5, 4)
-    with pytest.raises(UserError, match=r"1\.png is an image of 9 x 10 pixels and others have 6 x 7; .* resize = "):
+    with pytest.raises(UserError, match=r"1\.png is an image of 9 x 10 pixels and .* 6 x 7; .* read = .resize = "):
         read_federation(root)
     for settings, sentence in (
         ({"resize": (0, 4)}, "give a height and a width of 1 to 4096"),

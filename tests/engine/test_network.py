@@ -105,6 +105,18 @@ class Dictionaries(Functional):
         return super().forward(x["values"])
 
 
+class Doubled(torch.autograd.Function):
+    """Written as `torch.func` does not take it, like those in PEFT's LoHa."""
+
+    @staticmethod
+    def forward(context: Any, h: Tensor) -> Tensor:
+        return 2 * h
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
 class TwoOutputs(Functional):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), x
@@ -138,6 +150,10 @@ NUMBERS: dict[str, tuple[Any, str]] = {
         r"changes buffers of the layers norm\.parametrizations\.weight\.0;",
     ),
     "noise": (lambda: Functional(lambda h: functional.dropout(h, 0.5)), "outside of a dropout layer"),
+    "a gradient of its own": (
+        lambda: Functional(Doubled.apply),
+        r"gradient of the network 'net' fails \(.*setup_context",
+    ),
     "other inputs": (lambda: MLP(9, 4), r"does not take examples of shape \(8,\): RuntimeError"),
     "dictionaries": (Dictionaries, r"does not take examples of shape \(8,\)"),
     "few outputs": (lambda: MLP(8, 3), r"has the label 3, but the network 'net' has 3 outputs \(labels 0 to 2\)"),

@@ -129,6 +129,17 @@ def test_set_another_partition_rule_drops_the_settings_of_the_old_one() -> None:
     check(changed)
 
 
+def test_set_a_network_of_the_package_drops_the_arguments_of_a_function() -> None:
+    cell = replace(SMALL.cells[0], model="pfedhn.models:resnet", network={"width": 4})
+    experiment = replace(SMALL, cells=(cell,))
+    (changed,) = with_assignments(experiment, parse_assignments(["model=mlp-8"])).cells
+    assert (changed.model, changed.network) == ("mlp-8", {})
+    with pytest.raises(UserError, match=r"network.width is an argument of a function"):
+        check(with_assignments(experiment, parse_assignments(["network.width=8", "model=mlp-8"])))
+    (same,) = with_assignments(experiment, parse_assignments(["model=pfedhn.models:resnet"])).cells
+    assert same.network == {"width": 4}
+
+
 def test_set_that_makes_cells_equal_leaves_one() -> None:
     table1 = EXPERIMENTS["table1-cifar10"]
     changed = with_assignments(table1, {"clients": 20, "steps": 10, "evaluate_every": 10, "pretrain": "none"})

@@ -15,7 +15,7 @@ from pfedhn.errors import RunError, UserError
 from pfedhn.experiments.build import check
 from pfedhn.experiments.directory import Directory, Options, finished
 from pfedhn.experiments.execute import Outcome, refuse_changed_base
-from pfedhn.experiments.runner import prepare, refuse_changed_table, refuse_other_executor
+from pfedhn.experiments.runner import prepare, refuse_changed_data, refuse_other_executor
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
 from pfedhn.experiments.tasks import Cluster
 from pfedhn.progress import Detail, Display
@@ -70,7 +70,8 @@ def displayed(
         with suppress(RunError):  # where it cannot be read, `open` says what to do
             known = directory.read()[1]  # seeds of another day too
     finished_runs = {run.name: run for run in [*known, *runs] if run.name not in names}
-    refuse_changed_table(path, [run for run in finished_runs.values() if _is_finished(path / run.name, run)])
+    ended = [run for run in finished_runs.values() if _is_finished(path / run.name, run)]
+    refuse_changed_data(path, ended, is_going_on=bool(left))
     if left:
         refuse_changed_base(path, dict.fromkeys(run.name for run in [*known, *runs]))
     screen = Screen(stderr=True)

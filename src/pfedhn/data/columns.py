@@ -176,7 +176,7 @@ def _one_hot(cells: Sequence[str], texts: Sequence[str]) -> NDArray[numpy.float3
 
 def _texts(column: Array) -> list[str]:
     """Cells without spaces around them; empty ones are ''."""
-    return ["" if _is_empty(cell) else str(cell).strip() for cell in column.tolist()]
+    return ["" if is_empty(cell) else str(cell).strip() for cell in column.tolist()]
 
 
 def _no_numbers(cells: Sequence[str]) -> list[int]:
@@ -244,7 +244,8 @@ def is_few(count: int, total: int) -> bool:
     return count <= FEW * total
 
 
-def _is_empty(cell: Any) -> bool:
+def is_empty(cell: Any) -> bool:
+    """Whether a cell of a table holds nothing."""
     return cell is None or (isinstance(cell, float) and numpy.isnan(cell)) or not str(cell).strip()
 
 

@@ -24,6 +24,7 @@ from pfedhn.data.columns import (
     encoded,
     encoded_like,
     filled,
+    is_empty,
     is_few,
     is_mark,
     leave_it_out,
@@ -285,28 +286,31 @@ def from_table(
             raise UserError(f"{file} is not a file; give a .csv, .tsv or .parquet file.")
     if not isinstance(ignore_columns, Sequence) or isinstance(ignore_columns, str):
         raise UserError(f"ignore_columns is {short(ignore_columns)}; give a list of columns.")
-    columns = read_columns(file, encoding.is_used, lambda name: name in ignore_columns, FILL_IT)
+    needed = (client_column, label_column)  # whose empty cells are refused below: nothing fills them in
+    columns = read_columns(
+        file, lambda name: encoding.is_used or name in needed, lambda name: name in ignore_columns, FILL_IT
+    )
     for wanted in (client_column, label_column, *ignore_columns):
         if not isinstance(wanted, str) or wanted not in columns:
             raise UserError(f"{file.name} has no column {short(wanted)}; {closest(wanted, columns)}")
     if client_column == label_column:
         raise UserError(f"{label_column!r} cannot be both the client and the label; name two columns.")
-    for name in (client_column, label_column):
+    for name in needed:
         if name in ignore_columns:
             raise UserError(f"{name!r} cannot be ignored, since it is the client or the label; take it off that list.")
-    features = [name for name in columns if name not in (client_column, label_column, *ignore_columns)]
+    features = [name for name in columns if name not in (*needed, *ignore_columns)]
     if not features:
         raise UserError(f"{file.name} has no feature columns; give it at least one besides client and label.")
     if not len(columns[label_column]):
         raise UserError(f"{file.name} has no examples; give it at least one per client.")
-    for name in (client_column, label_column):
+    for name in needed:
         cells = columns[name].tolist()
+        empty = next((place for place, cell in enumerate(cells) if is_empty(cell)), None)
+        if empty is not None:
+            raise UserError(f"{columns.where(empty)} has no {name!r}; fill the cell or drop the example.")
         wrong = [cell for cell in cells if not isinstance(cell, str | int | float | Decimal)]
         if wrong:
             raise UserError(f"column {name!r} of {file.name} holds {short(wrong[0])}; give numbers or texts.")
-        if "" in cells:
-            where = columns.where(cells.index(""))
-            raise UserError(f"{where} has no {name!r}; fill the cell or drop the example.")
     _refuse_marks(columns, label_column)
     x, described = encoded(columns, features, encoding)
     (y,), class_names = _labels([_as_numbers(columns[label_column])], task, f"column {label_column!r} of {file.name}")
@@ -314,6 +318,13 @@ def from_table(
     client_names = tuple(map(str, clients.tolist()))
     names = tuple(feature for column in described for feature in column.features)
     return Table(x, y, groups.astype(numpy.int64), client_names, names, class_names, described)
+
+
+def count_clients(path: str | Path, client_column: str) -> int:
+    """How many clients a table has, whatever its other columns hold; 0 where it has no such column."""
+    columns = read_columns(given_path(path), lambda name: True, lambda name: name != client_column)
+    cells = _as_identifiers(columns[client_column]) if client_column in columns else numpy.empty(0)
+    return len(numpy.unique(cells))
 
 
 def _refuse_marks(columns: Columns, label: str) -> None:
@@ -400,7 +411,7 @@ def _labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array
 
 def read_columns(
     file: Path,
-    takes_empty: bool = False,
+    takes_empty: Callable[[str], bool] = lambda name: False,
     is_ignored: Callable[[str], bool] = lambda name: False,
     empty: str = "fill or drop them",
 ) -> Columns:
@@ -408,14 +419,14 @@ def read_columns(
 
     Args:
         file: CSV, TSV or parquet.
-        takes_empty: Whether a parquet file may have empty cells.
+        takes_empty: Whether a column of a parquet file may have empty cells.
         is_ignored: Whether nobody looks at a column, which may then hold anything.
         empty: What to do about empty cells otherwise, in words.
     """
     if not is_table(file):
         raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
     if file.suffix.lower() == ".parquet":
-        return _read_parquet(file, is_ignored, None if takes_empty else empty)
+        return _read_parquet(file, is_ignored, takes_empty, empty)
     return _read_csv(file, is_ignored)
 
 
@@ -451,12 +462,17 @@ def _read_csv(file: Path, is_ignored: Callable[[str], bool]) -> Columns:
                     f"no number and no name: drop the column {header[place]!r}, or {leave_it_out(header[place])}."
                 )
     columns: dict[str, Array] = {
-        name: _unread(len(numbered)) if ignored[place] else numpy.array([line[place] for _, line in numbered], str)
+        name: _unread(len(numbered)) if ignored[place] else _stripped([line[place] for _, line in numbered]).astype(str)
         for place, name in enumerate(header)
     }
     if separator == ";":
         columns = _with_points(file, columns)
     return Columns(file, columns, [number for number, _ in numbered])
+
+
+def _stripped(cells: Sequence[Any]) -> Array:
+    """Cells, texts without spaces around them: "yes" and " yes" would be two classes, or two clients."""
+    return numpy.fromiter((cell.strip() if isinstance(cell, str) else cell for cell in cells), object, len(cells))
 
 
 def _unread(count: int) -> Array:
@@ -514,7 +530,9 @@ def _is_number(cell: str, sign: str) -> bool:
     return re.fullmatch(rf"\s*[+-]?(\d+({sign}\d*)?|{sign}\d+)([eE][+-]?\d+)?\s*", cell) is not None
 
 
-def _read_parquet(file: Path, is_ignored: Callable[[str], bool], empty: str | None) -> Columns:
+def _read_parquet(
+    file: Path, is_ignored: Callable[[str], bool], takes_empty: Callable[[str], bool], empty: str
+) -> Columns:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -533,7 +551,7 @@ def _read_parquet(file: Path, is_ignored: Callable[[str], bool], empty: str | No
         if is_ignored(name):
             columns[name] = _unread(table.num_rows)
             continue
-        if table[name].null_count and empty is not None:
+        if table[name].null_count and not takes_empty(name):
             raise UserError(f"column {name!r} of {file.name} has empty cells; {empty}.")
         try:
             columns[name] = table[name].to_numpy()
@@ -547,6 +565,8 @@ def _read_parquet(file: Path, is_ignored: Callable[[str], bool], empty: str | No
                 f"column {name!r} of {file.name} holds {columns[name].dtype}; give numbers or texts, or "
                 f"{leave_it_out(name)}."
             )
+        if columns[name].dtype.kind == "O":
+            columns[name] = _stripped(columns[name].tolist())
     return Columns(file, columns)
 
 
@@ -636,7 +656,7 @@ def _columns_for(file: Path, shape: tuple[int, ...], table: TableReading | None,
     if table is None:
         return read_columns(file)
     wanted = {label, *(column.name for column in table.columns)}
-    return read_columns(file, table.is_filled, lambda name: name not in wanted)
+    return read_columns(file, lambda name: table.is_filled, lambda name: name not in wanted)
 
 
 class Inputs(NamedTuple):

@@ -8,8 +8,9 @@ import numpy
 import torch
 
 from pfedhn import keys
-from pfedhn.data.arrays import SPLITS, check_classes
+from pfedhn.data.arrays import SPLITS, check_classes, check_values
 from pfedhn.data.catalogue import Array
+from pfedhn.data.columns import is_empty
 from pfedhn.data.dealing import split_examples
 from pfedhn.data.federation import Federation
 from pfedhn.data.images import Channels, decode, image_size
@@ -66,20 +67,25 @@ def from_hugging_face(
     for wanted in (client_column, label_column, input_column):
         if wanted not in columns:
             raise UserError(f"the data set has no column {short(wanted)}; {closest(wanted, columns)}")
-    cells = list(dataset[client_column])
-    empty = [row for row, cell in enumerate(cells) if cell is None or cell != cell or not str(cell).strip()]
-    if empty:
-        raise UserError(f"row {empty[0]} of the data set has no {client_column!r}; fill the cell or drop the row.")
-    owners = numpy.array(list(map(str, cells)))
+    for column in (client_column, label_column):
+        empty = [row for row, cell in enumerate(dataset[column]) if is_empty(cell)]
+        if empty:
+            raise UserError(f"row {empty[0]} of the data set has no {column!r}; fill the cell or drop the row.")
+    owners = numpy.array([str(cell).strip() for cell in dataset[client_column]])
     names = sorted(set(owners.tolist()))
     size = image_size(resize)
     labels, class_names = _labels(dataset, label_column)
+    check_values(torch.empty(0), torch.from_numpy(labels))  # now: of data read when needed, a run would end halfway
+
+    def decoded(rows: Array) -> list[Array]:
+        values = dataset[rows.tolist()][input_column]
+        return [decode(v, size, channels) if hasattr(v, "convert") else numpy.asarray(v) for v in values]
 
     def examples(rows: Array) -> tuple[Array, Array]:
-        values = dataset[rows.tolist()][input_column]
         try:
-            is_image = hasattr(values[0], "convert")
-            inputs = [decode(v, size, channels) if is_image else numpy.asarray(v) for v in values]
+            inputs, (first,) = decoded(rows), decoded(numpy.zeros(1, dtype=numpy.int64))
+            if unlike := [part.shape for part in inputs if part.shape != first.shape]:
+                raise ValueError(f"one has the shape {first.shape} and one {unlike[0]}")
             return numpy.stack(inputs), labels[rows]
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
@@ -110,6 +116,7 @@ def from_hugging_face(
 
 def _labels(dataset: Any, column: str) -> tuple[Array, tuple[str, ...] | None]:
     values = numpy.array(dataset[column])
+    values = numpy.char.strip(values) if values.dtype.kind in "US" else values  # as in a table
     named = getattr(getattr(dataset, "features", {}).get(column), "names", None)
     if values.dtype.kind in "US":
         found = tuple(map(str, numpy.unique(values).tolist()))

@@ -107,7 +107,7 @@ def read_images(
             if image.shape[1:] != tuple(size):
                 raise UserError(
                     f"{file} is an image of {image.shape[1]} x {image.shape[2]} pixels and others have {size[0]} x "
-                    f"{size[1]}; say what all are brought to, as in resize = [32, 32]."
+                    f"{size[1]}; bring all to one size with read = {{resize = [32, 32]}} (in Python, resize=(32, 32))."
                 )
             images.append(image)
             labels.append(names.index(label))

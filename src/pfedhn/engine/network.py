@@ -267,6 +267,15 @@ def _refuse_without_gradient(model: Model, module: nn.Module, x: Tensor, y: Tens
             f"the loss of the network {model.name!r} has no gradient, so nothing would learn; leave out detach(), "
             "argmax, rounding and torch.no_grad() between the weights and the loss."
         )
+    batch = Batches(x, y, torch.ones(len(y), dtype=torch.bool, device=y.device))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.func.grad(model.loss)(model.fresh(0), batch)  # as clients take it, which some layers cannot
+    except RuntimeError as error:
+        raise UserError(
+            f"the gradient of the network {model.name!r} fails ({first_line(error)}); give an autograd.Function of its "
+            "own a setup_context, and of PEFT's adapters take LoRA instead of LoHa."
+        ) from error
 
 
 def _refuse_random_draws(model: Model, module: nn.Module, x: Tensor) -> None:

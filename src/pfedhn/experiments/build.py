@@ -20,7 +20,7 @@ from pfedhn.data import partition
 from pfedhn.data.dealing import share_out
 from pfedhn.data.describe import LARGE, large_labels
 from pfedhn.data.federation import Federation
-from pfedhn.data.files import is_client_folder, read_federation
+from pfedhn.data.files import count_clients, is_client_folder, read_federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest, short
@@ -233,15 +233,18 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
 
 
 def with_own_clients(cell: Cell) -> Cell:
-    """A cell of a person's own data with as many clients as these have; the same one where that cannot be told yet."""
-    place = given_path(cell.dataset)
+    """A cell of a person's own data with as many clients as these have; the same one where that cannot be told yet.
+
+    What else a table holds is not looked at: how it is to be read may still be given by `--set`.
+    """
+    place, columns = given_path(cell.dataset), table_columns(cell)
     if is_made(cell.dataset) or not is_own_data(cell.dataset):
         return cell
     with reading(place):
-        is_table = place.is_file() and {"client", "label"} <= cell.columns.keys()
+        is_table = place.is_file() and "client_column" in columns
         is_folder = place.is_dir()
         folders = [part for part in place.iterdir() if is_client_folder(part)] if is_folder else []
-    number = _own_federation(cell, seed=0).num_clients if is_table else len(folders)
+    number = count_clients(place, columns["client_column"]) if is_table else len(folders)
     return replace(cell, clients=number) if number else cell
 
 

@@ -177,8 +177,8 @@ OWN_DATA = ("dataset", "columns", "read")  # the fields that say what is read, a
 def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Experiment:
     """`--set`: a field of every cell, a setting of every method that has it, or "method.setting" for one method."""
     cells = list(experiment.cells)
-    # A new partition rule first: it clears the settings of the old one, not those given beside it.
-    for name, value in sorted(values.items(), key=lambda item: not item[0].endswith("partition.rule")):
+    # A new partition rule or network first: it clears the settings of the old one, not those given beside it.
+    for name, value in sorted(values.items(), key=lambda item: not item[0].endswith(("partition.rule", "model"))):
         if not any(_aim(name, cell) for cell in cells):
             if name == "seeds":
                 raise UserError("--set changes fields of cells; the seeds are given as --seeds 0,1,2.")
@@ -189,6 +189,7 @@ def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Exper
                     value = _absolute(value, Path.cwd())
                 if target == "model" and isinstance(value, str):
                     value = _absolute_code(value, Path.cwd())
+                    cell = cell if ":" in value else replace(cell, network={})  # only a function has arguments
                 cells[number] = _with_values(cell, {target: value})
     if "clients" not in values and any(name.partition(".")[0] in OWN_DATA for name in values):
         cells = list(map(with_own_clients, cells))

@@ -19,7 +19,7 @@ from pfedhn.experiments.build import (
 )
 from pfedhn.experiments.directory import Options, finished, num_jobs
 from pfedhn.experiments.execute import Listener, Outcome, Queue, failure, start
-from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_run, with_pretraining
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, is_own_data, pretraining_run, with_pretraining
 from pfedhn.experiments.tasks import Cluster
 from pfedhn.experiments.workers import run_side_by_side
 from pfedhn.progress import Said
@@ -54,26 +54,38 @@ def refuse_other_executor(directory: Path, runs: Sequence[RunSpec], options: Opt
             )
 
 
-def refuse_changed_table(directory: Path, finished_runs: Sequence[RunSpec]) -> None:
-    """A finished run is not run again, and beside it others would be trained on another table."""
+def refuse_changed_data(directory: Path, finished_runs: Sequence[RunSpec], is_going_on: bool) -> None:
+    """A finished run is not run again, and beside it others would be trained on other data.
+
+    Args:
+        directory: Of the experiment.
+        finished_runs: Its runs that have ended.
+        is_going_on: Whether others will be trained; a folder, which takes long to read, is looked at only then.
+    """
     digests: dict[str, str] = {}
     for run in finished_runs:
-        spec, file = read_spec(directory / run.name), Path(run.cell.dataset)
-        reading = None if spec is None else spec.data.reading
-        if spec is None or reading is None or reading.table is None or not file.is_file():
+        spec, place = read_spec(directory / run.name), Path(run.cell.dataset)
+        if spec is None:
             continue
-        if run.cell.dataset not in digests:
-            digests[run.cell.dataset] = file_digest(file)
-        if digests[run.cell.dataset] == reading.table.sha256:
+        table = None if spec.data.reading is None else spec.data.reading.table
+        if is_own_data(run.cell.dataset) and place.is_dir():
+            if not is_going_on or run.cell.dataset in digests:  # all runs were compared with the first when they began
+                continue
+            digests[run.cell.dataset] = ""
+        elif table is None or not place.is_file():
             continue
-        now = build_federation(run.cell, run.seed)  # the file may only be written another way
-        assert now.reading is not None
-        assert now.reading.table is not None
+        else:
+            if run.cell.dataset not in digests:
+                digests[run.cell.dataset] = file_digest(place)
+            if digests[run.cell.dataset] == table.sha256:
+                continue
+        now = build_federation(run.cell, run.seed)  # a file may only be written another way
+        columns = None if now.reading is None or now.reading.table is None else now.reading.table.columns
         is_same = data_digest(now) == spec.digests["data"] and clients_digest(now) == spec.digests["clients"]
-        if not is_same or now.reading.table.columns != reading.table.columns:
+        if not is_same or columns != (None if table is None else table.columns):
             raise UserError(
-                f"{file} has changed since {directory / run.name} was finished; give another --out for runs on what it "
-                "holds now, or bring the table back that these runs are of."
+                f"{place} has changed since {directory / run.name} was finished; give another --out for runs on what "
+                f"it holds now, or bring the {'folder' if table is None else 'table'} back that these runs are of."
             )
 
 
