@@ -9,7 +9,7 @@ AUDIT := .venv-audit
 .PHONY: help venv demo test test-all test-faults soak test-newest check audit docs results clean
 
 help:
-	@echo "make demo        train on the embedded digits and draw what came out (one to two minutes after the install)"
+	@echo "make demo        train on the embedded digits and draw what came out (under a minute after the install)"
 	@echo "make test        run the tests that are fast"
 	@echo "make test-all    run all tests"
 	@echo "make test-faults damage files, kill commands and federations, generate inputs: a table of what came of it (20 minutes)"

@@ -23,7 +23,7 @@ from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
 from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Options
-from pfedhn.experiments.paper import DEMO
+from pfedhn.experiments.paper import DIGITS
 from pfedhn.experiments.spec import RunSpec
 
 SEEDS = range(10, 15)  # the demo uses 0 to 2
@@ -67,8 +67,7 @@ class DensePFedHN(PFedHN):
 
 
 def simulations(rate: float, kind: type[PFedHN]) -> Iterator[Simulation]:
-    (cell,) = (cell for cell in DEMO.cells if cell.method == "pfedhn")
-    cell = replace(cell, steps=STEPS)
+    cell = replace(DIGITS, steps=STEPS)
     settings: dict[str, Any] = {**PLUS, "embedding_optimizer": "adam", "embedding_lr": rate, "embedding_momentum": 0.9}
     for seed in SEEDS:
         simulation = build_simulation(RunSpec(cell, seed, f"dense-adam-seed{seed}"), Options(executor="loop"))

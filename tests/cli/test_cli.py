@@ -383,7 +383,7 @@ def test_the_demo_ends_with_a_table_a_sentence_and_a_figure(monkeypatch: pytest.
     monkeypatch.setattr(paper, "DEMO", short)
     result = invoke("demo", "--jobs", "1", "--out", "shown")
     assert result.exit_code == 0, result.output
-    assert re.search(r"^ pfedhn +\d\d\.\d\d ± ", result.stdout, re.MULTILINE)
+    assert re.search(r"^ pfedhn-plus +\d\d\.\d\d ± ", result.stdout, re.MULTILINE)
     assert "On average, a client's own test accuracy is " in result.stdout
     assert "of 100 clients (2 seeds together), " in result.stdout
     assert "The figure: shown/demo.png" in result.stdout
@@ -397,7 +397,7 @@ def test_the_demo_ends_with_a_table_a_sentence_and_a_figure(monkeypatch: pytest.
 def test_the_demo_compares_methods_at_one_number_of_steps() -> None:
     assert len({cell.steps for cell in DEMO.cells}) == 1
     assert len(DEMO.seeds) == 3
-    assert {"pfedhn", "local", "fedavg"} <= {cell.method for cell in DEMO.cells}
+    assert {"pfedhn-plus", "local", "fedavg"} <= {cell.method for cell in DEMO.cells}
 
 
 # Refusing
@@ -418,8 +418,8 @@ def test_the_demo_compares_methods_at_one_number_of_steps() -> None:
             "run demo --only method=fedavg --set momentum=0",
         ),
         (
-            "--set pfedhn.lr=1 changes none of the chosen runs (fedavg);",
-            "run demo --only method=fedavg --set pfedhn.lr=1",
+            "--set pfedhn-plus.lr=1 changes none of the chosen runs (fedavg);",
+            "run demo --only method=fedavg --set pfedhn-plus.lr=1",
         ),
         (
             "--set momentum=0 changes none of the chosen runs (fedavg); did you mean 'local_momentum'?",
@@ -429,8 +429,8 @@ def test_the_demo_compares_methods_at_one_number_of_steps() -> None:
         ("'steps' is not of the form field=value.", "run demo --set steps"),
         ("the seeds are given as --seeds 0,1,2.", "run demo --set seeds=3"),
         ("fedavg: local_lr = -0.1 does not fit; it must be at least 0.", "run demo --set fedavg.local_lr=-0.1"),
-        ("pfedhn: local_steps = 0 does not fit; it must be at least 1.", "run demo --set pfedhn.local_steps=0"),
-        ("where method is local, fedavg, fedper or pfedhn; clients is 50.", "run demo --only method=x,clients=5"),
+        ("fedper: local_steps = 0 does not fit; it must be at least 1.", "run demo --set fedper.local_steps=0"),
+        ("where method is local, fedavg, fedper or pfedhn-plus; clients is 50.", "run demo --only method=x,clients=5"),
         ("--only: there is no field 'metod'", "run demo --only metod=local"),
         ("--seeds 0,x does not fit; it takes whole numbers", "run demo --seeds 0,x"),
         ("there is no device 'gpu'; did you mean 'cpu'?", "run demo --device gpu"),
@@ -691,7 +691,7 @@ def test_a_person_with_data_joins_a_run(tmp_path: Path) -> None:
     """Whole numbers are pixels and go through what the run's went through; text labels name the run's classes."""
     from sklearn.datasets import load_digits
 
-    run = ["run", "demo", "--only", "method=pfedhn", "--seeds", "0", "--set", "steps=4", "--set", "local_steps=2"]
+    run = ["run", "demo", "--only", "method=pfedhn-plus", "--seeds", "0", "--set", "steps=4", "--set", "local_steps=2"]
     assert invoke(*run, "--out", "runs").exit_code == 0
     digits = load_digits()
     (tmp_path / "mine").mkdir()

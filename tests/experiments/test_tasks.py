@@ -212,7 +212,7 @@ def run_command(folder: Path, *words: str, **second: Any) -> str:
 @pytest.mark.slow
 def test_after_the_head_was_killed_another_cluster_goes_on(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "pfedhn", "run"]
-    wanted = ["demo", "--only", "method=pfedhn", "--seeds", "0", "--set", "steps=1500"]
+    wanted = ["demo", "--only", "method=pfedhn-plus", "--seeds", "0", "--set", "steps=1500"]
     path = tmp_path / "there"
     with cluster_of() as nodes:
         command = [*words, *wanted, "--out", path, "--on", f"ray:{nodes.address}", "--checkpoint-every", "50"]
@@ -228,5 +228,5 @@ def test_after_the_head_was_killed_another_cluster_goes_on(tmp_path: Path) -> No
     with cluster_of() as nodes:
         subprocess.run([*words, "--resume", path, "--on", f"ray:{nodes.address}"], check=True, timeout=900)
     subprocess.run([*words, *wanted, "--out", tmp_path / "here", "--threads", "1"], check=True, timeout=900)
-    name = "pfedhn-digits-50-seed0"
+    name = "pfedhn-plus-digits-50-seed0"
     assert scores(path, name) == scores(tmp_path / "here", name)

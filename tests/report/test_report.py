@@ -304,6 +304,8 @@ def test_the_sentence_says_what_the_numbers_say(found: Report) -> None:
     assert sentence(Report("alone", found.entries[2:])) == (
         f"On average, a client's own test accuracy is {ours:.1f} % with pFedHN."
     )
+    plus = [replace(entry, label="pfedhn-plus") if entry.label == "pfedhn" else entry for entry in found.entries]
+    assert sentence(Report("plus", plus)) == sentence(found).replace("pFedHN", "pFedHN+")
 
 
 @pytest.mark.parametrize(

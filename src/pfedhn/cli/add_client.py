@@ -60,7 +60,7 @@ def add_client(
 
     \b
     [bold]Examples[/]
-      pfedhn add-client runs/demo/pfedhn-digits-50-seed0 --data my-digits
+      pfedhn add-client runs/demo/pfedhn-plus-digits-50-seed0 --data my-digits
       pfedhn add-client runs/clinics --run pfedhn-clinics-5-seed0 --data new.csv --label outcome --out new.safetensors
     """
     import time

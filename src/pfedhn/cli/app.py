@@ -52,7 +52,7 @@ def all_commands(
 ) -> None:
     """A simulator and a deployment framework for personalized federated learning.
 
-    [bold]pfedhn demo[/] shows it within two minutes; [bold]pfedhn list[/] what there is to run.
+    [bold]pfedhn demo[/] shows it within a minute; [bold]pfedhn list[/] what there is to run.
     """
 
 

@@ -1,4 +1,4 @@
-"""`pfedhn demo`: the method at work within two minutes."""
+"""`pfedhn demo`: the method at work within a minute."""
 
 import importlib.util
 from pathlib import Path
@@ -16,7 +16,7 @@ def demo(
     out: Annotated[Path, typer.Option("--out", help="Where the runs and the figure are kept.")] = Path("runs/demo"),
     jobs: JobsOption = None,
 ) -> None:
-    """Watch pFedHN learn on handwritten digits, beside other methods: a table, a figure, no downloads.
+    """Watch pFedHN+ learn on handwritten digits, beside other methods: a table, a figure, no downloads.
 
     Run again, it shows the results; after Ctrl-C it resumes.
 

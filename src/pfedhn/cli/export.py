@@ -51,7 +51,7 @@ def export(
     \b
     [bold]Examples[/]
       pfedhn export runs/clinics --client Berlin --to berlin.onnx
-      pfedhn export runs/demo --run pfedhn-digits-50-seed0 --client 7 --to seven.pt2
+      pfedhn export runs/demo --run pfedhn-plus-digits-50-seed0 --client 7 --to seven.pt2
       pfedhn export runs/clinics --all --to models --format safetensors
       pfedhn export pfedhn-lyon --to lyon.onnx  # by a party of a federation, of its own
     """

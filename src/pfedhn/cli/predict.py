@@ -46,7 +46,7 @@ def predict(
       pfedhn predict runs/clinics --client Berlin --data new.csv
       pfedhn predict runs/clinics --client Berlin --data visits.csv --label outcome --out predicted.csv
       pfedhn predict runs/photos --client Berlin --data new-photos
-      pfedhn predict runs/demo --run pfedhn-digits-50-seed0 --client 7 --data my-digits
+      pfedhn predict runs/demo --run pfedhn-plus-digits-50-seed0 --client 7 --data my-digits
     """
     import csv
     import io

@@ -108,7 +108,7 @@ def run(
     \b
     [bold]Examples[/]
       pfedhn run demo
-      pfedhn run demo --set steps=1000 --set pfedhn.lr=0.05 --out runs/longer
+      pfedhn run demo --set steps=1000 --set pfedhn-plus.lr=0.002 --out runs/longer
       pfedhn run table1-cifar10 --only method=pfedhn,method=fedavg,clients=50
       pfedhn run table1-mnist --seeds 0,1 --data-dir ~/data
       pfedhn run mine.toml --jobs 1

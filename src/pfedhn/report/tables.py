@@ -375,15 +375,21 @@ def _latex(text: str) -> str:
     return "".join(special.get(letter, "\\" + letter if letter in "&%$#_{}" else letter) for letter in text)
 
 
+HYPERNETWORKS = {"pfedhn": "pFedHN", "pfedhn-plus": "pFedHN+"}  # the sentence is about the first that is there
+
+
 def sentence(report: Report) -> str:
     """What a comparison with a hypernetwork shows in the first column; empty where its numbers cannot say it."""
     column = report.columns[0]
-    ours, alone, shared = (report.entry(method, column) for method in ("pfedhn", "local", "fedavg"))
-    named = [(ours, "pFedHN"), (alone, "a model trained alone"), (shared, "FedAvg's one shared model")]
+    alone, shared = (report.entry(method, column) for method in ("local", "fedavg"))
+    candidates = [(report.entry(method, column), name) for method, name in HYPERNETWORKS.items()]
     # Of runs that are not finished, or have no test examples, there is no number.
-    measured = [(entry, whose) for entry, whose in named if entry is not None and entry.test() is not None]
-    if ours is None or ours not in [entry for entry, _ in measured]:
+    found = [(entry, name) for entry, name in candidates if entry is not None and entry.test() is not None]
+    if not found:
         return ""
+    ours, name = found[0]
+    named = [(ours, name), (alone, "a model trained alone"), (shared, "FedAvg's one shared model")]
+    measured = [(entry, whose) for entry, whose in named if entry is not None and entry.test() is not None]
     parts = [f"{_measured_text(entry)} with {whose}" for entry, whose in measured]
     listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
     where = f"with {column_text(column)}, " if len(report.columns) > 1 else ""
@@ -394,7 +400,7 @@ def sentence(report: Report) -> str:
     if counts is not None:
         whose = f" ({counts.num_seeds} seeds together)" * (counts.num_seeds > 1)
         text += (
-            f"; of {counts.total} clients{whose}, {counts.better} do better with pFedHN than alone, "
+            f"; of {counts.total} clients{whose}, {counts.better} do better with {name} than alone, "
             f"{counts.same} the same and {counts.worse} worse"
         )
     warning = " A single seed cannot rank methods." if 1 in numbers_of_seeds and len(measured) > 1 else ""
