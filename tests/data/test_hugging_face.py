@@ -1,5 +1,10 @@
 """Hugging Face's data sets in which a column names the client."""
 
+import gc
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy
 import pytest
 import torch
@@ -61,8 +66,8 @@ def test_images_are_brought_to_one_size() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match="no column 'ofice'; did you mean 'office'"):
         from_hugging_face(table(), "ofice", "mood", "values")
-    with pytest.raises(UserError, match="not a stream"):
-        from_hugging_face(table().to_iterable_dataset(), "office", "mood", "values")  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="give one split of a data set"):
+        from_hugging_face(iter([{}]), "office", "mood", "values")
 
 
 def mixed() -> object:
@@ -99,6 +104,48 @@ def test_what_is_read_when_needed_is_the_same_federation(stratify: bool) -> None
     ]
     assert [moment.test for moment in runs[0].history] == [moment.test for moment in runs[1].history]
     assert runs[1].personal_model("b") is not None
+
+
+@pytest.mark.parametrize("when_needed", [False, True])
+def test_a_stream_is_the_federation_of_its_rows(
+    when_needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path / "cache"))
+    pixels = numpy.random.default_rng(0).integers(256, size=(8, 9, 9, 3), dtype=numpy.uint8)
+    blobs = []
+    for part in pixels:  # JPEG: to decode and encode again would change it
+        with io.BytesIO() as file:
+            Image.fromarray(part).save(file, "jpeg")
+            blobs.append({"bytes": file.getvalue(), "path": None})
+    features = datasets.Features(
+        {"who": datasets.Value("string"), "what": datasets.Value("int64"), "photo": datasets.Image()}
+    )
+    rows = {"who": ["a", "b"] * 4, "what": [0, 1] * 4, "photo": blobs}
+    data = datasets.Dataset.from_dict(rows, features=features).add_column("more", [0] * 8)
+    held = from_hugging_face(data, "who", "what", "photo")
+    streamed = from_hugging_face(data.to_iterable_dataset(), "who", "what", "photo", when_needed=when_needed)
+    assert streamed.names == held.names
+    for name in held.splits:
+        for client in range(2):
+            left, right = (data.examples(data.splits[name].of(client)) for data in (held, streamed))
+            assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    assert len(list((tmp_path / "cache").glob("stream-*"))) == when_needed  # for as long as it is needed
+    del streamed
+    gc.collect()
+    assert not list((tmp_path / "cache").glob("stream-*"))
+
+
+def test_a_stream_that_ends_early_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path / "cache"))
+
+    def broken() -> Iterator[dict[str, object]]:
+        yield {"who": "a", "what": 0, "x": [1.0]}
+        raise OSError("connection lost")
+
+    stream = datasets.IterableDataset.from_generator(broken)
+    with pytest.raises(UserError, match=r"could not be read to its end .*connection lost.*try again, make room"):
+        from_hugging_face(stream, "who", "what", "x")
+    assert not list((tmp_path / "cache").iterdir())
 
 
 @pytest.mark.parametrize("when_needed", [False, True])

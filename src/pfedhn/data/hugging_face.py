@@ -1,6 +1,9 @@
 """A data set of Hugging Face's `datasets` in which a column names the client."""
 
-from collections.abc import Mapping
+import secrets
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +12,14 @@ import torch
 
 from pfedhn import keys
 from pfedhn.data.arrays import SPLITS, check_classes, check_values
-from pfedhn.data.catalogue import Array
+from pfedhn.data.catalogue import ANOTHER_CACHE, Array
 from pfedhn.data.columns import is_empty
 from pfedhn.data.dealing import split_examples
 from pfedhn.data.federation import Federation
 from pfedhn.data.images import Channels, decode, image_size
 from pfedhn.data.lazy import lazy_federation
 from pfedhn.errors import UserError, closest, first_line, short
+from pfedhn.files import cache_folder, make_folder
 from pfedhn.settings import check_seed
 
 NUM_CACHED = 1_024  # clients whose examples are kept in memory, as those of `Federation.lazy`
@@ -37,8 +41,9 @@ def from_hugging_face(
     """A federation of a `datasets.Dataset`, whose rows have a client each.
 
     Args:
-        dataset: A data set that lies on this machine, such as `datasets.load_dataset(..., split="train")` or
-            `datasets.load_from_disk(...)`.
+        dataset: One split, such as `datasets.load_dataset(..., split="train")` or `datasets.load_from_disk(...)`
+            returns it. A stream (`streaming=True`) is written to a temporary file first, row by row, since it cannot be
+            asked for the rows of one client; the file is in pfedhn's cache folder.
         client_column: The column that names the client.
         label_column: The column that holds the label: class numbers, texts, or fractions for regression.
         input_column: The column that holds the example: an image, or a list of numbers of one length.
@@ -58,15 +63,15 @@ def from_hugging_face(
         >>> federation.names, tuple(federation.x.shape)
         (('a', 'b'), (20, 2))
     """
+    wanted = (client_column, label_column, input_column)
+    if hasattr(dataset, "__iter__") and hasattr(dataset, "select_columns") and not hasattr(dataset, "__len__"):
+        dataset = _spooled(dataset, wanted)
     columns = getattr(dataset, "column_names", None)
     if not isinstance(columns, list) or not hasattr(dataset, "__len__"):
         raise UserError(
-            f"dataset is {short(dataset)}; give one split of a data set that lies on this machine, as "
-            'load_dataset(..., split="train") returns it, and not a stream.'
+            f'dataset is {short(dataset)}; give one split of a data set, as load_dataset(..., split="train") makes it.'
         )
-    for wanted in (client_column, label_column, input_column):
-        if wanted not in columns:
-            raise UserError(f"the data set has no column {short(wanted)}; {closest(wanted, columns)}")
+    _check_columns(columns, wanted)
     for column in (client_column, label_column):
         empty = [row for row, cell in enumerate(dataset[column]) if is_empty(cell)]
         if empty:
@@ -112,6 +117,49 @@ def from_hugging_face(
     federation = lazy_federation(len(names), load, sizes, num_cached=NUM_CACHED)
     in_order = torch.from_numpy(numpy.concatenate([client[part] for client in dealt for part in SPLITS]))
     return replace(federation, names=tuple(names), class_names=class_names, labels=known[in_order]).checked()
+
+
+def _check_columns(columns: Sequence[str], wanted: Sequence[str]) -> None:
+    for column in wanted:
+        if column not in columns:
+            raise UserError(f"the data set has no column {short(column)}; {closest(column, columns)}")
+
+
+def _spooled(stream: Any, wanted: Sequence[str]) -> Any:
+    """The columns of a stream as a data set on disk."""
+    import datasets
+
+    if stream.column_names is not None:  # else they are known by the first row
+        _check_columns(stream.column_names, wanted)
+        stream = stream.select_columns(list(dict.fromkeys(wanted)))
+    features = stream.features
+    # As they are: an image that is decoded and encoded again may be another one.
+    encoded = [name for name, kind in (features or {}).items() if isinstance(kind, datasets.Image) and kind.decode]
+    for name in encoded:
+        stream = stream.cast_column(name, datasets.Image(decode=False))
+    folder = cache_folder()
+    make_folder(folder, ANOTHER_CACHE)
+    scratch = tempfile.TemporaryDirectory(dir=folder, prefix="stream-", ignore_cleanup_errors=True)
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        spooled = datasets.Dataset.from_generator(
+            lambda: iter(stream), features=stream.features, cache_dir=scratch.name, fingerprint=secrets.token_hex(8)
+        )
+    except Exception as error:
+        scratch.cleanup()
+        raise UserError(
+            f"the stream could not be read to its end and written to {folder} "
+            f"({first_line(error.__cause__ or error)}); try again, make room there or {ANOTHER_CACHE}, or load the "
+            "data set without streaming=True."
+        ) from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+    for name in encoded:
+        spooled = spooled.cast_column(name, features[name])
+    weakref.finalize(spooled, scratch.cleanup)
+    return spooled
 
 
 def _labels(dataset: Any, column: str) -> tuple[Array, tuple[str, ...] | None]:
