@@ -291,7 +291,7 @@ def test_what_is_needed_counts_the_cohort_the_head_and_what_clients_keep(monkeyp
     [
         ({"rest": "frozen"}, "rest = 'frozen' has no effect without layers that are generated"),
         ({"shared_lr": 1.0}, "shared_lr = 1.0 has no effect without layers that are shared"),
-        ({"shared_lr": 1.0, "generated": ("last",), "rest": "frozen"}, "shared_lr = 1.0 has no effect without"),
+        ({"shared_lr": 1.0, "generated": ("last",), "rest": "frozen"}, "or rest='shared'; give that too"),
         ({"rank": 2}, "rank = 2 has no effect without head='low-rank'; give that too, or leave it out"),
         ({"chunk_size": 9}, "chunk_size = 9 has no effect without head='chunked'"),
         ({"chunk_size": 9, "head": "low-rank"}, "chunk_size = 9 has no effect"),

@@ -39,6 +39,11 @@ def test_clients_and_classes_keep_their_names() -> None:
         assert torch.equal(federation.y[rows] == 0, federation.x[rows][:, 0] % 2 == 1)
 
 
+def test_clients_that_are_numbers_come_in_their_order() -> None:
+    rows = {"who": [10, 2, 1] * 4, "what": [0, 1] * 6, "x": [[1.0]] * 12}
+    assert from_hugging_face(datasets.Dataset.from_dict(rows), "who", "what", "x").names == ("1", "2", "10")
+
+
 def test_examples_are_read_when_needed() -> None:
     federation = from_hugging_face(table(), "office", "mood", "values", split=(0.5, 0.25, 0.25), when_needed=True)
     assert federation.num_clients == 3

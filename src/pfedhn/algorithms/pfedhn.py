@@ -109,9 +109,10 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     def _refuse_without_effect(self) -> None:
         """Who sets what changes nothing has something else in mind."""
         has_common = self.head != "dense" or (self.generated and self.rest == "shared")
+        shared = "rest='shared'" if self.generated else "generated=('last',)"
         for name, has_effect, needed in (
             ("rest", self.generated, "layers that are generated, as generated=('last',)"),
-            ("shared_lr", has_common, "layers that are shared: head='low-rank' or 'chunked', or generated=('last',)"),
+            ("shared_lr", has_common, f"layers that are shared: head='low-rank' or 'chunked', or {shared}"),
             ("rank", self.head == "low-rank", "head='low-rank'"),
             ("chunk_size", self.head == "chunked", "head='chunked'"),
         ):

@@ -76,8 +76,10 @@ def from_hugging_face(
         empty = [row for row, cell in enumerate(dataset[column]) if is_empty(cell)]
         if empty:
             raise UserError(f"row {empty[0]} of the data set has no {column!r}; fill the cell or drop the row.")
-    owners = numpy.array([str(cell).strip() for cell in dataset[client_column]])
-    names = sorted(set(owners.tolist()))
+    cells = dataset[client_column]
+    owners = numpy.array([str(cell).strip() for cell in cells])
+    are_numbers = all(isinstance(cell, int) for cell in cells)
+    names = sorted(set(owners.tolist()), key=int if are_numbers else str)  # as in a table
     size = image_size(resize)
     labels, class_names = _labels(dataset, label_column)
     check_values(torch.empty(0), torch.from_numpy(labels))  # now: of data read when needed, a run would end halfway

@@ -304,8 +304,9 @@ def _refuse_batch_dependence(model: Model, module: nn.Module, x: Tensor, y: Tens
                 where = f" (BatchNorm in the layers {norms})" if norms else ""
                 raise UserError(
                     f"what {model.name!r} computes for an example depends on the other examples of its batch{where}, "
-                    "which differ between training, evaluation and use; use GroupNorm or LayerNorm instead of "
-                    "BatchNorm, and batch_first=True in recurrent and attention layers."
+                    "which differ between training, evaluation and use; use BatchNorm only with its running "
+                    "statistics (track_running_stats=True), or GroupNorm or LayerNorm, and batch_first=True in "
+                    "recurrent and attention layers."
                 )
             if not _is_close(losses[kept], model.per_example_loss(changed, y)[kept], rounding):
                 raise UserError(
