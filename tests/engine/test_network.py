@@ -136,7 +136,7 @@ NUMBERS: dict[str, tuple[Any, str]] = {
     ),
     "batch statistics": (
         lambda: Normed(nn.BatchNorm1d(6, track_running_stats=False)),
-        r"other examples of its batch \(BatchNorm in the layers norm\).*track_running_stats=True.*GroupNorm or LayerNorm",
+        r"other examples of its batch \(BatchNorm in the layers norm\).*track_running_stats=True.*or GroupNorm",
     ),
     "functional batch norm": (
         lambda: Functional(lambda h: functional.batch_norm(h, None, None, training=True)),

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from pfedhn.engine.closures import Watch, lift
-from pfedhn.engine.hoist import for_all_steps, hoist
+from pfedhn.engine.hoist import fits, for_all_steps, hoist
 from pfedhn.errors import UserError, first_line
 from pfedhn.params import copy, stack, take
 from pfedhn.process import WHOLE_PROCESS
@@ -163,11 +163,10 @@ MAX_GRAPHS = 16  # of one function for tensors of the same shapes, of which a fe
 
 
 class Steps(NamedTuple):
-    """How steps are run: `step` takes what `ahead`, if there is one, has made of all batches, after its batch."""
+    """How steps are run: after its batch, `step` takes its part of what `ahead` has made of all batches."""
 
     step: Function
     ahead: Function | None = None
-    differs: Sequence[bool] = ()  # from step to step
 
 
 class FlatStep(NamedTuple):
@@ -193,16 +192,16 @@ class Stacks(NamedTuple):
         return self.leaves[0].shape[self.axes[0]] if self.leaves else 0
 
     @property
+    def strides(self) -> tuple[int, ...]:
+        """From step to step."""
+        return tuple(leaf.stride(axis) for leaf, axis in zip(self.leaves, self.axes, strict=True))
+
+    @property
     def first(self) -> tuple[Tensor, ...]:
         return tuple(leaf.select(axis, 0) for leaf, axis in zip(self.leaves, self.axes, strict=True))
 
     def slices(self) -> Iterator[tuple[Tensor, ...]]:
         return zip(*(leaf.unbind(axis) for leaf, axis in zip(self.leaves, self.axes, strict=True)), strict=True)
-
-
-def take_step(made: Sequence[Tensor], differs: Sequence[bool], k: int) -> list[Tensor]:
-    """What step `k` takes of what was computed ahead."""
-    return [value[k] if is_own else value for value, is_own in zip(made, differs, strict=True)]
 
 
 @dataclass
@@ -307,7 +306,7 @@ class TracedScan:
         dims: tuple[int | None, ...] = (),
     ) -> Steps | None:
         arguments = (*now, *data.first, *constants)
-        layout = (dims, *((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments))
+        layout = (dims, data.strides, *((leaf.shape, leaf.stride(), leaf.dtype) for leaf in arguments))
         key = (flat.key, layout)
         num_alike = sum(other == layout for _, other in self.graphs)
         if key in self.graphs or num_alike == MAX_GRAPHS:
@@ -346,24 +345,34 @@ class TracedScan:
             graph.recompile()
             watch.refuse(constants_of(graph), step)
             self.has_constants |= bool(constants_of(graph))
-            parts = hoist(graph, len(now), len(data.leaves)) if self.hoists else None
-            if parts is None:
-                return Steps(self.compile(graph, arguments))
-            ahead = Traced(partial(for_all_steps, parts, data.axes), self.compile, needs_numbers=False)
-            with watch.suspended():
-                made = take_step(ahead(data.leaves, constants), parts.differs, 0)
-            return Steps(self.compile(parts.step, (*now, *data.first, *made, *constants)), ahead, parts.differs)
+            steps = self._in_two(graph, now, data, constants, watch) if self.hoists else None
+            return steps or Steps(self.compile(graph, arguments))
         except UserError:
             raise
         except Exception as error:
             logger.warning("this network cannot be traced and runs step by step, slower: %s", first_line(error))
             return None
 
+    def _in_two(
+        self, graph: GraphModule, now: Sequence[Tensor], data: Stacks, constants: Sequence[Tensor], watch: Watch
+    ) -> Steps | None:
+        """The steps less what can be computed for all of them at once; None if nothing can."""
+        parts = hoist(graph, len(now), len(data.leaves))
+        if parts is None:
+            return None
+        ahead = Traced(partial(for_all_steps, parts, data.axes), self.compile, needs_numbers=False)
+        with watch.suspended():
+            made = ahead(data.leaves, constants)
+        if not fits(parts, made):
+            return None
+        first = [value[0] for value in made]
+        return Steps(self.compile(parts.step, (*now, *data.first, *first, *constants)), ahead)
+
     def _replay(self, steps: Steps, now: list[Tensor], data: Stacks, constants: Sequence[Tensor]) -> list[Tensor]:
         with nullcontext() if self.watch is None else self.watch.suspended():
             made = [] if steps.ahead is None else steps.ahead(data.leaves, constants)
             for k, piece in enumerate(data.slices()):
-                now = steps.step(*now, *piece, *take_step(made, steps.differs, k), *constants)
+                now = steps.step(*now, *piece, *(value[k] for value in made), *constants)
         if self.watch is not None:
             self.watch.note(now)
         return now

@@ -46,7 +46,7 @@ COMPILER_OPTIONS: dict[str, Any] = {
     "combo_kernels": True,  # small independent kernels become one
     "autotune_num_choices_displayed": 0,
 }
-# That of a local step is also used by a norm, and would be put together by a kernel for each layer.
+# The gradient of a local step is also used by a norm, and would be put together by a kernel for each layer.
 STEP_OPTIONS: dict[str, Any] = {"force_pointwise_cat": True}
 
 
