@@ -39,6 +39,7 @@ def test_both_parts_give_what_the_step_gives(axis: int) -> None:
     assert len(made) == 3  # padded, its sum, and the count, once
     for k in range(5):
         mine = [value[k] for value in made]
+        assert all(value.data_ptr() % 16 == 0 for value in mine)
         expected = whole(CARRY, IMAGES[k], MASK[k], RATE)
         assert torch.equal(parts.step(CARRY, IMAGES[k], MASK[k], *mine, RATE)[0], expected[0])
     assert set(targets(parts.ahead)) == {"aten::constant_pad_nd", "aten::sum"}

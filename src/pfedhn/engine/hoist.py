@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.nn import functional
 
 aten = torch.ops.aten
 
@@ -27,6 +28,7 @@ THROUGH = {
     aten.unsqueeze.default,
     aten.view.default,
 }
+ALIGNMENT = 16
 MAX_GROWTH = 2  # what is computed for a step may be this many times as large as its minibatch, since K are in memory
 
 
@@ -79,8 +81,14 @@ def for_all_steps(
         constants: As the step takes them.
     """
     mapped = torch.vmap(parts.ahead.forward, in_dims=(*axes, *(None for _ in constants)))
-    made: list[Tensor] = mapped(*stacks, *constants)
-    return made
+    return [_aligned(value) for value in mapped(*stacks, *constants)]
+
+
+def _aligned(value: Tensor) -> Tensor:
+    """[K, ...] with every step's part at a multiple of 16 bytes: the compiler copies inputs that are not."""
+    size = value[0].numel()
+    spare = -size % max(1, ALIGNMENT // value.element_size())
+    return functional.pad(value.reshape(-1, size), (0, spare))[:, :size].reshape(value.shape) if spare else value
 
 
 def fits(parts: Hoisted, made: Sequence[Tensor]) -> bool:
