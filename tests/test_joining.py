@@ -84,6 +84,7 @@ def test_a_run_stays_as_it_was_when_a_client_joins() -> None:
     assert_same_bits(first, second)
 
 
+@pytest.mark.slow
 def test_trials_are_short_and_one_of_all_rounds_is_not_run_again(choosy: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
     joining = Simulation.joining

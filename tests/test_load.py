@@ -537,6 +537,7 @@ def without_frozen(path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["scale", "shift"])
+@pytest.mark.slow
 def test_a_run_is_not_loaded_on_another_frozen_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     train(tmp_path / "run", model=OnABase)
     without_frozen(tmp_path / "older")

@@ -263,6 +263,7 @@ def test_a_server_that_is_too_large_says_what_would_fit(monkeypatch: pytest.Monk
             pfedhn.PFedHN(head=head, linear=True).for_clients(6)
 
 
+@pytest.mark.slow
 def test_what_is_needed_counts_the_cohort_the_head_and_what_clients_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 100_000, "SC_PAGE_SIZE": 1_000}.__getitem__)  # 0.1 GB
     network = functools.partial(pfedhn.MLP, 8, 1_000, 600, 4)  # of 2.4 MB

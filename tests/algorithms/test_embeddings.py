@@ -48,6 +48,7 @@ def moved(lr: float, momentum: float, decay: float) -> torch.Tensor:
         pytest.param({"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}, False, 2, id="no-decay", marks=slow),
     ],
 )
+@pytest.mark.slow
 def test_dense_is_lazy(settings: dict[str, Any], is_complex: bool, cohort: int) -> None:
     """1,000 server steps with random clients and random updates; torch.optim moves every row of the table each time."""
     spec = PFedHN(**settings, embedding_dim=DIM, linear=True, clip=1.0, rule="sum")
@@ -150,6 +151,7 @@ def test_sending_and_evaluating_do_not_store(federation: Federation) -> None:
     assert_same_bits(memories_of(state), before)
 
 
+@pytest.mark.slow
 def test_unchosen_rows_do_move(federation: Federation) -> None:
     """What the closed form is for: an embedding that was never chosen is not what it was at the start."""
     simulation = simulate(PFedHN(local_steps=2, hidden_dim=5, weight_decay=0.5), federation, rounds=3)

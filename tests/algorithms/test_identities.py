@@ -78,6 +78,7 @@ def test_constant_hypernetwork_is_fedavg(federation: Federation, rule: Any) -> N
     assert_close(personal(ours, finish(ours, state)), personal(average, finish(average)))
 
 
+@pytest.mark.slow
 def test_mean_is_size_where_sizes_are_equal() -> None:
     equal = Federation.from_clients([{"train": uniform_rows(i), "validation": uniform_rows(i)} for i in range(4)])
     equal = equal.to("cpu", torch.float64)

@@ -764,6 +764,7 @@ def test_pfedhn_fixed_embeddings(federation: Federation, settings: dict[str, Any
 @pytest.mark.parametrize(
     "spec", [PFedHN(**LOCAL, **HYPER), ALGORITHMS["pfedhn-pc"](**LOCAL, **(HYPER | CLIPPED))], ids=["plain", "pc"]
 )
+@pytest.mark.slow
 def test_pfedhn_architectures(federation: Federation, spec: PFedHN, cohort: int) -> None:
     """Clients of three kinds on one trunk; the head of a kind that sits a round out still decays and still moves."""
     kinds = ("mlp", "conv", "wide", "conv", "mlp", "wide")

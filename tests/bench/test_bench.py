@@ -59,6 +59,7 @@ def test_operators_are_counted_without_views() -> None:
     assert bench.count_kernels(lambda: (a.t() @ a.view(3, 4)).relu().sum(), "cpu") == 3
 
 
+@pytest.mark.slow
 def test_rounds_among_many_clients_are_measured() -> None:
     lines = bench.measure_clients((10, 30), lambda sentence: None)
     assert [line["clients"] for line in lines] == [10, 30, 30]  # the last ones' data are made when needed

@@ -240,6 +240,7 @@ def test_doctor_says_that_the_cache_cannot_be_written(monkeypatch: pytest.Monkey
     assert "file/cache: cannot be written (not a directory); set PFEDHN_CACHE to another folder" in words
 
 
+@pytest.mark.slow
 def test_data_show_counts_every_row_once() -> None:
     result = invoke("data", "show", "demo", "--seed", "1", "--plot", "split.png")
     assert result.exit_code == 0
@@ -336,6 +337,7 @@ def test_seeds_can_be_given_both_ways_and_only_and_set_choose() -> None:
     assert "steps = 5" in specs
 
 
+@pytest.mark.slow
 def test_runs_that_are_left_keep_the_threads_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs on two cores have one each; one that is left over must not get both, or its bits would differ."""
     monkeypatch.setattr(directory_module, "num_cores", lambda: 2)
@@ -370,6 +372,7 @@ def test_report_writes_beside_the_runs(finished: Path) -> None:
     refused(2, "it takes clients or samples", "report", str(finished / "runs"), "--average", "rows")
 
 
+@pytest.mark.slow
 def test_without_test_rows_there_is_a_table_and_a_report_all_the_same() -> None:
     said = invoke("run", "mine.toml", "--seeds", "0,1", "--set", "steps=10", "--set", "split=[0.7,0.3,0.0]")
     assert said.exit_code == 0, said.output
@@ -578,6 +581,7 @@ def test_a_full_disk_is_said_with_code_1_and_the_run_goes_on_later(monkeypatch: 
     assert invoke(*arguments).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_loss_that_diverges_stops_the_run_and_keeps_the_last_good_checkpoint() -> None:
     result = invoke("run", "mine.toml", "--set", "pfedhn-pc.lr=1e3", "--checkpoint-every", "1")
     assert result.exit_code == 1

@@ -416,6 +416,7 @@ def test_a_dry_run_says_what_it_would_do_and_writes_nothing() -> None:
     assert "2 runs in other, 2 side by side (0 are finished already)." in words
 
 
+@pytest.mark.slow
 def test_a_plan_is_whole_where_it_is_piped_and_json_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")  # of a terminal; a pipe has no width
     command = ["run", "mine.toml", "--dry-run", "--device", "cpu", "--jobs", "1", "--out", "other"]

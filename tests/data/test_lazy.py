@@ -35,6 +35,7 @@ class Conv(torch.nn.Sequential):
         ("fedavg", "vectorized"),
     ),
 )
+@pytest.mark.slow
 def test_same_bits_as_in_memory(executor: str, method: str) -> None:
     held = Federation.from_clients([splits_of(client) for client in range(5)])
     lazy = Federation.lazy(5, splits_of, **SIZES, num_cached=2)

@@ -303,6 +303,7 @@ def whole_shares(splits: Splits, per_class: int) -> dict[str, list[list[int]]]:
 
 @settings(max_examples=60)
 @given(any_splits(), st.integers(1, 250))
+@pytest.mark.slow
 def test_by_coarse_class_rounds_as_whole_numbers_do(splits: Splits, per_class: int) -> None:
     assignment = by_coarse_class(per_class).assign(splits, 0)
     present = numpy.unique(numpy.concatenate([labels.y for labels in splits.values()]))

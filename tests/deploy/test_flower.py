@@ -294,6 +294,7 @@ update_check.warn_if_flwr_update_available()
 """
 
 
+@pytest.mark.slow
 def test_the_engine_is_started_quietly(tmp_path: Path) -> None:
     """In the environment that its programs get, its own functions tell nobody anything."""
     loud = {name: value for name, value in os.environ.items() if name not in QUIET} | {"FLWR_HOME": str(tmp_path)}

@@ -105,6 +105,7 @@ def expected() -> tuple[Simulation, State]:
 
 
 @pytest.mark.parametrize("is_written", mostly_slow([False, True], True))
+@pytest.mark.slow
 def test_a_server_that_is_killed_at_any_record_loses_nothing(
     is_written: bool, expected: tuple[Simulation, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -927,6 +928,7 @@ def test_a_party_that_comes_during_the_run_takes_part(tmp_path: Path) -> None:
     assert group.parties["party-5"].personal_model() is not None
 
 
+@pytest.mark.slow
 def test_a_party_that_comes_after_the_end_learns_what_is_its_own(tmp_path: Path) -> None:
     """Over the wire as in the simulator: the hypernetwork is frozen, and the embedding and the head learn."""
     simulation = simulation_of(small("pfedhn-pc"), rounds=6, cohort=6)
@@ -1099,6 +1101,7 @@ def test_a_party_with_noise_stops_when_its_budget_is_spent(
         replace(party, privacy=replace(privacy, level=other))
 
 
+@pytest.mark.slow
 def test_a_party_without_noise_on_whole_batches_trains_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The private way through a party is the ordinary one, but for what it clips, noises and draws."""
     monkeypatch.setattr(secrets, "spent", lambda history, delta: 0.0)

@@ -100,6 +100,7 @@ def assert_models(folder: Path, data: Path, spec: str) -> None:
 
 @pytest.mark.usefixtures("identity")
 @pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedhn-pc"))
+@pytest.mark.slow
 def test_every_method_through_the_engine_is_the_simulator(method: str, tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     (tmp_path / "spec.toml").write_text(spec_of(method))

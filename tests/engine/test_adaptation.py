@@ -66,6 +66,7 @@ def test_adaptation_is_the_clients_own_sgd(federation: Federation, method: str) 
 
 
 @pytest.mark.parametrize("method", mostly_slow(["fedavg-ft", "per-fedavg", "pfedhn-plus-pc"], "fedavg-ft"))
+@pytest.mark.slow
 def test_every_executor_adapts_alike(federation: Federation, method: str) -> None:
     found = []
     for executor in ("loop", "traced", "vectorized", "captured"):
@@ -118,6 +119,7 @@ def network() -> torch.nn.Module:
     return pfedhn.MLP(8, 6, 4)
 
 
+@pytest.mark.slow
 def test_a_run_is_chosen_unadapted_and_judged_adapted(tmp_path: Path) -> None:
     x, y = torch.randn(400, 8, generator=torch.Generator().manual_seed(0)), torch.arange(400) % 4
     federation = Federation.from_arrays(x + y[:, None], y, partition=pfedhn.by_classes(2, num_clients=8))

@@ -138,6 +138,7 @@ def may_compile(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.mark.parametrize("evaluate_every", [1, 100])
+@pytest.mark.slow
 def test_rounds_do_not_wait_for_the_compiler(
     evaluate_every: int, federation: Federation, may_compile: threading.Event
 ) -> None:
@@ -161,6 +162,7 @@ def test_rounds_do_not_wait_for_the_compiler(
     assert_close(memories_of(state), memories_of(loop))
 
 
+@pytest.mark.slow
 def test_a_run_beside_an_equal_one_waits_for_the_compiler(federation: Federation, may_compile: threading.Event) -> None:
     """The first goes on as it was traced; the second is captured once, from what was compiled."""
     settings = {"rounds": 9, "evaluate_every": 1, "executor": "captured"}
@@ -220,6 +222,7 @@ def test_what_the_compiler_has_not_begun_can_be_asked_for_again(monkeypatch: pyt
     assert parts[1].is_done
 
 
+@pytest.mark.slow
 def test_the_end_of_another_run_does_not_keep_one_from_being_compiled(
     federation: Federation, may_compile: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +293,7 @@ def test_a_graph_that_cannot_be_compiled_runs_as_it_was_traced(
 
 
 @pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedme"))
+@pytest.mark.slow
 def test_memories_share_nothing_with_one_another_or_the_start(method: str, federation: Federation) -> None:
     """They are written in place; with one client nothing was ever copied, and pFedMe's shared model was its private."""
     start = {"mlp": model().fresh(3)}
@@ -305,6 +309,7 @@ def test_memories_share_nothing_with_one_another_or_the_start(method: str, feder
 
 
 @pytest.mark.parametrize("method", mostly_slow(["local", "fedper", "pfedhn-pc"], "fedper"))
+@pytest.mark.slow
 def test_a_large_cohort_trains_some_at_a_time(
     method: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +326,7 @@ def test_a_large_cohort_trains_some_at_a_time(
 
 
 @pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "local"))
+@pytest.mark.slow
 def test_with_pytorch_s_convolutions_one_client_s_steps_are_a_graph(
     method: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,6 +403,7 @@ def test_several_architectures(cohort: int, federation: Federation) -> None:
     assert_close(memories_of(state), memories_of(expected))
 
 
+@pytest.mark.slow
 def test_an_architecture_that_nobody_runs(federation: Federation, caplog: pytest.LogCaptureFixture) -> None:
     models = {name: model(name) for name in ("mlp", "wide")}
     alike = federation.with_architectures(["mlp"] * 6)
@@ -408,6 +415,7 @@ def test_an_architecture_that_nobody_runs(federation: Federation, caplog: pytest
     assert not [record for record in caplog.records if record.name.startswith("pfedhn")]
 
 
+@pytest.mark.slow
 def test_a_finished_run_captures_nothing(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next round would lie behind the schedule, which is an error that a GPU does not recover from."""
     simulation = simulate(PFedHN(local_steps=2), federation, rounds=3)
@@ -442,6 +450,7 @@ def test_a_make_up_met_late_is_captured_behind_the_rounds_before_it(
     assert reads == [1] * 3  # two make-ups and the evaluation
 
 
+@pytest.mark.slow
 def test_divergence_keeps_the_round_before(federation: Federation) -> None:
     """The flag on the device names the first bad round and client, and nothing is written after it."""
     wild = PFedHN(local_steps=40, local_lr=1e30, local_clip=None)
@@ -481,6 +490,7 @@ def test_rates_are_data() -> None:
     assert set(rates(given, torch.float32, torch.device("cpu"))) == always | {"embedding_lr", "averaging"}
 
 
+@pytest.mark.slow
 def test_splits_of_other_lengths_share_what_was_traced(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows more or less that nobody has, as from seed to seed, or a longer run, compile nothing anew."""
     traces: list[object] = []
@@ -500,6 +510,7 @@ def test_splits_of_other_lengths_share_what_was_traced(federation: Federation, m
 
 
 @pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "fedavg"))
+@pytest.mark.slow
 def test_points_of_a_grid_share_what_was_traced(
     method: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,6 +542,7 @@ SLOPE = 1.0
 @pytest.mark.parametrize(
     "change", mostly_slow(["activation", "slope", "width", "private", "hook", "global"], "private")
 )
+@pytest.mark.slow
 def test_one_factory_may_make_other_networks(
     change: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

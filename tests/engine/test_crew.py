@@ -19,6 +19,7 @@ TWO = ("cpu", "cpu:0")  # they stand in for two GPUs
 
 @pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedhn", "fedavg"))
 @pytest.mark.parametrize("executor", mostly_slow(["loop", "traced"], "traced"))
+@pytest.mark.slow
 def test_devices_that_share_a_round_give_its_bits(federation: Federation, method: str, executor: str) -> None:
     settings: Any = {"rounds": 3, "cohort": 5, "executor": executor}
     alone = simulate(ALGORITHMS[method](), federation, **settings)
@@ -29,6 +30,7 @@ def test_devices_that_share_a_round_give_its_bits(federation: Federation, method
     assert (state.bytes_down, state.bytes_up) == (expected.bytes_down, expected.bytes_up)
 
 
+@pytest.mark.slow
 def test_devices_that_batch_their_clients_agree_to_rounding(federation: Federation) -> None:
     settings: Any = {"rounds": 3, "cohort": 6, "executor": "vectorized"}
     alone = simulate(ALGORITHMS["pfedhn"](), federation, **settings)
@@ -46,6 +48,7 @@ def test_clients_of_several_sizes_are_shared_out_size_by_size(federation: Federa
     assert_same_bits(memories_of(finish(shared_out)), memories_of(finish(alone)))
 
 
+@pytest.mark.slow
 def test_every_device_has_its_part_of_a_cohort(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     run = simulate(ALGORITHMS["fedavg"](), federation, cohort=5, executor="loop")
     crew = Devices(run, TWO)
@@ -75,6 +78,7 @@ def test_a_round_that_is_shared_out_is_not_captured(federation: Federation) -> N
     assert not is_captured(run)
 
 
+@pytest.mark.slow
 def test_several_devices_are_given_as_one_word(federation: Federation) -> None:
     settings: Any = {"steps": 10, "cohort_size": 5, "progress": False, "executor": "loop"}
     alone = train("fedavg", federation, mlp, device="cpu", **settings)

@@ -311,6 +311,7 @@ def test_shapes_that_depend_on_values_are_not_traced(
     assert caplog.text.count("depends on values") == 1
 
 
+@pytest.mark.slow
 def test_rates_that_a_step_closes_over_are_arguments(federation: Federation) -> None:
     """The captured round passes rates as tensors: no rate of one run is a constant of another's graph."""
 

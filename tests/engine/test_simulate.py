@@ -301,6 +301,7 @@ def test_bytes_follow_the_architecture(federation: Federation) -> None:
 # The chosen round
 
 
+@pytest.mark.slow
 def test_the_best_round_is_the_first_strictly_best_on_validation(federation: Federation) -> None:
     spec = PFedHN(hidden_dim=8, local_steps=5, local_lr=0.1, lr=0.3)
     simulation = simulate(spec, federation, rounds=25, evaluate_every=1, seed=2)
@@ -564,6 +565,7 @@ class Dropping(nn.Module):
 @pytest.mark.parametrize(
     "spec", [ALGORITHMS["pfedhn-pc"](**SMALL), PerFedAvg(local_steps=2)], ids=["pfedhn-pc", "per-fedavg"]
 )
+@pytest.mark.slow
 def test_dropout_is_keyed(spec: Any, network: type[nn.Module], executor: str) -> None:
     """Same seed, same bits, whatever torch's own generator is at; clients and rounds draw different masks."""
     results = []

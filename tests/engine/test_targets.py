@@ -27,6 +27,7 @@ def documented() -> dict[str, dict[str, str]]:
         ("dropout", "captured"),
     ),
 )
+@pytest.mark.slow
 def test_the_table_of_networks_is_what_the_executors_do(target: str, executor: str) -> None:
     if target == "transformer with LoRA":
         pytest.importorskip("peft")

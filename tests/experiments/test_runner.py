@@ -459,6 +459,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.slow
 def test_runs_that_take_turns_on_a_device_are_the_runs_alone(tmp_path: Path, in_turn: Path) -> None:
     outcome = run_many(tmp_path, SMALL, SMALL.runs(), options=Options(device="cpu:0", threads=1))
     assert outcome.failures == {}
@@ -488,6 +489,7 @@ def test_stopping_runs_that_take_turns_leaves_a_checkpoint_of_each(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.slow
 def test_runs_are_spread_over_the_cards_there_are(
     tmp_path: Path, in_turn: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

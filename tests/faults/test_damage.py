@@ -5,6 +5,7 @@ from faults.damage import try_damage
 from faults.table import row_of, to_text
 
 
+@pytest.mark.slow
 def test_some_damaged_files() -> None:
     rows = try_damage(6, seed=0)
     assert sum(row.tries for row in rows) == 6

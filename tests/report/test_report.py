@@ -607,6 +607,7 @@ def test_figures_as_svg_and_for_dark_pages(found: Report, tmp_path: Path) -> Non
     assert b"fill: #ffffff" not in light  # the ground is transparent
 
 
+@pytest.mark.slow
 def test_a_figure_of_many_runs_has_room_for_their_names() -> None:
     names = ("cohort-size", "communication", "depth", "fixed-representation", "local-steps", "privacy-cifar10")
     runs = [part for name in names for part in read_file(Path(__file__).parents[2] / "results" / f"{name}.jsonl")]

@@ -231,6 +231,7 @@ def test_other_settings_of_an_experiment_are_refused(file: Path, tmp_path: Path)
     assert file.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_settings_of_cells_that_were_not_run_do_not_matter(file: Path, tmp_path: Path) -> None:
     *others, pfedhn = TINY.cells
     changed = replace(TINY, cells=(*(replace(cell, steps=4) for cell in others), pfedhn))
@@ -241,6 +242,7 @@ def test_settings_of_cells_that_were_not_run_do_not_matter(file: Path, tmp_path:
     assert runs_in(file)[-1] == "pfedhn-digits-5-seed7"
 
 
+@pytest.mark.slow
 def test_a_cell_takes_the_settings_of_whoever_has_run_it(tmp_path: Path) -> None:
     file = tmp_path / "joined.jsonl"
     export([make(tmp_path / "first", ["fedavg-digits-5-seed0"])], file)
@@ -283,6 +285,7 @@ def test_every_experiment_survives_its_line(name: str, tmp_path: Path) -> None:
 # Reading
 
 
+@pytest.mark.slow
 def test_a_file_renders_as_its_directory(made: Path, file: Path, tmp_path: Path) -> None:
     ours, theirs = collect([made]), collect([file])
     assert to_markdown(theirs) == to_markdown(ours)

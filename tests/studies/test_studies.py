@@ -182,6 +182,7 @@ def test_rates_of_embeddings_are_told_apart() -> None:
     assert len({client_map.called(found, cell) for cell in cells}) == len(cells) == 3
 
 
+@pytest.mark.slow
 def test_norms_are_noted_by_the_runs_and_shown_from_the_first_to_the_last() -> None:
     run_small("norms", "--set", "local_steps=1", "--only", "method=pfedhn,embedding_scale=0.1")
     invoke("report", "runs", "--export", "kept.jsonl")
@@ -285,6 +286,7 @@ STUDY = Study("mine", "Clients", tuple(replace(CELL, clients=n) for n in (4, 8))
 '''
 
 
+@pytest.mark.slow
 def test_a_study_of_ones_own_is_one_file() -> None:
     Path("mine.py").write_text(OWN)
     said = invoke("run", "mine.py", "--seeds", "0", "--set", "batch_size=8").output
