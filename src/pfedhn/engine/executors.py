@@ -362,7 +362,7 @@ class TracedScan:
             return None
         ahead = Traced(partial(for_all_steps, parts, data.axes), self.compile, needs_numbers=False)
         with watch.suspended():
-            made = ahead(data.leaves, constants)
+            made = ahead(data.leaves)
         if not fits(parts, made):
             return None
         first = [value[0] for value in made]
@@ -370,7 +370,7 @@ class TracedScan:
 
     def _replay(self, steps: Steps, now: list[Tensor], data: Stacks, constants: Sequence[Tensor]) -> list[Tensor]:
         with nullcontext() if self.watch is None else self.watch.suspended():
-            made = [] if steps.ahead is None else steps.ahead(data.leaves, constants)
+            made = [] if steps.ahead is None else steps.ahead(data.leaves)
             for k, piece in enumerate(data.slices()):
                 now = steps.step(*now, *piece, *(value[k] for value in made), *constants)
         if self.watch is not None:

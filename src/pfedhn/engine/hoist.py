@@ -35,7 +35,7 @@ MAX_GROWTH = 2  # what is computed for a step may be this many times as large as
 class Hoisted(NamedTuple):
     """A step in two parts."""
 
-    ahead: GraphModule  # from the leaves of one batch and the constants to a list
+    ahead: GraphModule  # from the leaves of one batch to a list
     step: GraphModule  # as the whole step, with that list between batch and constants
     like: list[Tensor]  # what the list was when the step was traced, without numbers
 
@@ -63,25 +63,21 @@ def hoist(graph: GraphModule, num_carry: int, num_batch: int) -> Hoisted | None:
     # What is returned may be taken by the caller for memory of its own.
     if not found or is_large or any(map(_writes, nodes)) or any(map(_is_returned, used)):
         return None
-    rest = inputs[num_carry + num_batch :]
-    ahead = _part(graph, [*batch, *rest], [node for node in nodes if node in fixed], found)
-    step = _part(graph, [*inputs[:num_carry], *batch, *found, *rest], nodes, same=same)
+    ahead = _part(graph, batch, [node for node in nodes if node in fixed], found)
+    constants = inputs[num_carry + num_batch :]
+    step = _part(graph, [*inputs[:num_carry], *batch, *found, *constants], nodes, same=same)
     return Hoisted(ahead, step, [node.meta["val"] for node in found])
 
 
-def for_all_steps(
-    parts: Hoisted, axes: Sequence[int], stacks: Sequence[Tensor], constants: Sequence[Tensor]
-) -> list[Tensor]:
+def for_all_steps(parts: Hoisted, axes: Sequence[int], stacks: Sequence[Tensor]) -> list[Tensor]:
     """[K, ...]: what the steps take besides their batches.
 
     Args:
         parts: The step.
         axes: Of the steps, in each stack.
         stacks: The leaves of all batches.
-        constants: As the step takes them.
     """
-    mapped = torch.vmap(parts.ahead.forward, in_dims=(*axes, *(None for _ in constants)))
-    return [_aligned(value) for value in mapped(*stacks, *constants)]
+    return [_aligned(value) for value in torch.vmap(parts.ahead.forward, in_dims=tuple(axes))(*stacks)]
 
 
 def _aligned(value: Tensor) -> Tensor:

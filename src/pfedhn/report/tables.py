@@ -375,14 +375,14 @@ def _latex(text: str) -> str:
     return "".join(special.get(letter, "\\" + letter if letter in "&%$#_{}" else letter) for letter in text)
 
 
-HYPERNETWORKS = {"pfedhn": "pFedHN", "pfedhn-plus": "pFedHN+"}  # the sentence is about the first that is there
+HYPERNETWORKS = ("pfedhn", "pfedhn-plus")  # the sentence is about the first that is there
 
 
 def sentence(report: Report) -> str:
     """What a comparison with a hypernetwork shows in the first column; empty where its numbers cannot say it."""
     column = report.columns[0]
     alone, shared = (report.entry(method, column) for method in ("local", "fedavg"))
-    candidates = [(report.entry(method, column), name) for method, name in HYPERNETWORKS.items()]
+    candidates = [(report.entry(method, column), display_name(method)) for method in HYPERNETWORKS]
     # Of runs that are not finished, or have no test examples, there is no number.
     found = [(entry, name) for entry, name in candidates if entry is not None and entry.test() is not None]
     if not found:
