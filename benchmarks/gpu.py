@@ -82,7 +82,7 @@ class Transformer(nn.Module):
 
 
 def images(num_clients: int, num_examples: int, shape: tuple[int, ...], num_classes: int, seed: int = 0) -> Federation:
-    """Random images whose mean tells their class; `num_examples` to train on per client."""
+    """Random images whose mean tells their class; `num_examples` to train on per client. Pictures have 256 values."""
     generator = torch.Generator().manual_seed(seed)
     clients = []
     for _ in range(num_clients):
@@ -90,7 +90,7 @@ def images(num_clients: int, num_examples: int, shape: tuple[int, ...], num_clas
         for split, count in (("train", num_examples), ("validation", num_examples // 4), ("test", num_examples // 4)):
             y = torch.randint(num_classes, (count,), generator=generator)
             x = torch.randn(count, *shape, generator=generator) + y.view(-1, *[1] * len(shape)) / num_classes
-            splits[split] = (x, y)
+            splits[split] = ((32 * x).round().clamp(-128, 127) / 32, y)
         clients.append(splits)
     return Federation.from_clients(clients)
 

@@ -33,25 +33,32 @@ def remember(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def of_tensor(tensor: Tensor) -> str:
-    """A name for a tensor's type, shape and every value, wherever and in whatever order of memory it lies."""
+def of_tensor(tensor: Tensor, decode: Callable[[Tensor], Tensor] | None = None) -> str:
+    """A name for a tensor's type, shape and every value, wherever and in whatever order of memory it lies.
+
+    Args:
+        tensor: The values, or images as bytes, which are given to `decode` with their channels last.
+        decode: Bytes -> values; the name is that of the values.
+    """
     if known := _shared.get(tensor):
         return str(known)
-    whole = hashlib.sha256(json.dumps([str(tensor.dtype), list(tensor.shape)]).encode())
+    dtype = tensor.dtype if decode is None else decode(tensor[:0].movedim(1, -1).cpu()).dtype
+    whole = hashlib.sha256(json.dumps([str(dtype), list(tensor.shape)]).encode())
     flat = tensor.detach() if tensor.ndim else tensor.detach()[None]
     if flat.ndim == 4:
         flat = flat.movedim(1, -1)  # as images lie in memory, where nothing has to be moved
-    width = max(1, flat[:1].numel() * flat.element_size())
+    width = max(1, flat[:1].numel() * dtype.itemsize)  # parts are hashed apart, so they do not depend on the storage
     with ThreadPoolExecutor(max(1, min(4, _num_cores()))) as threads:
-        for part in threads.map(_of_rows, flat.split(max(1, BYTES_AT_ONCE // width))):
+        for part in threads.map(partial(_of_rows, decode=decode), flat.split(max(1, BYTES_AT_ONCE // width))):
             whole.update(part)
     if tensor in _shared:
         _shared[tensor] = whole.hexdigest()
     return whole.hexdigest()
 
 
-def _of_rows(rows: Tensor) -> bytes:
-    values = rows.cpu().contiguous().reshape(-1)  # in one order, however it lies
+def _of_rows(rows: Tensor, decode: Callable[[Tensor], Tensor] | None) -> bytes:
+    values = rows.cpu() if decode is None else decode(rows.cpu())
+    values = values.contiguous().reshape(-1)  # in one order, however it lies
     return hashlib.sha256(values.view(torch.uint8).numpy().data).digest() if values.numel() else b""
 
 

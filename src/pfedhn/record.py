@@ -32,6 +32,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.absent import AbsentFederation, Description
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
+from pfedhn.data.palette import decode
 from pfedhn.engine.checkpoint import CheckpointError, checkpoints, differences, verified
 from pfedhn.engine.network import with_frozen
 from pfedhn.engine.simulate import Simulation
@@ -209,7 +210,9 @@ def transform_name(transform: Transform) -> str:
 
 def data_digest(federation: Federation) -> str:
     """A name for the examples and labels; of data that are loaded when needed, those of the first and a few others."""
-    parts = [fingerprint.of_tensor(federation.x), fingerprint.of_tensor(federation.y)]
+    palette = federation.palette
+    decoded = None if palette is None else partial(decode, palette=palette.cpu())
+    parts = [fingerprint.of_tensor(federation.x, decoded), fingerprint.of_tensor(federation.y)]
     if isinstance(federation, LazyFederation):
         last = federation.num_clients - 1
         places = {last * number // (NUM_CLIENTS_LOOKED_AT - 1) for number in range(NUM_CLIENTS_LOOKED_AT)}

@@ -407,10 +407,10 @@ class Run:
     def _portable(self, architecture: str) -> Portable:
         """A target network ready to be written; it is traced once, however many clients run it."""
         if architecture not in self._portables:
-            model, x = self.simulation.models[architecture], self.simulation.federation.x
-            dtype = x.dtype if not x.is_floating_point() else model.dtype
+            model, federation = self.simulation.models[architecture], self.simulation.federation
+            dtype = model.dtype if federation.dtype.is_floating_point else federation.dtype
             self._portables[architecture] = Portable(
-                copy.deepcopy(model.testing_module).cpu(), tuple(x.shape[1:]), dtype
+                copy.deepcopy(model.testing_module).cpu(), tuple(federation.x.shape[1:]), dtype
             )
         return self._portables[architecture]
 
@@ -628,7 +628,9 @@ class Run:
         first = simulation.model_of(0)
         if simulation.federation.architectures is not None and federation.architectures is None:
             federation = federation.with_architectures([first.name] * (federation.num_clients + federation.num_joining))
-        data = federation.to(simulation.federation.x.device, first.dtype if federation.x.is_floating_point() else None)
+        data = federation.to(
+            simulation.federation.x.device, first.dtype if federation.dtype.is_floating_point else None
+        )
         for name in dict.fromkeys(data.architectures or [first.name]):
             if name not in simulation.models:
                 raise UserError(f"there is no architecture {name!r}; {closest(name, simulation.models)}")

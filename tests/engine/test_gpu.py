@@ -28,6 +28,7 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.kernels.launch import SharedGPU
 from pfedhn.models import LeNet
+from pfedhn.record import data_digest
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -55,6 +56,17 @@ def test_captured_is_the_loop(method: str, cohort: int, federation: Federation) 
     settings = {"rounds": 5, "cohort": cohort, "evaluate_every": 2}
     expected = finish(on_card(algorithm, federation, executor="loop", **settings))
     assert_close(memories_of(captured(on_card(algorithm, federation, **settings))), memories_of(expected))
+
+
+@pytest.mark.parametrize("cohort", [1, 3])
+def test_images_are_bytes_on_the_card(cohort: int, federation: Federation) -> None:
+    algorithm, settings = ALGORITHMS["pfedhn"](local_steps=3), {"rounds": 5, "cohort": cohort, "evaluate_every": 2}
+    simulation = on_card(algorithm, federation, "conv", **settings)
+    assert simulation.federation.x.dtype == torch.uint8
+    assert data_digest(simulation.federation) == data_digest(federation)
+    there = replace(federation.to("cuda"), x=federation.x.cuda(), palette=None)
+    expected = captured(replace(simulation, federation=there))
+    assert_close(memories_of(captured(simulation)), memories_of(expected))
 
 
 @pytest.mark.parametrize("method", ["pfedhn", "local", "fedper"])

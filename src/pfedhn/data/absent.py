@@ -48,9 +48,9 @@ class Description:
         return Description(
             federation.num_clients,
             tuple(federation.x.shape[1:]),
-            _dtype_name(federation.x),
+            _dtype_name(federation.dtype),
             tuple(federation.y.shape[1:]),
-            _dtype_name(federation.y),
+            _dtype_name(federation.y.dtype),
             federation.largest_train_size,
             classes=federation.num_classes,
             client_names=names,
@@ -77,8 +77,8 @@ class Description:
         return ((values - mean) / std).astype(numpy.float32)
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -141,7 +141,8 @@ class AbsentFederation(Federation):
 def with_examples(federation: Federation, client: int, data: Arrays) -> Federation:
     """A federation that has the training examples of one client alone, and draws from them as that client does."""
     x = federation.x
-    given = Federation.from_clients([{"train": data}]).to(x.device, x.dtype if x.is_floating_point() else None)
+    dtype = federation.dtype if federation.dtype.is_floating_point else None
+    given = Federation.from_clients([{"train": data}]).to(x.device, dtype)
     if given.x.shape[1:] != x.shape[1:]:
         raise UserError(
             f"the examples have the shape {tuple(given.x.shape[1:])}; this run's have {tuple(x.shape[1:])}."
@@ -151,4 +152,4 @@ def with_examples(federation: Federation, client: int, data: Arrays) -> Federati
     train = Examples(torch.arange(len(given.x), device=x.device), torch.zeros_like(size), size)
     # As wide a minibatch as among the others: with another width, sums round otherwise.
     absent = AbsentFederation.of(Description.of(federation), x.device)
-    return replace(absent, x=given.x, y=given.y, splits={**absent.splits, "train": train})
+    return replace(absent, x=given.x, y=given.y, palette=given.palette, splits={**absent.splits, "train": train})

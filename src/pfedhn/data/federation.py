@@ -29,6 +29,7 @@ from pfedhn.data.arrays import (
     refuse_mixed_labels,
 )
 from pfedhn.data.dealing import check_split, share_out, split_examples
+from pfedhn.data.palette import compact, decode
 from pfedhn.data.partition import Assignment, Partition
 from pfedhn.data.reading import Reading
 from pfedhn.errors import UserError, closest, short, some
@@ -73,7 +74,7 @@ class Federation:
         12
     """
 
-    x: Tensor
+    x: Tensor  # the examples, or on a GPU the bytes that `palette` decodes; `examples` gives their values
     y: Tensor
     splits: Mapping[str, Examples]
     unused: Mapping[str, int] = field(default_factory=dict)
@@ -84,6 +85,7 @@ class Federation:
     identities: Tensor | None = None  # [N], what clients draw by: from their names, or numbers that do not begin at 0
     joining: "Federation | None" = None  # clients that take part after training, with the same x and y
     reading: Reading | None = None  # how the examples were read from somebody's own files
+    palette: Tensor | None = None  # [channels, 256], the values that the bytes of `x` stand for
 
     def __post_init__(self) -> None:
         if self.names is not None and self.identities is None:
@@ -163,7 +165,11 @@ class Federation:
 
     @staticmethod
     def from_assignment(
-        x: Tensor, y: Tensor, assignment: Assignment, class_names: Sequence[str] | None = None
+        x: Tensor,
+        y: Tensor,
+        assignment: Assignment,
+        class_names: Sequence[str] | None = None,
+        palette: Tensor | None = None,
     ) -> "Federation":
         """A federation of clients that own these examples; the assignment's novel clients are those that join later."""
         count, total = assignment.num_clients - assignment.num_novel, assignment.num_clients
@@ -174,9 +180,10 @@ class Federation:
         named = None if class_names is None else tuple(class_names)
         joining = None
         if count < total:
-            joining = Federation(x, y, owned(count, total), class_names=named, identities=torch.arange(count, total))
+            numbers = torch.arange(count, total)
+            joining = Federation(x, y, owned(count, total), class_names=named, identities=numbers, palette=palette)
         unused = {name: len(left) for name, left in assignment.unused.items()}
-        return Federation(x, y, owned(0, count), unused, class_names=named, joining=joining)
+        return Federation(x, y, owned(0, count), unused, class_names=named, joining=joining, palette=palette)
 
     @staticmethod
     def from_clients(
@@ -327,7 +334,16 @@ class Federation:
     def class_shares(self) -> Tensor:
         """[N, classes]: the fraction of each class in a client's training examples."""
         counts = self.class_counts
-        return (counts / counts.sum(1, keepdim=True)).to(self.x.dtype if self.x.is_floating_point() else torch.float32)
+        return (counts / counts.sum(1, keepdim=True)).to(self.dtype if self.dtype.is_floating_point else torch.float32)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the examples' values, however they are stored."""
+        return self.x.dtype if self.palette is None else self.palette.dtype
+
+    def first(self, count: int) -> Tensor:
+        """The values of the first examples, whoever owns them."""
+        return gather(self.x[:count], torch.arange(len(self.x[:count]), device=self.x.device), self.palette)
 
     @property
     def descriptor_dim(self) -> int | None:
@@ -341,7 +357,8 @@ class Federation:
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Federation":
         """The same federation with its data on a device, its floating-point data in `dtype`, images channels last.
 
-        The shape of an image stays [C, H, W]; only its order in memory changes, which convolutions run faster on.
+        The shape of an image stays [C, H, W]; only its order in memory changes, which convolutions run faster on. On a
+        GPU, images that have at most 256 values in each channel are kept as bytes.
 
         Args:
             device: Where the data go.
@@ -355,16 +372,34 @@ class Federation:
             name: replace(table, **{part: getattr(table, part).to(device) for part in ("index", "offset", "size")})
             for name, table in self.splits.items()
         }
-        x, y = in_fast_order(move(self.x)), move(self.y)
+        compacted = self.compacted(device) if torch.device(device).type == "cuda" else self
+        x, y = in_fast_order(move(compacted.x)), move(self.y)
+        palette = None if compacted.palette is None else move(compacted.palette)
         return replace(
             self,
             x=x,
             y=y,
+            palette=palette,
             splits=splits,
             descriptors=None if self.descriptors is None else move(self.descriptors),
             identities=None if self.identities is None else self.identities.to(device),
-            joining=None if self.joining is None else replace(self.joining, x=x, y=y).to(device, dtype),
+            joining=None
+            if self.joining is None
+            else replace(self.joining, x=x, y=y, palette=palette).to(device, dtype),
         )
+
+    def compacted(self, device: torch.device | str | None = None) -> "Federation":
+        """The same federation with its images as bytes, a quarter of the memory, if that gives the same bits.
+
+        Args:
+            device: Where the bytes go; where the images are by default. Labels and tables stay where they are.
+        """
+        found = None if self.palette is not None else compact(self.x, self.x.device if device is None else device)
+        if found is None:
+            return self
+        x, palette = found
+        joining = self.joining and replace(self.joining, x=x, palette=palette)
+        return replace(self, x=x, palette=palette, joining=joining)
 
     def with_descriptors(self, descriptors: ArrayLike | Tensor) -> "Federation":
         """The same federation with a fixed description of every client, for `PFedHN(embedding="fixed")`.
@@ -377,7 +412,7 @@ class Federation:
             raise UserError(
                 f"descriptors must have one line for each of the {self._everybody}, not {tuple(values.shape)}."
             )
-        values = values.to(self.x if self.x.is_floating_point() else torch.float32)
+        values = values.to(self.x.device, self.dtype if self.dtype.is_floating_point else torch.float32)
         joining = self.joining and replace(self.joining, descriptors=values[self.num_clients :])
         return replace(self, descriptors=values[: self.num_clients], joining=joining)
 
@@ -504,7 +539,7 @@ class Federation:
 
     def examples(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """x and y of the examples with these numbers."""
-        return gather(self.x, numbers), self.y[numbers]
+        return gather(self.x, numbers, self.palette), self.y[numbers]
 
     def labels_of(self, numbers: Tensor) -> Tensor:
         """y of the examples with these numbers, of which x may not be at hand."""
@@ -530,6 +565,7 @@ def draw_batches(
     steps: Tensor,
     width: int,
     identities: Tensor | None = None,
+    palette: Tensor | None = None,
 ) -> Batches:
     """`Federation.batches` on bare tensors, which an engine can trace.
 
@@ -542,9 +578,10 @@ def draw_batches(
         steps: [K], the batches' numbers, from 0.
         width: The batch size.
         identities: [C], what `clients` draw by (`Federation.identity`); their numbers where None.
+        palette: What the bytes of `x` stand for, if they are such.
     """
     numbers, mask = draw_examples(table, clients, key, steps, width, clients if identities is None else identities)
-    return Batches(gather(x, numbers), y[numbers], mask)
+    return Batches(gather(x, numbers, palette), y[numbers], mask)
 
 
 def draw_examples(
@@ -576,10 +613,11 @@ def in_fast_order(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
 
 
-def gather(x: Tensor, numbers: Tensor) -> Tensor:
-    """Examples by number; images that are stored with their channels last stay so."""
+def gather(x: Tensor, numbers: Tensor, palette: Tensor | None = None) -> Tensor:
+    """Examples by number; images that are stored with their channels last stay so. Bytes are decoded."""
     if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return x.permute(0, 2, 3, 1)[numbers].movedim(-1, -3)
+        images = x.permute(0, 2, 3, 1)[numbers]
+        return (images if palette is None else decode(images, palette)).movedim(-1, -3)
     return x[numbers]
 
 

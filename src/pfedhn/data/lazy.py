@@ -116,6 +116,9 @@ class LazyFederation(Federation):
         x, y = (torch.cat(parts) for parts in zip(*loaded, strict=True))
         return gather(x, numbers + shift[places]), y[numbers + shift[places]]
 
+    def compacted(self, device: torch.device | str | None = None) -> Federation:
+        return self  # what is loaded next may have other values
+
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Federation:
         labels = None if self.labels is None else self.labels.to(device)
         return replace(super().to(device, dtype), ends=self.ends.to(device), labels=labels)  # type: ignore[call-arg]

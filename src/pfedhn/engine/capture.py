@@ -135,9 +135,9 @@ def drawing(width: int) -> Function:
     """The rows that some clients train on in a round."""
 
     def draw(counter: Tensor, batch_key: Tensor, members: Tensor, data: Any) -> Batches:
-        x, y, index, offset, size, identities, steps = data
+        x, y, palette, index, offset, size, identities, steps = data  # a palette, or nothing
         examples, key = Examples(index, offset, size), keys.fold(batch_key, counter)
-        return draw_batches(x, y, examples, members, key, steps, width, identities[members])
+        return draw_batches(x, y, examples, members, key, steps, width, identities[members], *palette)
 
     return draw
 
@@ -185,7 +185,7 @@ def after_training(exchange: Exchange, models: Mapping[str, Model], signature: S
 
 def on_blocks(simulation: Simulation) -> Simulation:
     """The simulation with ordinary layers on the package's kernels, where that gives the same outputs."""
-    x = simulation.federation.x[:2]
+    x = simulation.federation.first(2)
     models = {}
     for name, model in simulation.models.items():
         other, weights = replace(model, factory=Fused(model.factory)), model.fresh(0)
@@ -348,7 +348,8 @@ class CapturedRun:
         self.scores = torch.zeros(shape, dtype=torch.float64, device=device)
         width = min(simulation.schedule.batch_size, simulation.federation.largest_train_size)
         self.draw = shared_by_equal_runs(
-            self._key("draw", width), lambda: Traced(drawing(width), compile_once, needs_numbers=False)
+            self._key("draw", width, simulation.federation.palette is None),
+            lambda: Traced(drawing(width), compile_once, needs_numbers=False),
         )
         self.identities = simulation.federation.identity(torch.arange(simulation.federation.num_clients, device=device))
         exchange = simulation.exchange
@@ -459,7 +460,9 @@ class CapturedRun:
         """The clients [C, ...] of one architecture, so many at a time that their minibatches take bounded memory."""
         federation = self.simulation.federation
         train = federation.splits["train"]
-        data = (federation.x, federation.y, self.index, train.offset, train.size, self.identities, self.steps)
+        tables = (self.index, train.offset, train.size, self.identities, self.steps)
+        palette = () if federation.palette is None else (federation.palette,)
+        data = (federation.x, federation.y, palette, *tables)
         results = []
         count = kernels.ceil_divide(len(members), MAX_TOGETHER)
         for number in range(count):

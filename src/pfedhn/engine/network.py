@@ -58,7 +58,7 @@ def build_model(
             raise UserError(f"the {what} is {short(function)}; give a function (outputs, y) -> one value per example.")
     is_classes = not federation.y.is_floating_point() and federation.y.ndim == 1
     loss = loss or (squared_error if federation.y.is_floating_point() else cross_entropy)
-    dtype = federation.x.dtype if federation.x.is_floating_point() else torch.get_default_dtype()
+    dtype = federation.dtype if federation.dtype.is_floating_point else torch.get_default_dtype()
     model = Model(name, factory, loss, metric, federation.x.device, dtype)
     outputs = check_model(model, federation)
     is_classifier = is_classes and isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] > 1
@@ -423,7 +423,7 @@ def convolves(model: Model, federation: Federation) -> bool:
     """Whether a network takes PyTorch's convolutions: on a GPU, those of many clients at once are slow."""
     convolutions = _Convolutions()
     with torch.no_grad(), convolutions:
-        model.outputs(model.fresh(0), federation.x[:2])
+        model.outputs(model.fresh(0), federation.first(2))
     return convolutions.found
 
 

@@ -40,7 +40,7 @@ def refuse_too_large(simulation: Simulation) -> None:
     federation, algorithm = simulation.federation, simulation.algorithm
     width = min(simulation.schedule.batch_size, federation.largest_train_size)
     numbers = algorithm.num_batches * width * simulation.clients_per_round
-    example = federation.x[:1].nbytes + federation.y[:1].nbytes + 8  # and its number
+    example = federation.first(1).nbytes + federation.y[:1].nbytes + 8  # and its number
     check_room(numbers * example, "the minibatches of a round (clients x local steps x batch size)")
     settings: list[Any] = (
         [getattr(algorithm, item.name) for item in fields(algorithm)] if is_dataclass(algorithm) else []

@@ -19,8 +19,9 @@ from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
 from pfedhn.data.dealing import share_out
 from pfedhn.data.describe import LARGE, large_labels
-from pfedhn.data.federation import Federation
+from pfedhn.data.federation import Federation, in_fast_order
 from pfedhn.data.files import count_clients, is_client_folder, read_federation
+from pfedhn.data.palette import compact
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest, short
@@ -148,12 +149,16 @@ def _dataset(name: str, data_dir: Path | None) -> datasets.Dataset:
 
 
 @lru_cache(maxsize=16)  # two for each of as many GPUs as a machine has
-def _examples_on(name: str, data_dir: Path | None, device: str) -> torch.Tensor:
-    """All examples of a data set, those for testing last, on a device: runs side by side share them."""
+def _examples_on(name: str, data_dir: Path | None, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """All examples of a data set, those for testing last, on a device: runs side by side share them.
+
+    On a GPU images are bytes, and with them comes their palette.
+    """
     data = _dataset(name, data_dir)
     x = data.x if data.test_x is None else torch.cat([data.x, data.test_x])
-    x = x.to(device)
-    return fingerprint.remember(x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x)
+    compacted = compact(x, device) if device.startswith("cuda") else None
+    x, palette = (in_fast_order(x.to(device)), None) if compacted is None else compacted
+    return fingerprint.remember(x), palette
 
 
 def forget_datasets() -> None:
@@ -341,8 +346,8 @@ def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str)
         stratify=cell.stratify,
     )
     y = labels if data.test_y is None else torch.cat([labels, data.test_y])
-    x = _examples_on(cell.dataset, data_dir, device)
-    return Federation.from_assignment(x, y, assignment).with_training_examples()
+    x, palette = _examples_on(cell.dataset, data_dir, device)
+    return Federation.from_assignment(x, y, assignment, palette=palette).with_training_examples()
 
 
 def preprocessing(cell: Cell) -> dict[str, Any] | None:

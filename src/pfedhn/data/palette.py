@@ -1,0 +1,49 @@
+"""Images as bytes that say which of its channel's values a pixel has.
+
+Pictures come with 256 values a channel, and still have no more when they have been normalized. Decoded, they are the
+same bits as before; on a GPU they take a quarter of the memory, and less of it is read.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+NUM_VALUES = 256
+IMAGES_AT_ONCE = 4_096
+
+
+def compact(x: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor] | None:
+    """Images [M, C, H, W] as bytes of the same shape, channels last, and the values [C, 256] that these stand for.
+
+    Args:
+        x: What may be images, on any device.
+        device: Where the result goes; no more than a part of `x` itself is ever there.
+
+    Returns:
+        None if some channel has more values, so that bytes would not do.
+    """
+    if x.ndim != 4 or not x.is_floating_point() or not x.numel():
+        return None
+    values = [x.new_empty(0, device=device) for _ in range(x.shape[1])]
+    for part in x.split(IMAGES_AT_ONCE):
+        for channel, pixels in enumerate(part.to(device).unbind(1)):
+            values[channel] = torch.cat([values[channel], pixels.unique()]).unique()
+            if len(values[channel]) > NUM_VALUES:
+                return None
+    # Filled up with the largest, so that every line is in order; the first of equals is the one that is found.
+    palette = torch.stack([torch.cat([known, known[-1:].expand(NUM_VALUES - len(known))]) for known in values])
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=device, memory_format=torch.channels_last)
+    for part, place in zip(x.split(IMAGES_AT_ONCE), codes.split(IMAGES_AT_ONCE), strict=True):
+        images = part.to(device)
+        for channel, pixels in enumerate(images.unbind(1)):
+            place[:, channel] = torch.searchsorted(palette[channel], pixels.contiguous())
+        decoded = decode(place.permute(0, 2, 3, 1), palette).permute(0, 3, 1, 2)
+        if not torch.equal(decoded, images) or not torch.equal(decoded.signbit(), images.signbit()):
+            return None  # a number that is not finite, or two zeros
+    return codes, palette
+
+
+def decode(codes: Tensor, palette: Tensor) -> Tensor:
+    """The values of bytes [..., C], whose last axis is that of the channels."""
+    starts = NUM_VALUES * torch.arange(len(palette), dtype=torch.int32, device=codes.device)
+    return functional.embedding(codes.to(torch.int32) + starts, palette.reshape(-1, 1)).squeeze(-1)
