@@ -173,13 +173,13 @@ def test_after_a_run_that_could_not_be_captured_others_can(
 
 def test_graphs_may_be_freed_while_another_is_captured(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(on_card(PFedHN(local_steps=2), federation, rounds=2))
-    work = CapturedRun._round
+    work = CapturedRun._train_all
 
-    def untidy(self: CapturedRun, signature: Any) -> None:
+    def untidy(self: CapturedRun, groups: Any) -> Any:
         gc.collect()
-        work(self, signature)
+        return work(self, groups)
 
-    monkeypatch.setattr(CapturedRun, "_round", untidy)
+    monkeypatch.setattr(CapturedRun, "_train_all", untidy)
     runs = [on_card(PFedHN(local_steps=2), federation, rounds=3, executor=name) for name in ("loop", "auto")]
     assert_close(memories_of(captured(runs[1])), memories_of(finish(runs[0])))
 

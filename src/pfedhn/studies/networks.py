@@ -118,7 +118,9 @@ def draw_adapters(found: Found) -> Finding:
         [
             (
                 table(found.entries, has_network=False),
-                drawing.caption(found.entries, " All seeds share one backbone. Rates were chosen on another seed."),
+                drawing.caption(
+                    found.entries, " All seeds share one backbone. One rate for every method, which was not tuned."
+                ),
             )
         ],
     )
