@@ -126,7 +126,7 @@ def draw(found: Found) -> Finding:
         "Clients with the same mark have the same classes, and nobody told the server so. In the paper they lie "
         "together. Clients whose nearest neighbor has their classes here: "
         f"{', '.join(text for _, text in sorted(said)) or 'not computed yet'}{chances}. A share no larger than that "
-        "means that the embeddings do not show who is alike.",
+        "means that nearest neighbors do not show who is alike.",
         [(lines, about)],
         figures,
     )
