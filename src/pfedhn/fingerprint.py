@@ -24,24 +24,26 @@ PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dic
 
 VERSION = f"python {sys.version_info.major}.{sys.version_info.minor}"
 
-_shared: Any = WeakTensorKeyDictionary()  # digests of tensors that nobody changes, by the tensor
+_shared: Any = WeakTensorKeyDictionary()  # digests of tensors that nobody changes, by the tensor and its decoder
 
 
 def remember(tensor: Tensor) -> Tensor:
     """Say that nobody will change a tensor, so that runs that share it need its digest only once."""
-    _shared.setdefault(tensor, "")
+    _shared.setdefault(tensor, {})
     return tensor
 
 
-def of_tensor(tensor: Tensor, decode: Callable[[Tensor], Tensor] | None = None) -> str:
+def of_tensor(tensor: Tensor, decode: Callable[[Tensor], Tensor] | None = None, decoder: str = "") -> str:
     """A name for a tensor's type, shape and every value, wherever and in whatever order of memory it lies.
 
     Args:
         tensor: The values, or images as bytes, which are given to `decode` with their channels last.
         decode: Bytes -> values; the name is that of the values.
+        decoder: A name for `decode`: the same bytes may stand for other values.
     """
-    if known := _shared.get(tensor):
-        return str(known)
+    known: dict[str, str] | None = _shared.get(tensor)
+    if known is not None and decoder in known:
+        return known[decoder]
     dtype = tensor.dtype if decode is None else decode(tensor[:0].movedim(1, -1).cpu()).dtype
     whole = hashlib.sha256(json.dumps([str(dtype), list(tensor.shape)]).encode())
     flat = tensor.detach() if tensor.ndim else tensor.detach()[None]
@@ -51,8 +53,8 @@ def of_tensor(tensor: Tensor, decode: Callable[[Tensor], Tensor] | None = None) 
     with ThreadPoolExecutor(max(1, min(4, _num_cores()))) as threads:
         for part in threads.map(partial(_of_rows, decode=decode), flat.split(max(1, BYTES_AT_ONCE // width))):
             whole.update(part)
-    if tensor in _shared:
-        _shared[tensor] = whole.hexdigest()
+    if known is not None:
+        known[decoder] = whole.hexdigest()
     return whole.hexdigest()
 
 

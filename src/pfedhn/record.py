@@ -211,8 +211,8 @@ def transform_name(transform: Transform) -> str:
 def data_digest(federation: Federation) -> str:
     """A name for the examples and labels; of data that are loaded when needed, those of the first and a few others."""
     palette = federation.palette
-    decoded = None if palette is None else partial(decode, palette=palette.cpu())
-    parts = [fingerprint.of_tensor(federation.x, decoded), fingerprint.of_tensor(federation.y)]
+    how = () if palette is None else (partial(decode, palette=palette.cpu()), fingerprint.of_tensor(palette))
+    parts = [fingerprint.of_tensor(federation.x, *how), fingerprint.of_tensor(federation.y)]
     if isinstance(federation, LazyFederation):
         last = federation.num_clients - 1
         places = {last * number // (NUM_CLIENTS_LOOKED_AT - 1) for number in range(NUM_CLIENTS_LOOKED_AT)}

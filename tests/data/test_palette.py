@@ -9,7 +9,7 @@ from support import finish, make_federation, memories_of, simulate
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pfedhn import Federation, by_classes
+from pfedhn import Federation, by_classes, fingerprint
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import palette
 from pfedhn.data.partition import dirichlet
@@ -29,8 +29,8 @@ def bits(values: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(9, 3, 5, 4), (9, 1, 5, 4), (1, 2, 1, 1)])
 def test_every_bit_is_the_same(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(palette, "IMAGES_AT_ONCE", 4)  # a value may come first in any part
     x = pixels(*shape, dtype=dtype)
+    monkeypatch.setattr(palette, "BYTES_AT_ONCE", 4 * x[:1].nbytes)  # a value may come first in any part
     found = palette.compact(x, "cpu")
     assert found is not None
     codes, values = found
@@ -68,8 +68,8 @@ def with_two_zeros(x: Tensor) -> Tensor:
 def test_what_bytes_cannot_say_stays_as_it_is(
     change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(palette, "IMAGES_AT_ONCE", 50)
     x = pixels(200, 2, 4, 4)
+    monkeypatch.setattr(palette, "BYTES_AT_ONCE", 50 * x[:1].nbytes)
     assert all(len(channel.unique()) == 256 for channel in x.unbind(1))
     assert palette.compact(x, "cpu") is not None
     assert palette.compact(change(x), "cpu") is None
@@ -98,11 +98,13 @@ def test_a_federation_keeps_its_names() -> None:
     """A run that was begun on one device is found to be of the same data on another."""
     federation = make_federation()
     compacted = federation.compacted()
+    fingerprint.remember(compacted.x)
     assert compacted.compacted() is compacted
     assert data_digest(compacted) == data_digest(federation)
     assert clients_digest(compacted) == clients_digest(federation)
     assert torch.equal(bits(compacted.first(5)), bits(federation.x[:5]))
     assert data_digest(replace(compacted, palette=-compacted.palette)) != data_digest(federation)
+    assert data_digest(compacted.to("cpu", torch.float32)) == data_digest(federation.to("cpu", torch.float32))
     numbers = torch.tensor([[3, 1], [4, 4]])
     for one, other in zip(compacted.examples(numbers), federation.examples(numbers), strict=True):
         assert torch.equal(bits(one), bits(other))
@@ -119,6 +121,15 @@ def test_clients_that_join_later_have_the_same_bytes() -> None:
     numbers = federation.joining.splits["train"].of(0)
     assert torch.equal(compacted.joining.examples(numbers)[0], federation.joining.examples(numbers)[0])
     assert compacted.to("cpu", torch.float64).examples(numbers)[0].dtype == torch.float64
+
+
+def test_values_in_the_place_of_bytes_are_not_decoded() -> None:
+    federation = make_federation()
+    compacted, values = federation.compacted(), torch.rand_like(federation.x)
+    numbers = torch.arange(3)
+    assert torch.equal(replace(compacted, x=values).examples(numbers)[0], values[:3])
+    other = replace(compacted, x=compacted.x.contiguous())  # whatever their order in memory
+    assert torch.equal(other.examples(numbers)[0], federation.examples(numbers)[0])
 
 
 def test_data_that_are_loaded_when_needed_are_not_bytes() -> None:

@@ -130,7 +130,8 @@ class AbsentFederation(Federation):
             self._check_examples()
             return super().batches(clients, key, num_batches, batch_size)
         shape = (len(clients), 0, min(batch_size, self.largest_train_size))
-        x, y = (part.new_zeros(*shape, *part.shape[1:]) for part in (self.x, self.y))
+        kinds = ((self.x, self.dtype), (self.y, self.y.dtype))
+        x, y = (part.new_zeros(*shape, *part.shape[1:], dtype=dtype) for part, dtype in kinds)
         return Batches(x, y, torch.zeros(shape, dtype=torch.bool, device=self.x.device))
 
     def examples(self, numbers: Tensor) -> tuple[Tensor, Tensor]:

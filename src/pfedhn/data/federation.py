@@ -88,6 +88,8 @@ class Federation:
     palette: Tensor | None = None  # [channels, 256], the values that the bytes of `x` stand for
 
     def __post_init__(self) -> None:
+        if self.palette is not None and self.x.dtype != torch.uint8:  # `x` was replaced by values
+            object.__setattr__(self, "palette", None)
         if self.names is not None and self.identities is None:
             _check_names(self.names, self.num_clients)
             identities = torch.tensor(list(map(keys.hash_text, self.names)), device=self.splits["train"].size.device)
@@ -358,7 +360,7 @@ class Federation:
         """The same federation with its data on a device, its floating-point data in `dtype`, images channels last.
 
         The shape of an image stays [C, H, W]; only its order in memory changes, which convolutions run faster on. On a
-        GPU, images that have at most 256 values in each channel are kept as bytes.
+        GPU, images that have at most 256 values in each channel are kept as bytes, which `examples` decodes.
 
         Args:
             device: Where the data go.
@@ -615,9 +617,10 @@ def in_fast_order(x: Tensor) -> Tensor:
 
 def gather(x: Tensor, numbers: Tensor, palette: Tensor | None = None) -> Tensor:
     """Examples by number; images that are stored with their channels last stay so. Bytes are decoded."""
+    if palette is not None:
+        return decode(x.permute(0, 2, 3, 1)[numbers], palette).movedim(-1, -3)
     if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        images = x.permute(0, 2, 3, 1)[numbers]
-        return (images if palette is None else decode(images, palette)).movedim(-1, -3)
+        return x.permute(0, 2, 3, 1)[numbers].movedim(-1, -3)
     return x[numbers]
 
 

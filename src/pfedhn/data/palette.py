@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 NUM_VALUES = 256
-IMAGES_AT_ONCE = 4_096
+BYTES_AT_ONCE = 1 << 26  # of the images; what is computed from them takes several times as much
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def compact(x: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor] | None:
@@ -22,10 +23,11 @@ def compact(x: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor] | No
     Returns:
         None if some channel has more values, so that bytes would not do.
     """
-    if x.ndim != 4 or not x.is_floating_point() or not x.numel():
+    if x.ndim != 4 or x.dtype not in DTYPES or not x.numel():
         return None
+    at_once = max(1, BYTES_AT_ONCE // x[:1].nbytes)
     values = [x.new_empty(0, device=device) for _ in range(x.shape[1])]
-    for part in x.split(IMAGES_AT_ONCE):
+    for part in x.split(at_once):
         for channel, pixels in enumerate(part.to(device).unbind(1)):
             values[channel] = torch.cat([values[channel], pixels.unique()]).unique()
             if len(values[channel]) > NUM_VALUES:
@@ -33,13 +35,13 @@ def compact(x: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor] | No
     # Filled up with the largest, so that every line is in order; the first of equals is the one that is found.
     palette = torch.stack([torch.cat([known, known[-1:].expand(NUM_VALUES - len(known))]) for known in values])
     codes = torch.empty(x.shape, dtype=torch.uint8, device=device, memory_format=torch.channels_last)
-    for part, place in zip(x.split(IMAGES_AT_ONCE), codes.split(IMAGES_AT_ONCE), strict=True):
+    for part, place in zip(x.split(at_once), codes.split(at_once), strict=True):
         images = part.to(device)
         for channel, pixels in enumerate(images.unbind(1)):
             place[:, channel] = torch.searchsorted(palette[channel], pixels.contiguous())
         decoded = decode(place.permute(0, 2, 3, 1), palette).permute(0, 3, 1, 2)
-        if not torch.equal(decoded, images) or not torch.equal(decoded.signbit(), images.signbit()):
-            return None  # a number that is not finite, or two zeros
+        if not torch.equal(*(values.flatten().view(torch.uint8) for values in (decoded, images))):
+            return None  # two zeros, for instance
     return codes, palette
 
 
