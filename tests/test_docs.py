@@ -574,6 +574,7 @@ def names_of(node: Documented) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_docstrings_have_one_style() -> None:
     """Google's: parameters stand under `Args:` and examples under `Examples:`, so the site shows them as such."""
     for where, node, text in documented_nodes():

@@ -47,6 +47,7 @@ def test_the_bound_is_further_out_than_any_value_of_an_ordinary_minibatch() -> N
     torch.testing.assert_close(scaled(network, x), nn.BatchNorm1d(1, affine=False).train()(x), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["loop", "traced", "vectorized"])
 def test_a_new_value_in_a_clients_constant_column_counts_as_it_is(executor: str) -> None:
     random = numpy.random.default_rng(0)

@@ -108,6 +108,7 @@ def test_unknown_names() -> None:
         train(lambda: pfedhn.MLP(8, 4)).personal_model(6)
 
 
+@pytest.mark.slow
 def test_averaging_refuses_several_architectures() -> None:
     federation = made_federation().with_architectures(["small", "large"] * 3)
     factories = {"small": lambda: pfedhn.MLP(8, 4), "large": lambda: pfedhn.MLP(8, 16, 4)}

@@ -291,6 +291,7 @@ def test_a_client_that_joins_gets_statistics_of_its_own_rows() -> None:
     assert not torch.allclose(run.add_client(x, y, rounds=0).model[1].running_mean, torch.zeros(8), atol=0.1)
 
 
+@pytest.mark.slow
 def test_what_has_no_variance_or_no_rows_is_refused_in_a_sentence() -> None:
     x, y = data()
     with pytest.raises(UserError, match=r"batch_size is 1, of which .* \(in its BatchNorm layers 1\); let it be 2"):

@@ -261,6 +261,7 @@ def test_executors_agree(federation: Federation, method: str, target: str, cohor
         assert_close(result, results["loop"], atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "local", "fedavg", "fedper", "ditto"))
 def test_several_architectures_are_refused_or_served_alike_by_every_executor(
     federation: Federation, method: str

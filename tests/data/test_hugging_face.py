@@ -88,6 +88,7 @@ def mixed() -> object:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stratify", [False, True])
 def test_what_is_read_when_needed_is_the_same_federation(stratify: bool) -> None:
     held, lazy = (

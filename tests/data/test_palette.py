@@ -80,7 +80,9 @@ def leaves(value: object) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("executor", ["loop", "traced", "vectorized", "captured"])
-@pytest.mark.parametrize("method", ["pfedhn", "fedper", "local"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("pfedhn", marks=pytest.mark.slow), "fedper", pytest.param("local", marks=pytest.mark.slow)]
+)
 def test_a_run_is_the_same_to_the_bit(method: str, executor: str) -> None:
     federation = make_federation()
     compacted = federation.compacted()

@@ -530,6 +530,7 @@ BAD_HELLOS = [
 ]
 
 
+@pytest.mark.slow
 def test_nothing_bad_gets_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Signed by the party itself, and wrong: refused under its name, and the run is as if it had not answered."""
     wrong = [(reason, change) for reason, changes in BAD.items() for change in changes]

@@ -273,6 +273,7 @@ def test_two_experiments_share_a_file(file: Path, tmp_path: Path) -> None:
     assert [runs.experiment.name for runs in read_file(file)] == ["another", "tiny"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_survives_its_line(name: str, tmp_path: Path) -> None:
     Directory(tmp_path / "runs").open(EXPERIMENTS[name], EXPERIMENTS[name].runs())
@@ -595,6 +596,7 @@ def test_readme_gets_the_sentences_and_the_picture(tmp_path: Path) -> None:
     assert 'alt="The largest step is &quot;+ decay&quot;." src="docs/figures/paper-ablation-cifar10.svg"' in block
 
 
+@pytest.mark.slow
 def test_the_advice_on_methods_quotes_the_table() -> None:
     reports = [generator.compared(report) for report in generator.read_results(ROOT / "results")]
     found = {

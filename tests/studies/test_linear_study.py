@@ -17,6 +17,7 @@ from pfedhn.studies.novel_clients import nearest_distance
 DIM, RANK = 6, 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [RANK, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_trained_space_is_the_principal_one(rank: int) -> None:
     partition = {"rank": RANK, "dim": DIM, "samples": 12}
