@@ -585,6 +585,7 @@ def test_docstrings_have_one_style() -> None:
         assert not re.match(r"Of\b", text), f"{where} does not say what it is"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [found.name for found in pkgutil.walk_packages(pfedhn.__path__, "pfedhn.")])
 def test_examples_of_docstrings(name: str) -> None:
     if name == "pfedhn.__main__":

@@ -297,6 +297,7 @@ def test_evaluation_is_the_personal_model_on_the_clients_own_rows(federation: Fe
         assert found[split].count.tolist() == federation.splits[split].size.tolist()
 
 
+@pytest.mark.slow
 @every_method
 @every_target
 def test_evaluating_more_often_changes_no_bit(federation: Federation, method: str, target: str) -> None:

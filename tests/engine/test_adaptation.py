@@ -35,6 +35,7 @@ def offering(setting: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", offering("adaptation_steps"))
 def test_adaptation_is_the_clients_own_sgd(federation: Federation, method: str) -> None:
     if method.startswith("per-fedavg"):
@@ -86,6 +87,7 @@ def test_every_executor_adapts_alike(federation: Federation, method: str) -> Non
         assert_close(other, found[0], rtol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", offering("averaging"))
 def test_averaging_does_not_touch_training(federation: Federation, method: str) -> None:
     """What is trained is the same to the bit; what is served is the average of it."""

@@ -176,6 +176,7 @@ def run_with(simulation: Simulation) -> State:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("upload", "method", "executor"),
     mostly_slow(

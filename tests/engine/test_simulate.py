@@ -111,6 +111,7 @@ def test_a_method_that_sends_nothing_trains_everybody(federation: Federation) ->
     assert simulation.num_rounds == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_progress_is_in_steps_and_starts_with_an_evaluation(federation: Federation, method: str) -> None:
     simulation = simulate(ALGORITHMS[method](), federation, rounds=1, cohort=2)
