@@ -168,12 +168,13 @@ def few_rounds(
     schedule = Schedule(4 * cohort, cohort, 32, 2 * cohort)
     one = simulation(method, federation, [model], schedule, 0, "captured", **settings)
     state = one.initial_state()
+    everybody, tables = list(range(federation.num_clients)), state.memories.private.values()
     if nudge is not None:
         noise = torch.Generator().manual_seed(nudge)
-        private = [
-            table.take(list(range(federation.num_clients))) and table.tree for table in state.memories.private.values()
-        ]
-        for leaf in pytree.tree_leaves((state.memories.shared, state.memories.rows, private)):
+        for table in tables:
+            table.take(everybody)  # which makes what it has not
+        known = (state.memories.shared, state.memories.rows, [table.tree for table in tables])
+        for leaf in pytree.tree_leaves(known):
             if leaf.is_floating_point():
                 leaf.mul_((1 + 6e-8 * torch.randn(leaf.shape, generator=noise)).to(leaf))
     steps = replace(one, executor="loop").rounds(state) if how == "loop" else CapturedRun(one, state).rounds()
@@ -181,7 +182,7 @@ def few_rounds(
     if how != "loop":
         torch.cuda.synchronize()
         COMPILER.wait()
-    private = [table.take(list(range(federation.num_clients))) for table in state.memories.private.values()]
+    private = [table.take(everybody) for table in tables]
     return losses, (state.memories.shared, state.memories.rows, private)
 
 

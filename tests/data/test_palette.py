@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import finish, make_federation, memories_of, simulate
+from support import assert_same_bits, finish, make_federation, memories_of, simulate
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pfedhn import Federation, by_classes, fingerprint
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import palette
 from pfedhn.data.partition import dirichlet
+from pfedhn.engine.capture import CapturedRun
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import State
 from pfedhn.record import clients_digest, data_digest
 
 
@@ -75,48 +77,60 @@ def test_what_bytes_cannot_say_stays_as_it_is(
     assert palette.compact(change(x), "cpu") is None
 
 
-def leaves(value: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+@pytest.fixture
+def with_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU keeps images as a GPU does."""
+    monkeypatch.setattr(palette, "WITH_BYTES", ("cpu",))
+
+
+def ended(simulation: Simulation) -> State:
+    if simulation.executor != "captured":
+        return finish(simulation)
+    state = simulation.initial_state()
+    list(CapturedRun(simulation, state).rounds())  # not `rounds`, which would run otherwise what cannot be captured
+    return state
 
 
 @pytest.mark.parametrize("executor", ["loop", "traced", "vectorized", "captured"])
 @pytest.mark.parametrize(
     "method", [pytest.param("pfedhn", marks=pytest.mark.slow), "fedper", pytest.param("local", marks=pytest.mark.slow)]
 )
-def test_a_run_is_the_same_to_the_bit(method: str, executor: str) -> None:
+def test_a_run_is_the_same_to_the_bit(method: str, executor: str, with_bytes: None) -> None:
     federation = make_federation()
-    compacted = federation.compacted()
+    compacted = federation.to("cpu")
     assert compacted.x.dtype == torch.uint8
     assert compacted.dtype == federation.dtype == torch.float64
+    plain = replace(federation, x=palette.in_fast_order(federation.x))
     runs = [
-        finish(simulate(ALGORITHMS[method](local_steps=3), one, "conv", cohort=2, evaluate_every=4, executor=executor))
-        for one in (federation.to("cpu"), compacted)
+        ended(simulate(ALGORITHMS[method](local_steps=3), one, "conv", cohort=2, evaluate_every=4, executor=executor))
+        for one in (plain, compacted)
     ]
-    for one, other in zip(*(leaves(memories_of(run)) for run in runs), strict=True):
-        assert torch.equal(one, other)
+    assert_same_bits(*map(memories_of, runs))
 
 
-def test_a_federation_keeps_its_names() -> None:
+def test_a_federation_keeps_its_names(with_bytes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was begun on one device is found to be of the same data on another."""
     federation = make_federation()
-    compacted = federation.compacted()
+    compacted = federation.to("cpu")
     fingerprint.remember(compacted.x)
-    assert compacted.compacted() is compacted
+    assert compacted.to("cpu").x is compacted.x
     assert data_digest(compacted) == data_digest(federation)
     assert clients_digest(compacted) == clients_digest(federation)
     assert torch.equal(bits(compacted.first(5)), bits(federation.x[:5]))
     assert data_digest(replace(compacted, palette=-compacted.palette)) != data_digest(federation)
+    monkeypatch.setattr(palette, "WITH_BYTES", ())
+    assert federation.to("cpu").palette is None
     assert data_digest(compacted.to("cpu", torch.float32)) == data_digest(federation.to("cpu", torch.float32))
     numbers = torch.tensor([[3, 1], [4, 4]])
     for one, other in zip(compacted.examples(numbers), federation.examples(numbers), strict=True):
         assert torch.equal(bits(one), bits(other))
 
 
-def test_clients_that_join_later_have_the_same_bytes() -> None:
+def test_clients_that_join_later_have_the_same_bytes(with_bytes: None) -> None:
     x, y = pixels(300, 3, 4, 4), torch.arange(300) % 5
     rule = dirichlet(1.0, num_clients=6, novel_clients=2)
     federation = Federation.from_arrays(x, y, rule, seed=1)
-    compacted = federation.compacted()
+    compacted = federation.to("cpu")
     assert federation.joining is not None
     assert compacted.joining is not None
     assert compacted.joining.x is compacted.x
@@ -125,22 +139,25 @@ def test_clients_that_join_later_have_the_same_bytes() -> None:
     assert compacted.to("cpu", torch.float64).examples(numbers)[0].dtype == torch.float64
 
 
-def test_values_in_the_place_of_bytes_are_not_decoded() -> None:
+def test_values_in_the_place_of_bytes_are_not_decoded(with_bytes: None) -> None:
     federation = make_federation()
-    compacted, values = federation.compacted(), torch.rand_like(federation.x)
+    compacted, values = federation.to("cpu"), torch.rand_like(federation.x)
+    assert compacted.palette is not None
     numbers = torch.arange(3)
     assert torch.equal(replace(compacted, x=values).examples(numbers)[0], values[:3])
     other = replace(compacted, x=compacted.x.contiguous())  # whatever their order in memory
     assert torch.equal(other.examples(numbers)[0], federation.examples(numbers)[0])
 
 
-def test_data_that_are_loaded_when_needed_are_not_bytes() -> None:
+def test_data_that_are_loaded_when_needed_are_not_bytes(with_bytes: None) -> None:
     x, y = pixels(8, 1, 2, 2), torch.arange(8) % 2
     lazy = Federation.lazy(3, lambda client: {"train": (x + client, y)}, train=8)
-    assert lazy.compacted() is lazy
+    assert lazy.to("cpu").palette is None
 
 
-def test_images_that_have_other_values_stay_as_they_are() -> None:
+def test_images_that_have_other_values_stay_as_they_are(with_bytes: None) -> None:
     x = torch.randn(60, 1, 3, 3, generator=torch.Generator().manual_seed(0))
     federation = Federation.from_arrays(x, torch.arange(60) % 3, by_classes(2, num_clients=3))
-    assert federation.compacted() is federation
+    there = federation.to("cpu")
+    assert there.palette is None
+    assert torch.equal(there.x, x)

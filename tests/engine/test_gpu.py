@@ -64,7 +64,7 @@ def test_images_are_bytes_on_the_card(cohort: int, federation: Federation) -> No
     simulation = on_card(algorithm, federation, "conv", **settings)
     assert simulation.federation.x.dtype == torch.uint8
     assert data_digest(simulation.federation) == data_digest(federation)
-    there = replace(federation.to("cuda"), x=federation.x.cuda(), palette=None)
+    there = replace(federation.to("cuda"), x=federation.x.cuda())
     expected = captured(replace(simulation, federation=there))
     assert_close(memories_of(captured(simulation)), memories_of(expected))
 

@@ -51,7 +51,7 @@ def rounds(simulation: Simulation, state: State, data: Dataset[Any]) -> Iterator
     h = Hypernetwork(target, state.memories.shared.phi, state.memories.rows.embedding).to(model.device)
     groups = [{"params": p, "lr": spec.embeddings.lr if p is h.embedding.weight else spec.lr} for p in h.parameters()]
     server = optim.SGD(groups, momentum=spec.momentum, weight_decay=spec.weight_decay)
-    rows = replace(simulation.federation, x=torch.arange(len(simulation.federation.x)), palette=None)
+    rows = replace(simulation.federation, x=torch.arange(len(simulation.federation.x)))
     for number in range(simulation.num_rounds):
         client = torch.tensor(simulation.cohort(number))
         drawn = rows.batches(client, keys.fold(simulation.seed, "batches", number), spec.local_steps, batch_size)

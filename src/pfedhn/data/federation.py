@@ -29,7 +29,7 @@ from pfedhn.data.arrays import (
     refuse_mixed_labels,
 )
 from pfedhn.data.dealing import check_split, share_out, split_examples
-from pfedhn.data.palette import compact, decode
+from pfedhn.data.palette import decode, in_fast_order, stored
 from pfedhn.data.partition import Assignment, Partition
 from pfedhn.data.reading import Reading
 from pfedhn.errors import UserError, closest, short, some
@@ -374,9 +374,8 @@ class Federation:
             name: replace(table, **{part: getattr(table, part).to(device) for part in ("index", "offset", "size")})
             for name, table in self.splits.items()
         }
-        compacted = self.compacted(device) if torch.device(device).type == "cuda" else self
-        x, y = in_fast_order(move(compacted.x)), move(self.y)
-        palette = None if compacted.palette is None else move(compacted.palette)
+        x, palette = self._stored(device)
+        x, y, palette = in_fast_order(move(x)), move(self.y), None if palette is None else move(palette)
         return replace(
             self,
             x=x,
@@ -390,18 +389,9 @@ class Federation:
             else replace(self.joining, x=x, y=y, palette=palette).to(device, dtype),
         )
 
-    def compacted(self, device: torch.device | str | None = None) -> "Federation":
-        """The same federation with its images as bytes, a quarter of the memory, if that gives the same bits.
-
-        Args:
-            device: Where the bytes go; where the images are by default. Labels and tables stay where they are.
-        """
-        found = None if self.palette is not None else compact(self.x, self.x.device if device is None else device)
-        if found is None:
-            return self
-        x, palette = found
-        joining = self.joining and replace(self.joining, x=x, palette=palette)
-        return replace(self, x=x, palette=palette, joining=joining)
+    def _stored(self, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
+        """The examples as a device keeps them; bytes stay bytes."""
+        return stored(self.x, device) if self.palette is None else (self.x, self.palette)
 
     def with_descriptors(self, descriptors: ArrayLike | Tensor) -> "Federation":
         """The same federation with a fixed description of every client, for `PFedHN(embedding="fixed")`.
@@ -609,10 +599,6 @@ def sample_examples(
     first = joins.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : num_places(batch_size)]
     mask = joins.gather(-1, first)
     return table.numbers(offset + torch.where(mask, first, 0)), mask
-
-
-def in_fast_order(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
 
 
 def gather(x: Tensor, numbers: Tensor, palette: Tensor | None = None) -> Tensor:

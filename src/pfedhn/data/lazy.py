@@ -19,7 +19,8 @@ from pfedhn.data.arrays import (
     check_classes,
     check_values,
 )
-from pfedhn.data.federation import Examples, Federation, gather, in_fast_order
+from pfedhn.data.federation import Examples, Federation, gather
+from pfedhn.data.palette import in_fast_order
 from pfedhn.errors import UserError, first_line, short
 
 MAX_CLIENTS = 100_000_000  # the server's table of them has 48 bytes for each
@@ -116,8 +117,8 @@ class LazyFederation(Federation):
         x, y = (torch.cat(parts) for parts in zip(*loaded, strict=True))
         return gather(x, numbers + shift[places]), y[numbers + shift[places]]
 
-    def compacted(self, device: torch.device | str | None = None) -> Federation:
-        return self  # what is loaded next may have other values
+    def _stored(self, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
+        return self.x, None  # what is loaded next may have other values than bytes could say
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Federation:
         labels = None if self.labels is None else self.labels.to(device)

@@ -1,16 +1,32 @@
-"""Images as bytes that say which of its channel's values a pixel has.
+"""How examples lie in the memory of a device: images channels last, and on a GPU as bytes.
 
-Pictures come with 256 values a channel, and still have no more when they have been normalized. Decoded, they are the
-same bits as before; on a GPU they take a quarter of the memory, and less of it is read.
+Such a byte says which of its channel's values a pixel has. Pictures come with 256 values a channel, and still have no
+more when they have been normalized. Decoded, they are the same bits as before, in a quarter of the memory.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+WITH_BYTES = ("cuda",)  # kinds of devices whose memory is worth it
 NUM_VALUES = 256
 BYTES_AT_ONCE = 1 << 26  # of the images; what is computed from them takes several times as much
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def stored(x: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor | None]:
+    """Examples as a device keeps them: their values, or bytes and what these stand for.
+
+    Args:
+        x: All examples, on any device.
+        device: Where they go.
+    """
+    found = compact(x, device) if torch.device(device).type in WITH_BYTES else None
+    return (in_fast_order(x.to(device)), None) if found is None else found
+
+
+def in_fast_order(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
 
 
 def compact(x: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor] | None:

@@ -19,9 +19,9 @@ from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
 from pfedhn.data.dealing import share_out
 from pfedhn.data.describe import LARGE, large_labels
-from pfedhn.data.federation import Federation, in_fast_order
+from pfedhn.data.federation import Federation
 from pfedhn.data.files import count_clients, is_client_folder, read_federation
-from pfedhn.data.palette import compact
+from pfedhn.data.palette import stored
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest, short
@@ -156,8 +156,7 @@ def _examples_on(name: str, data_dir: Path | None, device: str) -> tuple[torch.T
     """
     data = _dataset(name, data_dir)
     x = data.x if data.test_x is None else torch.cat([data.x, data.test_x])
-    compacted = compact(x, device) if device.startswith("cuda") else None
-    x, palette = (in_fast_order(x.to(device)), None) if compacted is None else compacted
+    x, palette = stored(x, device)
     return fingerprint.remember(x), palette
 
 
