@@ -40,7 +40,12 @@ NUM_PAPER_RUNS = 3
 SEEDS = EXPERIMENTS[TABLES[0]].seeds
 FAR = 2.0  # points of accuracy: further from the paper than this, a baseline needs an explanation
 OURS = ("pfedhn", "pfedhn-pc")
-STRONGER = ("pfedhn-plus", "pfedhn-plus-pc")
+STRONGER = {  # our rows, and the row of the paper that each makes stronger
+    "pfedhn-plus": "pfedhn",
+    "pfedhn-plus-pc": "pfedhn-pc",
+    "pfedhn-plus-ft": "pfedhn",
+    "pfedhn-plus-pc-ft": "pfedhn-pc",
+}
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "omniglot": "Omniglot", "mnist": "MNIST"}
 SUMMARIZED = ("cifar10", "cifar100", "omniglot")
 
@@ -319,7 +324,7 @@ def _said_of_stronger(
             for column in report.columns
             if report.title in shown and (gap := _paired(report, column, mine, theirs)) is not None and gap.ends
         ]
-        for mine, theirs in zip(STRONGER, OURS, strict=True)
+        for mine, theirs in STRONGER.items()
     }
     parts = [
         f"{display_name(mine)} minus {display_name(theirs)} is {min(found):+.1f} to {max(found):+.1f} points, one "
@@ -338,7 +343,7 @@ def _is_run(report: Report, label: str, column: Column) -> bool:
 
 def stronger_table(every: Sequence[Report]) -> list[list[str]]:
     """A line for each column where pFedHN+ was run: its rank, and how far it is from the best other and from pFedHN."""
-    mine, paper = STRONGER[0], OURS[0]
+    mine, paper = "pfedhn-plus", "pfedhn"
     lines = [["column", "rank", "the best other", f"{display_name(mine)} minus it", "interval"]]
     lines[0] += [f"minus {display_name(paper)}", "interval"]
     for report in every:
@@ -719,7 +724,7 @@ def said_of_bytes(every: Sequence[Report]) -> str:
         whole = max(max(mean_line(entry)) for entry in lines)
         first = max(lines, key=lambda entry: accuracy_at(entry, whole / 10))
         early.append(f"{display_name(first.label)} ({accuracy_at(first, whole / 10):.1f} % on {name})")
-        stronger, paper = report.entry(STRONGER[0], column), report.entry(OURS[0], column)
+        stronger, paper = report.entry("pfedhn-plus", column), report.entry("pfedhn", column)
         if stronger is None or paper is None or not stronger.results or (goal := paper.test()) is None:
             continue
         size = megabytes_to(stronger, goal.mean)
@@ -727,7 +732,7 @@ def said_of_bytes(every: Sequence[Report]) -> str:
             needed.append(f"{size:.0f} of {max(mean_line(paper)):.0f} MB on {name}")
     text = f"With a tenth of the bytes, ahead are {' and '.join(early)}."
     if needed:
-        mine, theirs = display_name(STRONGER[0]), display_name(OURS[0])
+        mine, theirs = display_name("pfedhn-plus"), display_name("pfedhn")
         text += f" {mine}, our recipe (thick), is where the paper's {theirs} ends after {' and '.join(needed)}."
     return text
 

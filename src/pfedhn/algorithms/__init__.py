@@ -32,6 +32,7 @@ PLUS = {
     "embedding_weight_decay": 0.0,
     "averaging": 0.998,
 }
+FINE_TUNED = {"adaptation_steps": 50}
 PLUS_GRID = {"lr": (1e-4, 3e-4, 6e-4, 1e-3), "weight_decay": (0.1, 0.25, 0.5, 1.0)}
 
 # Colors of Okabe and Ito, which color-blind people can tell apart, and a dash of its own for each besides.
@@ -63,12 +64,31 @@ ALGORITHMS: dict[str, Method] = {
         color="#B3478F",
         dash=(0, (6, 1)),
     ),
+    # Fine-tuning changes nothing in training, so that its rates are those of what it starts from.
+    "pfedhn-plus-ft": Method(
+        "pFedHN+-FT",
+        PFedHN,
+        settings=PLUS | FINE_TUNED,
+        summary="pFedHN+ whose clients take 50 steps of their own from what they are served before they use it.",
+        rates_from="pfedhn-plus",
+        color="#E3554A",
+        dash=(0, (5, 1.5, 1, 1.5)),
+    ),
+    "pfedhn-plus-pc-ft": Method(
+        "pFedHN+-PC-FT",
+        PFedHN,
+        settings=PLUS | FINE_TUNED | {"personal": ("last",)},
+        summary="pFedHN+-PC whose clients take 50 steps of their own from what they are served before they use it.",
+        rates_from="pfedhn-plus-pc",
+        color="#D98CC0",
+        dash=(0, (6, 1, 1, 1)),
+    ),
     "local": Method("Local", Local, grid=LOCAL, color="#4D4D4D", dash=(0, (1, 1.2))),
     "fedavg": Method("FedAvg", FedAvg, grid=LOCAL, color="#0072B2", dash=(0, (5, 1.5))),
     "fedavg-ft": Method(
         "FedAvg + FT",
         FedAvg,
-        settings={"adaptation_steps": 50},
+        settings=FINE_TUNED,
         summary="FedAvg whose clients take 50 steps of their own from the shared model before they use it.",
         grid=LOCAL,
         color="#1B3A8E",

@@ -166,6 +166,8 @@ MNIST = {
 BEYOND_THE_PAPER = (
     "pfedhn-plus",
     "pfedhn-plus-pc",
+    "pfedhn-plus-ft",
+    "pfedhn-plus-pc-ft",
     "fedavg-ft",
     "per-fedavg-hf",
     "ditto",
@@ -174,6 +176,7 @@ BEYOND_THE_PAPER = (
     "fedala",
     "apfl",
 )
+OWN_HEADS = ("local", "fedper", "fedrep", "pfedhn-pc", "pfedhn-plus-pc", "pfedhn-plus-pc-ft")
 
 
 def table1(name: str, title: str, numbers: Mapping[str, Mapping[int, tuple[float, float]]], common: Cell) -> Experiment:
@@ -189,7 +192,7 @@ def table1(name: str, title: str, numbers: Mapping[str, Mapping[int, tuple[float
 def _table1_cell(method: str, clients: int, common: Cell) -> Cell:
     settings = dict(common.settings) if method.startswith("pfedhn") else {}
     cell = replace(common, method=method, clients=clients, settings=settings)
-    if common.dataset == "omniglot" and method in ("local", "fedper", "pfedhn-pc", "pfedhn-plus-pc", "fedrep"):
+    if common.dataset == "omniglot" and method in OWN_HEADS:
         cell = replace(cell, labels="within-group")  # a head of the client's own need not know other alphabets
     if method == "local":
         # 40 rounds of 50 steps for everybody, each followed by an evaluation
