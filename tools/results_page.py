@@ -21,7 +21,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.paper import BEYOND_THE_PAPER, EXPERIMENTS, RATES_TAKEN_FROM
-from pfedhn.experiments.spec import Cell
+from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.files import write_atomically
 from pfedhn.report.entries import Column, Entry, Report, Summary, display_name, to_reports
 from pfedhn.report.figures import draw_curves, to_svg
@@ -95,7 +95,31 @@ def _of_today(name: str, stored: Sequence[Runs]) -> Runs:
             if planned[run] != runs.experiment.find(run) or _are_other_defaults(planned[run].cell, result.settings):
                 raise UserError(f"the stored run {run} has other settings than {name!r} has now; run it again.")
             results[run], curves[run] = result, runs.curves[run]
+    for run, (result, curve) in _before_fine_tuning(experiment, results, curves).items():
+        planned[run], results[run], curves[run] = experiment.find(run), result, curve
     return Runs(experiment, list(planned.values()), results, curves)
+
+
+def _before_fine_tuning(
+    experiment: Experiment, results: Mapping[str, Result], curves: Mapping[str, Curve]
+) -> dict[str, tuple[Result, Curve]]:
+    """What a row without runs of its own in a column has by those of its fine-tuned form, which train alike."""
+    known = {(result.cell["method"], result.cell["clients"]) for result in results.values()}
+    found = {}
+    for name, result in results.items():
+        method, clients = result.cell["method"].removesuffix("-ft"), result.cell["clients"]
+        if method not in STRONGER or (method, clients) in known or result.unadapted is None:
+            continue
+        (cell,) = (cell for cell in experiment.cells if (cell.method, cell.clients) == (method, clients))
+        run, today = experiment.run_of(cell, result.seed), json.loads(json.dumps(asdict(cell_algorithm(cell))))
+        before = {**result.settings, "adaptation_steps": 0}
+        assert all(before[name] == value for name, value in today.items() if value is not None and name in before), run
+        served = {"validation": result.unadapted.validation, "test": result.unadapted.test, "unadapted": None}
+        found[run.name] = (
+            replace(result, name=run.name, cell=asdict(run.cell), settings=before, **served),
+            curves[name],
+        )
+    return found
 
 
 def _are_other_defaults(cell: Cell, settings: Mapping[str, Any]) -> bool:
@@ -208,8 +232,8 @@ SUMMARY_OPENING = """\
 # Results
 
 The paper's Table 1, run by this package: the paper's eight methods by its own recipe, *our* stronger recipe of pFedHN
-(pFedHN+ and pFedHN+-PC, [what is different](fidelity.md#our-stronger-recipe)), and six baselines that the paper does
-not have. In short:"""
+(pFedHN+ and pFedHN+-PC, also with fine-tuning, FT; [what is different](fidelity.md#our-stronger-recipe)), and
+baselines that the paper does not have. In short:"""
 
 SUMMARY_TABLE = """\
 Test accuracy of each client's own model on its own test examples, in percent, averaged over clients, at the round
@@ -302,20 +326,20 @@ def _said_of_stronger(
         if not found:
             continue
         ahead = sum(bool(names & set(STRONGER)) for names in found.values())
-        missing = sum(
-            not all(_is_run(report, name, column) for name in BEYOND_THE_PAPER if name not in STRONGER)
-            for report in every
-            for column in report.columns
-            if (report.title, column) in found
-        )
-        told.append(
-            f"- By our stronger recipe, pFedHN+ or pFedHN+-PC is best, or tied with the best, in {ahead} of the "
-            f"{len(found)} {place}"
-            + (
-                f"; in {missing} of the {len(found)}, baselines that the paper does not have are yet to be run."
-                if missing
-                else "."
+        missing = [
+            name
+            for name in BEYOND_THE_PAPER
+            if name not in STRONGER
+            and not all(
+                _is_run(report, name, column)
+                for report in every
+                for column in report.columns
+                if (report.title, column) in found
             )
+        ]
+        told.append(
+            f"- A row of our stronger recipe is best, or tied with the best, in {ahead} of the {len(found)} {place}"
+            + (f" ({', '.join(map(display_name, missing))} yet to be run)." if missing else ".")
         )
     gains = {
         (mine, theirs): [
