@@ -26,7 +26,7 @@ from pfedhn.files import write_atomically
 from pfedhn.report.entries import Column, Entry, Report, Summary, display_name, to_reports
 from pfedhn.report.figures import draw_curves, to_svg
 from pfedhn.report.findings import Finding
-from pfedhn.report.pairs import LEAST_SEEDS, PAIRS_ARE, Difference, difference, interval_text, pairs, ranks
+from pfedhn.report.pairs import LEAST_SEEDS, PAIRS_ARE, Difference, difference, interval_text, pairs, ranks, scores
 from pfedhn.report.results import Runs, read_file
 from pfedhn.report.tables import bytes_text, number_text, seconds_text, steps_text
 from pfedhn.report.traffic import accuracy_at, best_of, draw_traffic, mean_line, megabytes_to
@@ -239,7 +239,8 @@ SUMMARY_TABLE = """\
 Test accuracy of each client's own model on its own test examples, in percent, averaged over clients, at the round
 chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the same splits for all methods. Columns are
 data sets and numbers of clients. **Bold**: the best of a column, and what the seeds cannot tell from it (the 95 %
-interval of the paired difference contains zero). Empty: not run."""
+interval of the paired difference contains zero). FT: with 50 SGD steps of each client's own before the test. Empty:
+not run."""
 
 SUMMARY_STRONGER = """\
 pFedHN+ seed by seed against the best method that is not of our recipe, and against pFedHN by the paper's recipe, in
@@ -326,6 +327,13 @@ def _said_of_stronger(
         if not found:
             continue
         ahead = sum(bool(names & set(STRONGER)) for names in found.values())
+        behind = sum(
+            bool(names & set(STRONGER))
+            and not any(_wins_a_seed(report, column, name) for name in names & set(STRONGER))
+            for report in every
+            for column in report.columns
+            if (names := found.get((report.title, column)))
+        )
         missing = [
             name
             for name in BEYOND_THE_PAPER
@@ -339,7 +347,8 @@ def _said_of_stronger(
         ]
         told.append(
             f"- A row of our stronger recipe is best, or tied with the best, in {ahead} of the {len(found)} {place}"
-            + (f" ({', '.join(map(display_name, missing))} yet to be run)." if missing else ".")
+            + (f", behind it with every seed in {behind} of them" if behind else "")
+            + (f" ({', '.join(map(display_name, missing))} yet to be run in some or all)." if missing else ".")
         )
     gains = {
         (mine, theirs): [
@@ -357,6 +366,14 @@ def _said_of_stronger(
         if found
     ]
     return told + ([f"- Seed by seed, {'; '.join(parts)}."] if parts else [])
+
+
+def _wins_a_seed(report: Report, column: Column, label: str) -> bool:
+    """Whether a method is, with one seed at least, as good as the best mean of the column."""
+    entries = {entry.label: entry for entry in compared(report).in_column(column) if len(entry.results) >= LEAST_SEEDS}
+    means = {name: summary.mean for name, entry in entries.items() if (summary := entry.test())}
+    mine, best = scores(entries[label]), scores(entries[max(means, key=lambda name: means[name])])
+    return any(mine[seed] >= best[seed] for seed in mine if seed in best)
 
 
 def _is_run(report: Report, label: str, column: Column) -> bool:
@@ -754,7 +771,7 @@ def said_of_bytes(every: Sequence[Report]) -> str:
         size = megabytes_to(stronger, goal.mean)
         if size is not None:
             needed.append(f"{size:.0f} of {max(mean_line(paper)):.0f} MB on {name}")
-    text = f"With a tenth of the bytes, ahead are {' and '.join(early)}."
+    text = f"With a tenth of the bytes, ahead of all that do not fine-tune are {' and '.join(early)}."
     if needed:
         mine, theirs = display_name("pfedhn-plus"), display_name("pfedhn")
         text += f" {mine}, our recipe (thick), is where the paper's {theirs} ends after {' and '.join(needed)}."
@@ -794,7 +811,7 @@ def read_ladder(results: Path) -> Finding | None:
 
 README_OPENING = """\
 Table 1 of the paper, run again: its eight methods by its own recipe, *our* stronger recipe of pFedHN (pFedHN+ and
-pFedHN+-PC), and six baselines that the paper does not have. From the [results](docs/results.md):"""
+pFedHN+-PC; FT: with fine-tuning), and baselines that the paper does not have. From the [results](docs/results.md):"""
 
 
 def read_tuning(folder: Path) -> list[dict[str, Any]]:

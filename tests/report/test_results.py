@@ -564,7 +564,7 @@ def test_the_summary_says_whose_recipe_a_row_is_and_what_ours_gains(tmp_path: Pa
     missing = "FedAvg + FT, Per-FedAvg (HF), Ditto, FedRep, FedALA, APFL"
     assert (
         "A row of our stronger recipe is best, or tied with the best, in 1 of the 1 columns where they have three "
-        f"seeds ({missing} yet to be run)." in said
+        f"seeds ({missing} yet to be run in some or all)." in said
     )
     assert "pFedHN+ minus pFedHN is +2.2 to +2.2 points, one point or more in 1 of 1 columns." in said
     assert "pFedHN+-PC minus" not in said
@@ -572,6 +572,15 @@ def test_the_summary_says_whose_recipe_a_row_is_and_what_ours_gains(tmp_path: Pa
     line = row(text, "CIFAR-10, 50")
     assert line[2:4] == ["Ditto", "-9.0"]
     assert line[4:6] == ["too few seeds (1)", f"{(2 + 2.5 + 2) / 3:+.1f}"]
+
+
+def test_a_tie_of_ours_that_is_behind_with_every_seed_is_called_so(tmp_path: Path) -> None:
+    ours = {"pfedhn-plus": {0: 90.0, 1: 89.5, 2: 91.0}}
+    for rival, is_behind in (({0: 90.3, 1: 92.0, 2: 91.2}, True), ({0: 89.9, 1: 92.0, 2: 91.2}, False)):
+        runs = pretended({**ours, "fedbabu": rival})
+        text = " ".join(generator.summary(generator.read_results(stored(tmp_path, runs))).split())
+        assert "or tied with the best, in 1 of the 1 columns" in text
+        assert ("behind it with every seed in 1 of them" in text) is is_behind
 
 
 def test_a_row_without_runs_has_what_its_fine_tuned_form_had_before(tmp_path: Path) -> None:
