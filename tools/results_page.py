@@ -107,13 +107,12 @@ def _before_fine_tuning(
     known = {(result.cell["method"], result.cell["clients"]) for result in results.values()}
     found = {}
     for name, result in results.items():
-        method, clients = result.cell["method"].removesuffix("-ft"), result.cell["clients"]
+        method, clients = ALGORITHMS[result.cell["method"]].rates_from, result.cell["clients"]
         if method not in STRONGER or (method, clients) in known or result.unadapted is None:
             continue
         (cell,) = (cell for cell in experiment.cells if (cell.method, cell.clients) == (method, clients))
-        run, today = experiment.run_of(cell, result.seed), json.loads(json.dumps(asdict(cell_algorithm(cell))))
-        before = {**result.settings, "adaptation_steps": 0}
-        assert all(before[name] == value for name, value in today.items() if value is not None and name in before), run
+        run, before = experiment.run_of(cell, result.seed), {**result.settings, "adaptation_steps": 0}
+        assert not _are_other_defaults(cell, before), run.name
         served = {"validation": result.unadapted.validation, "test": result.unadapted.test, "unadapted": None}
         found[run.name] = (
             replace(result, name=run.name, cell=asdict(run.cell), settings=before, **served),

@@ -35,6 +35,12 @@ def test_golden(federation: Federation, method: str) -> None:
     assert validation_losses(method, federation) == pytest.approx(expected, rel=1e-9, abs=0)
 
 
+@pytest.mark.parametrize("method", ["fedavg", "pfedhn-plus", "pfedhn-plus-pc"])
+def test_fine_tuning_does_not_touch_training(method: str) -> None:
+    before, after = (json.loads((GOLDEN / f"{name}.json").read_text()) for name in (method, f"{method}-ft"))
+    assert after == pytest.approx(before, rel=1e-9, abs=0)
+
+
 def test_every_golden_file_has_its_method() -> None:
     assert {path.stem for path in GOLDEN.glob("*.json")} == set(ALGORITHMS)
 
