@@ -47,6 +47,7 @@ SMALL = {
 METHODS: dict[str, Callable[..., Any]] = {
     **ALGORITHMS,
     "closes-over": ClosesOver,
+    "pfedhn-added": partial(PFedHN, head="added"),
     "pfedhn-low-rank": partial(PFedHN, generated=("last",), head="low-rank", rank=1),
     "pfedhn-chunked": partial(PFedHN, head="chunked", chunk_size=7),
 }
@@ -235,6 +236,7 @@ VARIANTS = (
     "fedrep",
     "per-fedavg",
     "per-fedavg-hf",
+    "pfedhn-added",
     "pfedhn-chunked",
     "pfedhn-low-rank",
     "pfedhn-plus",

@@ -224,6 +224,16 @@ def test_without_spectral_norm_there_are_no_vectors() -> None:
 BIG = {"a": torch.Size([6, 5]), "scale": torch.Size([]), "b": torch.Size([4, 3, 2]), "c": torch.Size([7])}
 
 
+def test_an_added_head_is_a_dense_one_that_starts_from_zero() -> None:
+    form = Hypernetwork(3, 4, 1, head="added")
+    phi, v = double(form.init({"net": BIG}, 1)), keys.normal(2, 6).reshape(2, 3)
+    assert all(bool((value == 0).all()) for value in form.generate(phi, {}, "net", BIG, v).values())
+    dense = Hypernetwork(3, 4, 1)
+    drawn = double(dense.init({"net": BIG}, 1))
+    assert {name for name in drawn if not torch.equal(drawn[name], phi[name])} == {"head.net.weight", "head.net.bias"}
+    assert_close(form.generate(drawn, {}, "net", BIG, v), dense.generate(drawn, {}, "net", BIG, v))
+
+
 def test_a_low_rank_head_writes_factors_of_matrices() -> None:
     form = Hypernetwork(3, 4, 1, head="low-rank", rank=2)
     phi = double(form.init({"net": BIG}, 1))

@@ -270,13 +270,14 @@ def test_proposition_1_linear_hypernetwork_is_uncentered_pca() -> None:
     assert_close(fitted, u[:, :rank] @ torch.diag(s[:rank]) @ v[:rank], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("head", ["low-rank", "chunked"])
+@pytest.mark.parametrize("head", ["added", "low-rank", "chunked"])
 @pytest.mark.parametrize("target", mostly_slow(["mlp", "batchnorm"], "mlp"))
 def test_a_head_that_adds_nothing_is_fedavg(federation: Federation, head: Any, target: str) -> None:
     """Such heads write zeros at first; where phi and the embeddings stand still, the layers for all are FedAvg's."""
     local = {"local_steps": 3, "local_lr": 0.1, "local_clip": None, "rule": "size"}
     still = {"lr": 0.0, "shared_lr": 1.0, "hidden_dim": 4}
-    spec = PFedHN(**local, **still, head=head, **({"rank": 1} if head == "low-rank" else {"chunk_size": 7}))
+    own = {"added": {}, "low-rank": {"rank": 1}, "chunked": {"chunk_size": 7}}[head]
+    spec = PFedHN(**local, **still, head=head, **own)
     simulations = [simulate(one, federation, target, rounds=6, cohort=3) for one in (spec, FedAvg(**local))]
     states = [finish(simulation) for simulation in simulations]
     assert_close(*(personal(simulation, state) for simulation, state in zip(simulations, states, strict=True)))

@@ -3,8 +3,9 @@
 One trunk serves every architecture; each has a head, one wide matrix whose rows are the target's weights in order.
 (One wide head equals one head per target tensor: `nn.Linear` is initialized by its fan-in alone.)
 
-A target of millions of weights has a head that writes less, and that at first writes zeros, to be added to a model:
+Other heads write what is added to a model, at first zeros; for a target of millions of weights, from fewer numbers:
 
+    added      every weight, as the dense head does
     low-rank   two factors A (v), B (v) of each matrix, whose product A B^T is added; other tensors as they are
     chunked    the target in pieces of equal length: the trunk sees the client's embedding beside the piece's own, which
                is learned (von Oswald et al., ICLR 2020), and one head writes all pieces
@@ -27,7 +28,7 @@ from pfedhn.params import Params
 
 Shapes = Mapping[str, torch.Size]
 
-Head: TypeAlias = Literal["dense", "low-rank", "chunked"]
+Head: TypeAlias = Literal["dense", "added", "low-rank", "chunked"]
 
 CHUNK_DIM = 32  # length of a piece's embedding
 NUM_INITIAL_POWER_STEPS = 15  # as torch.nn.utils.parametrizations.spectral_norm
@@ -61,15 +62,16 @@ class Hypernetwork:
                 is_left = torch.cat([torch.full((size,), part == "left") for _, part, size in self._factors(shapes)])
                 for value in head.values():
                     value[~is_left] = 0.0  # a product with zeros, and a change of zero
-            if self.head == "chunked":
+            if self.head in ("added", "chunked"):
                 for value in head.values():
                     value.zero_()
+            if self.head == "chunked":
                 drawn = keys.normal(keys.fold(key, f"chunks.{name}"), self._num_pieces(shapes) * CHUNK_DIM)
                 phi[f"head.{name}.chunks"] = drawn.unflatten(0, (-1, CHUNK_DIM)).float()
         return phi
 
     def _num_outputs(self, shapes: Shapes) -> int:
-        if self.head == "dense":
+        if self.head in ("dense", "added"):
             return _num_weights(shapes)
         return self.chunk_size if self.head == "chunked" else sum(size for *_, size in self._factors(shapes))
 

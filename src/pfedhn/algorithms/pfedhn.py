@@ -5,8 +5,8 @@
     server   (phi, v_i) -= lr * (d theta_i / d(phi, v_i))^T (theta_i - theta~_i)       receive
 
 It may generate some layers only (`generated`); the others are then shared by all clients, and the server moves them by
-`shared_lr` times the mean update (1 is FedAvg), or they are frozen. A low-rank or chunked head generates what is added
-to shared layers.
+`shared_lr` times the mean update (1 is FedAvg), or they are frozen. Heads other than the dense one generate what is
+added to shared layers.
 
 `receive` runs the small generator again instead of keeping a graph alive between calls: any order of replies, any
 number of clients, over a network too.
@@ -61,7 +61,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     generated: tuple[str, ...] = ()  # layers that the hypernetwork generates; all that are not personal by default
     rest: Literal["shared", "frozen"] = "shared"  # what the other layers are, if some are named as generated
     shared_lr: Rate = 0.5  # learning rate of the server's steps on shared layers; 1 is FedAvg
-    head: Head = "dense"  # for large targets, "low-rank" and "chunked" generate additions to shared layers
+    head: Head = "dense"  # the others generate additions to shared layers, "low-rank" and "chunked" for large targets
     rank: int = 4  # rank of what a low-rank head adds to a matrix
     chunk_size: int = 2_000  # weights that a chunked head generates at a time
     embedding: Literal["trained", "fixed"] = "trained"  # "fixed": the federation's descriptors, or class shares
@@ -112,7 +112,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         shared = "rest='shared'" if self.generated else "generated=('last',)"
         for name, has_effect, needed in (
             ("rest", self.generated, "layers that are generated, as generated=('last',)"),
-            ("shared_lr", has_common, f"layers that are shared: head='low-rank' or 'chunked', or {shared}"),
+            ("shared_lr", has_common, f"layers that are shared: head='added', 'low-rank' or 'chunked', or {shared}"),
             ("rank", self.head == "low-rank", "head='low-rank'"),
             ("chunk_size", self.head == "chunked", "head='chunked'"),
         ):

@@ -28,6 +28,7 @@ class Copies(NamedTuple):
 
 COPIES = {
     "dense": Copies(shared=4.5),
+    "added": Copies(shared=4.5),
     "low-rank": Copies(target=3.5, member=3.5),
     "chunked": Copies(target=1.5, member=5.9),
 }
@@ -114,7 +115,7 @@ def _way_out(simulation: Simulation) -> str:
         if sizes[best] < bytes_needed(simulation):
             return f"make it smaller, or take chunk_size = {best} ({sizes[best] / 1e9:,.1f} GB)"
         return "make it smaller, or take fewer clients at a time; another chunk_size would help little"
-    if head != "dense" or algorithm.linear or algorithm.spectral_norm:
+    if head not in ("dense", "added") or algorithm.linear or algorithm.spectral_norm:
         return "make it smaller"
     return f"make it smaller, or take head = 'low-rank' ({needed(head='low-rank') / 1e9:,.1f} GB)"
 
