@@ -45,6 +45,7 @@ STRONGER = {  # our rows, and the row of the paper that each makes stronger
     "pfedhn-plus-pc": "pfedhn-pc",
     "pfedhn-plus-ft": "pfedhn",
     "pfedhn-plus-pc-ft": "pfedhn-pc",
+    "pfedhn-shared": "pfedhn",
 }
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "omniglot": "Omniglot", "mnist": "MNIST"}
 SUMMARIZED = ("cifar10", "cifar100", "omniglot")

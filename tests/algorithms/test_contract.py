@@ -51,7 +51,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "pfedhn-low-rank": partial(PFedHN, generated=("last",), head="low-rank", rank=1),
     "pfedhn-chunked": partial(PFedHN, head="chunked", chunk_size=7),
 }
-FINE_TUNED = ("fedavg-ft", "pfedhn-plus-ft", "pfedhn-plus-pc-ft")
+FINE_TUNED = ("fedavg-ft", "pfedhn-plus-ft", "pfedhn-plus-pc-ft", "pfedhn-shared")
 VARIANTS = ("pfedhn-plus-pc", *FINE_TUNED, "per-fedavg-hf")  # of what the others are, with other settings
 every_method = pytest.mark.parametrize("method", mostly_slow(METHODS, *(set(METHODS) - set(VARIANTS))))
 every_target = pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))

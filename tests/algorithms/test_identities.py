@@ -271,17 +271,49 @@ def test_proposition_1_linear_hypernetwork_is_uncentered_pca() -> None:
 
 
 @pytest.mark.parametrize("head", ["added", "low-rank", "chunked"])
+@pytest.mark.parametrize("local_start", ["personal", "shared"])
 @pytest.mark.parametrize("target", mostly_slow(["mlp", "batchnorm"], "mlp"))
-def test_a_head_that_adds_nothing_is_fedavg(federation: Federation, head: Any, target: str) -> None:
+def test_a_head_that_adds_nothing_is_fedavg(federation: Federation, head: Any, local_start: Any, target: str) -> None:
     """Such heads write zeros at first; where phi and the embeddings stand still, the layers for all are FedAvg's."""
     local = {"local_steps": 3, "local_lr": 0.1, "local_clip": None, "rule": "size"}
     still = {"lr": 0.0, "shared_lr": 1.0, "hidden_dim": 4}
     own = {"added": {}, "low-rank": {"rank": 1}, "chunked": {"chunk_size": 7}}[head]
-    spec = PFedHN(**local, **still, head=head, **own)
+    spec = PFedHN(**local, **still, head=head, local_start=local_start, **own)
     simulations = [simulate(one, federation, target, rounds=6, cohort=3) for one in (spec, FedAvg(**local))]
     states = [finish(simulation) for simulation in simulations]
     assert_close(*(personal(simulation, state) for simulation, state in zip(simulations, states, strict=True)))
     assert states[0].bytes_up == states[1].bytes_up
+
+
+@pytest.mark.parametrize("cohort", [1, 3])
+def test_clients_that_start_from_the_shared_model_teach_the_hypernetwork_where_they_end(
+    federation: Federation, cohort: int
+) -> None:
+    """One server step is a gradient step on half the squared distance of what is served from where clients ended."""
+    local = {"local_steps": 3, "local_lr": 0.1, "local_clip": None}
+    server = {"lr": 0.2, "momentum": 0.0, "weight_decay": 0.0, "shared_lr": 0.3, "hidden_dim": 4, "clip": None}
+    spec = PFedHN(**local, **server, head="added", local_start="shared")
+    simulation = simulate(spec, federation, "mlp", rounds=1, cohort=cohort)
+    state = simulation.initial_state()
+    shared = state.memories.shared
+    for name, value in shared.phi.items():  # so that what is added is not zero
+        shared.phi[name] = value + 0.1 * keys.normal(keys.fold(3, name), value.numel()).reshape(value.shape).to(value)
+    algorithm, base = simulation.algorithm, {name.split("/")[1]: value for name, value in shared.common.items()}
+    clients, ends = simulation.cohort(0), []
+    for client in clients:
+        batches = federation.batches(torch.tensor([client]), keys.fold(simulation.seed, "batches", 0), 3, 5)
+        ends.append(algorithm.local_sgd.run(model("mlp").loss, base, take(batches, 0))[0])
+    phi = {name: value.clone().requires_grad_() for name, value in shared.phi.items()}
+    rows = state.memories.rows.embedding[clients].clone().requires_grad_()
+    made = algorithm.generate(phi, shared, model("mlp"), rows)
+    squares = [(base[name] + made[name][i] - end[name]).square().sum() for i, end in enumerate(ends) for name in base]
+    (torch.stack(squares).sum() / (2 * cohort)).backward()
+    after = finish(simulation, state).memories
+    assert_close(after.shared.phi, {name: value.detach() - 0.2 * value.grad for name, value in phi.items()})
+    assert_close(after.rows.embedding[clients], rows.detach() - 0.2 * rows.grad)
+    means = {name: torch.stack([end[name] for end in ends]).mean(0) for name in base}
+    expected = {f"mlp/{name}": base[name] + 0.3 * (mean - base[name]) for name, mean in means.items()}
+    assert_close(after.shared.common, expected)
 
 
 def test_layers_that_are_one_for_all_move_as_fedavgs(federation: Federation) -> None:

@@ -6,7 +6,8 @@
 
 It may generate some layers only (`generated`); the others are then shared by all clients, and the server moves them by
 `shared_lr` times the mean update (1 is FedAvg), or they are frozen. Heads other than the dense one generate what is
-added to shared layers.
+added to shared layers. Clients can then start their local steps from the shared model alone (`local_start`): theta~_i
+is K steps from there, the shared model learns as FedAvg's, and the hypernetwork what takes it to each client's end.
 
 `receive` runs the small generator again instead of keeping a graph alive between calls: any order of replies, any
 number of clients, over a network too.
@@ -59,9 +60,11 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
     personal: tuple[str, ...] = ()  # layers that stay with the client; "last" is the last layer
     generated: tuple[str, ...] = ()  # layers that the hypernetwork generates; all that are not personal by default
+    fixed_layers: tuple[str, ...] = ()  # layers that stay at their random start, for all clients
     rest: Literal["shared", "frozen"] = "shared"  # what the other layers are, if some are named as generated
     shared_lr: Rate = 0.5  # learning rate of the server's steps on shared layers; 1 is FedAvg
     head: Head = "dense"  # the others generate additions to shared layers, "low-rank" and "chunked" for large targets
+    local_start: Literal["personal", "shared"] = "personal"  # where local steps start: h(v_i), or what that is added to
     rank: int = 4  # rank of what a low-rank head adds to a matrix
     chunk_size: int = 2_000  # weights that a chunked head generates at a time
     embedding: Literal["trained", "fixed"] = "trained"  # "fixed": the federation's descriptors, or class shares
@@ -113,6 +116,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         for name, has_effect, needed in (
             ("rest", self.generated, "layers that are generated, as generated=('last',)"),
             ("shared_lr", has_common, f"layers that are shared: head='added', 'low-rank' or 'chunked', or {shared}"),
+            ("local_start", self.head != "dense", "head='added', 'low-rank' or 'chunked'"),
             ("rank", self.head == "low-rank", "head='low-rank'"),
             ("chunk_size", self.head == "chunked", "head='chunked'"),
         ):
@@ -122,7 +126,8 @@ class PFedHN(Algorithm[Shared, Row, Private]):
 
     def roles(self, model: Model) -> Roles:
         rest: Role = self.rest if self.generated else "generated"
-        return assign_roles(model, rest=rest, personal=self.personal, generated=self.generated)
+        layers = {"personal": self.personal, "generated": self.generated, "frozen": self.fixed_layers}
+        return assign_roles(model, rest=rest, settings={"frozen": "fixed_layers"}, **layers)
 
     def frozen(self, model: Model) -> Collection[str]:
         return self.roles(model).frozen
@@ -153,8 +158,15 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         return Private(head, zeros_like(head))
 
     def send(self, model: Model, shared: Shared, row: Row) -> Params:
+        return self.publish(model, shared, row) if self.local_start == "personal" else self.base(model, shared)
+
+    def base(self, model: Model, shared: Shared) -> Params:
+        """What is one for all clients."""
+        return {name: shared.common[f"{model.name}/{name}"] for name in self.common(model)}
+
+    def publish(self, model: Model, shared: Shared, row: Row) -> Params:
         generated = self.generate(shared.phi, shared, model, self.up_to_date(row, shared).embedding)
-        common = {name: shared.common[f"{model.name}/{name}"] for name in self.common(model)}
+        common = self.base(model, shared)
         return generated | {name: generated[name] + x if name in generated else x for name, x in common.items()}
 
     def train(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Private]:
@@ -171,7 +183,12 @@ class PFedHN(Algorithm[Shared, Row, Private]):
             return [self.generate(phi, shared, group.model, embedding) for group, embedding in pairs]
 
         embeddings, updates = [row.embedding for row in rows], weighted_updates(self.rule, groups)
-        generated = [pick(part, self.roles(g.model).generated) for g, part in zip(groups, updates, strict=True)]
+        to_ends = updates  # from what a client is served to where its local steps ended, negative
+        if self.local_start == "shared":  # they did not start from what is added
+            made = zip(groups, generate(shared.phi, embeddings), strict=True)
+            ended = [g._replace(updates={name: g.updates[name] + x for name, x in part.items()}) for g, part in made]
+            to_ends = weighted_updates(self.rule, ended)
+        generated = [pick(part, self.roles(g.model).generated) for g, part in zip(groups, to_ends, strict=True)]
         to_phi, to_rows = pull_back(generate, shared.phi, embeddings, cotangent=generated)
         trained = [] if self.needs_descriptors else to_rows
         gradient = clip(to_phi | {f"row.{i}": value for i, value in enumerate(trained)}, self.clip)

@@ -168,6 +168,7 @@ BEYOND_THE_PAPER = (
     "pfedhn-plus-pc",
     "pfedhn-plus-ft",
     "pfedhn-plus-pc-ft",
+    "pfedhn-shared",
     "fedavg-ft",
     "per-fedavg-hf",
     "ditto",
