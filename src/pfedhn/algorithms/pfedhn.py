@@ -126,7 +126,8 @@ class PFedHN(Algorithm[Shared, Row, Private]):
 
     def roles(self, model: Model) -> Roles:
         rest: Role = self.rest if self.generated else "generated"
-        layers = {"personal": self.personal, "generated": self.generated, "frozen": self.fixed_layers}
+        fixed = () if model.frozen else self.fixed_layers  # they are no parameters of a model that has them frozen
+        layers = {"personal": self.personal, "generated": self.generated, "frozen": fixed}
         return assign_roles(model, rest=rest, settings={"frozen": "fixed_layers"}, **layers)
 
     def frozen(self, model: Model) -> Collection[str]:
