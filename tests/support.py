@@ -22,6 +22,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.catalogue import DATASETS
 from pfedhn.data.federation import Federation
+from pfedhn.engine.network import with_frozen
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule, State
 from pfedhn.experiments.spec import Cell, Experiment
@@ -136,6 +137,7 @@ def simulate(
 ) -> Simulation:
     models = {models: model(models)} if isinstance(models, str) else models
     algorithm = algorithm.for_clients(federation.num_clients, federation.descriptor_dim)
+    models = {name: with_frozen(network, algorithm, seed) for name, network in models.items()}
     size = cohort if algorithm.communicates else federation.num_clients
     schedule = Schedule(rounds * size, cohort, batch_size, evaluate_every)
     return Simulation(algorithm, models, federation, schedule, seed, **settings)

@@ -180,7 +180,7 @@ class Method:
     algorithm: type[Algorithm[Any, Any, Any]]
     settings: Mapping[str, Any] = field(default_factory=dict)
     summary: str = ""
-    grid: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     is_tuned: bool = True
     rates_from: str | None = None
     color: str | None = None

@@ -33,10 +33,11 @@ PLUS = {
     "averaging": 0.998,
 }
 FINE_TUNED = {"adaptation_steps": 50}
+PLUS_GRID = {"lr": (1e-4, 3e-4, 6e-4, 1e-3), "weight_decay": (0.1, 0.25, 0.5, 1.0)}
 # Clients train one shared model under a random last layer, as FedBABU's do; the hypernetwork learns what takes each of
 # them from there to where its training ends. One client a round, so that a step of 0.2 is the mean of five.
 ON_SHARED = {"head": "added", "local_start": "shared", "shared_lr": 0.2, "fixed_layers": ("last",)}
-PLUS_GRID = {"lr": (1e-4, 3e-4, 6e-4, 1e-3), "weight_decay": (0.1, 0.25, 0.5, 1.0)}
+SHARED_GRID = PLUS_GRID | {"fixed_layers": ((), ("last",))}
 
 # Colors of Okabe and Ito, which color-blind people can tell apart, and a dash of its own for each besides.
 ALGORITHMS: dict[str, Method] = {
@@ -91,7 +92,7 @@ ALGORITHMS: dict[str, Method] = {
         PFedHN,
         settings=PLUS | FINE_TUNED | ON_SHARED,
         summary="pFedHN+-FT on top of a shared model that all clients train from; the last layer stays random.",
-        rates_from="pfedhn-plus",
+        grid=SHARED_GRID,
         color="#F2814B",
         dash=(0, (9, 1.5)),
     ),
