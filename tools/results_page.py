@@ -11,7 +11,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -26,7 +26,7 @@ from pfedhn.files import write_atomically
 from pfedhn.report.entries import Column, Entry, Report, Summary, display_name, to_reports
 from pfedhn.report.figures import draw_curves, to_svg
 from pfedhn.report.findings import Finding
-from pfedhn.report.pairs import LEAST_SEEDS, PAIRS_ARE, Difference, difference, interval_text, pairs, ranks, scores
+from pfedhn.report.pairs import LEAST_SEEDS, PAIRS_ARE, Difference, difference, interval_text, pairs, scores
 from pfedhn.report.results import Runs, read_file
 from pfedhn.report.tables import bytes_text, number_text, seconds_text, steps_text
 from pfedhn.report.traffic import accuracy_at, best_of, draw_traffic, mean_line, megabytes_to
@@ -47,6 +47,7 @@ STRONGER = {  # our rows, and the row of the paper that each makes stronger
     "pfedhn-plus-pc-ft": "pfedhn-pc",
     "pfedhn-shared": "pfedhn",
 }
+RECIPES = ("pfedhn-plus", "pfedhn-shared")  # of ours; the other rows are their forms
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "omniglot": "Omniglot", "mnist": "MNIST"}
 SUMMARIZED = ("cifar10", "cifar100", "omniglot")
 
@@ -104,12 +105,12 @@ def _of_today(name: str, stored: Sequence[Runs]) -> Runs:
 def _before_fine_tuning(
     experiment: Experiment, results: Mapping[str, Result], curves: Mapping[str, Curve]
 ) -> dict[str, tuple[Result, Curve]]:
-    """What a row without runs of its own in a column has by those of its fine-tuned form, which train alike."""
-    known = {(result.cell["method"], result.cell["clients"]) for result in results.values()}
+    """What a row has by the runs of its fine-tuned form, which train alike, with seeds that it was not run with."""
+    known = {(result.cell["method"], result.cell["clients"], result.seed) for result in results.values()}
     found = {}
     for name, result in results.items():
         method, clients = ALGORITHMS[result.cell["method"]].rates_from, result.cell["clients"]
-        if method not in STRONGER or (method, clients) in known or result.unadapted is None:
+        if method not in STRONGER or (method, clients, result.seed) in known or result.unadapted is None:
             continue
         (cell,) = (cell for cell in experiment.cells if (cell.method, cell.clients) == (method, clients))
         run, before = experiment.run_of(cell, result.seed), {**result.settings, "adaptation_steps": 0}
@@ -232,8 +233,8 @@ SUMMARY_OPENING = """\
 # Results
 
 The paper's Table 1, run by this package: the paper's eight methods by its own recipe, *our* stronger recipe of pFedHN
-(pFedHN+ and pFedHN+-PC, also with fine-tuning, FT; [what is different](fidelity.md#our-stronger-recipe)), and
-baselines that the paper does not have. In short:"""
+(pFedHN+ and pFedHN+-PC, also with fine-tuning, FT, and pFedHN-S on top of a shared model; [what is
+different](fidelity.md#our-stronger-recipe)), and baselines that the paper does not have. In short:"""
 
 SUMMARY_TABLE = """\
 Test accuracy of each client's own model on its own test examples, in percent, averaged over clients, at the round
@@ -243,8 +244,8 @@ interval of the paired difference contains zero). FT: with 50 SGD steps of each 
 not run."""
 
 SUMMARY_STRONGER = """\
-pFedHN+ seed by seed against the best method that is not of our recipe, and against pFedHN by the paper's recipe, in
-points with 95 % intervals. Rank: its mean place among all methods of the column."""
+Our two recipes against the best method that is not ours, seed by seed over all seeds that both have, in points with
+95 % intervals:"""
 
 SUMMARY_END = """\
 The [log](results-log.md) has every cell with both averages, bytes, time, rates, commit, ranks and paired intervals,
@@ -346,8 +347,9 @@ def _said_of_stronger(
             )
         ]
         told.append(
-            f"- A row of our stronger recipe is best, or tied with the best, in {ahead} of the {len(found)} {place}"
+            f"- One of our rows is best, or tied with the best, in {ahead} of the {len(found)} {place}"
             + (f", behind it with every seed in {behind} of them" if behind else "")
+            + (f"; by itself {listed}" if (listed := _counts(found.values())) else "")
             + (f" ({', '.join(map(display_name, missing))} yet to be run in some or all)." if missing else ".")
         )
     gains = {
@@ -368,6 +370,12 @@ def _said_of_stronger(
     return told + ([f"- Seed by seed, {'; '.join(parts)}."] if parts else [])
 
 
+def _counts(leading: Collection[Set[str]]) -> str:
+    """How often each row of ours is among those that lead."""
+    counts = {name: sum(name in names for names in leading) for name in STRONGER}
+    return ", ".join(f"{display_name(name)} in {count}" for name, count in counts.items() if count)
+
+
 def _wins_a_seed(report: Report, column: Column, label: str) -> bool:
     """Whether a method is, with one seed at least, as good as the best mean of the column."""
     entries = {entry.label: entry for entry in compared(report).in_column(column) if len(entry.results) >= LEAST_SEEDS}
@@ -383,22 +391,21 @@ def _is_run(report: Report, label: str, column: Column) -> bool:
 
 
 def stronger_table(every: Sequence[Report]) -> list[list[str]]:
-    """A line for each column where pFedHN+ was run: its rank, and how far it is from the best other and from pFedHN."""
-    mine, paper = "pfedhn-plus", "pfedhn"
-    lines = [["column", "rank", "the best other", f"{display_name(mine)} minus it", "interval"]]
-    lines[0] += [f"minus {display_name(paper)}", "interval"]
+    """A line for each column in which a recipe of ours was run: how far each is from the best method that is not."""
+    lines = [["column", "the best other"]]
+    for mine in RECIPES:
+        lines[0] += [f"{display_name(mine)} minus it", "interval"]
     for report in every:
         for column in report.columns:
             entries = [entry for entry in compared(report).in_column(column) if entry.results]
             means = {entry.label: summary.mean for entry in entries if (summary := entry.test())}
             others = [label for label in means if label not in STRONGER]
-            if mine not in means or not others:
+            if not others or not any(mine in means for mine in RECIPES):
                 continue
-            place, best = ranks(entries).get(mine), max(others, key=lambda label: means[label])
-            line = [column_name(column), "" if place is None else f"{place.mean:.1f} of {len(entries)}"]
-            line.append(display_name(best))
-            for other in (best, paper):
-                gap = _paired(report, column, mine, other)
+            best = max(others, key=lambda label: means[label])
+            line = [column_name(column), display_name(best)]
+            for mine in RECIPES:
+                gap = _paired(report, column, mine, best)
                 line += ["", ""] if gap is None else [f"{gap.mean:+.1f}", interval_text(gap, digits=1)]
             lines.append(line)
     return lines
@@ -544,11 +551,16 @@ def rates_text(entry: Entry) -> str:
     names = list(ALGORITHMS[known.rates_from].grid if known.rates_from else known.grid)
     settings = next(iter(entry.results.values())).settings
     values = {name: settings[name] for name in names if settings.get(name) is not None}
-    listed = ", ".join(f"{name} {value:g}" for name, value in values.items())
+    listed = ", ".join(f"{name} {_value_text(value)}" for name, value in values.items())
     if any(name in entry.cell.settings for name in names):
         source = RATES_TAKEN_FROM.get(f"table1-{entry.cell.dataset}")
         return f"{listed} (tuned)" if source is None else f"{listed} (tuned for {source})"
     return f"{listed} (the authors')" if entry.cell.method in OURS else f"{listed} (not tuned)"
+
+
+def _value_text(value: Any) -> str:
+    """A rate, or the names of layers."""
+    return f"{value:g}" if isinstance(value, float | int) else " and ".join(value) or "none"
 
 
 def commits_text(entry: Entry) -> str:
@@ -811,7 +823,8 @@ def read_ladder(results: Path) -> Finding | None:
 
 README_OPENING = """\
 Table 1 of the paper, run again: its eight methods by its own recipe, *our* stronger recipe of pFedHN (pFedHN+ and
-pFedHN+-PC; FT: with fine-tuning), and baselines that the paper does not have. From the [results](docs/results.md):"""
+pFedHN+-PC; FT: with fine-tuning; pFedHN-S: on top of a shared model), and baselines that the paper does not have. From
+the [results](docs/results.md):"""
 
 
 def read_tuning(folder: Path) -> list[dict[str, Any]]:
