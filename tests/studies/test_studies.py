@@ -156,7 +156,7 @@ def test_clients_per_round_are_compared_on_the_same_seeds_and_the_best_step_is_n
 
 
 def test_the_caption_tells_of_all_rows_of_its_table() -> None:
-    (lines, caption), *_ = STUDIES["spectral-norm"].draw(stored("spectral-norm")).tables
+    (lines, caption), *_ = STUDIES["cohort-size"].draw(stored("cohort-size")).tables
     assert {line[-1] for line in lines[1:]} == {"1", "3"}
     assert "(1 seed or 3 seeds)" in caption
 
