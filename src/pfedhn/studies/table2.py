@@ -130,12 +130,13 @@ def draw(found: Found) -> Finding:
 
 
 def sentence(found: Found, rows: Mapping[tuple[str, str, bool], list[Entry]]) -> str:
+    def means(*key: Any) -> list[float]:
+        return [summary.mean for summary in row(found, rows[key]) if summary is not None] if key in rows else []
+
     said = []
     for dataset in dict.fromkeys(name for name, _, _ in rows):
-        ours = (
-            [summary.mean for summary in row(found, rows[dataset, "pfedhn", False]) if summary is not None]
-            if ((dataset, "pfedhn", False) in rows)
-            else []
+        ours, moved, stronger = (
+            means(dataset, *key) for key in (("pfedhn", False), ("pfedhn", True), ("pfedhn-plus", False))
         )
         others = {
             entries[0].label: [summary.mean for summary in row(found, entries) if summary is not None]
@@ -151,14 +152,14 @@ def sentence(found: Found, rows: Mapping[tuple[str, str, bool], list[Entry]]) ->
             missing = [label for label in map(display_name, BASELINES) if label not in whole]
             unknown = f"; without a number for every size: {', '.join(missing)}" if missing else ""
             text += f" (best of the others: {best}, {' / '.join(f'{value:.1f}' for value in whole[best])}{unknown})"
-        if (dataset, "pfedhn", True) in rows:
-            moved = [summary.mean for summary in row(found, rows[dataset, "pfedhn", True]) if summary is not None]
+        if moved:
             text += f", and {' / '.join(f'{value:.1f}' for value in moved)} where clients change their size"
-        said.append(f"{dataset} {text}")
+        if stronger:
+            text += f"; pFedHN+ {' / '.join(f'{value:.1f}' for value in stronger)}"
+        said.append(f"On {dataset}, pFedHN has {text}.")
     return (
         "One hypernetwork serves small, medium and large clients (S / M / L). Methods that average weights train three "
-        "groups apart, each of them with as many steps as pFedHN has for all three. pFedHN: "
-        f"{'; '.join(said) or 'not run yet'}."
+        f"groups apart, each of them with as many steps as pFedHN has for all three. {' '.join(said) or 'Not run yet.'}"
     )
 
 
