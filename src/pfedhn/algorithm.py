@@ -23,7 +23,7 @@ from torch import Tensor
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import Params
+from pfedhn.params import Params, weighted
 from pfedhn.sgd import SGD, Batches, Rate
 
 Rule: TypeAlias = Literal["mean", "sum", "size"]
@@ -41,6 +41,7 @@ class Group(NamedTuple):
     rows: Any  # [C, ...] at every leaf
     updates: Params  # [C, ...], received minus trained
     sizes: Tensor  # [C], training examples of each client
+    parts: Tensor | None = None  # [C], how much of each update is here, which is less where it comes late; None for all
 
 
 @runtime_checkable
@@ -206,10 +207,7 @@ def weighted_updates(rule: Rule, groups: Sequence[Group]) -> list[Params]:
         return [dict(group.updates) for group in groups]
     weights = client_weights(rule, torch.cat([group.sizes for group in groups]))
     parts = zip(groups, weights.split([len(group.sizes) for group in groups]), strict=True)
-    return [
-        {name: torch.einsum("c,c...->c...", part.to(value), value) for name, value in group.updates.items()}
-        for group, part in parts
-    ]
+    return [weighted(group.updates, part) for group, part in parts]
 
 
 def only_group(groups: Sequence[Group], method: str) -> Group:

@@ -39,6 +39,11 @@ def pack(params: Mapping[str, Tensor]) -> tuple[Tensor, Callable[[Tensor], Param
     return torch.cat([value.reshape(-1) for value in params.values()]), unpack
 
 
+def weighted(stacked: Mapping[str, Tensor], weights: Tensor) -> Params:
+    """Each of [C] times its weight."""
+    return {name: torch.einsum("c,c...->c...", weights.to(value), value) for name, value in stacked.items()}
+
+
 def weighted_sum(stacked: Mapping[str, Tensor], weights: Tensor) -> Params:
     """Sum over the [C] axis, each client counted with its weight."""
     return {name: torch.tensordot(weights.to(value.dtype), value, dims=1) for name, value in stacked.items()}

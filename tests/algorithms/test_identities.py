@@ -20,8 +20,10 @@ from support import (
 )
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils import _pytree as pytree
 
 from pfedhn import keys
+from pfedhn.algorithm import Group
 from pfedhn.algorithms.apfl import APFL
 from pfedhn.algorithms.ditto import Ditto
 from pfedhn.algorithms.fedala import FedALA
@@ -39,7 +41,7 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.model import Model
 from pfedhn.models import squared_error
-from pfedhn.params import Params, take
+from pfedhn.params import Params, subtract, take
 
 EVERY_ROW = max(TRAIN_SIZES)  # a batch this large holds all of any client's rows
 PLAIN_SERVER = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "clip": None, "linear": True, "embedding": "fixed"}
@@ -314,6 +316,32 @@ def test_clients_that_start_from_the_shared_model_teach_the_hypernetwork_where_t
     means = {name: torch.stack([end[name] for end in ends]).mean(0) for name in base}
     expected = {f"mlp/{name}": base[name] + 0.3 * (mean - base[name]) for name, mean in means.items()}
     assert_close(after.shared.common, expected)
+
+
+@pytest.mark.parametrize("local_start", ["personal", "shared"])
+def test_an_update_that_counts_in_part_moves_the_server_by_that_part(federation: Federation, local_start: Any) -> None:
+    server = {"lr": 0.2, "momentum": 0.0, "weight_decay": 0.0, "hidden_dim": 4, "clip": None}
+    simulation = simulate(PFedHN(**server, head="added", local_start=local_start), federation, "mlp", rounds=1)
+    state, algorithm, network = simulation.initial_state(), simulation.algorithm, simulation.models["mlp"]
+    shared, row = state.memories.shared, take(state.memories.rows, slice(0, 1))
+    drawn = {name: keys.normal(keys.fold(3, name), value.numel()) for name, value in shared.phi.items()}
+    shared = shared._replace(
+        phi={name: x.reshape(shared.phi[name].shape).to(shared.phi[name]) for name, x in drawn.items()}
+    )
+    update = {
+        name: keys.normal(keys.fold(4, name), shape.numel()).reshape(1, *shape)
+        for name, shape in network.shapes.items()
+    }
+    moved = []
+    for part in (1.0, 0.25):
+        late = None if part == 1.0 else torch.tensor([part])
+        group = Group(network, row, {name: part * value for name, value in update.items()}, torch.ones(1), late)
+        after, (rows,) = algorithm.receive(shared, [group])
+        moved.append(
+            (subtract(shared.phi, after.phi), subtract(shared.common, after.common), row.embedding - rows.embedding)
+        )
+    assert any(bool(value.abs().max() > 0.01) for value in moved[0][0].values())
+    assert_close(pytree.tree_map(lambda value: 0.25 * value, moved[0]), moved[1])
 
 
 def test_layers_that_are_one_for_all_move_as_fedavgs(federation: Federation) -> None:

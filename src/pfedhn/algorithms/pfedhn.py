@@ -28,7 +28,7 @@ from pfedhn.algorithms.hypernetwork import Head, Hypernetwork
 from pfedhn.errors import UserError
 from pfedhn.layers import Role, Roles, Shapes, assign_roles
 from pfedhn.model import Model
-from pfedhn.params import Params, clip, nothing_like, pick, pull_back, subtract, zeros_like
+from pfedhn.params import Params, clip, nothing_like, pick, pull_back, subtract, weighted, zeros_like
 from pfedhn.settings import Bounds, Fraction
 from pfedhn.sgd import SGD, Batches, Rate, Share
 
@@ -187,7 +187,8 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         to_ends = updates  # from what a client is served to where its local steps ended, negative
         if self.local_start == "shared":  # they did not start from what is added
             made = zip(groups, generate(shared.phi, embeddings), strict=True)
-            ended = [g._replace(updates={name: g.updates[name] + x for name, x in part.items()}) for g, part in made]
+            added = [(g, part if g.parts is None else weighted(part, g.parts)) for g, part in made]
+            ended = [g._replace(updates={name: g.updates[name] + x for name, x in part.items()}) for g, part in added]
             to_ends = weighted_updates(self.rule, ended)
         generated = [pick(part, self.roles(g.model).generated) for g, part in zip(groups, to_ends, strict=True)]
         to_phi, to_rows = pull_back(generate, shared.phi, embeddings, cotangent=generated)

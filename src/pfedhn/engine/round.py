@@ -22,7 +22,7 @@ from pfedhn.algorithm import Algorithm, Group, client_weights
 from pfedhn.engine.transform import FULL, Full, Transform
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import Params, nothing_like, num_bytes, pick, subtract, take, weighted_sum
+from pfedhn.params import Params, nothing_like, num_bytes, pick, subtract, take, weighted, weighted_sum
 from pfedhn.privacy import Protection, protecting
 from pfedhn.sgd import Batches
 from pfedhn.statistics import COUNT, tracking
@@ -188,9 +188,11 @@ class Exchange:
             returned: The replies.
             now: The version of the server, where replies may be for older ones; their updates then count less.
         """
-        groups = [
-            Group(r.model, r.rows, fresh_part(self._decoded(r), r.replies, now), r.replies.size) for r in returned
-        ]
+        groups = []
+        for one in returned:
+            parts = None if now is None else fresh_parts(one.replies, now)
+            updates = self._decoded(one) if parts is None else weighted(self._decoded(one), parts)
+            groups.append(Group(one.model, one.rows, updates, one.replies.size, parts))
         if not isinstance(shared, WithStatistics):
             return self._stepped(shared, groups)
         moved = shared.statistics | {group.model.name: _mean_statistics(shared.statistics, group) for group in groups}
@@ -283,15 +285,12 @@ class Exchange:
         )
 
 
-def fresh_part(updates: Params, replies: Reply, now: Tensor | None) -> Params:
-    """Updates [C, ...], of which one for weights that are s steps old counts 1 / (1 + s).
+def fresh_parts(replies: Reply, now: Tensor) -> Tensor:
+    """How much each of [C] updates counts: one for weights that are s steps old, 1 / (1 + s).
 
     Until an update arrives, s others have been made that may say the same; all of them in full would overshoot.
     """
-    if now is None:
-        return updates
-    parts = 1.0 / (1 + now - replies.version)
-    return {name: torch.einsum("c,c...->c...", parts.to(value), value) for name, value in updates.items()}
+    return 1.0 / (1 + now - replies.version)
 
 
 def shareable(statistics: Params) -> Params:
