@@ -47,6 +47,7 @@ STRONGER = {  # our rows, and the row of the paper that each makes stronger
     "pfedhn-plus-pc-ft": "pfedhn-pc",
     "pfedhn-shared": "pfedhn",
 }
+NOT_TUNED_ALONE = {"pfedhn-shared": "rates of pFedHN+; which layers are fixed, by a trial"}
 RECIPES = ("pfedhn-plus", "pfedhn-shared")  # of ours; the other rows are their forms
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "omniglot": "Omniglot", "mnist": "MNIST"}
 SUMMARIZED = ("cifar10", "cifar100", "omniglot")
@@ -552,6 +553,8 @@ def rates_text(entry: Entry) -> str:
     settings = next(iter(entry.results.values())).settings
     values = {name: settings[name] for name in names if settings.get(name) is not None}
     listed = ", ".join(f"{name} {_value_text(value)}" for name, value in values.items())
+    if entry.cell.method in NOT_TUNED_ALONE:
+        return f"{listed} ({NOT_TUNED_ALONE[entry.cell.method]})"
     if any(name in entry.cell.settings for name in names):
         source = RATES_TAKEN_FROM.get(f"table1-{entry.cell.dataset}")
         return f"{listed} (tuned)" if source is None else f"{listed} (tuned for {source})"
