@@ -297,6 +297,14 @@ def test_what_is_needed_counts_the_cohort_the_head_and_what_clients_keep(monkeyp
         ({"rank": 2}, "rank = 2 has no effect without head='low-rank'; give that too, or leave it out"),
         ({"chunk_size": 9}, "chunk_size = 9 has no effect without head='chunked'"),
         ({"chunk_size": 9, "head": "low-rank"}, "chunk_size = 9 has no effect"),
+        (
+            {"local_start": "shared"},
+            "local_start = 'shared' has no effect without head='added', 'low-rank' or 'chunked'",
+        ),
+        (
+            {"generated": ("last",), "rest": "frozen", "fixed_layers": ("first",)},
+            "fixed_layers = ('first',) has no effect without rest='shared'",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(settings: dict[str, Any], sentence: str) -> None:
@@ -311,6 +319,7 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], sentence:
         {"shared_lr": 1.0, "generated": ("last",)},
         {"shared_lr": 1.0, "head": "chunked", "chunk_size": 9},
         {"shared_lr": 1.0, "head": "low-rank", "rank": 2, "generated": ("last",), "rest": "frozen"},
+        {"head": "added", "local_start": "shared", "fixed_layers": ("last",)},
     ],
 )
 def test_settings_with_effect_are_taken(settings: dict[str, Any]) -> None:

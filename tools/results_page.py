@@ -21,7 +21,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.paper import BEYOND_THE_PAPER, EXPERIMENTS, RATES_TAKEN_FROM
-from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.files import write_atomically
 from pfedhn.report.entries import Column, Entry, Report, Summary, display_name, to_reports
 from pfedhn.report.figures import draw_curves, to_svg
@@ -94,13 +94,20 @@ def _of_today(name: str, stored: Sequence[Runs]) -> Runs:
         if runs.experiment.name != name:
             continue
         for run, result in runs.results.items():
-            planned[run] = experiment.find(run)
-            if planned[run] != runs.experiment.find(run) or _are_other_defaults(planned[run].cell, result.settings):
+            planned[run], then = experiment.find(run), runs.experiment.find(run)
+            if _without_settings(planned[run]) != _without_settings(then) or _are_other_defaults(
+                planned[run].cell, result.settings
+            ):
                 raise UserError(f"the stored run {run} has other settings than {name!r} has now; run it again.")
             results[run], curves[run] = result, runs.curves[run]
     for run, (result, curve) in _before_fine_tuning(experiment, results, curves).items():
         planned[run], results[run], curves[run] = experiment.find(run), result, curve
     return Runs(experiment, list(planned.values()), results, curves)
+
+
+def _without_settings(run: RunSpec) -> RunSpec:
+    """What else there is to a run; of settings, those that the method had count, whoever set them."""
+    return replace(run, cell=replace(run.cell, settings={}))
 
 
 def _before_fine_tuning(
@@ -240,9 +247,9 @@ different](fidelity.md#our-stronger-recipe)), and baselines that the paper does 
 SUMMARY_TABLE = """\
 Test accuracy of each client's own model on its own test examples, in percent, averaged over clients, at the round
 chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the same splits for all methods. Columns are
-data sets and numbers of clients. **Bold**: the best of a column, and what the seeds cannot tell from it (the 95 %
-interval of the paired difference contains zero). FT: with 50 SGD steps of each client's own before the test. Empty:
-not run."""
+data sets and numbers of clients. **Bold**: the best of a column, and what all seeds that both have (three to six)
+cannot tell from it: the 95 % interval of the paired difference contains zero. FT: with 50 SGD steps of each client's
+own before the test. Empty: not run."""
 
 SUMMARY_STRONGER = """\
 Our two recipes against the best method that is not ours, seed by seed over all seeds that both have, in points with
@@ -350,7 +357,7 @@ def _said_of_stronger(
         told.append(
             f"- One of our rows is best, or tied with the best, in {ahead} of the {len(found)} {place}"
             + (f", behind it with every seed in {behind} of them" if behind else "")
-            + (f"; by itself {listed}" if (listed := _counts(found.values())) else "")
+            + (f"; {listed}" if (listed := _counts(every, found)) else "")
             + (f" ({', '.join(map(display_name, missing))} yet to be run in some or all)." if missing else ".")
         )
     gains = {
@@ -371,10 +378,15 @@ def _said_of_stronger(
     return told + ([f"- Seed by seed, {'; '.join(parts)}."] if parts else [])
 
 
-def _counts(leading: Collection[Set[str]]) -> str:
-    """How often each row of ours is among those that lead."""
-    counts = {name: sum(name in names for names in leading) for name in STRONGER}
-    return ", ".join(f"{display_name(name)} in {count}" for name, count in counts.items() if count)
+def _counts(every: Sequence[Report], leading: Mapping[tuple[str, Column], Set[str]]) -> str:
+    """How often each recipe of ours is among those that lead, and how often it is behind with every seed then."""
+    told = []
+    for name in RECIPES:
+        places = [(r, column) for r in every for column in r.columns if name in leading.get((r.title, column), ())]
+        behind = sum(not _wins_a_seed(report, column, name) for report, column in places)
+        if places:
+            told.append(f"{display_name(name)} alone in {len(places)}" + (f" ({behind} behind)" if behind else ""))
+    return ", ".join(told)
 
 
 def _wins_a_seed(report: Report, column: Column, label: str) -> bool:

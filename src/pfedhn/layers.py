@@ -36,12 +36,13 @@ def assign_roles(model: Model, rest: Role, settings: Mapping[str, str] | None = 
     for role, names in layers.items():
         for name in _parameters(model, names, (settings or {}).get(role, role)):
             if roles[name] not in (rest, role):
-                raise UserError(f"the layer of {name!r} is named as {roles[name]} and as {role}; name it once.")
+                called = [(settings or {}).get(one, one) for one in (roles[name], role)]
+                raise UserError(f"the layer of {name!r} is named as {called[0]} and as {called[1]}; name it once.")
             roles[name] = role
     if not {"generated", "shared"} & set(roles.values()):
         raise UserError(
-            f"every layer of {model.name} stays with the client, so nothing is left to generate or to share; name "
-            "fewer personal layers, or use the method local."
+            f"every layer of {model.name} stays with the client or as it is, so nothing is left to generate or to "
+            "share; name fewer personal or fixed layers, or use the method local."
         )
     parts = [{name: shape for name, shape in model.shapes.items() if roles[name] == role} for role in Roles._fields]
     return Roles(*parts)

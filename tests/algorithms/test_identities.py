@@ -318,6 +318,21 @@ def test_clients_that_start_from_the_shared_model_teach_the_hypernetwork_where_t
     assert_close(after.shared.common, expected)
 
 
+@pytest.mark.parametrize("head", ["dense", "added"])
+def test_fixed_layers_are_what_is_neither_generated_nor_trained(federation: Federation, head: Any) -> None:
+    """The last layer of the whole network, and not the last one of what is left of it too."""
+    settings = {"local_steps": 3, "local_lr": 0.1, "hidden_dim": 4, "head": head, "adaptation_steps": 2}
+    rest = [name for name in model("conv").shapes if not name.startswith("out.")]
+    named = tuple(dict.fromkeys(name.partition(".")[0] for name in rest))
+    specs = PFedHN(**settings, fixed_layers=("last",)), PFedHN(**settings, generated=named, rest="frozen")
+    simulations = [simulate(spec, federation, "conv", rounds=6, cohort=2) for spec in specs]
+    roles = [simulation.algorithm.roles(simulation.models["conv"]) for simulation in simulations]
+    assert roles[0] == roles[1]
+    assert list(roles[0].generated) == rest
+    states = [finish(simulation) for simulation in simulations]
+    assert_same_bits(*(personal(simulation, state) for simulation, state in zip(simulations, states, strict=True)))
+
+
 @pytest.mark.parametrize("local_start", ["personal", "shared"])
 def test_an_update_that_counts_in_part_moves_the_server_by_that_part(federation: Federation, local_start: Any) -> None:
     server = {"lr": 0.2, "momentum": 0.0, "weight_decay": 0.0, "hidden_dim": 4, "clip": None}

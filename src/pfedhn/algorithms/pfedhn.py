@@ -60,7 +60,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
     personal: tuple[str, ...] = ()  # layers that stay with the client; "last" is the last layer
     generated: tuple[str, ...] = ()  # layers that the hypernetwork generates; all that are not personal by default
-    fixed_layers: tuple[str, ...] = ()  # layers that stay at their random start, for all clients
+    fixed_layers: tuple[str, ...] = ()  # layers that stay at their random start, the same for all, also in adaptation
     rest: Literal["shared", "frozen"] = "shared"  # what the other layers are, if some are named as generated
     shared_lr: Rate = 0.5  # learning rate of the server's steps on shared layers; 1 is FedAvg
     head: Head = "dense"  # the others generate additions to shared layers, "low-rank" and "chunked" for large targets
@@ -116,6 +116,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         for name, has_effect, needed in (
             ("rest", self.generated, "layers that are generated, as generated=('last',)"),
             ("shared_lr", has_common, f"layers that are shared: head='added', 'low-rank' or 'chunked', or {shared}"),
+            ("fixed_layers", not (self.generated and self.rest == "frozen"), "rest='shared'"),
             ("local_start", self.head != "dense", "head='added', 'low-rank' or 'chunked'"),
             ("rank", self.head == "low-rank", "head='low-rank'"),
             ("chunk_size", self.head == "chunked", "head='chunked'"),

@@ -8,6 +8,7 @@ from typing import Any
 from pfedhn.experiments.spec import Cell
 from pfedhn.report.entries import Entry
 from pfedhn.report.findings import Finding
+from pfedhn.report.pairs import Difference, difference, interval_text
 from pfedhn.studies import drawing
 from pfedhn.studies.study import Found, Study, known, on_digits, setting, table1_cell, varied
 
@@ -39,30 +40,31 @@ def draw(found: Found) -> Finding:
             accuracy = drawing.text(drawing.accuracy(entry))
             lines.append([*first, accuracy, drawing.paper_text(paper), drawing.seeds_of(entry)])
     said = [
-        f"{difference:+.1f} points with {clients} clients"
-        for clients, difference in differences(kinds, "pfedhn").items()
+        f"{gap.mean:+.1f} points with {clients} clients ({interval_text(gap, digits=1)})"
+        for clients, gap in differences(kinds, "pfedhn").items()
     ]
     return Finding(
         found.study.name,
         found.title,
         "Theorem 1 suggests to bound the hypernetwork's Lipschitz constant; the paper sees no gain from it. Here every "
         "matrix divided by its largest singular value changes pFedHN, seed against the same seed, by "
-        f"{', '.join(said) or 'nothing known yet'}.",
+        f"{', '.join(said) or 'nothing known yet'}; in brackets 95 % intervals.",
         [(lines, drawing.caption(entries))],
         {"": partial(picture, found.title, kinds, {} if found.is_small else PAPER)},
     )
 
 
-def differences(kinds: Mapping[tuple[str, bool], list[Entry]], method: str) -> dict[int, float]:
+def differences(kinds: Mapping[tuple[str, bool], list[Entry]], method: str) -> dict[int, Difference]:
     """What normalization adds, by the number of clients."""
-    means = {
-        (is_on, entry.cell.clients): summary.mean
+    named = {
+        (is_on, entry.cell.clients): entry
         for (name, is_on), entries in kinds.items()
         for entry in entries
-        if name == method and (summary := drawing.accuracy(entry)) is not None
+        if name == method and entry.results
     }
-    both = sorted(clients for is_on, clients in means if is_on and (False, clients) in means)
-    return {clients: means[True, clients] - means[False, clients] for clients in both}
+    both = sorted(clients for is_on, clients in named if is_on and (False, clients) in named)
+    found = {clients: difference(named[True, clients], named[False, clients]) for clients in both}
+    return {clients: gap for clients, gap in found.items() if gap is not None}
 
 
 def picture(
