@@ -27,8 +27,9 @@ command; [experiments](experiments.md#studies) says how a study works. The last 
 round, and what each part of [our stronger recipe](fidelity.md#our-stronger-recipe) does.
 """
 SHOWN = """\
-Below are the studies that have been run, in the order of the paper, with its values beside ours where it has any. To
-redraw the figures from the stored results: `pfedhn report results --out report`.
+Below are the studies that have been run, in the order of the paper, with its values beside ours where it has any;
+[what is below them, and why](results-log.md#below-the-paper-in-its-other-experiments). To redraw the figures from the
+stored results: `pfedhn report results --out report`.
 """
 NONE_SHOWN = """\
 None of these has a stored result yet, so there is nothing to show here. With `--small`, each runs on the digits in
