@@ -190,9 +190,14 @@ def test_an_update_is_received_minus_trained(parts: Parts) -> None:
 @every_method
 @every_target
 def test_a_client_that_joins_moves_as_one_that_trains(parts: Parts) -> None:
-    """Without clipping, whose norm is over all that moves: a row after `move_row` is the row after `receive`."""
+    """Without clipping, whose norm is over all that moves: a row after `move_row` is the row after `receive`.
+
+    Who joins trains from what it is served, also where others start from what is shared.
+    """
     if hasattr(parts.algorithm, "clip"):
         parts.algorithm = replace(parts.algorithm, clip=None)
+    if hasattr(parts.algorithm, "local_start"):
+        parts.algorithm = replace(parts.algorithm, local_start="personal")
     update, _ = parts.train(1)
     _, (rows,) = parts.receive([1])
     moved = parts.algorithm.move_row(parts.model, parts.shared, take(parts.rows, 1), update)
