@@ -52,7 +52,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "pfedhn-chunked": partial(PFedHN, head="chunked", chunk_size=7),
 }
 FINE_TUNED = ("fedavg-ft", "pfedhn-plus-ft", "pfedhn-plus-pc-ft", "pfedhn-shared")
-VARIANTS = ("pfedhn-plus-pc", *FINE_TUNED, "per-fedavg-hf")  # of what the others are, with other settings
+# Of what the others are, with other settings.
+VARIANTS = ("pfedhn-plus-pc", *FINE_TUNED, "per-fedavg-hf", "pfedhn-added")
 every_method = pytest.mark.parametrize("method", mostly_slow(METHODS, *(set(METHODS) - set(VARIANTS))))
 every_target = pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 
