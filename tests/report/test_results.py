@@ -600,6 +600,15 @@ def test_a_seed_without_a_run_has_what_the_fine_tuned_form_had_before(tmp_path: 
     assert {seed: result.test.client_mean for seed, result in entry.results.items()} == {0: 0.5, 1: pytest.approx(0.69)}
 
 
+def test_an_exported_command_names_no_folder_of_the_machine(made: Path) -> None:
+    (runs,) = read(made)
+    run = next(iter(runs.results))
+    told = "pfedhn run /home/ann/mine.toml --only 'name=a b' --rates /home/ann/rates.toml"
+    line = to_line(replace(runs.results[run], command=told), runs.curves[run])
+    assert line["command"] == "pfedhn run mine.toml --only 'name=a b' --rates rates.toml"
+    assert to_line(runs.results[run], runs.curves[run])["command"] == runs.results[run].command
+
+
 def test_more_seeds_of_a_pair_narrow_its_interval(tmp_path: Path) -> None:
     few = {"pfedhn": {0: 88.0, 1: 87.0, 2: 89.0}, "pfedhn-plus": {0: 88.5, 1: 88.3, 2: 89.2}}
     more = {method: {**values, **{3: values[0], 4: values[1], 5: values[2]}} for method, values in few.items()}

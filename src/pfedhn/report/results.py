@@ -1,7 +1,8 @@
 """Finished runs as lines of a JSONL file: small enough to keep beside the source, whole enough for every table.
 
 A file has, for each of its experiments, one line with the experiment and one for each finished run: what `result.json`
-says, less each client's validation score, and the learning curve. Curves are rounded to 4 digits, accuracies to 6.
+says, less each client's validation score and the folders in its command, and the learning curve. Curves are rounded to
+4 digits, accuracies to 6.
 What a study computed from a run is a line of its own, "analysis".
 """
 
@@ -9,6 +10,7 @@ import json
 import math
 import os
 import re
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -335,8 +337,14 @@ def _runs_of(experiment: Experiment, lines: Mapping[str, Line]) -> Runs:
 def to_line(result: Result, curve: Curve) -> dict[str, Any]:
     """What is kept of a finished run, as JSON."""
     validation = replace(result.validation, clients=None, client_examples=None)
-    kept = _rounded(to_json(replace(result, validation=validation, history=None)), 6)  # its curve is rounded
+    result = replace(result, validation=validation, history=None, command=without_folders(result.command))
+    kept = _rounded(to_json(result), 6)  # its curve is rounded
     return {"kind": "run", **kept, "curve": _rounded(to_json(curve), 4, whole=())}
+
+
+def without_folders(command: str) -> str:
+    """A command as others can use it: a file is called by its name, wherever it was on the machine that ran it."""
+    return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in shlex.split(command))
 
 
 def _rounded(value: Any, digits: int, whole: Sequence[str] = WHOLE) -> Any:
