@@ -33,7 +33,7 @@ from pfedhn.files import write_atomically
 from pfedhn.report.entries import collect, display_name
 from pfedhn.report.figures import figures_of
 from pfedhn.report.findings import Finding
-from pfedhn.report.results import Runs, export, read, read_file, to_line
+from pfedhn.report.results import Runs, export, read, read_file, to_line, without_folders
 from pfedhn.report.tables import grid, to_csv, to_latex, to_markdown
 from pfedhn.result import Cost, Curve, Environment, Measures, Moment, Result, Scores, Unadapted
 
@@ -607,6 +607,12 @@ def test_an_exported_command_names_no_folder_of_the_machine(made: Path) -> None:
     line = to_line(replace(runs.results[run], command=told), runs.curves[run])
     assert line["command"] == "pfedhn run mine.toml --only 'name=a b' --rates rates.toml"
     assert to_line(runs.results[run], runs.curves[run])["command"] == runs.results[run].command
+
+
+def test_stored_commands_name_no_folder_of_a_machine() -> None:
+    for file in sorted((ROOT / "results").rglob("*.jsonl")):
+        for line in map(json.loads, file.read_text().splitlines()):
+            assert "command" not in line or without_folders(line["command"]) == line["command"], file
 
 
 def test_more_seeds_of_a_pair_narrow_its_interval(tmp_path: Path) -> None:
