@@ -35,8 +35,16 @@ PLUS = {
 FINE_TUNED = {"adaptation_steps": 50}
 PLUS_GRID = {"lr": (1e-4, 3e-4, 6e-4, 1e-3), "weight_decay": (0.1, 0.25, 0.5, 1.0)}
 # Clients train one shared model; the hypernetwork learns what takes each of them from there to where its training ends.
-# One client a round, so that a step of 0.2 is about the mean of five.
-ON_SHARED = {"head": "added", "local_start": "shared", "shared_lr": 0.2}
+# One client a round, so that a step of 0.2 is about the mean of five. What clients have in common is in that model, so
+# the hypernetwork need only tell them apart: long embeddings that differ from the start, and a shallow trunk.
+ON_SHARED = {
+    "head": "added",
+    "local_start": "shared",
+    "shared_lr": 0.2,
+    "embedding_scale": 1.0,
+    "embedding_dim": 64,
+    "num_hidden": 1,
+}
 SHARED_GRID = PLUS_GRID | {"fixed_layers": ((), ("last",))}
 
 # Colors of Okabe and Ito, which color-blind people can tell apart, and a dash of its own for each besides.
