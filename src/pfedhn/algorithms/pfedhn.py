@@ -48,7 +48,6 @@ class Shared(NamedTuple):
 class Private(NamedTuple):
     head: Params  # omega_i
     velocity: Params
-    fixed: Params  # layers at their common random start, which no local step moves
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
     personal: tuple[str, ...] = ()  # layers that stay with the client; "last" is the last layer
     generated: tuple[str, ...] = ()  # layers that the hypernetwork generates; all that are not personal by default
-    fixed_layers: tuple[str, ...] = ()  # layers that keep a random start, the same for all, until a client adapts
+    fixed_layers: tuple[str, ...] = ()  # layers that stay at their random start, the same for all, also in adaptation
     rest: Literal["shared", "frozen"] = "shared"  # what the other layers are, if some are named as generated
     shared_lr: Rate = 0.5  # learning rate of the server's steps on shared layers; 1 is FedAvg
     head: Head = "dense"  # the others generate additions to shared layers, "low-rank" and "chunked" for large targets
@@ -128,12 +127,12 @@ class PFedHN(Algorithm[Shared, Row, Private]):
 
     def roles(self, model: Model) -> Roles:
         rest: Role = self.rest if self.generated else "generated"
-        layers = {"personal": self.personal, "generated": self.generated, "frozen": self.fixed_layers}
+        fixed = () if model.frozen else self.fixed_layers  # they are no parameters of a model that has them frozen
+        layers = {"personal": self.personal, "generated": self.generated, "frozen": fixed}
         return assign_roles(model, rest=rest, settings={"frozen": "fixed_layers"}, **layers)
 
     def frozen(self, model: Model) -> Collection[str]:
-        # Fixed layers are no constants of the network: each client has them, and its adaptation moves them.
-        return () if self.fixed_layers else self.roles(model).frozen
+        return self.roles(model).frozen
 
     def common(self, model: Model) -> Shapes:
         """The parameters that have a part which is one for all clients."""
@@ -158,7 +157,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
 
     def init_private(self, model: Model, start: Params, key: keys.Key) -> Private:
         head = pick(model.fresh(key), self.roles(model).personal) if self.personal else {}
-        return Private(head, zeros_like(head), pick(start, self.roles(model).frozen))
+        return Private(head, zeros_like(head))
 
     def send(self, model: Model, shared: Shared, row: Row) -> Params:
         return self.publish(model, shared, row) if self.local_start == "personal" else self.base(model, shared)
@@ -174,9 +173,9 @@ class PFedHN(Algorithm[Shared, Row, Private]):
 
     def train(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Private]:
         # The head's momentum survives between rounds and its gradient is not clipped; the generated part's is.
-        start, clipped, fixed = received | private.head | private.fixed, received.keys(), private.fixed
-        weights, velocity = self.local_sgd.run(model.loss, start, batches, private.velocity, clipped, fixed)
-        return subtract(received, weights), Private(pick(weights, private.head), pick(velocity, private.head), fixed)
+        start, clipped = received | private.head, received.keys()
+        weights, velocity = self.local_sgd.run(model.loss, start, batches, private.velocity, clipped)
+        return subtract(received, weights), Private(pick(weights, private.head), pick(velocity, private.head))
 
     def receive(self, shared: Shared, groups: Sequence[Group]) -> tuple[Shared, list[Row]]:
         rows = [self.up_to_date(group.rows, shared) for group in groups]
@@ -244,7 +243,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         return [{"embedding_lr": float(self.embeddings.lr) * factor} for factor in JOINING_FACTORS]
 
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
-        return received | private.head | private.fixed
+        return received | private.head
 
     def generate(self, phi: Params, shared: Shared, model: Model, embedding: Tensor) -> Params:
         return self.hypernetwork.generate(phi, shared.spectral, model.name, self.roles(model).generated, embedding)
