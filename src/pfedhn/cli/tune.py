@@ -170,8 +170,15 @@ def _run_stage(
 ) -> "Outcome":
     """Run some points; one that diverges is a finding, any other failure ends the command."""
     from pfedhn.cli.running import displayed, end
+    from pfedhn.engine.checkpoint import remove_old
     from pfedhn.experiments.execute import Outcome
     from pfedhn.experiments.runner import run_many
+    from pfedhn.progress import Event, Finished
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Finished):  # nobody uses the model of a point, and those of a large grid fill a disk
+            remove_old(path / event.run, num_kept=0)
+        ready.listen(event)
 
     path, chosen = out / stage, study.stages[stage]
     options = replace(options, source=str((path / "experiment.toml").resolve()))
@@ -180,7 +187,7 @@ def _run_stage(
         # No test score is shown: who sees it while choosing has chosen by it.
         with displayed(chosen, study.runs(stage, points), path, options, jobs, cluster, split="validation") as ready:
             outcome = run_many(
-                path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster
+                path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=listen, cluster=cluster
             )
     except Stopped:
         raise Stopped("stopped; the same command continues.") from None
