@@ -56,18 +56,18 @@ def toml(value: Any) -> str:
 
 
 def settings_table(method: Method) -> str:
-    """All settings of a method, or, of a variant of another one, those that it sets."""
+    """All settings of a method, or, of a variant of another one, those that it changes."""
     said = meanings(method.algorithm)
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for field in fields(method.algorithm):
-        if method.settings and field.name not in method.settings:
+        usual = field.default if field.default_factory is MISSING else field.default_factory()
+        if method.settings and method.settings.get(field.name, usual) == usual:
             continue
         if not said[field.name]:
             raise SystemExit(
                 f"{method.algorithm.__name__}.{field.name} needs a comment behind it that says what it means: "
                 "docs/methods.md is made from it."
             )
-        usual = field.default if field.default_factory is MISSING else field.default_factory()
         default, meaning = toml(method.settings.get(field.name, usual)), said[field.name].replace("|", r"\|")
         lines.append(f"| `{field.name}` | `{default}` | {meaning} |")
     return "\n".join(lines)

@@ -47,7 +47,7 @@ STRONGER = {  # our rows, and the row of the paper that each makes stronger
     "pfedhn-plus-pc-ft": "pfedhn-pc",
     "pfedhn-shared": "pfedhn",
 }
-NOT_TUNED_ALONE = {"pfedhn-shared": "rates of pFedHN+; which layers are fixed, by a trial"}
+NOT_TUNED_ALONE = {"pfedhn-shared": "rates of pFedHN+; fixed layers, embeddings and trunk by trials"}
 RECIPES = ("pfedhn-plus", "pfedhn-shared")  # of ours; the other rows are their forms
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "omniglot": "Omniglot", "mnist": "MNIST"}
 SUMMARIZED = ("cifar10", "cifar100", "omniglot")

@@ -62,6 +62,18 @@ def test_fewer_than_three_seeds_have_no_interval_and_no_tie() -> None:
     assert lines["pFedHN"] == ["", "", "4"]
 
 
+def test_who_is_ahead_with_too_few_seeds_is_compared_and_compares_nobody() -> None:
+    first, second = shifted("pfedhn", 0, 0, 0, 0), shifted("fedavg", -1, -1, -1, -1.2)
+    report = Report("t", [second, entry("local", {0: 95.0}), first])
+    lines = pairs(report, report.columns[0])
+    assert lines[0][3] == "against pFedHN"
+    assert lines[1] == ["Local", "95.00", "", "+4.00", "too few seeds (1)", "1"]
+    assert [line[:4] for line in lines[2:]] == [["pFedHN", "85.50", "1.0", ""], ["FedAvg", "84.45", "2.0", "-1.05"]]
+    assert lines[3][4].startswith("-1.2")
+    alone = Report("t", [entry("fedavg", {0: 80.0, 1: 70.0}), entry("pfedhn", {0: 81.0, 1: 72.0})])
+    assert [line[2] for line in pairs(alone, alone.columns[0])[1:]] == ["1.0", "2.0"]  # nobody has three
+
+
 def test_means_and_ranks_are_of_the_named_seeds_and_differences_of_all() -> None:
     first, second = shifted("pfedhn", 0, 0, 0, 4), shifted("fedavg", 1, 1, 1, 0)
     report = Report("t", [first, second])

@@ -85,6 +85,8 @@ def pairs(
 ) -> list[list[str]]:
     """A table of a column: each method's rank and how far it is from the best, best first.
 
+    Where some methods have three seeds, the best is one of them, and others have no rank.
+
     Empty where there is nothing to compare: one method alone, or fewer than two seeds that two methods share.
 
     Args:
@@ -102,8 +104,10 @@ def pairs(
     if len(entries) < 2:
         return []
     ordered = sorted(entries, key=lambda entry: -means[entry.label])
-    best, places = ordered[0], ranks(entries, average, seeds)
-    differences = {entry.label: difference(entry, best, average) for entry in ordered[1:]}
+    # One that has been run once and is ahead would leave all others without an interval.
+    known = [entry for entry in ordered if len(scores(entry, average)) >= LEAST_SEEDS] or ordered
+    best, places = known[0], ranks(known, average, seeds)
+    differences = {entry.label: difference(entry, best, average) for entry in ordered if entry is not best}
     if not any(found is not None and found.num_seeds > 1 for found in differences.values()):
         return []
     sign = 1 if best.has_accuracy else -1  # a loss is shown as it is
@@ -135,7 +139,8 @@ def interval_text(found: Difference | None, sign: int = 1, digits: int = 2) -> s
 
 PAIRS_ARE = (
     "differences are taken seed by seed, on the same splits; if the interval contains zero, the seeds cannot tell the "
-    "two methods apart. Rank: the mean place over the seeds that all methods have."
+    "two methods apart. Rank: the mean place over the seeds that all methods have; one with fewer than three seeds "
+    "has none where others have three, and no other is compared with it."
 )
 
 
