@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import tomllib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -459,6 +460,30 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+def test_what_a_failed_run_holds_is_kept_until_its_rounds_are_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Memory:
+        pass
+
+    held: list[weakref.ref[Memory]] = []
+    waited: list[tuple[str, bool]] = []
+
+    def begin(*arguments: Any) -> Iterator[bool]:
+        memory = Memory()
+        held.append(weakref.ref(memory))
+        yield False
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(module, "start", begin)
+    monkeypatch.setattr(module, "_wait_for", lambda card: waited.append((card, held[0]() is not None)))
+    outcome = run_many(tmp_path, SMALL, SMALL.runs()[:1], options=Options(device="cpu:0", threads=1))
+    assert list(outcome.failures) == [SMALL.runs()[0].name]
+    assert waited == [("cpu:0", True)]
+    assert held[0]() is None
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.slow
 def test_runs_that_take_turns_on_a_device_are_the_runs_alone(tmp_path: Path, in_turn: Path) -> None:
     outcome = run_many(tmp_path, SMALL, SMALL.runs(), options=Options(device="cpu:0", threads=1))
@@ -551,6 +576,7 @@ def test_what_others_wait_for_and_what_takes_longest_starts_first(
             queue.end(one.name, result)
 
     monkeypatch.setattr(module, "computing_on", lambda *arguments: nullcontext())
+    monkeypatch.setattr(module, "_wait_for", lambda card: None)
     monkeypatch.setattr(module, "_give_memory_back", lambda device: None)
     monkeypatch.setattr(module, way, begin if way == "start" else side_by_side)
     cells = [*WITH_LG.cells, SMALL.cells[1], replace(SMALL.cells[1], method="pfedhn-pc", steps=40)]

@@ -149,7 +149,7 @@ def run_many(
                     with _using(card_of[name]):
                         if run is not None:
                             going[name] = start(directory, experiment, run, options, listen, stop, card)
-                        is_waiting = next(going[name])  # a round, queued on a stream of its own
+                        is_waiting = _turn(going[name], card_of[name])
                     (waiting.add if is_waiting else waiting.discard)(name)
                     continue
                 except StopIteration as end:
@@ -203,6 +203,21 @@ def _num_rounds(cell: Cell) -> float:
     algorithm = cell_algorithm(cell)
     size = cell.cohort_size or algorithm.usual_cohort_size
     return cell.steps / (size if algorithm.communicates else cell.clients)
+
+
+def _turn(run: Generator[bool, None, Run], card: str) -> bool:
+    """One more round of a run, queued on a stream of its own; whether the run waits for others to be compiled."""
+    try:
+        return next(run)
+    except BaseException:
+        # What it holds goes with the error. One that failed or was stopped may have rounds in line that still use it.
+        _wait_for(card)
+        raise
+
+
+def _wait_for(card: str) -> None:
+    if card.startswith("cuda"):
+        torch.cuda.synchronize(card)
 
 
 def _give_memory_back(device: str) -> None:
