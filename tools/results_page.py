@@ -788,7 +788,7 @@ def said_of_bytes(every: Sequence[Report]) -> str:
     early, needed = [], []
     for report, column, _ in raced(every):
         name = NAMES[column[0]]
-        lines = [entry for entry in best_of(report, column) if not entry.adapts]
+        lines = best_of(report, column)
         whole = max(max(mean_line(entry)) for entry in lines)
         first = max(lines, key=lambda entry: accuracy_at(entry, whole / 10))
         early.append(f"{display_name(first.label)} ({accuracy_at(first, whole / 10):.1f} % on {name})")
@@ -798,7 +798,7 @@ def said_of_bytes(every: Sequence[Report]) -> str:
         size = megabytes_to(stronger, goal.mean)
         if size is not None:
             needed.append(f"{size:.0f} of {max(mean_line(paper)):.0f} MB on {name}")
-    text = f"With a tenth of the bytes, ahead of all that do not fine-tune are {' and '.join(early)}."
+    text = f"With a tenth of the bytes, before any fine-tuning, ahead of all are {' and '.join(early)}."
     if needed:
         mine, theirs = display_name("pfedhn-plus"), display_name("pfedhn")
         text += f" {mine}, our recipe (thick), is where the paper's {theirs} ends after {' and '.join(needed)}."

@@ -83,6 +83,8 @@ def test_the_best_that_communicate_are_drawn_and_who_adapts_is_a_mark() -> None:
     plot_traffic(axes, report, COLUMN)
     marks = [line for line in axes.lines if line.get_marker() == "D"]
     assert [(list(mark.get_xdata()), list(mark.get_ydata())) for mark in marks] == [([12.0], [90.0])]
+    ends = [list(line.get_ydata())[-1] for line in axes.lines if line not in marks and len(line.get_xdata()) > 1]
+    assert 90.0 in ends  # it has a line too: of what it is before
     widths = sorted(line.get_linewidth() for line in axes.lines if line not in marks)
     assert widths[-2:] == [1.6, 3.0]  # one is emphasized
     texts = [text.get_text() for text in axes.texts]

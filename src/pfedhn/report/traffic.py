@@ -80,13 +80,12 @@ def plot_traffic(axes: Any, report: Report, column: Column, emphasized: str = "p
         last = _accuracy(entry)
         line = mean_line(entry)
         end = max(line)
+        sizes = [size for size in line if size > 0]
+        width, order = (3.0, 3) if entry.label == emphasized else (1.6, 2)
+        values = [line[size] for size in sizes]
+        axes.plot(sizes, values, color=color, linestyle=dash, linewidth=width, zorder=order)
         if entry.adapts:  # before the end nobody has measured what the clients' own steps would give
             axes.plot([end], [last], color=color, marker="D", markersize=6, clip_on=False, zorder=4)
-        else:
-            sizes = [size for size in line if size > 0]
-            width, order = (3.0, 3) if entry.label == emphasized else (1.6, 2)
-            values = [line[size] for size in sizes]
-            axes.plot(sizes, values, color=color, linestyle=dash, linewidth=width, zorder=order)
         drawn.append((entry, color, end, last))
     make_logarithmic(axes, "x", (1.0, 2.0, 5.0))
     ends = [value for *_, value in drawn]
@@ -125,7 +124,8 @@ def draw_traffic(places: Sequence[tuple[Report, Column, str]], sentence: str) ->
     notes = [sentence]
     if any(entry.adapts for report, column, _ in places for entry in best_of(report, column)):
         notes.append(
-            f"{ADAPTED.strip()} known at the end only, after 50 steps of each client's own from the model it is served."
+            f"{ADAPTED.strip()} after 50 steps of each client's own from the model it is served, known at the end "
+            "only; lines are before them."
         )
     text = "\n".join(line for note in notes for line in textwrap.wrap(note, 66 * len(places)))
     figure.supxlabel(text, x=0.012, ha="left", fontsize=10)
