@@ -312,6 +312,14 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], sentence:
         pfedhn.PFedHN(**settings).for_clients(6)
 
 
+def test_clients_that_are_described_need_embeddings_of_that_length() -> None:
+    """A variant comes with a length of its own, which who describes clients did not choose."""
+    with pytest.raises(pfedhn.UserError, match="set embedding_dim to None"):
+        pfedhn.ALGORITHMS["pfedhn-shared"](embedding="fixed").for_clients(20, 5)
+    described: Any = pfedhn.ALGORITHMS["pfedhn-shared"](embedding="fixed", embedding_dim=None)
+    assert described.for_clients(20, 5).embedding_dim == 5
+
+
 @pytest.mark.parametrize(
     "settings",
     [

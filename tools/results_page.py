@@ -247,7 +247,7 @@ different](fidelity.md#our-stronger-recipe)), and baselines that the paper does 
 SUMMARY_TABLE = """\
 Test accuracy of each client's own model on its own test examples, in percent, averaged over clients, at the round
 chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the same splits for all methods. Columns are
-data sets and numbers of clients. **Bold**: the best of a column, and what all seeds that both have (three to six)
+data sets and numbers of clients. **Bold**: the best with three seeds, and what all seeds that both have (three to six)
 cannot tell from it: the 95 % interval of the paired difference contains zero. FT: with 50 SGD steps of each client's
 own before the test. Empty: not run."""
 
@@ -385,7 +385,10 @@ def _counts(every: Sequence[Report], leading: Mapping[tuple[str, Column], Set[st
         places = [(r, column) for r in every for column in r.columns if name in leading.get((r.title, column), ())]
         behind = sum(not _wins_a_seed(report, column, name) for report, column in places)
         if places:
-            told.append(f"{display_name(name)} alone in {len(places)}" + (f" ({behind} behind)" if behind else ""))
+            known = sum(_is_run(r, name, column) for r in every for column in r.columns if (r.title, column) in leading)
+            told.append(
+                f"{display_name(name)} alone in {len(places)} of {known}" + (f" ({behind} behind)" if behind else "")
+            )
     return ", ".join(told)
 
 
@@ -655,16 +658,16 @@ def unexplained(reports: Sequence[Report], notes: str) -> list[str]:
 
 RATES_TEXT = """\
 pFedHN and pFedHN-PC run with their authors' learning rates. Those of the baselines are chosen by `pfedhn tune` on the
-paper's grids: learning rates 0.1, 0.05, 0.01, 0.005 and personal ones 0.05, 0.01, 0.005, 0.001, on validation
-examples, with 50 clients and seed 0. Every point runs for a fifth of the steps, then the best three for all of them.
-The choice is kept for 10 and 100 clients. Our stronger recipe and the baselines that the paper does not have were
-tuned later, with seed 10, which is in no table: pFedHN+ and pFedHN+-PC by the server's rate and decay, the others by
-the paper's learning rates and, where their authors tune a second setting, by that. LG-FedAvg takes FedAvg's rate,
-MNIST takes CIFAR-10's. Points within about a percentage point of each other cannot be told apart by one seed. A rate
-that diverged with another of the table's seeds is excluded: Local on Omniglot was tuned again on all three seeds, and
-pFedMe on Omniglot took its second-best point (0.1 and 0.01), as the best diverged with seed 2. pFedHN and pFedHN-PC
-were tuned on CIFAR-100 only to see [what the paper's search would choose](#runs-that-jump); the table does not use
-it.
+paper's grids: learning rates 0.1, 0.05, 0.01, 0.005 and personal ones 0.05, 0.01, 0.005, 0.001, on validation examples,
+with 50 clients and seed 0. Every point runs for a fifth of the steps, then the best three for all of them. The choice
+is kept for 10 and 100 clients. Our stronger recipe and the baselines that the paper does not have were tuned later,
+with seed 10, which is in no table, and with a tenth of the steps first: pFedHN+ and pFedHN+-PC by the server's rate and
+decay, the others by the paper's learning rates and, where their authors tune a second setting, by that. LG-FedAvg takes
+FedAvg's rate, MNIST takes CIFAR-10's. Points within about a percentage point of each other cannot be told apart by one
+seed. A rate that diverged with another of the table's seeds is excluded: Local on Omniglot was tuned again on all three
+seeds, and pFedMe on Omniglot took its second-best point (0.1 and 0.01), as the best diverged with seed 2. pFedHN and
+pFedHN-PC were tuned on CIFAR-100 only to see [what the paper's search would choose](#runs-that-jump); the table does
+not use it.
 
 The baselines of CIFAR-100 were tuned with a version whose linear layer, by our estimate, got one minibatch in 200,000
 wrong (a race between two copies on the GPU). This is fixed; the runs of CIFAR-100 and Omniglot in the tables were
@@ -691,7 +694,7 @@ def tuning_section(records: Sequence[Mapping[str, Any]]) -> list[str]:
             }
             lines = [[*names, *(f"{steps:,} steps" for steps in stages.values()), ""]]
             for point in found["points"]:
-                rates = [f"{point['rates'][name]:g}" for name in names]
+                rates = [_value_text(point["rates"][name]) for name in names]
                 lines.append([*rates, *(score_text(point[stage]) for stage in stages), "chosen" * point["chosen"]])
             seeds = ", ".join(map(str, found["seeds"]))
             parts.append(f"{display_name(method)}, validation accuracy over samples (seeds {seeds}):")

@@ -2,15 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 from support import allow_parts, encoded, images, write_table
 from typer.testing import CliRunner
 
+from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.cli import app as cli
 from pfedhn.data.catalogue import DATASETS
 from pfedhn.experiments import directory as directory_module
+from pfedhn.experiments.build import build_algorithm
 from pfedhn.experiments.paper import BEYOND_THE_PAPER, CIFAR10, EXPERIMENTS
 
 ROWS_OF_A_CLASS = {"train": 30, "test": 10}
@@ -85,3 +88,20 @@ def test_budgets_are_the_papers() -> None:
             assert cell.pretrain == ("fedavg" if cell.method == "lg-fedavg" else None)
     of_mnist = {"fedavg", "per-fedavg", "pfedme", "pfedhn"}
     assert {cell.method for cell in EXPERIMENTS["table1-mnist"].cells} == of_mnist | set(BEYOND_THE_PAPER)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "expected"),
+    [
+        ("table1-cifar10", (("last",), 0.1, 13, 3)),
+        ("table1-mnist", (("last",), 0.1, 13, 1)),
+        ("table1-cifar100", ((), 1.0, 64, 1)),
+        ("table1-omniglot", ((), 1.0, 64, 1)),
+    ],
+)
+def test_pfedhn_shared_is_as_it_was_chosen_for_each_data_set(experiment: str, expected: tuple[Any, ...]) -> None:
+    cells = [cell for cell in EXPERIMENTS[experiment].cells if cell.method == "pfedhn-shared"]
+    (cell,) = (cell for cell in cells if cell.clients == 50)
+    found = build_algorithm(cell.method, cell.settings).for_clients(50)
+    assert isinstance(found, PFedHN)
+    assert (found.fixed_layers, found.embedding_scale, found.embedding_dim, found.num_hidden) == expected

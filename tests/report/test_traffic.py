@@ -74,6 +74,7 @@ def test_the_best_that_communicate_are_drawn_and_who_adapts_is_a_mark() -> None:
     methods = ["fedper", "pfedme", "pfedhn", "pfedhn-pc", "pfedhn-plus", "ditto", "fedrep", "fedala", "apfl", "fedbabu"]
     entries = [entry(name, [0.1, 0.7, 0.8 + number / 100]) for number, name in enumerate(methods)]
     entries[-1] = entry("fedbabu", [0.1, 0.3, 0.9], unadapted=SimpleNamespace())
+    entries[-1] = replace(entries[-1], curves={0: curve([0.1, 0.3, 0.4], [0.1, 0.3, 0.4])})
     worst, alone = entry("fedavg", [0.1, 0.2, 0.3]), entry("local", [0.1, 0.7, 0.95], megabytes=0)
     report = Report("t", [worst, alone, *entries])
     best = [other.label for other in best_of(report, COLUMN)]
@@ -84,7 +85,8 @@ def test_the_best_that_communicate_are_drawn_and_who_adapts_is_a_mark() -> None:
     marks = [line for line in axes.lines if line.get_marker() == "D"]
     assert [(list(mark.get_xdata()), list(mark.get_ydata())) for mark in marks] == [([12.0], [90.0])]
     ends = [list(line.get_ydata())[-1] for line in axes.lines if line not in marks and len(line.get_xdata()) > 1]
-    assert 90.0 in ends  # it has a line too: of what it is before
+    assert 40.0 in ends  # it has a line too: of what it is before
+    assert 90.0 not in ends
     widths = sorted(line.get_linewidth() for line in axes.lines if line not in marks)
     assert widths[-2:] == [1.6, 3.0]  # one is emphasized
     texts = [text.get_text() for text in axes.texts]

@@ -99,7 +99,8 @@ ALGORITHMS: dict[str, Method] = {
         "pFedHN-S",
         PFedHN,
         settings=PLUS | FINE_TUNED | ON_SHARED,
-        summary="pFedHN+-FT on top of a shared model, which is what all clients train from.",
+        summary="pFedHN+-FT on top of a shared model, which is what all clients train from; embeddings are standard "
+        "normal at first.",
         grid=SHARED_GRID,
         color="#F2814B",
         dash=(0, (9, 1.5)),

@@ -117,7 +117,7 @@ def embedding_dim(given: int | None, num_clients: int, descriptor_dim: int | Non
     """
     if is_fixed and given and descriptor_dim not in (None, given):
         raise UserError(
-            f"embedding_dim is {given}, but the federation describes a client by {descriptor_dim} numbers; leave "
-            "embedding_dim out."
+            f"embedding_dim is {given}, but the federation describes a client by {descriptor_dim} numbers; set "
+            'embedding_dim to None ("none" in a file), which takes as many.'
         )
     return given or (descriptor_dim if is_fixed else min(int(1 + num_clients / 4), 64))

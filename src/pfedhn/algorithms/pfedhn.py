@@ -68,7 +68,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     rank: int = 4  # rank of what a low-rank head adds to a matrix
     chunk_size: int = 2_000  # weights that a chunked head generates at a time
     embedding: Literal["trained", "fixed"] = "trained"  # "fixed": the federation's descriptors, or class shares
-    embedding_dim: int | None = None  # length of an embedding; int(1 + clients / 4), at most 64, by default
+    embedding_dim: int | None = None  # length of an embedding; none: int(1 + clients / 4), at most 64
     hidden_dim: int = 100  # width of the hypernetwork's trunk
     num_hidden: Annotated[int, Bounds(0, 1_000)] = 3  # [ReLU, Linear] pairs after the trunk's first layer
     linear: bool = False  # h(v; W) = W v: no trunk, no bias

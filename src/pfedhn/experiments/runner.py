@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -209,9 +209,12 @@ def _turn(run: Generator[bool, None, Run], card: str) -> bool:
     """One more round of a run, queued on a stream of its own; whether the run waits for others to be compiled."""
     try:
         return next(run)
+    except StopIteration:
+        raise
     except BaseException:
-        # What it holds goes with the error. One that failed or was stopped may have rounds in line that still use it.
-        _wait_for(card)
+        # What a run holds is freed together with its error. Rounds that it has in line may still use it.
+        with suppress(RuntimeError):  # of the two errors, the run's own says more
+            _wait_for(card)
         raise
 
 

@@ -85,7 +85,7 @@ def pairs(
 ) -> list[list[str]]:
     """A table of a column: each method's rank and how far it is from the best, best first.
 
-    Where some methods have three seeds, the best is one of them, and others have no rank.
+    Where some methods have three seeds, the best is one of them, and methods with fewer have no rank.
 
     Empty where there is nothing to compare: one method alone, or fewer than two seeds that two methods share.
 
@@ -139,8 +139,8 @@ def interval_text(found: Difference | None, sign: int = 1, digits: int = 2) -> s
 
 PAIRS_ARE = (
     "differences are taken seed by seed, on the same splits; if the interval contains zero, the seeds cannot tell the "
-    "two methods apart. Rank: the mean place over the seeds that all methods have; one with fewer than three seeds "
-    "has none where others have three, and no other is compared with it."
+    "two methods apart. Rank: the mean place over the seeds that all methods have. Where others have three seeds, a "
+    "method with fewer has no rank, and is not what they are compared with."
 )
 
 
