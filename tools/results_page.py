@@ -246,10 +246,9 @@ different](fidelity.md#our-stronger-recipe)), and baselines that the paper does 
 
 SUMMARY_TABLE = """\
 Test accuracy of each client's own model on its own test examples, in percent, averaged over clients, at the round
-chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the same splits for all methods. Columns are
-data sets and numbers of clients. **Bold**: the best with three seeds, and what all seeds that both have (three to six)
-cannot tell from it: the 95 % interval of the paired difference contains zero. FT: with 50 SGD steps of each client's
-own before the test. Empty: not run."""
+chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the same splits for all methods. **Bold**: the
+best with three seeds, and what all seeds that both have (three to six) cannot tell from it: the 95 % interval of the
+paired difference contains zero. FT: with 50 SGD steps of each client's own before the test. Empty: not run."""
 
 SUMMARY_STRONGER = """\
 Our two recipes against the best method that is not ours, seed by seed over all seeds that both have, in points with
