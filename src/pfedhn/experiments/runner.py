@@ -149,15 +149,17 @@ def run_many(
                     with _using(card_of[name]):
                         if run is not None:
                             going[name] = start(directory, experiment, run, options, listen, stop, card)
-                        is_waiting = _turn(going[name], card_of[name])
+                        is_waiting = next(going[name])  # a round, queued on a stream of its own
                     (waiting.add if is_waiting else waiting.discard)(name)
                     continue
                 except StopIteration as end:
                     queue.end(name, end.value.result)
                 except KeyboardInterrupt:  # it wrote its checkpoint; the others have yet to write theirs
+                    _wait_for(card_of[name])
                     if not stop.is_set():
                         raise
                 except Exception as error:
+                    _wait_for(card_of[name])
                     queue.end(name, failure(error, directory / name))
                 going.pop(name, None)
                 waiting.discard(name)
@@ -205,22 +207,11 @@ def _num_rounds(cell: Cell) -> float:
     return cell.steps / (size if algorithm.communicates else cell.clients)
 
 
-def _turn(run: Generator[bool, None, Run], card: str) -> bool:
-    """One more round of a run, queued on a stream of its own; whether the run waits for others to be compiled."""
-    try:
-        return next(run)
-    except StopIteration:
-        raise
-    except BaseException:
-        # What a run holds is freed together with its error. Rounds that it has in line may still use it.
-        with suppress(RuntimeError):  # of the two errors, the run's own says more
-            _wait_for(card)
-        raise
-
-
 def _wait_for(card: str) -> None:
+    """What a run holds is freed together with its error. Rounds that it has in line on a GPU may still use it."""
     if card.startswith("cuda"):
-        torch.cuda.synchronize(card)
+        with suppress(RuntimeError):  # of the two errors, the run's own says more
+            torch.cuda.synchronize(card)
 
 
 def _give_memory_back(device: str) -> None:
