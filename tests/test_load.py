@@ -407,6 +407,9 @@ def test_a_damaged_checkpoint_is_passed_over_or_said(copied: Path, caplog: pytes
 def test_a_run_that_has_not_got_far_enough(copied: Path) -> None:
     for file in copied.glob("checkpoint-*"):
         file.unlink()
+    with pytest.raises(UserError, match="holds a result and no model"):
+        pfedhn.load(copied)
+    (copied / "result.json").unlink()
     with pytest.raises(UserError, match="holds no checkpoint yet; wait until"):
         pfedhn.load(copied)
 

@@ -1329,6 +1329,10 @@ def load(
     for sentence in stored.refused:
         logger.warning(sentence)
     if stored.state is None or stored.state.best is None:
+        if read_result(path, spec) is not None:
+            raise UserError(
+                f"{path} holds a result and no model, as every run of a tuning does; train it again in another folder."
+            )
         raise UserError(f"{path} holds no checkpoint yet; wait until its run has written one.")
     history = [from_json(Moment, table) for table in stored.history]
     origin = Origin(spec.name, spec.method.name, cell=spec.cell or {}, dataset=spec.data.name)

@@ -316,6 +316,8 @@ def test_tune_writes_the_table_the_record_and_rates_that_run_then_uses() -> None
     assert result["validation"]["sample_mean"] == good[0]["finals"]["score"]
     with_models = {file.parent.name for file in Path("runs/mine-tuning").glob("*/*/checkpoint-*")}
     assert with_models == {"fedavg-digits-6-local_lr=1e_30-seed0"}  # what diverged may go on; of others none is used
+    with pytest.raises(UserError, match="holds a result and no model, as every run of a tuning does"):
+        run_module.load(result_file.parent)
 
     chosen = {"fedavg": best["rates"], "lg-fedavg": best["rates"]}
     assert read_rates(Path("runs/mine-tuning/rates.toml")) == read_rates(Path("mine.rates.toml")) == {"mine": chosen}

@@ -58,7 +58,7 @@ def tune(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where the runs are kept.", show_default="runs/NAME-tuning")
+        Path | None, typer.Option("--out", help="Where its results are kept.", show_default="runs/NAME-tuning")
     ] = None,
     jobs: JobsOption = None,
     on: OnOption = None,
