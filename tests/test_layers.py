@@ -35,6 +35,8 @@ def test_layers_that_cannot_be_are_refused() -> None:
     target = model("conv")
     with pytest.raises(UserError, match="global_layers names the layer 'fc9', which conv does not have"):
         assign_roles(target, rest="personal", settings={"shared": "global_layers"}, shared=("fc9",))
+    with pytest.raises(UserError, match=r"fixed_layers = 'last' does not fit; .* such as \['last'\]"):
+        assign_roles(target, rest="shared", settings={"frozen": "fixed_layers"}, frozen="last")
     with pytest.raises(UserError, match="is named as personal and as frozen"):
         assign_roles(target, rest="shared", personal=("out",), frozen=("out",))
     with pytest.raises(UserError, match="nothing is left to generate or to share"):

@@ -50,6 +50,8 @@ def assign_roles(model: Model, rest: Role, settings: Mapping[str, str] | None = 
 
 def _parameters(model: Model, layers: Sequence[str], setting: str) -> list[str]:
     """The parameters that belong to the named layers, e.g. "fc3" -> ["fc3.weight", "fc3.bias"]."""
+    if isinstance(layers, str):
+        raise UserError(f"{setting} = {layers!r} does not fit; it must be a list of layers, such as [{layers!r}].")
     chosen: list[str] = []
     for layer in layers:
         layer = last_layer(model) if layer == "last" else layer
