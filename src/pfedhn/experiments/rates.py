@@ -48,11 +48,10 @@ def read_rates(file: Path) -> dict[str, Rates]:
 
 
 def rates_for(experiment: str, file: Path, stand_in: str | None = None) -> Rates:
-    """The rates of one experiment, or of the one whose rates it takes if it has none of its own."""
+    """The rates of one experiment; a method that it has none for takes those of the one that stands in."""
     table = read_rates(file)
-    for name in (experiment, stand_in):
-        if name in table:
-            return table[name]
+    if experiment in table or stand_in in table:
+        return table.get(stand_in or experiment, {}) | table.get(experiment, {})
     held = f"it holds {', '.join(map(repr, table))}" if table else "it is empty"
     raise UserError(f"{file} has no rates for {experiment!r}; {held}.")
 
