@@ -225,11 +225,19 @@ def column_name(column: Column) -> str:
     return f"{NAMES[column[0]]}, {column[1]}"
 
 
+def _in_order(labels: Sequence[str]) -> list[str]:
+    """Our rows in our order, wherever the first table that has one puts it; all others as they come."""
+    ours = [label for label in STRONGER if label in labels]
+    return [label for label in labels if label not in ours] + ours
+
+
 def grouped(labels: Sequence[str], cells: Callable[[str], list[str]]) -> list[list[str]]:
     """A line for each method, under headings that say whose recipe it is."""
     lines = []
     for heading, methods in GROUPS.items():
-        mine = [[display_name(label), *cells(label)] for label in labels if label.partition(" ")[0] in methods]
+        mine = [
+            [display_name(label), *cells(label)] for label in _in_order(labels) if label.partition(" ")[0] in methods
+        ]
         if mine:
             lines += [[f"*{heading}:*", *([""] * (len(mine[0]) - 1))], *mine]
     return lines
@@ -251,14 +259,12 @@ best with three seeds, and what all seeds that both have (three to six) cannot t
 paired difference contains zero. FT: with 50 SGD steps of each client's own before the test. Empty: not run."""
 
 SUMMARY_STRONGER = """\
-Our two recipes against the best method that is not ours, seed by seed over all seeds that both have, in points with
-95 % intervals:"""
+Our two recipes minus the best method that is not ours, over all seeds that both have, in points with 95 % intervals:"""
 
 SUMMARY_END = """\
-The [log](results-log.md) has every cell with both averages, bytes, time, rates, commit, ranks and paired intervals,
-MNIST, the learning curves, what explains each difference from the paper, and how to rerun any number.
-`results/results.csv` in the repository has a line for every run. The paper's other experiments are on [their own
-page](paper.md)."""
+The [log](results-log.md) has every cell with both averages, bytes, time, rates, commit, ranks and intervals, MNIST,
+learning curves, what explains each difference from the paper, and how to rerun any number; `results/results.csv` has a
+line for every run. The paper's other experiments are on [their own page](paper.md)."""
 
 
 def leaders(report: Report, column: Column) -> set[str]:
@@ -357,7 +363,11 @@ def _said_of_stronger(
             f"- One of our rows is best, or tied with the best, in {ahead} of the {len(found)} {place}"
             + (f", behind it with every seed in {behind} of them" if behind else "")
             + (f"; {listed}" if (listed := _counts(every, found)) else "")
-            + (f" ({', '.join(map(display_name, missing))} yet to be run in some or all)." if missing else ".")
+            + (
+                f" ({', '.join(map(display_name, missing))} yet to be run in some or all)."
+                if missing and is_shown
+                else "."
+            )
         )
     gains = {
         (mine, theirs): [
@@ -367,6 +377,7 @@ def _said_of_stronger(
             if report.title in shown and (gap := _paired(report, column, mine, theirs)) is not None and gap.ends
         ]
         for mine, theirs in STRONGER.items()
+        if not mine.endswith("-ft")  # the same training
     }
     parts = [
         f"{display_name(mine)} minus {display_name(theirs)} is {min(found):+.1f} to {max(found):+.1f} points, one "
@@ -409,7 +420,7 @@ def stronger_table(every: Sequence[Report]) -> list[list[str]]:
     """A line for each column in which a recipe of ours was run: how far each is from the best method that is not."""
     lines = [["column", "the best other"]]
     for mine in RECIPES:
-        lines[0] += [f"{display_name(mine)} minus it", "interval"]
+        lines[0] += [display_name(mine), "interval"]
     for report in every:
         for column in report.columns:
             entries = [entry for entry in compared(report).in_column(column) if entry.results]

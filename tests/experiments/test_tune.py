@@ -482,18 +482,19 @@ def test_mnist_takes_the_rates_of_cifar10_unless_it_has_its_own(
     file = tmp_path / "rates.toml"
     monkeypatch.setattr(paper, "RATES_FILE", file)
 
-    def rates_of(name: str) -> set[Any]:
+    def rates_of(name: str, method: str = "fedavg") -> set[Any]:
         tuned: Callable[[Experiment], Experiment] = paper._tuned
-        return {cell.settings.get("local_lr") for cell in tuned(EXPERIMENTS[name]).cells if cell.method == "fedavg"}
+        return {cell.settings.get("local_lr") for cell in tuned(EXPERIMENTS[name]).cells if cell.method == method}
 
     file.write_text("")
     plain = rates_of("table1-mnist")
-    save_rates(file, "table1-cifar10", {"fedavg": {"local_lr": 0.25}, "local": {"local_lr": 0.125}})
+    save_rates(file, "table1-cifar10", {"fedavg": {"local_lr": 0.25}, "per-fedavg": {"local_lr": 0.125}})
     assert rates_of("table1-cifar10") == rates_of("table1-mnist") == {0.25}
     assert rates_of("table1-cifar100") != {0.25}
     assert plain != {0.25}
     save_rates(file, "table1-mnist", {"fedavg": {"local_lr": 0.5}})
     assert rates_of("table1-mnist") == {0.5}
+    assert rates_of("table1-mnist", "per-fedavg") == {0.125}  # method by method
 
 
 def test_nothing_is_chosen_without_validation_examples() -> None:

@@ -509,7 +509,7 @@ def test_the_page_is_what_the_command_makes() -> None:
     }
     for file, text in made.items():
         assert file.read_text() == text, f"`make results` writes {file.name} anew"
-    assert len(made[ROOT / "docs" / "results.md"].split()) < 1_500  # a short page, tables counted in
+    assert len(made[ROOT / "docs" / "results.md"].split()) < 1_600  # a short page, tables counted in
     block = generator.readme_block(reports, generator.read_ladder(results))
     assert generator.README_BLOCK.findall((ROOT / "README.md").read_text()) == [block]
     pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "figures").glob("results-*.*")}
