@@ -1,12 +1,25 @@
 """The schema of results: what is written is read again, old words too, and what does not fit is named."""
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from pfedhn.result import Cost, Curve, Environment, Measures, Moment, Result, SchemaError, Scores, from_json, to_json
+from pfedhn.result import (
+    Cost,
+    Curve,
+    Environment,
+    Measures,
+    Moment,
+    Result,
+    SchemaError,
+    Scores,
+    SplitScores,
+    from_json,
+    to_json,
+)
 
 SCORES = Scores(0.5, 6, 0.75, 2 / 3, (1, 3), (2, 4))
 RESULT = Result(
@@ -57,6 +70,20 @@ def test_old_words_are_read() -> None:
         table[split]["rows"] = table[split].pop("examples")
     table["test"]["client_rows"] = table["test"].pop("client_examples")
     assert from_json(Result, table) == RESULT
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_used"), [(0.5, 0.6, True), (0.5, 0.5, True), (0.6, 0.5, False), (math.nan, math.nan, True)]
+)
+def test_a_run_has_the_models_that_validation_prefers(before: float, after: float, is_used: bool) -> None:
+    """Runs of earlier versions have those after the clients' own steps in any case."""
+    first, last = (Scores(1.0, 4, score, score, (2,), (4,)) for score in (before, after))
+    result = replace(RESULT, validation=last, test=last, unadapted=SplitScores(first, first))
+    today = result.as_validation_has_it()
+    assert (today is result) is is_used
+    assert today.test is (last if is_used else first)
+    assert today.adapted == (None if is_used else SplitScores(last, last))
+    assert today.as_validation_has_it() is today
 
 
 def test_unknown_keys_are_passed_over() -> None:

@@ -123,7 +123,8 @@ def _before_fine_tuning(
         (cell,) = (cell for cell in experiment.cells if (cell.method, cell.clients) == (method, clients))
         run, before = experiment.run_of(cell, result.seed), {**result.settings, "adaptation_steps": 0}
         assert not _are_other_defaults(cell, before), run.name
-        served = {"validation": result.unadapted.validation, "test": result.unadapted.test, "unadapted": None}
+        served: dict[str, Any] = {"validation": result.unadapted.validation, "test": result.unadapted.test}
+        served |= {"unadapted": None, "adapted": None}
         found[run.name] = (
             replace(result, name=run.name, cell=asdict(run.cell), settings=before, **served),
             curves[name],
@@ -256,7 +257,8 @@ SUMMARY_TABLE = """\
 Test accuracy of each client's own model on its own test examples, in percent, averaged over clients, at the round
 chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the same splits for all methods. **Bold**: the
 best with three seeds, and what all seeds that both have (three to six) cannot tell from it: the 95 % interval of the
-paired difference contains zero. FT: with 50 SGD steps of each client's own before the test. Empty: not run."""
+paired difference contains zero. FT: with 50 SGD steps of each client's own before the test, which
+are not used if they make validation worse; so does pFedHN-S. Empty: not run."""
 
 SUMMARY_STRONGER = """\
 Our two recipes minus the best method that is not ours, over all seeds that both have, in points with 95 % intervals:"""

@@ -62,7 +62,10 @@ class Algorithm(Protocol[Shared, Row, Private]):
     statistics_batches: int = 0
     """Minibatches from which a client makes its statistics anew before its model is used; 0 uses the running ones."""
     adaptation_steps: int = 0
-    """Steps that a client takes by itself from its model of the chosen round, before that is used; nothing is sent."""
+    """Steps that a client takes by itself from its model of the chosen round, before that is used; nothing is sent.
+
+    They are not used if they make the clients' validation score worse.
+    """
 
     @property
     @abstractmethod

@@ -5,7 +5,7 @@ Every class here is written by `to_json` and read by `from_json`, which also kno
 
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pfedhn.errors import UserError
@@ -175,8 +175,8 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Unadapted:
-    """What clients scored at the chosen round before their own adaptation steps."""
+class SplitScores:
+    """What clients scored at the chosen round, before or after their own adaptation steps."""
 
     validation: Scores
     test: Scores
@@ -220,7 +220,8 @@ class Result:
     command: str
     environment: Environment
     pretrain: Cost | None = None
-    unadapted: Unadapted | None = None  # where clients adapt; `validation` and `test` are then what they score after it
+    unadapted: SplitScores | None = None  # where clients adapt: before their steps
+    adapted: SplitScores | None = None  # after them, where these are not used, since they did not help on validation
     digests: Mapping[str, str] | None = None  # names for all that the run was made of
     history: str | None = None  # the digest of the last line of metrics.jsonl
     clients: Clients | None = None  # earlier versions did not say who they are
@@ -228,3 +229,14 @@ class Result:
     def __post_init__(self) -> None:
         if self.test.clients is None or self.test.client_examples is None:
             raise SchemaError("'test' is not whole")
+
+    def as_validation_has_it(self) -> "Result":
+        """With the clients' models before their own steps, if these made them worse on validation.
+
+        Runs of earlier versions have those after the steps in any case.
+        """
+        before = self.unadapted
+        if before is None or self.adapted is not None or not before.validation.score > self.validation.score:
+            return self
+        after = SplitScores(self.validation, self.test)
+        return replace(self, validation=before.validation, test=before.test, adapted=after)

@@ -76,7 +76,7 @@ from pfedhn.record import (
     write_result,
 )
 from pfedhn.reference import Code
-from pfedhn.result import Clients, Moment, Result, Scores, Unadapted, from_json, to_json
+from pfedhn.result import Clients, Moment, Result, Scores, SplitScores, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import check_seed, checked_method, whole_number
 from pfedhn.stopping import Abandoned, stop_on_signal
@@ -257,13 +257,20 @@ class Run:
     def accuracy(self) -> NDArray[numpy.float64]:
         """[clients]: test accuracy of each client's own model at the chosen round; NaN where it has no examples.
 
-        If clients adapt their model before they use it, this is the accuracy after that.
+        If clients adapt their model before they use it, this is the accuracy after that, unless it is worse on
+        validation: then they use it as it is.
         """
         test = scores_of(self.chosen.splits["test"]) if self.result is None else self.result.test
         sums = numpy.array(test.clients, dtype=float) * (1 if test.has_accuracy else -1)
         with numpy.errstate(invalid="ignore"):
             values: NDArray[numpy.float64] = sums / numpy.array(test.client_examples)
         return values
+
+    @property
+    def adapts(self) -> bool:
+        """Whether clients take adaptation steps before they use their models: those of a method that has some, unless
+        all clients together were worse on validation after them."""
+        return self.simulation.algorithm.adaptation_steps > 0 and (self.result is None or self.result.adapted is None)
 
     @property
     def epsilon(self) -> NDArray[numpy.float64]:
@@ -318,7 +325,7 @@ class Run:
         if data is not None:
             simulation = replace(simulation, federation=with_examples(simulation.federation, place, data))
         number = self.state.round if last else self.chosen.round
-        return simulation.personal_weights(memories, model, place, number)
+        return simulation.personal_weights(memories, model, place, number, self.adapts)
 
     def personal_model(
         self, client: int | str, last: bool = False, architecture: str | None = None, data: Arrays | None = None
@@ -641,9 +648,10 @@ class Run:
         joining = simulation.joining(data, self.memories(last), max(rounds, 1), key)
         state = _joined_state(joining, rounds)
         assert state.best is not None
-        chosen, adapts = state.best.evaluation, simulation.algorithm.adaptation_steps > 0
+        chosen = state.best.evaluation
+        adapts = self.adapts if "adaptation_steps" not in settings else simulation.algorithm.adaptation_steps > 0
         splits = scores_of_adapted(joining, state.best) if adapts else chosen.splits
-        return NewClients(joining, state.best.memories, splits, chosen.round, dict(settings))
+        return NewClients(joining, state.best.memories, splits, chosen.round, adapts, dict(settings))
 
     def _with_settings(self, settings: Mapping[str, Any]) -> Simulation:
         algorithm: Any = self.simulation.algorithm
@@ -774,6 +782,7 @@ class NewClients:
     memories: Memories
     splits: dict[str, SplitResult]
     round: int  # of joining, chosen on the validation examples of all of them
+    adapts: bool = False  # whether they take the method's adaptation steps, as the clients that were there do
     settings: dict[str, Any] = field(default_factory=dict)  # of the method while they joined: as given, or as chosen
     tried: Tried = field(default_factory=list)  # what they were chosen among
 
@@ -785,7 +794,8 @@ class NewClients:
     def personal_weights(self, client: int | str) -> Params:
         """The weights of a client's own model."""
         place = self.simulation.federation.number_of(client)
-        return self.simulation.personal_weights(self.memories, self.simulation.model_of(place), place, self.round)
+        model = self.simulation.model_of(place)
+        return self.simulation.personal_weights(self.memories, model, place, self.round, self.adapts)
 
     def personal_model(self, client: int | str) -> nn.Module:
         """A plain module with this client's weights, in evaluation mode.
@@ -858,9 +868,9 @@ def _result(run: Run, digests: Mapping[str, str] | None = None, history: str | N
     unadapted = None
     if simulation.algorithm.adaptation_steps:
         assert state.best is not None
-        unadapted, adapted = Unadapted(validation, test), scores_of_adapted(simulation, state.best)
+        unadapted, adapted = SplitScores(validation, test), scores_of_adapted(simulation, state.best)
         validation, test = (scores_of(adapted[split]) for split in EVALUATED_SPLITS)
-    return Result(
+    result = Result(
         origin.name,
         origin.experiment,
         to_json(origin.cell),
@@ -880,10 +890,11 @@ def _result(run: Run, digests: Mapping[str, str] | None = None, history: str | N
         environment(simulation.federation.x.device),
         origin.pretrain,
         unadapted,
-        digests,
-        history,
-        _clients(run),
+        digests=digests,
+        history=history,
+        clients=_clients(run),
     )
+    return result.as_validation_has_it()
 
 
 def _clients(run: Run) -> Clients | None:

@@ -42,6 +42,7 @@ from pfedhn.deploy.server import Arrival, Policy, Server, _check_scores
 from pfedhn.deploy.signing import new_key, opened, sealed
 from pfedhn.deploy.state import Rules, Store
 from pfedhn.deploy.wire import TYPES, Message, WireError, from_envelope, is_finite, unpacked
+from pfedhn.engine.rounds import scores_of_adapted
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.engine.transform import TRANSFORMS
@@ -80,11 +81,54 @@ def test_batch_statistics_travel_or_stay(algorithm: FedAvg, tmp_path: Path) -> N
 
 def personal_at_best(simulation: Simulation, state: State) -> list[Any]:
     assert state.best is not None
-    best, federation = state.best, simulation.federation
+    best, federation, is_adapted = state.best, simulation.federation, False
+    if simulation.algorithm.adaptation_steps:
+        after = scores_of_adapted(simulation, best)["validation"].score
+        is_adapted = after >= best.evaluation.splits["validation"].score
     return [
-        simulation.personal_weights(best.memories, simulation.model_of(client), client, best.evaluation.round)
+        simulation.personal_weights(
+            best.memories, simulation.model_of(client), client, best.evaluation.round, is_adapted
+        )
         for client in range(federation.num_clients)
     ]
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_steps_that_make_parties_worse_on_validation_are_not_used(
+    is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FedAvg, "adapt", lambda self, model, weights, batches: {k: 0 * v for k, v in weights.items()})
+    simulation = simulation_of(FedAvg(local_steps=3, local_lr=0.1, adaptation_steps=2), rounds=4, cohort=2)
+    expected = simulated(simulation)
+    group = Group(simulation, tmp_path)
+    whole, killed = Store.commit, []
+
+    def commit(store: Store, state: Any, table: Any, message: bytes = b"") -> None:
+        if is_killed and table["kind"] == "judge" and not killed:
+            killed.append(table)
+            raise Killed
+        whole(store, state, table, message)
+
+    monkeypatch.setattr(Store, "commit", commit)
+    try:
+        group.server.run()
+    except Killed:
+        group.transport._waiting.clear()
+        group.new_server().run()
+    assert len(killed) == is_killed
+    assert_simulated(group, expected)
+    assert [event["is_adapted"] for event in group.said("judged")] == [False]
+    for client, weights in enumerate(personal_at_best(simulation, expected)):
+        party = group.parties[f"party-{client}"]
+        mine = party.personal_model().state_dict()
+        assert any(bool(value.any()) for value in weights.values())
+        assert_close({name: mine[name] for name in weights}, weights)
+        assert group.server.state.best is not None
+        assert group.server.state.final is not None
+        assert group.server.state.final[party.name] == group.server.state.best.results[party.name]
+    assert not group.said("refused")
+    late = group.new_server()  # what was decided is on the disk
+    assert late.state.is_adapted is False
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def test_adaptation_is_the_clients_own_sgd(federation: Federation, method: str) 
     simulation = simulate(spec, federation, rounds=6, cohort=2)
     state = finish(simulation)
     client, algorithm = 3, simulation.algorithm
-    found = simulation.personal_weights(state.memories, simulation.model_of(client), client, state.round)
+    found = simulation.personal_weights(state.memories, simulation.model_of(client), client, state.round, True)
 
     start = personal(simulation, state)[client]
     count = algorithm.num_personalize_batches
@@ -146,6 +146,36 @@ def test_a_run_is_chosen_unadapted_and_judged_adapted(tmp_path: Path) -> None:
         loaded.personal_model(0)
     own = federation.splits["train"].of(0)
     assert_same_bits(loaded.personal_weights(0, data=(federation.x[own], federation.y[own])), tuned.personal_weights(0))
+
+
+def test_steps_that_make_clients_worse_on_validation_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = torch.randn(400, 8, generator=torch.Generator().manual_seed(0)), torch.arange(400) % 4
+    x = x + y[:, None]
+    federation = Federation.from_arrays(x, y, partition=pfedhn.dirichlet(100.0, num_clients=8))
+    common = {"steps": 30, "evaluate_every": 10, "progress": False, "batch_size": 8}
+    plain = pfedhn.train(FedAvg(local_lr=0.1), federation, network, **common)
+    monkeypatch.setattr(FedAvg, "adapt", lambda self, model, weights, batches: {k: 0 * v for k, v in weights.items()})
+    tuned = pfedhn.train(
+        FedAvg(local_lr=0.1, adaptation_steps=20), federation, network, directory=tmp_path / "run", **common
+    )
+    assert plain.result is not None
+    assert tuned.result is not None
+    assert tuned.result.adapted is not None
+    assert tuned.result.adapted.validation.score < tuned.result.validation.score == plain.result.validation.score
+    assert tuned.result.unadapted is not None
+    assert tuned.result.test == tuned.result.unadapted.test == plain.result.test
+    assert not tuned.adapts
+    assert_same_bits(tuned.personal_weights(0), plain.personal_weights(0))
+    loaded = pfedhn.load(tmp_path / "run")
+    assert loaded.accuracy.tolist() == tuned.accuracy.tolist() == plain.accuracy.tolist()
+    assert_same_bits(loaded.personal_weights(0), plain.personal_weights(0))  # and no examples are asked for
+    rows = (y < 2).nonzero()[:60, 0]
+    given = {"rounds": 2, "split": (0.5, 0.2, 0.3)}
+    assert_same_bits(
+        tuned.add_client(x[rows], y[rows], **given).weights, plain.add_client(x[rows], y[rows], **given).weights
+    )
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from pfedhn.report.figures import figures_of
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs, export, read, read_file, to_line, without_folders
 from pfedhn.report.tables import grid, to_csv, to_latex, to_markdown
-from pfedhn.result import Cost, Curve, Environment, Measures, Moment, Result, Scores, Unadapted
+from pfedhn.result import Cost, Curve, Environment, Measures, Moment, Result, Scores, SplitScores
 
 ROOT = Path(__file__).parents[2]
 COMMON = Cell(clients=5, model="mlp-4", steps=6, cohort_size=2, evaluate_every=2, settings={"local_steps": 1})
@@ -582,9 +582,18 @@ def test_a_tie_of_ours_that_is_behind_with_every_seed_is_called_so(tmp_path: Pat
         assert ("behind it with every seed in 1 of them" in text) is is_behind
 
 
+def test_stored_runs_have_the_models_that_validation_prefers() -> None:
+    (runs,) = read_file(ROOT / "results" / "table1-cifar100.jsonl")
+    judged = [result for result in runs.results.values() if result.unadapted is not None]
+    assert {result.adapted is None for result in judged} == {True, False}
+    for result in judged:
+        assert result.unadapted is not None
+        assert result.validation.score >= result.unadapted.validation.score
+
+
 def test_a_seed_without_a_run_has_what_the_fine_tuned_form_had_before(tmp_path: Path) -> None:
     before = Scores(0.5, 100, 0.5, 0.5, (25, 25), (50, 50))
-    tuned = pretended({"pfedhn-plus-ft": {0: 90.0}, "fedavg-ft": {0: 80.0}}, unadapted=Unadapted(before, before))
+    tuned = pretended({"pfedhn-plus-ft": {0: 90.0}, "fedavg-ft": {0: 80.0}}, unadapted=SplitScores(before, before))
     (report,) = generator.read_results(stored(tmp_path, tuned))[:1]
     found = {entry.label: entry.results for entry in report.entries if entry.results}
     assert {label: results[0].test.client_mean for label, results in found.items()} == {

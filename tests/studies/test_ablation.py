@@ -8,7 +8,7 @@ import pytest
 
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.report.results import Runs, read_file, to_line
-from pfedhn.result import Curve, Environment, Measures, Result, Scores, Unadapted
+from pfedhn.result import Curve, Environment, Measures, Result, Scores, SplitScores
 from pfedhn.studies import STUDIES, findings
 from pfedhn.studies.ablation import HIGHER_RATE, LADDER, LEFT_OUT, RECIPES, Recipe, cell, recipes, signature
 
@@ -47,7 +47,7 @@ def runs_of(accuracies: dict[int, tuple[Recipe, float, float]], seeds: tuple[int
                     partition_sha256=str(run.seed),
                     command="pfedhn run ablation-cifar10",
                     environment=Environment("cuda: Abacus", 1),
-                    unadapted=Unadapted(before, before),
+                    unadapted=SplitScores(before, before),
                 )
     measures = Measures((0.5,), (0.5,))
     curves = {name: Curve((0,), measures, measures) for name in results}

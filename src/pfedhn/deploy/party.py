@@ -249,7 +249,8 @@ class Party:
             if file not in (self._evaluated(phase, number), self._evaluated(phase, -1 if chosen is None else chosen)):
                 file.unlink(missing_ok=True)
         if is_last:
-            table = {"phase": phase, "round": number, "architecture": self.architecture, "scores": scores}
+            table = {"phase": phase, "round": number, "architecture": self.architecture, "is_adapted": is_adapted}
+            table |= {"scores": scores}
             write_atomically(self.folder / "chosen.json", sealed_json(table), mode=0o600)
         self._note({"kind": "evaluate", "round": number, "phase": phase, "scores": scores, "is_last": is_last})
         values = {"round": number, "base": base, "phase": phase, "is_adapted": is_adapted, "is_last": is_last}
@@ -324,7 +325,7 @@ class Party:
         prefix = "received['"
         received = {name[len(prefix) : -2]: value for name, value in tensors.items() if name.startswith(prefix)}
         kept = filled("kept", self._first_contact(phase, received), tensors)
-        is_adapted = self.plan.algorithm.adaptation_steps > 0
+        is_adapted = chosen.get("is_adapted", self.plan.algorithm.adaptation_steps > 0)  # earlier versions did not say
         return self.model.with_weights(self._personal_weights(phase, number, received, kept, is_adapted))
 
     def _kept(self, phase: Phase, version: int | None, received: Params) -> Kept:

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -147,6 +147,7 @@ class Server:
         self.asked: dict[tuple[str, str], Asked] = {}
         self.scores: dict[str, Any] = {}  # of the evaluation that goes on
         self._to_test: list[str] = []  # who has not been asked yet in that evaluation
+        self._is_judging = False  # whether it is the one that decides on adaptation
         self.present: set[str] = set()
         self._layouts: dict[tuple[str, Phase], tuple[str, int]] = {}
         self.failed: set[str] = set()  # who will not answer in the round that is open
@@ -425,9 +426,10 @@ class Server:
             shared, number = state.tested.shared, state.tested.round
             row, base = state.tested.rows[member.name], state.tested.bases[member.name]
         weights = self.plan.exchange(member.phase).publish(model, shared, row)
-        is_adapted = is_last and self.plan.algorithm.adaptation_steps > 0
+        is_judged = is_last and self._is_judging and member.phase == "training"
         repeated = {
-            "round": number, "base": base, "phase": member.phase, "is_adapted": is_adapted, "is_last": is_last,
+            "round": number, "base": base, "phase": member.phase,
+            "is_adapted": is_last and state.is_adapted is not False, "is_last": is_last and not is_judged,
         }  # fmt: skip
         message = Message("evaluate", self.run_name, member.name, {**repeated, "best": best}, weights)
         self._ask(message, repeated)
@@ -599,7 +601,7 @@ class Server:
 
     def _scored(self, name: str, message: Message, asked: Asked) -> None:
         scores, member = message.values["scores"], self.state.members[name]
-        if not self.state.has_ended:
+        if not self.state.has_ended or (self._is_judging and member.phase == "training"):
             self.scores[name] = scores
         elif member.phase == "training" or member.has_joined:
             self._commit({"kind": "tell", "party": name, "scores": scores})
@@ -679,7 +681,7 @@ class Server:
     def _test_more(self) -> None:
         while self._to_test and self._has_room("evaluate"):
             if self._is_ready(name := self._to_test.pop(0)):
-                self._ask_to_evaluate(self.state.members[name])
+                self._ask_to_evaluate(self.state.members[name], is_last=self.state.has_ended)
 
     def _has_room(self, *kinds: str) -> bool:
         """Whether one more message of such kinds can be in memory."""
@@ -702,6 +704,9 @@ class Server:
 
     def _serve_the_ended(self) -> bool:
         """Tell parties which round was chosen, and let others join; whether anybody is waited for."""
+        if self.state.is_adapted is None and (ready := self._ready("training")):
+            self._judge_adaptation(ready)
+            return True
         for member in self._ready("training"):
             is_asked = member.is_told or (member.name, "evaluate") in self.asked
             if not is_asked and self._has_room("evaluate"):
@@ -718,6 +723,19 @@ class Server:
                 self._offer(member, member.round)
         self._collect()
         return any(self._is_ready(name) and not one.is_told for name, one in self.state.members.items())
+
+    def _judge_adaptation(self, ready: Sequence[Member]) -> None:
+        """Have parties test their models of the chosen round after adaptation, and decide once nobody is waited for."""
+        if not self._is_judging:
+            self.scores, self._to_test, self._is_judging = {}, [member.name for member in ready], True
+        self._test_more()
+        self._collect()
+        if self._to_test or any(kind == "evaluate" for _, kind in self.asked):
+            return
+        if self.scores:
+            self._commit({"kind": "judge", "results": self.scores})
+            self._say("judged", is_adapted=self.state.is_adapted)
+        self.scores, self._is_judging = {}, False
 
     # What is kept.
 

@@ -85,7 +85,8 @@ class State:
     evaluated: int = -1  # the last round that was
     tested: Chosen | None = None  # whose models are being tested, while training may go on
     best: Chosen | None = None
-    final: dict[str, Any] | None = None  # scores by party of the chosen round, after adaptation
+    is_adapted: bool | None = None  # whether parties adapt their models of it before use; None until that is decided
+    final: dict[str, Any] | None = None  # scores by party of the chosen round, as its model is used
     history: list[dict[str, Any]] = field(default_factory=list)
     bytes_down: int = 0
     bytes_up: int = 0
@@ -120,9 +121,15 @@ def _is_better(results: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
     """
     if score_of(results) is None:
         return score_of(best) is None
-    both = [name for name in results if name in best and results[name]["validation"][2] and best[name]["validation"][2]]
-    new, old = (score_of({name: found[name] for name in both}) for found in (results, best))
+    new, old = _scores_of_both(results, best)
     return new is None or old is None or new > old
+
+
+def _scores_of_both(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """The scores of two evaluations, of the parties that have validation scores in both."""
+    both = [name for name in one if name in other and one[name]["validation"][2] and other[name]["validation"][2]]
+    first, second = (score_of({name: found[name] for name in both}) for found in (one, other))
+    return first, second
 
 
 class Rules:
@@ -254,10 +261,19 @@ class Rules:
     def _end(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         state.has_ended = True
         state.final = {}
+        state.is_adapted = None if self.plan.algorithm.adaptation_steps else False
+
+    def _judge(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+        """Models of the chosen round were tested after adaptation, which is used unless it made them worse."""
+        assert state.best is not None
+        before, after = _scores_of_both(state.best.results, table["results"])
+        state.is_adapted = before is None or after is None or not before > after
 
     def _tell(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """A party knows which round was chosen, and has said how good its model of that round is."""
         assert state.final is not None
+        if state.is_adapted is None:  # as earlier versions told them
+            state.is_adapted = True
         state.members[table["party"]].is_told = True
         state.final[table["party"]] = table["scores"]
 

@@ -520,10 +520,19 @@ class Simulation:
         embeddings: Tensor = rows.embedding
         return embeddings
 
-    def personal_weights(self, memories: Memories, model: Model, client: int, number: int) -> Params:
-        """The weights that a client would use after round `number`, whose memories are given."""
+    def personal_weights(
+        self, memories: Memories, model: Model, client: int, number: int, is_adapted: bool = False
+    ) -> Params:
+        """The weights that a client would use after round `number`, whose memories are given.
+
+        Args:
+            memories: After that round.
+            model: The client's network.
+            client: Its place.
+            number: Of the round.
+            is_adapted: Whether it takes its own adaptation steps first.
+        """
         member = torch.tensor([client], device=self.federation.x.device)
-        is_adapted = self.algorithm.adaptation_steps > 0
         count, size = self.exchange.num_personal_batches(model, is_adapted), self.schedule.batch_size
         batches = self.federation.batches(member, self.personalize_key(number), count, size)
         kept = take(memories.private[model.name].take([client]), 0)

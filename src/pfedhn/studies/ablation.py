@@ -113,8 +113,9 @@ def both(found: Found, recipe: Recipe) -> Both | None:
     wanted = signature(cell(dataset_of(found.study.name), recipe))
     for entry in found.entries:
         if signature(entry.cell) == wanted:
-            adapted = {seed: result for seed, result in entry.results.items() if result.unadapted is not None}
-            served = {seed: replace(r, test=r.unadapted.test) for seed, r in adapted.items() if r.unadapted is not None}
+            found_both = {seed: result for seed, result in entry.results.items() if result.unadapted is not None}
+            served = {seed: replace(r, test=r.unadapted.test) for seed, r in found_both.items() if r.unadapted}
+            adapted = {seed: replace(r, test=(r.adapted or r).test) for seed, r in found_both.items()}
             return Both(replace(entry, results=served), replace(entry, results=adapted)) if adapted else None
     return None
 
