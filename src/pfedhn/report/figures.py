@@ -27,7 +27,7 @@ from pfedhn.report.entries import (
 from pfedhn.report.tables import sentence
 
 ADAPTED = " \N{BLACK DIAMOND}"
-ADAPTED_MEANS = "after the clients' own steps at the chosen round, unless validation fell; lines are before them"
+ADAPTED_MEANS = "after the clients' own steps, unless validation fell; lines are before them"
 
 
 def new_figure(width: float, height: float) -> Any:
