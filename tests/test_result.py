@@ -73,11 +73,20 @@ def test_old_words_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "is_used"), [(0.5, 0.6, True), (0.5, 0.5, True), (0.6, 0.5, False), (math.nan, math.nan, True)]
+    ("before", "after", "is_used"),
+    [
+        ((1.0, 0.5), (1.0, 0.6), True),
+        ((1.0, 0.5), (1.0, 0.5), True),
+        ((1.0, 0.6), (1.0, 0.5), False),
+        ((math.nan, math.nan), (math.nan, math.nan), True),  # nobody has validation examples
+        ((1.0, 0.5), (math.nan, 0.6), False),  # the steps diverged
+        ((1.0, None), (2.0, None), False),  # a task without accuracy
+        ((1.0, None), (math.nan, None), False),
+    ],
 )
-def test_a_run_has_the_models_that_validation_prefers(before: float, after: float, is_used: bool) -> None:
+def test_a_run_has_the_models_that_validation_prefers(before: Any, after: Any, is_used: bool) -> None:
     """Runs of earlier versions have those after the clients' own steps in any case."""
-    first, last = (Scores(1.0, 4, score, score, (2,), (4,)) for score in (before, after))
+    first, last = (Scores(loss, 4, score, score, (2,), (4,)) for loss, score in (before, after))
     result = replace(RESULT, validation=last, test=last, unadapted=SplitScores(first, first))
     today = result.as_validation_has_it()
     assert (today is result) is is_used

@@ -258,7 +258,8 @@ Test accuracy of each client's own model on its own test examples, in percent, a
 chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the same splits for all methods. **Bold**: the
 best with three seeds, and what all seeds that both have (three to six) cannot tell from it: the 95 % interval of the
 paired difference contains zero. FT: with 50 SGD steps of each client's own before the test, which
-are not used if they make validation worse; so does pFedHN-S. Empty: not run."""
+are not used if they make validation worse; so does pFedHN-S. On CIFAR-10 pFedHN+ and its FT form are separate runs,
+which differ by chance too. Empty: not run."""
 
 SUMMARY_STRONGER = """\
 Our two recipes minus the best method that is not ours, over all seeds that both have, in points with 95 % intervals:"""
@@ -365,11 +366,7 @@ def _said_of_stronger(
             f"- One of our rows is best, or tied with the best, in {ahead} of the {len(found)} {place}"
             + (f", behind it with every seed in {behind} of them" if behind else "")
             + (f"; {listed}" if (listed := _counts(every, found)) else "")
-            + (
-                f" ({', '.join(map(display_name, missing))} yet to be run in some or all)."
-                if missing and is_shown
-                else "."
-            )
+            + (f" ({', '.join(map(display_name, missing))} yet to be run in some or all)." if missing else ".")
         )
     gains = {
         (mine, theirs): [

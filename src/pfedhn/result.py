@@ -3,6 +3,7 @@
 Every class here is written by `to_json` and read by `from_json`, which also knows the words of earlier versions.
 """
 
+import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -236,7 +237,12 @@ class Result:
         Runs of earlier versions have those after the steps in any case.
         """
         before = self.unadapted
-        if before is None or self.adapted is not None or not before.validation.score > self.validation.score:
+        if before is None or self.adapted is not None or not _is_worse(self.validation, before.validation):
             return self
         after = SplitScores(self.validation, self.test)
         return replace(self, validation=before.validation, test=before.test, adapted=after)
+
+
+def _is_worse(after: Scores, before: Scores) -> bool:
+    """Whether steps made a score worse, or diverged; scores of no examples are no numbers, and tell nothing."""
+    return before.score > after.score or (math.isfinite(before.loss) and not math.isfinite(after.loss))

@@ -593,7 +593,8 @@ class Run:
             federation: The new clients, such as those that a partition holds back (`federation.joining`).
             rounds: How many rounds they take part in; the best one for all of them is chosen on validation.
             settings: Settings of the method that differ while they join, e.g. `{"embedding_lr": 1.0}`; by default, the
-                best on validation of those that the method offers.
+                best on validation of those that the method offers. Adaptation
+                steps are taken if those of the run's clients are used, or as `adaptation_steps` here says.
             trial_rounds: For how many rounds each of these is tried.
             seed: Seed of their random draws.
             last: Join the run as it was after its last round instead of the chosen one.
@@ -651,7 +652,7 @@ class Run:
         chosen = state.best.evaluation
         adapts = self.adapts if "adaptation_steps" not in settings else simulation.algorithm.adaptation_steps > 0
         splits = scores_of_adapted(joining, state.best) if adapts else chosen.splits
-        return NewClients(joining, state.best.memories, splits, chosen.round, adapts, dict(settings))
+        return NewClients(joining, state.best.memories, splits, chosen.round, dict(settings), adapts=adapts)
 
     def _with_settings(self, settings: Mapping[str, Any]) -> Simulation:
         algorithm: Any = self.simulation.algorithm
@@ -782,9 +783,9 @@ class NewClients:
     memories: Memories
     splits: dict[str, SplitResult]
     round: int  # of joining, chosen on the validation examples of all of them
-    adapts: bool = False  # whether they take the method's adaptation steps, as the clients that were there do
     settings: dict[str, Any] = field(default_factory=dict)  # of the method while they joined: as given, or as chosen
     tried: Tried = field(default_factory=list)  # what they were chosen among
+    adapts: bool = False  # whether they take the method's adaptation steps, as the clients that were there do
 
     @property
     def accuracy(self) -> NDArray[numpy.float64]:

@@ -49,6 +49,7 @@ from pfedhn.engine.transform import TRANSFORMS
 from pfedhn.errors import RunError, UserError
 from pfedhn.params import stack, take
 from pfedhn.privacy import Cost, Privacy, Protection
+from pfedhn.seal import sealed_json, unsealed_json
 
 SEED = 5
 
@@ -97,8 +98,7 @@ def personal_at_best(simulation: Simulation, state: State) -> list[Any]:
 def test_steps_that_make_parties_worse_on_validation_are_not_used(
     is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FedAvg, "adapt", lambda self, model, weights, batches: {k: 0 * v for k, v in weights.items()})
-    simulation = simulation_of(FedAvg(local_steps=3, local_lr=0.1, adaptation_steps=2), rounds=4, cohort=2)
+    simulation = simulation_of(spoiling(monkeypatch, 0.0), rounds=4, cohort=2)
     expected = simulated(simulation)
     group = Group(simulation, tmp_path)
     whole, killed = Store.commit, []
@@ -129,6 +129,117 @@ def test_steps_that_make_parties_worse_on_validation_are_not_used(
     assert not group.said("refused")
     late = group.new_server()  # what was decided is on the disk
     assert late.state.is_adapted is False
+
+
+def spoiling(monkeypatch: pytest.MonkeyPatch, factor: float) -> FedAvg:
+    """FedAvg whose clients' own steps multiply their weights."""
+    monkeypatch.setattr(
+        FedAvg, "adapt", lambda self, model, weights, batches: {k: factor * v for k, v in weights.items()}
+    )
+    return FedAvg(local_steps=3, local_lr=0.1, adaptation_steps=2)
+
+
+def test_after_a_restart_those_who_are_to_come_are_waited_for_before_it_is_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(simulation_of(spoiling(monkeypatch, 0.0), rounds=4, cohort=2), tmp_path)
+    whole, judged = Store.commit, []
+
+    def commit(store: Store, state: Any, table: Any, message: bytes = b"") -> None:
+        if table["kind"] == "judge":
+            judged.append(sorted(table["results"]))
+            if len(judged) == 1:
+                raise Killed
+        whole(store, state, table, message)
+
+    monkeypatch.setattr(Store, "commit", commit)
+    with pytest.raises(Killed):
+        group.server.run()
+    group.transport._waiting.clear()
+    group.transport.seconds = lambda party: 0.0 if party == "party-0" else 2.0
+    group.new_server().run()
+    assert judged == [sorted(group.parties)] * 2
+
+
+@pytest.mark.parametrize("factor", [1.0, float("nan")])
+def test_steps_that_change_nothing_are_used_and_those_that_diverge_leave_the_model_that_was_given(
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation = simulation_of(spoiling(monkeypatch, factor), rounds=4, cohort=2)
+    group = Group(simulation, tmp_path)
+    group.server.run()
+    assert [event["is_adapted"] for event in group.said("judged")] == [True]
+    assert not group.said("refused")
+    best = simulated(simulation).best
+    assert best is not None
+    for client in range(simulation.federation.num_clients):
+        model, number = simulation.model_of(client), best.evaluation.round
+        given = simulation.personal_weights(best.memories, model, client, number, is_adapted=False)
+        mine = group.parties[f"party-{client}"].personal_model().state_dict()
+        assert_close({name: mine[name] for name in given}, given)
+
+
+def test_who_joins_does_as_was_decided_and_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = simulation_of(spoiling(monkeypatch, 0.0), rounds=4, cohort=2)
+    group = Group(simulation, tmp_path, Policy(start_with=5), clients=[0, 1, 2, 3, 4])
+    group.server.run()
+    assert group.server.state.is_adapted is False
+    party = group.add(5)
+    group.server.run()
+    assert group.server.state.members["party-5"].is_told
+    assert any(bool(value.any()) for value in party.personal_model().state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),  # a tie
+        ({"party-0": 0.0}, False),
+        ({"party-0": None, "party-1": None, "party-2": None, "party-3": None, "party-4": None, "party-5": None}, True),
+        ({"party-0": 0.0, "away": "party-0"}, True),
+    ],
+)
+def test_steps_are_judged_by_who_has_scores_of_the_chosen_round(
+    changes: dict[str, Any], expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(simulation_of(spoiling(monkeypatch, 1.0), rounds=4, cohort=2), tmp_path)
+    group.server.run()
+    state, rules = group.server.state, group.server.store.rules
+    assert state.best is not None
+    (tested,) = (one["results"] for one in state.history if one["round"] == state.best.round)
+    after = {name: dict(scores) for name, scores in tested.items()}
+    for name, metric in changes.items():
+        if name == "away":  # when the round was tested: the server has older scores of it
+            del tested[metric]
+        elif metric is None:
+            after[name]["validation"] = [0.0, 0.0, 0]
+        else:
+            loss, before, count = after[name]["validation"]
+            assert before > metric
+            after[name]["validation"] = [loss, metric, count]
+    state.is_adapted = None
+    rules.apply(state, {"kind": "judge", "results": after})
+    assert state.is_adapted is expected
+
+
+@pytest.mark.parametrize(("steps", "is_told", "expected"), [(2, True, True), (2, False, None), (0, False, False)])
+def test_a_run_that_an_earlier_version_ended_stays_as_it_was_told(
+    steps: int, is_told: bool, expected: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = replace(spoiling(monkeypatch, 0.0), adaptation_steps=steps)
+    group = Group(simulation_of(algorithm, rounds=2, cohort=2), tmp_path)
+    group.server.run()
+    file = max((tmp_path / "server").glob("checkpoint-*.json"))
+    table = unsealed_json(file.read_bytes())
+    del table["is_adapted"]
+    table["final"] = table["final"] if is_told else {}
+    file.write_bytes(sealed_json(table))
+    assert group.new_server().state.is_adapted is expected
+    state = group.server.state
+    state.is_adapted, state.members["party-1"].phase = None, "joining"
+    for name, found in (("party-1", None), ("party-0", True)):  # by its journal: who joined has decided nothing
+        group.server.store.rules.apply(state, {"kind": "tell", "party": name, "scores": {}})
+        assert state.is_adapted is found
 
 
 @pytest.mark.slow

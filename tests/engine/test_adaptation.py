@@ -20,6 +20,7 @@ from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.rounds import scores_of_adapted
 from pfedhn.engine.state import Best, Evaluation
 from pfedhn.errors import UserError
+from pfedhn.seal import sealed_json, unsealed_json
 
 SMALL = {"local_steps": 3, "hidden_dim": 7, "embedding_dim": 3, "local_lr": 0.1, "outer_steps": 3, "mixture_steps": 2}
 
@@ -176,6 +177,25 @@ def test_steps_that_make_clients_worse_on_validation_are_not_used(
     assert_same_bits(
         tuned.add_client(x[rows], y[rows], **given).weights, plain.add_client(x[rows], y[rows], **given).weights
     )
+
+
+def test_a_run_of_an_earlier_version_is_loaded_with_the_models_that_validation_prefers(tmp_path: Path) -> None:
+    x, y = torch.randn(400, 8, generator=torch.Generator().manual_seed(0)), torch.arange(400) % 4
+    federation = Federation.from_arrays(x + y[:, None], y, partition=pfedhn.by_classes(2, num_clients=8))
+    run = pfedhn.train(
+        FedAvg(adaptation_steps=5), federation, network, directory=tmp_path, steps=10, progress=False, batch_size=8
+    )
+    assert run.adapts
+    assert run.result is not None
+    assert run.result.unadapted is not None
+    file = tmp_path / "result.json"
+    table = unsealed_json(file.read_bytes())
+    table["unadapted"]["validation"]["sample_mean"] = 1.0
+    file.write_bytes(sealed_json(table))
+    loaded = pfedhn.load(tmp_path)
+    assert not loaded.adapts
+    assert loaded.result is not None
+    assert loaded.result.test == run.result.unadapted.test
 
 
 @pytest.mark.slow

@@ -242,14 +242,20 @@ class Party:
         is_adapted, is_last = bool(message.values["is_adapted"]), bool(message.values["is_last"])
         received = message.tensors
         kept = self._kept(phase, base, received)
-        scores = self._scores(phase, number, received, kept, EVALUATED_SPLITS, is_adapted)
+        is_used = is_adapted
+        try:
+            scores = self._scores(phase, number, received, kept, EVALUATED_SPLITS, is_adapted)
+        except RunError:  # its own steps diverge: it has the model that it was given, as if it took none
+            if not is_adapted:
+                raise
+            is_used, scores = False, self._scores(phase, number, received, kept, EVALUATED_SPLITS)
         write_tensors(self._evaluated(phase, number), named("received", received) | named("kept", kept))
         chosen = message.values["best"]
         for file in self.folder.glob(f"evaluated-{phase}-*"):
             if file not in (self._evaluated(phase, number), self._evaluated(phase, -1 if chosen is None else chosen)):
                 file.unlink(missing_ok=True)
         if is_last:
-            table = {"phase": phase, "round": number, "architecture": self.architecture, "is_adapted": is_adapted}
+            table = {"phase": phase, "round": number, "architecture": self.architecture, "is_adapted": is_used}
             table |= {"scores": scores}
             write_atomically(self.folder / "chosen.json", sealed_json(table), mode=0o600)
         self._note({"kind": "evaluate", "round": number, "phase": phase, "scores": scores, "is_last": is_last})

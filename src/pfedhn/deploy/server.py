@@ -167,7 +167,9 @@ class Server:
         while not stop.is_set():
             self._look()
             if self.state.has_ended:
-                if not self._serve_the_ended() and not is_lingering:
+                if self.state.is_adapted is None and self._is_gathering_again():
+                    self._collect()
+                elif not self._serve_the_ended() and not is_lingering:
                     break
             elif not self.state.has_started:
                 self._gather()

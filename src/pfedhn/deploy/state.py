@@ -264,17 +264,22 @@ class Rules:
         state.is_adapted = None if self.plan.algorithm.adaptation_steps else False
 
     def _judge(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
-        """Models of the chosen round were tested after adaptation, which is used unless it made them worse."""
+        """Models of the chosen round were tested after adaptation, which is used unless it made them worse.
+
+        Those count that were tested before it too; the best round's own results have older ones of who was away.
+        """
         assert state.best is not None
-        before, after = _scores_of_both(state.best.results, table["results"])
+        tested = next(one["results"] for one in reversed(state.history) if one["round"] == state.best.round)
+        before, after = _scores_of_both(tested, table["results"])
         state.is_adapted = before is None or after is None or not before > after
 
     def _tell(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """A party knows which round was chosen, and has said how good its model of that round is."""
         assert state.final is not None
-        if state.is_adapted is None:  # as earlier versions told them
+        member = state.members[table["party"]]
+        if state.is_adapted is None and member.phase == "training":  # as earlier versions told them
             state.is_adapted = True
-        state.members[table["party"]].is_told = True
+        member.is_told = True
         state.final[table["party"]] = table["scores"]
 
     def _try(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
@@ -435,6 +440,9 @@ class Store:
         tensors = read_tensors(self.folder / f"checkpoint-{number:09d}")
         if tensors is None:
             return None
+        if table["has_ended"] and "is_adapted" not in table:  # earlier versions decided nothing
+            has_steps = self.rules.plan.algorithm.adaptation_steps > 0
+            table["is_adapted"] = (True if table["final"] else None) if has_steps else False
         members = {one["name"]: Member(**one) for one in table.pop("members")}
         chosen = {part: table.pop(part) for part in ("best", "tested")}
         state = State(filled("shared", self.rules.start, tensors), members=members, **table)

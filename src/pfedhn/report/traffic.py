@@ -124,8 +124,8 @@ def draw_traffic(places: Sequence[tuple[Report, Column, str]], sentence: str) ->
     notes = [sentence]
     if any(entry.adapts for report, column, _ in places for entry in best_of(report, column)):
         notes.append(
-            f"{ADAPTED.strip()} after 50 steps of each client's own from the model it is served, known at the end "
-            "only. Lines show accuracy before those steps; some are below the picture."
+            f"{ADAPTED.strip()} after 50 steps of each client's own from the model it is served, unless validation "
+            "fell; known at the end only. Lines show accuracy before those steps; some are below the picture."
         )
     text = "\n".join(line for note in notes for line in textwrap.wrap(note, 66 * len(places)))
     figure.supxlabel(text, x=0.012, ha="left", fontsize=10)
