@@ -257,8 +257,8 @@ SUMMARY_TABLE = """\
 Test accuracy of each client's own model on its own test examples, in percent, averaged over clients, at the round
 chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the same splits for all methods. **Bold**: the
 best with three seeds, and what all seeds that both have (three to six) cannot tell from it: the 95 % interval of the
-paired difference contains zero. FT: with 50 SGD steps of each client's own before the test, which
-are not used if they make validation worse; so does pFedHN-S. On CIFAR-10 pFedHN+ and its FT form are separate runs,
+paired difference contains zero. FT, and pFedHN-S: with 50 SGD steps of each client's own before
+the test, which are not used if they make validation worse. On CIFAR-10 pFedHN+ and its FT form are separate runs,
 which differ by chance too. Empty: not run."""
 
 SUMMARY_STRONGER = """\

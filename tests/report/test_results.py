@@ -30,11 +30,11 @@ from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.files import write_atomically
-from pfedhn.report.entries import collect, display_name
+from pfedhn.report.entries import collect, display_name, to_reports
 from pfedhn.report.figures import figures_of
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs, export, read, read_file, to_line, without_folders
-from pfedhn.report.tables import grid, to_csv, to_latex, to_markdown
+from pfedhn.report.tables import caption, grid, to_csv, to_latex, to_markdown
 from pfedhn.result import Cost, Curve, Environment, Measures, Moment, Result, Scores, SplitScores
 
 ROOT = Path(__file__).parents[2]
@@ -580,6 +580,18 @@ def test_a_tie_of_ours_that_is_behind_with_every_seed_is_called_so(tmp_path: Pat
         text = " ".join(generator.summary(generator.read_results(stored(tmp_path, runs))).split())
         assert "or tied with the best, in 1 of the 1 columns" in text
         assert ("behind it with every seed in 1 of them" in text) is is_behind
+
+
+def test_a_table_says_where_steps_were_left_out() -> None:
+    before, after = Scores(0.5, 100, 0.9, 0.9, (90,), (100,)), Scores(0.5, 100, 0.8, 0.8, (80,), (100,))
+    runs = pretended({"pfedhn-shared": {0: 90.0}, "fedavg": {0: 80.0}})
+    (plain,) = to_reports([runs])
+    assert "left out" not in caption(plain)
+    results = dict(runs.results)
+    name = "pfedhn-shared-cifar10-50-seed0"
+    results[name] = replace(results[name], unadapted=SplitScores(before, before), adapted=SplitScores(after, after))
+    (told,) = to_reports([replace(runs, results=results)])
+    assert "made validation worse, they are left out (in runs of pFedHN-S)." in caption(told)
 
 
 def test_stored_runs_have_the_models_that_validation_prefers() -> None:

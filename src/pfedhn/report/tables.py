@@ -168,6 +168,10 @@ def caption(report: Report, average: Average | None = None) -> str:
     singles = [entry.label for entry in report.entries if len(entry.results) == 1]
     if singles:
         text += " A number without ± comes from a single seed."
+    left_out = dict.fromkeys(entry.label for entry in report.entries for one in entry.results.values() if one.adapted)
+    if left_out:
+        named = ", ".join(map(display_name, left_out))
+        text += f" Where the clients' own steps made validation worse, they are left out (in runs of {named})."
     places = sorted({entry.hardware for entry in report.entries if entry.hardware})
     return text + (f" Hardware: {'; '.join(places)}." if places else " No run is finished yet.")
 
