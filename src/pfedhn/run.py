@@ -268,8 +268,10 @@ class Run:
 
     @property
     def adapts(self) -> bool:
-        """Whether clients take adaptation steps before they use their models: those of a method that has some, unless
-        all clients together were worse on validation after them."""
+        """Whether clients take the method's adaptation steps before they use their models.
+
+        They do not if all of them together were worse on validation after these steps.
+        """
         return self.simulation.algorithm.adaptation_steps > 0 and (self.result is None or self.result.adapted is None)
 
     @property
@@ -593,8 +595,8 @@ class Run:
             federation: The new clients, such as those that a partition holds back (`federation.joining`).
             rounds: How many rounds they take part in; the best one for all of them is chosen on validation.
             settings: Settings of the method that differ while they join, e.g. `{"embedding_lr": 1.0}`; by default, the
-                best on validation of those that the method offers. Adaptation
-                steps are taken if those of the run's clients are used, or as `adaptation_steps` here says.
+                best on validation of those that the method offers. Adaptation steps are taken if the run's clients use
+                theirs, or as `adaptation_steps` here says.
             trial_rounds: For how many rounds each of these is tried.
             seed: Seed of their random draws.
             last: Join the run as it was after its last round instead of the chosen one.

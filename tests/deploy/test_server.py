@@ -96,7 +96,7 @@ def personal_at_best(simulation: Simulation, state: State) -> list[Any]:
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_steps_that_make_parties_worse_on_validation_are_not_used(
-    is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     simulation = simulation_of(spoiling(monkeypatch, 0.0), rounds=4, cohort=2)
     expected = simulated(simulation)
@@ -127,6 +127,11 @@ def test_steps_that_make_parties_worse_on_validation_are_not_used(
         assert group.server.state.final is not None
         assert group.server.state.final[party.name] == group.server.state.best.results[party.name]
     assert not group.said("refused")
+    sayer(as_json=False)(group.said("judged")[0])
+    assert (
+        "the parties' own steps from the chosen round made validation worse, and are left out"
+        in capsys.readouterr().out
+    )
     late = group.new_server()  # what was decided is on the disk
     assert late.state.is_adapted is False
 

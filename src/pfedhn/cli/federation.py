@@ -104,6 +104,9 @@ def _sentence(event: Mapping[str, Any]) -> str | None:
         return f"round {event['round']}: {event['parties']} parties tested; {scores}"
     if kind == "round":
         return f"round {event['round']}: {', '.join(event['parties'])}"
+    if kind == "judged":
+        found = "are used" if event["is_adapted"] else "made validation worse, and are left out"
+        return f"the parties' own steps from the chosen round {found}"
     if kind == "away":
         return str(event["why"])
     rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "time"))
