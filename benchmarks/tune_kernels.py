@@ -1,7 +1,7 @@
 """On a GPU: finds block sizes for pfedhn.kernels, for the networks of the paper, and writes kernel_configs.json.
 
     python benchmarks/tune_kernels.py --check                # are the kernels right here? about a minute
-    python benchmarks/tune_kernels.py [--seconds 220] [--output FILE] [--compare] [--only lenet16]
+    python benchmarks/tune_kernels.py [--seconds 220] [--output FILE] [--compare] [--only lenet16] [--precision tf32x3]
 
 A first generation of random candidates per kernel, then neighbors of the best until the time is up; other processes
 compile while this one measures. Candidates are checked before they are timed: on small integers every sum is exact,
@@ -46,6 +46,7 @@ Blocks = launch.Blocks
 
 DEVICE = "cuda"
 BATCH = 64
+PRECISIONS = ("tf32", "tf32x3")
 MAX_SHARED_BYTES = 100_000  # of an H200's 232,448: smaller GPUs have about this much
 MAX_PARTIAL_SUMS = 2**24
 
@@ -112,9 +113,10 @@ class Problem(NamedTuple):
     kind: str
     layer: Layer
     runs: int
+    precision: str = "tf32"
 
     def __str__(self) -> str:
-        return f"{self.layer.name:22} {self.kind:16} R={self.runs:<3}"
+        return f"{self.layer.name:22} {self.kind:16} R={self.runs:<3} {self.precision}"
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -129,12 +131,12 @@ class Problem(NamedTuple):
 
     @property
     def key(self) -> Any:
-        return conv.config_key(self.kind, self.shapes["x"], self.shapes["out"], self.layer.kernel)
+        return conv.config_key(self.kind, self.shapes["x"], self.shapes["out"], self.layer.kernel, self.precision)
 
     @property
     def blocks(self) -> Any:
         """Those in use now."""
-        return conv.blocks_for(self.kind, self.shapes["x"], self.shapes["out"], self.layer.kernel)
+        return conv.blocks_for(self.kind, self.shapes["x"], self.shapes["out"], self.layer.kernel, self.precision)
 
     def product(self) -> tuple[int, int, int]:
         """Examples, columns and depth of the whole matrix product."""
@@ -162,6 +164,7 @@ class Problem(NamedTuple):
         corners = 4 if self.layer.pool else 1
         width = blocks.columns * (1 if self.kind == "input_gradient" else corners)  # of the tile of results
         copies = corners if self.kind == "input_gradient" else 1  # tiles per step: one for each corner
+        copies *= 2 if self.precision == "tf32x3" else 1
         shared = 4 * copies * blocks.stages * blocks.depth * (blocks.rows + width)
         numbers_per_thread = blocks.rows * width / (32 * blocks.warps)
         sums = self.runs * blocks.groups * corners * rows * columns if self.kind == "weight_gradient" else 0
@@ -200,9 +203,9 @@ class Problem(NamedTuple):
                 if self.allows(candidate):
                     yield candidate
 
-    def call(self, blocks: Any, tensors: dict[str, Tensor], precision: str = "tf32") -> list[Tensor]:
+    def call(self, blocks: Any, tensors: dict[str, Tensor]) -> list[Tensor]:
         """Launches the kernel, cut up as `blocks` say."""
-        layer = self.layer
+        layer, precision = self.layer, self.precision
         launch.CONFIGS[self.key] = blocks
         how = (layer.padding, layer.pool)
         if self.kind == "forward":
@@ -223,9 +226,10 @@ class LinearProblem(NamedTuple):
     kind: str
     layer: LinearLayer
     runs: int
+    precision: str = "tf32"
 
     def __str__(self) -> str:
-        return f"{self.layer.name:22} {self.kind:16} R={self.runs:<3}"
+        return f"{self.layer.name:22} {self.kind:16} R={self.runs:<3} {self.precision}"
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -239,11 +243,11 @@ class LinearProblem(NamedTuple):
 
     @property
     def key(self) -> Any:
-        return linear.config_key(self.kind, self.runs, BATCH, self.layer.inputs, self.layer.outputs)
+        return linear.config_key(self.kind, self.runs, BATCH, self.layer.inputs, self.layer.outputs, self.precision)
 
     @property
     def blocks(self) -> Any:
-        return linear.blocks_for(self.kind, self.runs, BATCH, self.layer.inputs, self.layer.outputs)
+        return linear.blocks_for(self.kind, self.runs, BATCH, self.layer.inputs, self.layer.outputs, self.precision)
 
     @property
     def most_rows(self) -> int:
@@ -251,6 +255,7 @@ class LinearProblem(NamedTuple):
 
     def allows(self, blocks: Any) -> bool:
         inputs, outputs = self.layer.inputs, self.layer.outputs
+        copies = 2 if self.precision == "tf32x3" else 1
         rows, columns, depth = (
             (BATCH, outputs, inputs) if self.kind == "linear_forward" else (BATCH, inputs, max(BATCH, outputs))
         )
@@ -263,7 +268,7 @@ class LinearProblem(NamedTuple):
             and blocks.stages <= 5
             and blocks.groups == 1
             and blocks.rows * blocks.columns <= 128 * 32 * blocks.warps
-            and 4 * blocks.stages * blocks.depth * (blocks.rows + blocks.columns) <= MAX_SHARED_BYTES
+            and copies * 4 * blocks.stages * blocks.depth * (blocks.rows + blocks.columns) <= MAX_SHARED_BYTES
         )
 
     def first_candidates(self, count: int) -> list[Any]:
@@ -275,9 +280,9 @@ class LinearProblem(NamedTuple):
     def neighbors(self, blocks: Any) -> Iterator[Any]:
         return Problem.neighbors(self, blocks)  # type: ignore[arg-type]
 
-    def call(self, blocks: Any, tensors: dict[str, Tensor], precision: str = "tf32") -> list[Tensor]:
+    def call(self, blocks: Any, tensors: dict[str, Tensor]) -> list[Tensor]:
         launch.CONFIGS[self.key] = blocks
-        x, weight, relu = tensors["x"], tensors["weight"], self.layer.relu
+        x, weight, relu, precision = tensors["x"], tensors["weight"], self.layer.relu, self.precision
         if self.kind == "linear_forward":
             return [linear.linear_block_op(x, weight, tensors["bias"], relu, precision)]
         with_x = not self.layer.is_first
@@ -303,8 +308,8 @@ class LinearCase:
             "linear_backward": [gradient.float() for gradient in gradients][1 if layer.is_first else 0 :],
         }
 
-    def is_right(self, problem: Any, blocks: Any, precision: str = "tf32") -> bool:
-        results = problem.call(blocks, self.tensors, precision)
+    def is_right(self, problem: Any, blocks: Any) -> bool:
+        results = problem.call(blocks, self.tensors)
         return all(torch.equal(a, b) for a, b in zip(results, self.expected[problem.kind], strict=True))
 
 
@@ -313,15 +318,15 @@ def case_for(problem: Any) -> Any:
     return kind(problem.layer, problem.runs)
 
 
-def linear_problems(layers: list[LinearLayer]) -> list[LinearProblem]:
+def linear_problems(layers: list[LinearLayer], precision: str) -> list[LinearProblem]:
     kinds = ("linear_forward", "linear_backward")
-    return [LinearProblem(kind, layer, runs) for layer in layers for runs in (1, 16) for kind in kinds]
+    return [LinearProblem(kind, layer, runs, precision) for layer in layers for runs in (1, 16) for kind in kinds]
 
 
-def problems(layers: list[Layer]) -> list[Problem]:
+def problems(layers: list[Layer], precision: str) -> list[Problem]:
     kinds = ("weight_gradient", "forward", "input_gradient")
     return [
-        Problem(kind, layer, runs)
+        Problem(kind, layer, runs, precision)
         for layer in layers
         for runs in (1, 16)
         for kind in kinds
@@ -364,8 +369,8 @@ class Case:
         self.tensors["argmax"] = torch.stack(parts.pop("argmax")).contiguous()
         self.expected = {kind: torch.stack(part).float() for kind, part in parts.items()}
 
-    def is_right(self, problem: Any, blocks: Any, precision: str = "tf32") -> bool:
-        results = problem.call(blocks, self.tensors, precision)
+    def is_right(self, problem: Any, blocks: Any) -> bool:
+        results = problem.call(blocks, self.tensors)
         is_right = torch.equal(results[0], self.expected[problem.kind])
         return is_right and (problem.kind != "forward" or torch.equal(results[1], self.tensors["argmax"]))
 
@@ -412,7 +417,7 @@ def compiling_processes(count: int) -> ProcessPoolExecutor | None:
     return ProcessPoolExecutor(count, mp_context=spawn, initializer=only_compile) if count else None
 
 
-def compile_candidate(problem: Any, blocks: Any, precision: str = "tf32") -> str:
+def compile_candidate(problem: Any, blocks: Any) -> str:
     """In another process. Says what went wrong, if anything did."""
     shapes = problem.shapes
     tensors = {name: torch.empty(shapes[name]) for name in ("x", "weight", "bias")}
@@ -420,7 +425,7 @@ def compile_candidate(problem: Any, blocks: Any, precision: str = "tf32") -> str
     tensors["out"] = torch.empty(shapes["out"])
     tensors["argmax"] = torch.empty(shapes["out"], dtype=torch.int8)
     try:
-        problem.call(blocks, tensors, precision)
+        problem.call(blocks, tensors)
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:200]
     return ""
@@ -520,8 +525,11 @@ class Tuning:
 
 def tune(arguments: argparse.Namespace) -> int:
     layers = LAYERS + (OTHER_WIDTH if arguments.compare else [])
-    chosen: list[Any] = problems([layer for layer in layers if arguments.only in layer.name])
-    chosen += linear_problems([layer for layer in LINEAR_LAYERS if arguments.only in layer.name])
+    precision, parts = arguments.precision, arguments.only.split(",")
+    chosen: list[Any] = problems([layer for layer in layers if any(part in layer.name for part in parts)], precision)
+    linear_layers = [layer for layer in LINEAR_LAYERS if any(part in layer.name for part in parts)]
+    chosen += linear_problems(linear_layers, precision)
+    chosen = [problem for problem in chosen if arguments.runs in (None, problem.runs)]
     tuning = Tuning(arguments.output, time.monotonic() + arguments.seconds)
     pool = compiling_processes(arguments.workers)
     gc.freeze()  # a capture collects garbage, and PyTorch itself is most of what there is to look through
@@ -603,32 +611,37 @@ def check(arguments: argparse.Namespace) -> int:
     ]
     layers = [*LAYERS, *OTHER_WIDTH, *odd]
     kinds = ("forward", "weight_gradient", "input_gradient")
-    every: list[tuple[Any, str]] = [
-        (Problem(kind, layer, runs), precision)
-        for layer, runs, kind, precision in itertools.product(layers, (1, 3, 16), kinds, ("tf32", "ieee"))
+    every: list[Any] = [
+        Problem(kind, layer, runs, precision)
+        for layer, runs, kind, precision in itertools.product(layers, (1, 3, 16), kinds, PRECISIONS)
     ]
-    every += [(problem, precision) for problem in linear_problems(LINEAR_LAYERS) for precision in ("tf32", "ieee")]
+    every += [problem for precision in PRECISIONS for problem in linear_problems(LINEAR_LAYERS, precision)]
+    blocks_of = {problem: problem.blocks for problem in every}  # before any call: that would change what others find
     pool = compiling_processes(arguments.workers)
     if pool:
         with pool:
-            for problem, precision in every:
-                pool.submit(compile_candidate, problem, problem.blocks, precision)
+            for problem, blocks in blocks_of.items():
+                pool.submit(compile_candidate, problem, blocks)
         print("compiled", flush=True)
     wrong = 0
     case = None
-    for problem, precision in every:
+    for problem, blocks in blocks_of.items():
         if case is None or case.place != (problem.layer, problem.runs):
             case = case_for(problem)
         try:
-            result = "right" if case.is_right(problem, problem.blocks, precision) else "WRONG"
+            result = "right" if case.is_right(problem, blocks) else "WRONG"
         except Exception as error:
             result = f"{type(error).__name__}: {error}"[:300]
         if result != "right":
             wrong += 1
-            print(f"{problem} {precision} {tuple(problem.blocks)}: {result}", flush=True)
+            print(f"{problem} {tuple(blocks)}: {result}", flush=True)
     print(f"{len(every)} kernels checked", flush=True)
     torch.use_deterministic_algorithms(False)
-    for name, test in (("transforms", check_transforms), ("permutation", check_permutation)):
+    for name, test in (
+        ("transforms", check_transforms),
+        ("permutation", check_permutation),
+        ("rounding", check_rounding),
+    ):
         try:
             test()
             print(f"{name}: right", flush=True)
@@ -717,13 +730,38 @@ def check_permutation() -> None:
     print(f"  permutation of 600 rows, 3200 places: {taken:.1f} us")
 
 
+def check_rounding() -> None:
+    """How far the outputs of layers are from float64's: float32 must be a thousand times closer than tf32."""
+    errors: dict[str, list[float]] = {}
+    for precision in (*PRECISIONS, "ieee"):
+        torch.manual_seed(0)
+        for layer in LAYERS[:2]:
+            shapes = Problem("forward", layer, 5).shapes
+            x, weight, bias = (torch.randn(shapes[name], device=DEVICE) for name in ("x", "weight", "bias"))
+            out, _ = conv.conv_block_op(x, weight, bias, layer.padding, layer.pool, precision)
+            exact = [
+                functional.conv2d(a.permute(0, 3, 1, 2), b.permute(3, 2, 0, 1), c, padding=layer.padding)
+                for a, b, c in zip(x.double(), weight.double(), bias.double(), strict=True)
+            ]
+            expected = functional.max_pool2d(torch.cat(exact), 2).relu().permute(0, 2, 3, 1).unflatten(0, (5, BATCH))
+            errors.setdefault(precision, []).append(float((out - expected).norm() / expected.norm()))
+        x, weight = torch.randn(5, BATCH, 800, device=DEVICE), torch.randn(5, 120, 800, device=DEVICE)
+        out = linear.linear_block_op(x, weight, torch.zeros(5, 120, device=DEVICE), False, precision)
+        expected = x.double() @ weight.double().mT
+        errors[precision].append(float((out - expected).norm() / expected.norm()))
+        print(f"  {precision:7} {', '.join(f'{error:.2g}' for error in errors[precision])}")
+    assert 1000 * max(errors["tf32x3"]) < min(errors["tf32"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=220)
     parser.add_argument("--output", type=Path, default=launch.CONFIGS_FILE)
     parser.add_argument("--check", action="store_true", help="only check results, with the block sizes in use now")
     parser.add_argument("--compare", action="store_true", help="also time what was decided against")
-    parser.add_argument("--only", default="", help="only layers whose name contains this: lenet16, omniglot, conv1")
+    parser.add_argument("--only", default="", help="only layers whose name contains one of: lenet16,omniglot,conv1")
+    parser.add_argument("--precision", choices=PRECISIONS, default="tf32", help="of products")
+    parser.add_argument("--runs", type=int, choices=(1, 16), help="only blocks for one run, or for many")
     parser.add_argument("--first", type=int, default=12, help="random candidates per kernel to begin with")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     arguments = parser.parse_args()

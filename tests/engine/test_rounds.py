@@ -17,7 +17,7 @@ def test_only_a_method_that_divides_small_differences_is_spoilt_by_tf32(monkeypa
     assert [name for name, method in ALGORITHMS.items() if is_spoilt(method(), GPU)] == ["per-fedavg-hf"]
     assert is_spoilt(ALGORITHMS["per-fedavg"](form="hessian-free"), GPU)
     assert not is_spoilt(ALGORITHMS["per-fedavg-hf"](), CPU)
-    monkeypatch.setattr(rounds_module, "dot_precision", lambda: "ieee")
+    monkeypatch.setattr(rounds_module, "dot_precision", lambda: "tf32x3")
     assert not is_spoilt(ALGORITHMS["per-fedavg-hf"](), GPU)
 
 

@@ -90,8 +90,11 @@ def test_shapes_the_kernels_do_not_know_go_to_the_reference(monkeypatch: pytest.
 
 def test_block_sizes_are_what_triton_takes() -> None:
     kinds = ("forward", "weight_gradient", "input_gradient")
-    keys_of_all = itertools.product(kinds, (1, 4, 8, 16, 32, 64), range(8, 129, 8), (3, 5), (4, 32), ("one", "many"))
-    for blocks in [*launch.CONFIGS.values(), *map(kernels.default_blocks, keys_of_all)]:
+    sizes = ((1, 4, 8, 16, 32, 64), range(8, 129, 8), (3, 5), (4, 32))
+    keys_of_all = list(itertools.product(kinds, *sizes, ("one", "many"), ("tf32", "tf32x3")))
+    tuned = [blocks for key in keys_of_all if (blocks := launch.tuned_blocks(key)) is not None]
+    assert len(tuned) > 1
+    for blocks in [*launch.CONFIGS.values(), *tuned, *map(kernels.default_blocks, keys_of_all)]:
         assert all(size >= 16 for size in blocks[:3])
         assert all(size == launch.power_of_two(size) for size in blocks[:4])
         assert blocks.stages >= 1

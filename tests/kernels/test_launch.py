@@ -41,11 +41,11 @@ def test_precision_follows_torch() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("highest")
-        assert launch.dot_precision() == "ieee"
+        assert launch.dot_precision() == "tf32x3"
         torch.set_float32_matmul_precision("high")
         assert launch.dot_precision() == "tf32"
         torch.backends.cuda.matmul.allow_tf32 = False
-        assert launch.dot_precision() == "ieee"
+        assert launch.dot_precision() == "tf32x3"
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -54,6 +54,20 @@ def test_configs_survive_the_file(tmp_path: Path) -> None:
     launch.write_configs(tmp_path / "configs.json", launch.CONFIGS)
     assert launch.read_configs(tmp_path / "configs.json") == launch.CONFIGS
     assert launch.read_configs(tmp_path / "none.json") == {}
+
+
+def test_where_float32_was_not_tuned_its_blocks_are_those_of_tf32_half_as_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = ("forward", 16, 32, 5, 16, "many")
+    tuned = launch.Blocks(64, 16, 64, warps=4, stages=2)
+    monkeypatch.setattr(launch, "CONFIGS", {(*size, "tf32"): tuned})
+    assert launch.tuned_blocks((*size, "tf32")) == tuned
+    assert launch.tuned_blocks((*size, "tf32x3")) == tuned._replace(depth=32)
+    monkeypatch.setitem(launch.CONFIGS, (*size[:-1], "one", "tf32"), tuned._replace(depth=16))
+    assert launch.tuned_blocks((*size[:-1], "one", "tf32x3")) == tuned._replace(depth=16)
+    assert launch.tuned_blocks(("forward", 16, 32, 3, 16, "many", "tf32x3")) is None
+    own = tuned._replace(rows=16)
+    monkeypatch.setitem(launch.CONFIGS, (*size, "tf32x3"), own)
+    assert launch.tuned_blocks((*size, "tf32x3")) == own
 
 
 def test_what_has_no_numbers_announces_its_kernel_once(monkeypatch: pytest.MonkeyPatch) -> None:

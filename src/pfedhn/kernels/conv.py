@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pfedhn.kernels.launch import (
-    CONFIGS,
     Blocks,
     ConfigKey,
     ceil_divide,
@@ -45,6 +44,7 @@ from pfedhn.kernels.launch import (
     operator,
     power_of_two,
     tile,
+    tuned_blocks,
 )
 from pfedhn.kernels.runs import Gradient, fold_runs, sum_to_runs, unfold_runs
 
@@ -56,20 +56,20 @@ PADDED_CHANNELS = {3: 4}  # a pixel of four numbers is one 16-byte load, one of 
 MAX_PADDING = {3: 1, 5: 2}  # by kernel side
 
 
-def config_key(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kernel: int) -> ConfigKey:
-    """What block sizes were tuned for: kind, C, O, K, image side as a power of two, "one" or "many" runs."""
+def config_key(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kernel: int, precision: str) -> ConfigKey:
+    """What block sizes were tuned for: kind, C, O, K, image side as a power of two, "one" or "many" runs, precision."""
     side = power_of_two(max(x_shape[2:4]))
-    return kind, x_shape[4], out_shape[4], kernel, side, "many" if is_full(out_shape[0]) else "one"
+    return kind, x_shape[4], out_shape[4], kernel, side, "many" if is_full(out_shape[0]) else "one", precision
 
 
-def blocks_for(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kernel: int) -> Blocks:
-    key = config_key(kind, x_shape, out_shape, kernel)
-    return CONFIGS[key] if key in CONFIGS else default_blocks(key)
+def blocks_for(kind: str, x_shape: Sequence[int], out_shape: Sequence[int], kernel: int, precision: str) -> Blocks:
+    key = config_key(kind, x_shape, out_shape, kernel, precision)
+    return tuned_blocks(key) or default_blocks(key)
 
 
 def default_blocks(key: ConfigKey) -> Blocks:
     """A guess for shapes nobody tuned: small tiles while one run alone has to fill the GPU."""
-    kind, channels, out_channels, kernel, _, runs = key
+    kind, channels, out_channels, kernel, _, runs, _ = key
     many = runs == "many"
     if kind == "forward":
         return Blocks(128 if many else 64, 16, 32 if channels >= 32 else 16, warps=4, stages=2)
@@ -445,7 +445,7 @@ def conv_block_op(
     out_height, out_width = (output_size(side, kernel, padding, pool) for side in (height, width))
     out = x.new_empty((runs, batch, out_height, out_width, out_channels))
     argmax = torch.empty_like(out, dtype=torch.int8)
-    blocks = blocks_for("forward", x.shape, out.shape, kernel)
+    blocks = blocks_for("forward", x.shape, out.shape, kernel, precision)
     launch_blocks(
         forward_kernel,
         (
@@ -496,7 +496,7 @@ def weight_gradient_op(
     parts = groups * (4 if pool else 1)  # corners apart: they meet where the groups do
     side = kernel + 1 if pool else kernel
     sums = x.new_empty(runs, parts, kernel * kernel * x.shape[4] + 1, out_channels)
-    blocks = blocks_for("weight_gradient", x.shape, gradient.shape, kernel)
+    blocks = blocks_for("weight_gradient", x.shape, gradient.shape, kernel, precision)
     launch_blocks(
         weight_gradient_kernel,
         (
@@ -535,7 +535,7 @@ def input_gradient_op(
     runs, batch = gradient.shape[:2]
     kernel, channels = weight.shape[1], weight.shape[3]
     out = gradient.new_empty(runs, batch, height, width, channels)
-    blocks = blocks_for("input_gradient", out.shape, gradient.shape, kernel)
+    blocks = blocks_for("input_gradient", out.shape, gradient.shape, kernel, precision)
     stride = 2 if pool else 1
     down, right = ((side + padding - 1) // stride - padding // stride + 1 for side in (height, width))
     launch_blocks(
@@ -598,7 +598,7 @@ class WeightGradient(Gradient):
     ) -> tuple[Tensor, Tensor]:
         gradient, argmax = on_all_runs(gradient, argmax, x)
         # Chosen here, below every vmap: only now is the number of runs known.
-        blocks = blocks_for("weight_gradient", x.shape, gradient.shape, kernel)
+        blocks = blocks_for("weight_gradient", x.shape, gradient.shape, kernel, precision)
         groups = num_groups(blocks, gradient.shape)
         sums = weight_gradient_op(x, gradient, argmax, kernel, padding, pool, groups, precision)
         return sums[:, :-1].unflatten(1, (kernel, kernel, x.shape[4])), sums[:, -1]

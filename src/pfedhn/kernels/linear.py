@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pfedhn.kernels.launch import (
-    CONFIGS,
     Blocks,
     ConfigKey,
     ceil_divide,
@@ -34,6 +33,7 @@ from pfedhn.kernels.launch import (
     operator,
     power_of_two,
     tile,
+    tuned_blocks,
 )
 from pfedhn.kernels.runs import Gradient, fold_runs, sum_to_runs, unfold_runs
 
@@ -94,15 +94,15 @@ def is_supported(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
     )
 
 
-def config_key(kind: str, runs: int, batch: int, inputs: int, outputs: int) -> ConfigKey:
+def config_key(kind: str, runs: int, batch: int, inputs: int, outputs: int, precision: str) -> ConfigKey:
     """What block sizes were tuned for, as `conv.config_key` has it: a linear layer is a 1x1 convolution."""
-    return kind, inputs, outputs, 1, power_of_two(batch), "many" if is_full(runs) else "one"
+    return kind, inputs, outputs, 1, power_of_two(batch), "many" if is_full(runs) else "one", precision
 
 
-def blocks_for(kind: str, runs: int, batch: int, inputs: int, outputs: int) -> Blocks:
+def blocks_for(kind: str, runs: int, batch: int, inputs: int, outputs: int, precision: str) -> Blocks:
     """The tuned block sizes, or a guess: one run fills few of a GPU's processors, so its tiles are small."""
-    key = config_key(kind, runs, batch, inputs, outputs)
-    return CONFIGS[key] if key in CONFIGS else default_blocks(key)
+    key = config_key(kind, runs, batch, inputs, outputs, precision)
+    return tuned_blocks(key) or default_blocks(key)
 
 
 MAX_BACKWARD_ROWS = 32
@@ -112,7 +112,7 @@ tests/kernels/test_races.py looks."""
 
 
 def default_blocks(key: ConfigKey) -> Blocks:
-    kind, inputs, outputs, _, batch, runs = key
+    kind, inputs, outputs, _, batch, runs, _ = key
     many = runs == "many"
     if kind == "linear_forward":
         if many:
@@ -242,7 +242,7 @@ def linear_block_op(x: Tensor, weight: Tensor, bias: Tensor, relu: bool, precisi
     runs = max(x.shape[0], weight.shape[0], bias.shape[0])
     batch, outputs = x.shape[1], weight.shape[1]
     out = x.new_empty((runs, batch, outputs))
-    blocks = blocks_for("linear_forward", runs, batch, x.shape[2], outputs)
+    blocks = blocks_for("linear_forward", runs, batch, x.shape[2], outputs, precision)
     launch_blocks(
         linear_forward_kernel,
         (runs * ceil_divide(batch, blocks.rows), ceil_divide(outputs, blocks.columns)),
@@ -269,7 +269,7 @@ def linear_backward_op(
     inputs = x.shape[2]
     of_x = x.new_empty((runs, batch, inputs) if with_x else (runs, 0))
     of_weight, of_bias = x.new_empty((runs, outputs, inputs)), x.new_empty((runs, outputs))
-    blocks = blocks_for("linear_backward", runs, batch, inputs, outputs)
+    blocks = blocks_for("linear_backward", runs, batch, inputs, outputs, precision)
     tiles = ceil_divide(outputs, blocks.rows) + (ceil_divide(batch, blocks.rows) if with_x else 0)
     launch_blocks(
         linear_backward_kernel,
