@@ -564,7 +564,7 @@ def test_the_summary_says_whose_recipe_a_row_is_and_what_ours_gains(tmp_path: Pa
     missing = "FedAvg + FT, Per-FedAvg (HF), Ditto, FedRep, FedALA, APFL"
     assert (
         "One of our rows is best, or tied with the best, in 1 of the 1 columns where they have three seeds; pFedHN+ "
-        f"alone in 1 of 1 ({missing} yet to be run in some or all)." in said
+        f"alone in 1 of 1 ({missing} with fewer than three seeds in some of these)." in said
     )
     assert "pFedHN+ minus pFedHN is +2.2 to +2.2 points, one point or more in 1 of 1 columns." in said
     assert "pFedHN+-PC minus" not in said
