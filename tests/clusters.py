@@ -1,12 +1,18 @@
 """A Ray cluster of two workers in this machine."""
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pfedhn.files import LOCK
+
+MANY = 10  # processes of one run; a run that survives as many would go on for ever
 
 
 @contextmanager
@@ -26,18 +32,44 @@ def cluster_of(**second: Any) -> Iterator[Any]:
         nodes.shutdown()
 
 
-def workers_of(nodes: Any, name: str = "run_set_up") -> list[int]:
-    """The processes of a cluster that are at work, by what they run."""
-    raylets = {started.process.pid for node in nodes.list_all_nodes() for started in node.all_processes["raylet"]}
+@contextmanager
+def killing(folder: Path, since: str, hold: Path) -> Iterator[None]:
+    """Inside the block, whatever process has a run is killed once the run's folder has a file of this kind.
+
+    The process that has a run is the one that has the file of its lock open.
+
+    Args:
+        folder: Of the run.
+        since: The name of the file.
+        hold: Nothing is killed any more once this file is gone; after many processes it is taken away.
+    """
+    is_over = threading.Event()
+
+    def kill() -> None:
+        killed: set[int] = set()
+        while not is_over.wait(0.02):
+            is_time = hold.exists() and any(folder.glob(since))
+            for process in processes_with(folder / LOCK) if is_time else ():
+                killed.add(process)
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process, signal.SIGKILL)
+            if len(killed) == MANY:
+                hold.unlink(missing_ok=True)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        killer.join()
+
+
+def processes_with(file: Path) -> list[int]:
+    """The processes that have a file open."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words, parent = (
-                (folder / "cmdline").read_text(),
-                (folder / "stat").read_text().rpartition(")")[2].split()[1],
-            )
-        except OSError:  # it has just ended
-            continue
-        if int(parent) in raylets and words.startswith(f"ray::{name}"):
-            found.append(int(folder.name))
+    for opened in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it has just ended
+            if str(opened.readlink()) == str(file):
+                found.append(int(opened.parts[2]))
     return found

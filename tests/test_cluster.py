@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from clusters import cluster_of, workers_of
+from clusters import cluster_of
 from support import assert_close, assert_same_bits, memories_of
 
 import pfedhn
@@ -95,11 +95,13 @@ def test_a_large_cohort_over_workers_is_the_round_of_one_process(nodes: Any) -> 
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced(nodes: Any) -> None:
+    import ray
+
     simulation = large()
     crew = Workers(simulation)
     assert len(crew.workers) == 2
     expected = a_round(simulation, crew)
-    os.kill(workers_of(nodes, "Worker")[0], signal.SIGKILL)
+    os.kill(ray.get(crew.workers[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
     again = a_round(simulation, crew)
     assert_same_bits(again[:2], expected[:2])
     assert again.bytes_down == expected.bytes_down

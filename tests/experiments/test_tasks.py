@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import cluster_of, workers_of
+from clusters import cluster_of, killing
 from support import SMALL, scores
 
 import pfedhn
@@ -24,6 +24,7 @@ from pfedhn.experiments.grid import with_assignments
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.experiments.tasks import MAX_LOSSES, Cluster, connected
+from pfedhn.files import LOCK
 from pfedhn.progress import Event, Failed, Finished, Said, Update
 
 pytestmark = pytest.mark.filterwarnings(  # Ray leaves files open
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings(  # Ray leaves files open
 )
 
 ONE_THREAD = Options(threads=1, checkpoint_every=40)
+IN_TURN = replace(ONE_THREAD, executor="loop")  # which calls a network as it is written, every time
 LONG = with_assignments(SMALL, {"pfedhn.steps": 600, "evaluate_every": 50})
 
 WITH_LG = replace(
@@ -78,10 +80,15 @@ def cluster(nodes: Any) -> Iterator[Cluster]:
 
 
 def run_there(
-    path: Path, experiment: Experiment, runs: list[RunSpec], cluster: Cluster | None, listen: Any = lambda event: None
+    path: Path,
+    experiment: Experiment,
+    runs: list[RunSpec],
+    cluster: Cluster,
+    listen: Any = lambda event: None,
+    options: Options = ONE_THREAD,
 ) -> Outcome:
-    Directory(path).open(experiment, runs, ONE_THREAD)
-    return run_many(path, experiment, runs, options=ONE_THREAD, listen=listen, cluster=cluster)
+    Directory(path).open(experiment, runs, options)
+    return run_many(path, experiment, runs, options=options, listen=listen, cluster=cluster)
 
 
 @pytest.mark.slow
@@ -103,37 +110,60 @@ def test_a_cluster_gives_the_bits_of_one_machine(tmp_path: Path, cluster: Cluste
     assert any(isinstance(event, Update) and event.score.startswith("validation ") for event in heard)
 
 
+def held_runs(folder: Path, *, since: str) -> Experiment:
+    """Runs that do not get past a moment while there is a file `hold`, so that they cannot end before they are killed.
+
+    Args:
+        folder: For the code of their network, and for `hold`.
+        since: The file that tells the moment, among those of a run in `folder / "there"`.
+    """
+    (folder / "hold").touch()
+    code = folder / "held.py"
+    code.write_text(
+        "import os, pathlib, time, pfedhn\n"
+        "HERE = pathlib.Path(__file__).parent\n"
+        "def is_held():\n"
+        "    opened = map(os.path.realpath, pathlib.Path('/proc/self/fd').iterdir())\n"
+        f"    is_time = (HERE / 'hold').exists() and any(HERE.glob('there/*/{since}'))\n"
+        f"    return is_time and any(path.endswith('{LOCK}') for path in opened)  # else a run is only being made\n"
+        "class Held(pfedhn.MLP):\n"
+        "    def __init__(self): super().__init__(64, 4, 10)\n"
+        "    def forward(self, x):\n"
+        "        while is_held(): time.sleep(0.01)\n"
+        "        return super().forward(x)\n"
+    )
+    cells = tuple(replace(cell, model=f"{code}:Held") for cell in SMALL.cells)
+    return with_assignments(replace(SMALL, cells=cells), {"pfedhn.steps": 200, "evaluate_every": 50})
+
+
 @pytest.mark.slow
-def test_the_run_of_a_killed_worker_goes_on_from_its_checkpoint(tmp_path: Path, nodes: Any, cluster: Cluster) -> None:
-    run = LONG.find("pfedhn-digits-6-seed0")
+def test_the_run_of_a_killed_worker_goes_on_from_its_checkpoint(tmp_path: Path, cluster: Cluster) -> None:
+    held = held_runs(tmp_path, since="checkpoint-*40.json")
+    run = held.find("pfedhn-digits-6-seed0")
     heard: list[Event] = []
 
     def listen(event: Event) -> None:
-        if isinstance(event, Update) and event.step >= 100 and not any(isinstance(other, Said) for other in heard):
-            for process in workers_of(nodes):
-                os.kill(process, signal.SIGKILL)
         heard.append(event)
+        if isinstance(event, Said):
+            (tmp_path / "hold").unlink()
 
-    outcome = run_there(tmp_path / "there", LONG, [run], cluster, listen)
+    with killing(tmp_path / "there" / run.name, since="checkpoint-*40.json", hold=tmp_path / "hold"):
+        outcome = run_there(tmp_path / "there", held, [run], cluster, listen, IN_TURN)
     assert set(outcome.results) == {run.name}
     (said,) = (event for event in heard if isinstance(event, Said))
     assert said.sentence == "its worker was lost; it continues elsewhere from its last checkpoint."
     afterwards = [event.step for event in heard[heard.index(said) :] if isinstance(event, Update)]
     assert afterwards[1] >= 40, "it went on from a checkpoint, not from its start"
-    run_many(tmp_path / "here", LONG, [run], jobs=1, options=ONE_THREAD)
+    run_many(tmp_path / "here", held, [run], jobs=1, options=IN_TURN)
     assert scores(tmp_path / "there", run.name) == scores(tmp_path / "here", run.name)
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_its_workers_fails_in_the_end(tmp_path: Path, nodes: Any, cluster: Cluster) -> None:
-    run = LONG.find("pfedhn-digits-6-seed1")
-
-    def listen(event: Event) -> None:
-        if isinstance(event, Update):
-            for process in workers_of(nodes):
-                os.kill(process, signal.SIGKILL)
-
-    (failure,) = run_there(tmp_path, LONG, [run], cluster, listen).failures.values()
+def test_a_run_that_ends_its_workers_fails_in_the_end(tmp_path: Path, cluster: Cluster) -> None:
+    held = held_runs(tmp_path, since="spec.toml")
+    run = held.find("pfedhn-digits-6-seed1")
+    with killing(tmp_path / "there" / run.name, since="spec.toml", hold=tmp_path / "hold"):
+        (failure,) = run_there(tmp_path / "there", held, [run], cluster, options=IN_TURN).failures.values()
     assert failure.sentence.startswith(f"its worker was lost {MAX_LOSSES} times before it moved on")
     assert not failure.is_bad_input
 
