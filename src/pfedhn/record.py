@@ -5,6 +5,7 @@ metrics.jsonl      a line per evaluation
 checkpoint-*       its state (engine/checkpoint.py), with the evaluations so far
 start.safetensors  the weights it started from, if these are another run's
 result.json        what it found; written last, so that it says: finished
+diverged.txt       in words, that it diverged, and where; gone when it is started again
 
 Every file carries a digest of itself; the checkpoints and the result also carry names for all that the run is made of
 (`identity`), the lines of metrics.jsonl one that follows from these and from the lines before. So what was changed, cut
@@ -58,6 +59,7 @@ from pfedhn.seal import (
 )
 from pfedhn.settings import build, to_toml
 
+DIVERGED = "diverged.txt"
 FORMAT = 3  # 2: files without digests; 1: too little to load a run
 NUM_CLIENTS_LOOKED_AT = 8  # of a federation whose data are loaded when needed, in its digest
 SECONDS_FOR_A_LOCK = 5.0  # a worker whose parent was killed needs a round to notice

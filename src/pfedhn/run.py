@@ -59,6 +59,7 @@ from pfedhn.privacy import Privacy
 from pfedhn.process import advise_once
 from pfedhn.progress import Watch, bar, score_text
 from pfedhn.record import (
+    DIVERGED,
     MendableError,
     Origin,
     Spec,
@@ -1002,8 +1003,9 @@ def execute(
                     raise KeyboardInterrupt
                 yield False
             run.result = _result(run) if files is None else files.finish(run, say)
-        except Diverged:
+        except Diverged as error:
             if files is not None:
+                files.tell_divergence(str(error))
                 files.save(run)  # as it was before that round: its last good one
             raise
         except Abandoned:
@@ -1068,6 +1070,7 @@ class _Files:
     def open(directory: Path, simulation: Simulation, run: Run, say: Callable[[str], None]) -> "_Files":
         """Claim a directory, and let the run stand where the newest intact checkpoint there left it."""
         spec = open_directory(directory, simulation, run.origin)
+        (directory / DIVERGED).unlink(missing_ok=True)
         stored = load_state(directory, simulation, identity(spec))
         for sentence in stored.refused:
             say(sentence)
@@ -1079,6 +1082,9 @@ class _Files:
 
     def append(self, moment: Moment) -> None:
         self.last = append_moment(self.directory, moment, self.last)
+
+    def tell_divergence(self, sentence: str) -> None:
+        write_atomically(self.directory / DIVERGED, f"{sentence}\n".encode())
 
     def save(self, run: Run) -> None:
         """Write a checkpoint, once everything that it vouches for is on the disk."""

@@ -185,6 +185,20 @@ def test_a_run_that_diverges_leaves_its_last_good_state(executor: str, federatio
     assert all(bool(leaf.isfinite().all()) for leaf in state.memories.shared.phi.values())
 
 
+def test_a_run_that_diverges_says_so_in_its_folder_until_it_is_started_again(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "diverged.txt"
+    one = simulation("pfedhn", federation)
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "_refuse_diverged", Mock(side_effect=Diverged("training diverged in round 0.")))
+        with pytest.raises(Diverged):
+            run(one, tmp_path)
+    assert note.read_text() == "training diverged in round 0.\n"
+    run(one, tmp_path, watch=lambda progress, found: pytest.fail("it is still said") if note.exists() else None)
+    assert not note.exists()
+
+
 def test_a_checkpoint_waits_for_the_card_that_computes(
     federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

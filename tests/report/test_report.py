@@ -562,6 +562,20 @@ def test_a_run_that_goes_on_is_told_from_one_that_stopped(tmp_path: Path) -> Non
     assert "Local" not in unfinished(report)
 
 
+def test_a_run_that_diverged_is_told_from_one_that_stopped(tmp_path: Path) -> None:
+    Directory(tmp_path / "new").open(EXPERIMENT, EXPERIMENT.runs())
+    folder = tmp_path / "new" / "pfedhn-digits-4-seed0"
+    put_run(tmp_path / "new", folder.name, None)
+    (folder / "diverged.txt").write_text("training diverged in round 19.\n")
+    (report,) = collect([tmp_path / "new"])
+    said = "Diverged, and not in the table: pFedHN, seed 0 (step 20 of 20); why is in their `diverged.txt`."
+    assert unfinished(report) == said
+    assert "0 of 3, 1 diverged" in to_markdown([report])
+    with claimed(folder, 0.0):  # it was started again
+        (report,) = collect([tmp_path / "new"])
+    assert unfinished(report) == "Running now: pFedHN, seed 0 (step 20 of 20)."
+
+
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no experiment, no run"):
         collect([tmp_path])

@@ -65,6 +65,7 @@ class Entry:
     client_names: Sequence[str] | None = None
     is_squared: bool = False  # where there is no accuracy: whether the loss is the squared error
     running: frozenset[int] = frozenset()  # the seeds that a process is at work on
+    diverged: frozenset[int] = frozenset()  # the seeds whose runs ended so
 
     @property
     def column(self) -> Column:
@@ -110,7 +111,10 @@ class Entry:
         done = len(self.results)
         if not self.num_planned:
             return ""
-        return seeds_count(done) if done == self.num_planned else f"{done} of {seeds_count(self.num_planned)}"
+        if done == self.num_planned:
+            return seeds_count(done)
+        lost = f", {len(self.diverged)} diverged" if self.diverged else ""
+        return f"{done} of {seeds_count(self.num_planned)}{lost}"
 
     @property
     def hardware(self) -> str:
@@ -291,6 +295,7 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
                 next(filter(None, itertools.chain(own_names, described)), None),
                 _is_squared(cell, [name for r in runs for part in parts for name in part.losses.get(r.name, ())]),
                 frozenset(r.seed for r in runs for part in parts if r.name in part.running),
+                frozenset(r.seed for r in runs for part in parts if r.name in part.diverged),
             )
         )
     return entries

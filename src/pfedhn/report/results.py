@@ -25,7 +25,7 @@ from pfedhn.experiments.directory import Directory, check_place
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
 from pfedhn.files import LOCK, is_claimed, make_folder, one_at_a_time, read_bytes, reading, write_atomically
-from pfedhn.record import Spec, read_history, read_result, read_spec
+from pfedhn.record import DIVERGED, Spec, read_history, read_result, read_spec
 from pfedhn.result import Curve, Moment, Result, SchemaError, Scores, from_json, to_json
 from pfedhn.seal import digest
 from pfedhn.settings import build
@@ -47,6 +47,7 @@ class Runs:
     client_names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of runs whose clients have names
     losses: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the names of loss functions, of directories
     running: frozenset[str] = frozenset()  # those that a process is at work on
+    diverged: frozenset[str] = frozenset()  # those that ended so, of directories
 
 
 class LineError(ValueError):
@@ -75,7 +76,7 @@ def read_experiment(path: Path) -> Runs:
     """What lies in the directory of an experiment."""
     experiment, planned = Directory(path).read()
     results, curves, analyses, histories, client_names, losses = {}, {}, {}, {}, {}, {}
-    running = set()
+    running, diverged = set(), set()
     for run in planned:
         if (result := read_result(path / run.name)) is not None:
             check_place(path / run.name, run, result)
@@ -84,6 +85,8 @@ def read_experiment(path: Path) -> Runs:
                 analyses[run.name] = analysis
         elif _is_running(path / run.name):
             running.add(run.name)
+        elif _has_diverged(path / run.name):
+            diverged.add(run.name)
         if history := read_history(path / run.name):
             curves[run.name], histories[run.name] = Curve.of(history), history
             with suppress(UserError):  # a result vouches for itself; without its spec it only has no names
@@ -92,9 +95,8 @@ def read_experiment(path: Path) -> Runs:
                     losses[run.name] = _losses(spec)
                 if spec is not None and spec.data.client_names is not None:
                     client_names[run.name] = spec.data.client_names
-    return Runs(
-        experiment, planned, results, curves, analyses, histories, client_names, losses, running=frozenset(running)
-    )
+    known = Runs(experiment, planned, results, curves, analyses, histories, client_names, losses)
+    return replace(known, running=frozenset(running), diverged=frozenset(diverged))
 
 
 def _losses(spec: Spec) -> list[str]:
@@ -104,6 +106,10 @@ def _losses(spec: Spec) -> list[str]:
 def _is_running(folder: Path) -> bool:
     """Whether a process is at work on a run; of a folder that only can be read, nobody can tell."""
     return os.access(folder / LOCK, os.W_OK) and is_claimed(folder)
+
+
+def _has_diverged(folder: Path) -> bool:
+    return (folder / DIVERGED).exists()
 
 
 def read_run(path: Path) -> Runs:
@@ -118,7 +124,8 @@ def read_run(path: Path) -> Runs:
     curves, histories = ({run.name: Curve.of(history)}, {run.name: history}) if history else ({}, {})
     names = {} if spec.data.client_names is None else {run.name: spec.data.client_names}
     running = frozenset({run.name} if result is None and _is_running(path) else ())
-    return Runs(experiment, [run], known, curves, {}, histories, names, {run.name: _losses(spec)}, running)
+    diverged = frozenset({run.name} if result is None and not running and _has_diverged(path) else ())
+    return Runs(experiment, [run], known, curves, {}, histories, names, {run.name: _losses(spec)}, running, diverged)
 
 
 def _cell_of(spec: Spec) -> Cell:

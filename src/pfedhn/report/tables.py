@@ -138,7 +138,7 @@ def details(report: Report, average: Average = "clients", column: Column | None 
         ("method", lambda entry: entry.label),
         *extra,
         *numbers,
-        ("seeds", lambda entry: entry.seeds_text.removesuffix(" seeds").removesuffix(" seed")),
+        ("seeds", lambda entry: entry.seeds_text.replace(" seeds", "").replace(" seed", "")),
         ("steps", steps_text),
         ("up", lambda entry: bytes_text(entry.total("bytes_up"))),
         ("down", lambda entry: bytes_text(entry.total("bytes_down"))),
@@ -427,14 +427,17 @@ MAX_NAMED = 6  # runs in a sentence
 
 
 def unfinished(report: Report) -> str:
-    """Which runs are going on, and which have begun but stand still; empty if there are none."""
+    """Which runs are going on, which diverged, and which have begun but stand still; empty if there are none."""
     running = [_progress(entry, seed) for entry in report.entries for seed in sorted(entry.running)]
+    diverged = [_progress(entry, seed) for entry in report.entries for seed in sorted(entry.diverged)]
     halted = [
         _progress(entry, seed)
         for entry in report.entries
-        for seed in sorted(entry.curves.keys() - entry.results.keys() - entry.running)
+        for seed in sorted(entry.curves.keys() - entry.results.keys() - entry.running - entry.diverged)
     ]
     parts = [f"Running now: {_some(running)}."] if running else []
+    if diverged:
+        parts.append(f"Diverged, and not in the table: {_some(diverged)}; why is in their `diverged.txt`.")
     if halted:
         parts.append(
             f"Begun, but stopped before the end: {_some(halted)}; started again, they continue or say what failed."
