@@ -81,7 +81,24 @@ REACHED: Mapping[tuple[str, str, int], tuple[float, float | None, int]] = {
 def read_results(folder: Path) -> list[Report]:
     """A report for each table, with what the folder holds of it."""
     stored = [runs for file in sorted(folder.glob("*.jsonl")) for runs in read_file(file)]
-    return [report for name in TABLES for report in to_reports([_of_today(name, stored)])]
+    tables = [_of_today(name, stored) for name in TABLES]
+    return [
+        report for runs in tables for report in to_reports([replace(runs, diverged=_diverged(folder, runs.experiment))])
+    ]
+
+
+def _diverged(folder: Path, experiment: Experiment) -> frozenset[str]:
+    """The runs that diverged with the settings that the experiment has now; they have a line and no result."""
+    found = set()
+    for file in sorted((folder / "checks").glob("*-diverged.jsonl")):
+        for line in map(json.loads, file.read_text().splitlines()):
+            if line["experiment"] != experiment.name or line["seed"] not in SEEDS:
+                continue
+            for cell in experiment.cells:
+                is_of = (cell.method, cell.clients) == (line["method"], line["clients"])
+                if is_of and not _are_other_defaults(cell, line["settings"]):
+                    found.add(experiment.run_of(cell, line["seed"]).name)
+    return frozenset(found)
 
 
 def _of_today(name: str, stored: Sequence[Runs]) -> Runs:
@@ -197,9 +214,9 @@ def summary(every: Sequence[Report]) -> str:
         entry = report.entry(label, column)
         found = entry and entry.test()
         if not found:
-            return ""
+            return "diverged" if entry and entry.diverged else ""
         text = f"{found.mean:.1f}" if found.deviation is None else f"{found.mean:.1f} ± {found.deviation:.1f}"
-        text += "" if found.num_seeds == len(SEEDS) else f" ({seeds_text(found)})"
+        text += "" if found.num_seeds == len(SEEDS) else f" ({seeds_text(found)}{diverged_text(entry)})"
         return f"**{text}**" if label in best[column] else text
 
     def from_paper(label: str, report: Report, column: Column) -> str:
@@ -259,7 +276,7 @@ chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the s
 best with three seeds, and what all seeds that both have (three to six) cannot tell from it: the 95 % interval of the
 paired difference contains zero. FT, and pFedHN-S: with 50 SGD steps of each client's own before
 the test, which are not used if they make validation worse. On CIFAR-10 pFedHN+ and its FT form are separate runs,
-which differ by chance too. Empty or with fewer seeds: not run, or [diverged](results-log.md#per-fedavg)."""
+which differ by chance too. Empty: not run. A run that [diverged](results-log.md#per-fedavg) has no score."""
 
 SUMMARY_STRONGER = """\
 Our two recipes minus the best method that is not ours, over all seeds that both have, in points with 95 % intervals:"""
@@ -506,9 +523,10 @@ example once, as the authors' code does. ± is the sample standard deviation ove
 three seeds.
 
 A cell of the tables has our accuracy over clients (and the number of seeds), the paper's, and the difference. {NOT_RUN}
-means *not run yet*; *1 seed* marks a number that no second seed has confirmed. Tables and figures have the seeds 0, 1
-and 2, on which all methods have the same splits. pFedHN and pFedHN-PC are the paper's recipe, pFedHN+ and pFedHN+-PC
-[our stronger one](fidelity.md#our-stronger-recipe); headings in the tables say whose a row is.
+means *not run yet*; *1 seed* marks a number that no second seed has confirmed; a run that [diverged](#per-fedavg) has
+no score. Tables and figures have the seeds 0, 1 and 2, on which all methods have the same splits. pFedHN and pFedHN-PC
+are the paper's recipe, pFedHN+ and pFedHN+-PC [our stronger one](fidelity.md#our-stronger-recipe); headings in the
+tables say whose a row is.
 
 **Ranks and paired differences.** {PAIRS_ARE[0].upper()}{PAIRS_ARE[1:]} A pair takes all seeds that both methods have.
 
@@ -530,7 +548,10 @@ def grid(report: Report) -> list[list[str]]:
 
 def cell_text(entry: Entry) -> str:
     ours, difference = entry.test(), entry.difference()
-    lines = [NOT_RUN if ours is None else f"**{number_text(ours)}** ({seeds_text(ours)})"]
+    if ours is None:
+        lines = ["diverged" if entry.diverged else NOT_RUN]
+    else:
+        lines = [f"**{number_text(ours)}** ({seeds_text(ours)}{diverged_text(entry)})"]
     if entry.published is not None:
         lines.append("paper {:.2f} ± {:.2f}".format(*entry.published))
     if difference is not None:
@@ -540,6 +561,10 @@ def cell_text(entry: Entry) -> str:
 
 def seeds_text(value: Summary) -> str:
     return "*1 seed*" if value.num_seeds == 1 else f"{value.num_seeds} seeds"
+
+
+def diverged_text(entry: Entry) -> str:
+    return f", {len(entry.diverged)} diverged" if entry.diverged else ""
 
 
 def costs(report: Report) -> list[list[str]]:
@@ -742,7 +767,9 @@ A `.jsonl` file that was made on another machine goes in the same way: `pfedhn r
 To check a cell, take `command` from its line and run it at its `commit` with an `--out` of its own. If
 `environment.deterministic` is true, the same device and versions give the same bits: the same correct examples of
 every client and the same losses. Otherwise the order of sums on a GPU may differ, and the result differs about as
-much as that of another seed. Steps and bytes of LG-FedAvg include the FedAvg run that it starts from.
+much as that of another seed. Steps and bytes of LG-FedAvg include the FedAvg run that it starts from. The commits
+`3c43e209` and `4e9ed78c`, which lines of Per-FedAvg (HF) and of the rivals of pFedHN-S name, are not in this history:
+what they had came in with `8e1975b`, together with later changes of the kernels' block sizes.
 
 `results/jumps/` has what `tools/jumps.py` wrote, `results/checks/` the runs and comparisons that the text above
 quotes and no table holds: runs on a CPU, Per-FedAvg's grid, runs of its Hessian-free form that diverged, FedAvg and

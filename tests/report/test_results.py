@@ -603,6 +603,30 @@ def test_stored_runs_have_the_models_that_validation_prefers() -> None:
         assert result.validation.score >= result.unadapted.validation.score
 
 
+def test_runs_that_diverged_are_told_where_others_have_a_score(tmp_path: Path) -> None:
+    folder = stored(tmp_path, pretended({"per-fedavg-hf": {0: 80.0}, "pfedhn": {0: 90.0, 1: 91.0, 2: 92.0}}))
+    (folder / "checks").mkdir()
+    (cell,) = (cell for cell in CIFAR10.cells if (cell.method, cell.clients) == ("per-fedavg-hf", 50))
+    today = {name: getattr(cell_algorithm(cell), name) for name in ("local_lr", "personal_lr", "difference")}
+    others = {**today, "difference": today["difference"] / 10}
+    lines = [(50, 1, today), (50, 2, others), (50, 7, today), (100, 0, today), (100, 1, today)]  # no table has seed 7
+    (folder / "checks" / "some-diverged.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {"experiment": "table1-cifar10", "method": "per-fedavg-hf", "clients": clients, "seed": seed}
+                | {"settings": settings}
+            )
+            + "\n"
+            for clients, seed, settings in lines
+        )
+    )
+    reports = generator.read_results(folder)
+    of_ten, of_fifty, of_hundred = row(generator.summary(reports), "Per-FedAvg (HF)")[1:4]
+    assert (of_ten, of_fifty, of_hundred) == ("", "79.0 (*1 seed*, 1 diverged)", "diverged")
+    of_ten, of_fifty, of_hundred = row(generator.page(reports, "", []), "Per-FedAvg (HF)")[1:4]
+    assert (of_ten, of_fifty, of_hundred) == ("—", "**79.00** (*1 seed*, 1 diverged)", "diverged")
+
+
 def test_a_seed_without_a_run_has_what_the_fine_tuned_form_had_before(tmp_path: Path) -> None:
     before = Scores(0.5, 100, 0.5, 0.5, (25, 25), (50, 50))
     tuned = pretended({"pfedhn-plus-ft": {0: 90.0}, "fedavg-ft": {0: 80.0}}, unadapted=SplitScores(before, before))
