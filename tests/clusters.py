@@ -50,10 +50,11 @@ def killing(folder: Path, since: str, hold: Path) -> Iterator[None]:
         while not is_over.wait(0.02):
             is_time = hold.exists() and any(folder.glob(since))
             for process in processes_with(folder / LOCK) if is_time else ():
-                killed.add(process)
-                with suppress(ProcessLookupError):  # it has just ended
-                    os.kill(process, signal.SIGKILL)
-            if len(killed) == MANY:
+                if hold.exists():
+                    killed.add(process)
+                    with suppress(ProcessLookupError):  # it has just ended
+                        os.kill(process, signal.SIGKILL)
+            if len(killed) >= MANY:
                 hold.unlink(missing_ok=True)
 
     killer = threading.Thread(target=kill)
@@ -68,8 +69,9 @@ def killing(folder: Path, since: str, hold: Path) -> Iterator[None]:
 def processes_with(file: Path) -> list[int]:
     """The processes that have a file open."""
     found = []
-    for opened in Path("/proc").glob("[0-9]*/fd/*"):
+    for process in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has just ended
-            if str(opened.readlink()) == str(file):
-                found.append(int(opened.parts[2]))
+            opened = Path("/proc", process, "fd")
+            if str(file) in [os.path.realpath(opened / number) for number in os.listdir(opened)]:
+                found.append(int(process))
     return found

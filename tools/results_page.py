@@ -214,9 +214,9 @@ def summary(every: Sequence[Report]) -> str:
         entry = report.entry(label, column)
         found = entry and entry.test()
         if not found:
-            return "diverged" if entry and entry.diverged else ""
+            return diverged_text(entry) if entry else ""
         text = f"{found.mean:.1f}" if found.deviation is None else f"{found.mean:.1f} ± {found.deviation:.1f}"
-        text += "" if found.num_seeds == len(SEEDS) else f" ({seeds_text(found)}{diverged_text(entry)})"
+        text += "" if found.num_seeds == len(SEEDS) else f" ({counts_text(found, entry)})"
         return f"**{text}**" if label in best[column] else text
 
     def from_paper(label: str, report: Report, column: Column) -> str:
@@ -549,9 +549,9 @@ def grid(report: Report) -> list[list[str]]:
 def cell_text(entry: Entry) -> str:
     ours, difference = entry.test(), entry.difference()
     if ours is None:
-        lines = ["diverged" if entry.diverged else NOT_RUN]
+        lines = [diverged_text(entry) or NOT_RUN]
     else:
-        lines = [f"**{number_text(ours)}** ({seeds_text(ours)}{diverged_text(entry)})"]
+        lines = [f"**{number_text(ours)}** ({counts_text(ours, entry)})"]
     if entry.published is not None:
         lines.append("paper {:.2f} ± {:.2f}".format(*entry.published))
     if difference is not None:
@@ -564,7 +564,12 @@ def seeds_text(value: Summary) -> str:
 
 
 def diverged_text(entry: Entry) -> str:
-    return f", {len(entry.diverged)} diverged" if entry.diverged else ""
+    return f"{len(entry.diverged)} diverged" if entry.diverged else ""
+
+
+def counts_text(value: Summary, entry: Entry) -> str:
+    """How many seeds a number is of, and how many have none."""
+    return ", ".join(filter(None, [seeds_text(value), diverged_text(entry)]))
 
 
 def costs(report: Report) -> list[list[str]]:
@@ -768,8 +773,9 @@ To check a cell, take `command` from its line and run it at its `commit` with an
 `environment.deterministic` is true, the same device and versions give the same bits: the same correct examples of
 every client and the same losses. Otherwise the order of sums on a GPU may differ, and the result differs about as
 much as that of another seed. Steps and bytes of LG-FedAvg include the FedAvg run that it starts from. The commits
-`3c43e209` and `4e9ed78c`, which lines of Per-FedAvg (HF) and of the rivals of pFedHN-S name, are not in this history:
-what they had came in with `8e1975b`, together with later changes of the kernels' block sizes.
+`3c43e209` and `4e9ed78c`, which lines of Per-FedAvg (HF), of the rivals of pFedHN-S and of
+`benchmarks/results/h200-float32.jsonl` name, are not in this history: `8e1975b` has what they had (the kernels came in
+with `7edb4e7`), with later block sizes, and its tuner no longer takes `--precision ieee`.
 
 `results/jumps/` has what `tools/jumps.py` wrote, `results/checks/` the runs and comparisons that the text above
 quotes and no table holds: runs on a CPU, Per-FedAvg's grid, runs of its Hessian-free form that diverged, FedAvg and

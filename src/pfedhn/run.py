@@ -51,7 +51,7 @@ from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Memories
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.environment import environment
 from pfedhn.errors import RunError, UserError, closest, short, some
-from pfedhn.files import flush, given_path, make_folder, write_atomically
+from pfedhn.files import flush, given_path, make_folder, write_atomically, writing
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params, take
 from pfedhn.portable import Card, Portable, check_ending, file_names, index, write_model
@@ -1070,7 +1070,8 @@ class _Files:
     def open(directory: Path, simulation: Simulation, run: Run, say: Callable[[str], None]) -> "_Files":
         """Claim a directory, and let the run stand where the newest intact checkpoint there left it."""
         spec = open_directory(directory, simulation, run.origin)
-        (directory / DIVERGED).unlink(missing_ok=True)
+        with writing(directory / DIVERGED):
+            (directory / DIVERGED).unlink(missing_ok=True)
         stored = load_state(directory, simulation, identity(spec))
         for sentence in stored.refused:
             say(sentence)

@@ -123,13 +123,16 @@ def held_runs(folder: Path, *, since: str) -> Experiment:
         "import os, pathlib, time, pfedhn\n"
         "HERE = pathlib.Path(__file__).parent\n"
         "def is_held():\n"
-        "    opened = map(os.path.realpath, pathlib.Path('/proc/self/fd').iterdir())\n"
-        f"    is_time = (HERE / 'hold').exists() and any(HERE.glob('there/*/{since}'))\n"
-        f"    return is_time and any(path.endswith('{LOCK}') for path in opened)  # else a run is only being made\n"
+        "    opened = {pathlib.Path(os.path.realpath(one)) for one in pathlib.Path('/proc/self/fd').iterdir()}\n"
+        f"    is_made = opened.intersection(HERE.glob('there/*/{LOCK}'))  # else a run is only being made\n"
+        f"    return is_made and (HERE / 'hold').exists() and any(HERE.glob('there/*/{since}'))\n"
         "class Held(pfedhn.MLP):\n"
         "    def __init__(self): super().__init__(64, 4, 10)\n"
         "    def forward(self, x):\n"
-        "        while is_held(): time.sleep(0.01)\n"
+        "        begun = time.monotonic()\n"
+        "        while is_held():\n"
+        "            assert time.monotonic() - begun < 120, 'nobody killed it'\n"
+        "            time.sleep(0.01)\n"
         "        return super().forward(x)\n"
     )
     cells = tuple(replace(cell, model=f"{code}:Held") for cell in SMALL.cells)
@@ -145,7 +148,7 @@ def test_the_run_of_a_killed_worker_goes_on_from_its_checkpoint(tmp_path: Path, 
     def listen(event: Event) -> None:
         heard.append(event)
         if isinstance(event, Said):
-            (tmp_path / "hold").unlink()
+            (tmp_path / "hold").unlink(missing_ok=True)
 
     with killing(tmp_path / "there" / run.name, since="checkpoint-*40.json", hold=tmp_path / "hold"):
         outcome = run_there(tmp_path / "there", held, [run], cluster, listen, IN_TURN)

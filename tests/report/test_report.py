@@ -568,12 +568,33 @@ def test_a_run_that_diverged_is_told_from_one_that_stopped(tmp_path: Path) -> No
     put_run(tmp_path / "new", folder.name, None)
     (folder / "diverged.txt").write_text("training diverged in round 19.\n")
     (report,) = collect([tmp_path / "new"])
-    said = "Diverged, and not in the table: pFedHN, seed 0 (step 20 of 20); why is in their `diverged.txt`."
-    assert unfinished(report) == said
-    assert "0 of 3, 1 diverged" in to_markdown([report])
+    assert unfinished(report) == (
+        "Diverged, so without a score: pFedHN, seed 0; `diverged.txt` in a run's folder says in which round."
+    )
+    (line,) = (line for line in csv.DictReader(io.StringIO(to_csv([report]))) if line["method"] == "pfedhn")
+    assert (line["seeds"], line["planned_seeds"], line["diverged_seeds"]) == ("0", "3", "1")
+    heading, *lines = details(report)
+    (shown,) = (dict(zip(heading, line, strict=True)) for line in lines if line[0] == "pfedhn")
+    assert (shown["seeds"], shown["diverged"]) == ("0 of 3", "1")
+    (entry,) = (entry for entry in report.entries if entry.label == "pfedhn")
+    assert accuracy_text(entry) == "1 diverged"
     with claimed(folder, 0.0):  # it was started again
         (report,) = collect([tmp_path / "new"])
     assert unfinished(report) == "Running now: pFedHN, seed 0 (step 20 of 20)."
+    put_run(tmp_path / "new", "pfedhn-digits-4-seed1", [1, 1, 1, 0])
+    (report,) = collect([tmp_path / "new"])
+    (entry,) = (entry for entry in report.entries if entry.label == "pfedhn")
+    assert accuracy_text(entry).endswith(" (1 of 3 seeds, 1 diverged)")
+
+
+def test_a_run_that_diverged_in_one_directory_and_ended_in_another_has_ended(tmp_path: Path) -> None:
+    for place, correct in (("one", None), ("other", [1, 1, 1, 0])):
+        Directory(tmp_path / place).open(EXPERIMENT, EXPERIMENT.runs())
+        put_run(tmp_path / place, "pfedhn-digits-4-seed0", correct)
+    (tmp_path / "one" / "pfedhn-digits-4-seed0" / "diverged.txt").write_text("training diverged in round 19.\n")
+    (report,) = collect([tmp_path / "one", tmp_path / "other"])
+    assert "iverged" not in unfinished(report)
+    assert "diverged" not in details(report)[0]
 
 
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:

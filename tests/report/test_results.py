@@ -622,9 +622,9 @@ def test_runs_that_diverged_are_told_where_others_have_a_score(tmp_path: Path) -
     )
     reports = generator.read_results(folder)
     of_ten, of_fifty, of_hundred = row(generator.summary(reports), "Per-FedAvg (HF)")[1:4]
-    assert (of_ten, of_fifty, of_hundred) == ("", "79.0 (*1 seed*, 1 diverged)", "diverged")
+    assert (of_ten, of_fifty, of_hundred) == ("", "79.0 (*1 seed*, 1 diverged)", "2 diverged")
     of_ten, of_fifty, of_hundred = row(generator.page(reports, "", []), "Per-FedAvg (HF)")[1:4]
-    assert (of_ten, of_fifty, of_hundred) == ("—", "**79.00** (*1 seed*, 1 diverged)", "diverged")
+    assert (of_ten, of_fifty, of_hundred) == ("—", "**79.00** (*1 seed*, 1 diverged)", "2 diverged")
 
 
 def test_a_seed_without_a_run_has_what_the_fine_tuned_form_had_before(tmp_path: Path) -> None:

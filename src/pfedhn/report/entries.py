@@ -111,10 +111,7 @@ class Entry:
         done = len(self.results)
         if not self.num_planned:
             return ""
-        if done == self.num_planned:
-            return seeds_count(done)
-        lost = f", {len(self.diverged)} diverged" if self.diverged else ""
-        return f"{done} of {seeds_count(self.num_planned)}{lost}"
+        return seeds_count(done) if done == self.num_planned else f"{done} of {seeds_count(self.num_planned)}"
 
     @property
     def hardware(self) -> str:
@@ -269,6 +266,9 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
                     results.setdefault(run.seed, part.results[run.name])
                 if run.name in part.curves:
                     curves.setdefault(run.seed, part.curves[run.name])
+        # A run that one directory has finished counts as finished, whatever became of it in another.
+        running = {r.seed for r in runs for part in parts if r.name in part.running} - results.keys()
+        diverged = {r.seed for r in runs for part in parts if r.name in part.diverged} - results.keys() - running
         histories = {r.seed: part.histories[r.name] for r in runs for part in parts if r.name in part.histories}
         own_names = (part.client_names[r.name] for r in runs for part in parts if r.name in part.client_names)
         described = (result.clients.names for result in results.values() if result.clients is not None)
@@ -294,8 +294,8 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
                 histories,
                 next(filter(None, itertools.chain(own_names, described)), None),
                 _is_squared(cell, [name for r in runs for part in parts for name in part.losses.get(r.name, ())]),
-                frozenset(r.seed for r in runs for part in parts if r.name in part.running),
-                frozenset(r.seed for r in runs for part in parts if r.name in part.diverged),
+                frozenset(running),
+                frozenset(diverged),
             )
         )
     return entries

@@ -102,7 +102,9 @@ def to_html(
 def _section(report: Report, average: Average) -> dict[str, Any]:
     """What the template shows of a report."""
     finished = replace(report, entries=[entry for entry in report.entries if entry.results])
-    begun = {entry.label for entry in report.entries if entry.results or entry.curves or entry.running}
+    begun = {
+        entry.label for entry in report.entries if entry.results or entry.curves or entry.running or entry.diverged
+    }
     names = [display_name(label) for label in report.labels if label not in begun]
     standing = [unfinished(report), f"Not run yet: {', '.join(names)}." if names else ""]
     heading, *lines = details(finished, average)

@@ -42,9 +42,11 @@ def number_text(value: Summary | None, digits: int = 2) -> str:
 def accuracy_text(entry: Entry, average: Average = "clients") -> str:
     """Mean and deviation, and how many seeds stand behind it where that is not what was planned, or only one."""
     value = entry.test(average)
+    lost = f"{len(entry.diverged)} diverged" if entry.diverged else ""
     if value is None:
-        return ""
-    note = f" ({entry.seeds_text})" if value.num_seeds == 1 or value.num_seeds != entry.num_planned else ""
+        return lost
+    is_less = value.num_seeds == 1 or value.num_seeds != entry.num_planned
+    note = f" ({', '.join(filter(None, [entry.seeds_text, lost]))})" if is_less else ""
     return number_text(value, 2 if entry.has_accuracy else loss_digits([entry])) + note
 
 
@@ -134,11 +136,15 @@ def details(report: Report, average: Average = "clients", column: Column | None 
             ("paper", lambda entry: "" if entry.published is None else "{:.2f} ± {:.2f}".format(*entry.published)),
             ("difference", lambda entry: _signed(entry.difference(average))),
         ]
+    diverged: list[tuple[str, Callable[[Entry], str]]] = []
+    if any(entry.diverged for entry in report.entries):
+        diverged.append(("diverged", lambda entry: str(len(entry.diverged) or "")))
     fields: list[tuple[str, Callable[[Entry], str]]] = [
         ("method", lambda entry: entry.label),
         *extra,
         *numbers,
-        ("seeds", lambda entry: entry.seeds_text.replace(" seeds", "").replace(" seed", "")),
+        ("seeds", lambda entry: entry.seeds_text.removesuffix(" seeds").removesuffix(" seed")),
+        *diverged,
         ("steps", steps_text),
         ("up", lambda entry: bytes_text(entry.total("bytes_up"))),
         ("down", lambda entry: bytes_text(entry.total("bytes_down"))),
@@ -268,6 +274,7 @@ def numbers(entry: Entry) -> dict[str, Any]:
         "clients": entry.column[1],
         "seeds": len(entry.results),
         "planned_seeds": entry.num_planned,
+        "diverged_seeds": len(entry.diverged),
     }
     averages: tuple[Average, ...] = ("clients", "samples")
     measured = {f"over_{average}": entry.test(average) if entry.has_accuracy else None for average in averages}
@@ -429,7 +436,7 @@ MAX_NAMED = 6  # runs in a sentence
 def unfinished(report: Report) -> str:
     """Which runs are going on, which diverged, and which have begun but stand still; empty if there are none."""
     running = [_progress(entry, seed) for entry in report.entries for seed in sorted(entry.running)]
-    diverged = [_progress(entry, seed) for entry in report.entries for seed in sorted(entry.diverged)]
+    diverged = [_which(entry, seed) for entry in report.entries for seed in sorted(entry.diverged)]
     halted = [
         _progress(entry, seed)
         for entry in report.entries
@@ -437,7 +444,9 @@ def unfinished(report: Report) -> str:
     ]
     parts = [f"Running now: {_some(running)}."] if running else []
     if diverged:
-        parts.append(f"Diverged, and not in the table: {_some(diverged)}; why is in their `diverged.txt`.")
+        parts.append(
+            f"Diverged, so without a score: {_some(diverged)}; `diverged.txt` in a run's folder says in which round."
+        )
     if halted:
         parts.append(
             f"Begun, but stopped before the end: {_some(halted)}; started again, they continue or say what failed."
@@ -447,8 +456,11 @@ def unfinished(report: Report) -> str:
 
 def _progress(entry: Entry, seed: int) -> str:
     steps = entry.curves[seed].step if seed in entry.curves else ()
-    which = display_name(entry.label) + (f", seed {seed}" if entry.num_planned > 1 else "")
-    return f"{which} (step {max(steps, default=0):,} of {entry.cell.steps:,})"
+    return f"{_which(entry, seed)} (step {max(steps, default=0):,} of {entry.cell.steps:,})"
+
+
+def _which(entry: Entry, seed: int) -> str:
+    return display_name(entry.label) + (f", seed {seed}" if entry.num_planned > 1 else "")
 
 
 def _some(names: Sequence[str]) -> str:
