@@ -214,7 +214,7 @@ def summary(every: Sequence[Report]) -> str:
         entry = report.entry(label, column)
         found = entry and entry.test()
         if not found:
-            return diverged_text(entry) if entry else ""
+            return entry.diverged_text if entry else ""
         text = f"{found.mean:.1f}" if found.deviation is None else f"{found.mean:.1f} ± {found.deviation:.1f}"
         text += "" if found.num_seeds == len(SEEDS) else f" ({counts_text(found, entry)})"
         return f"**{text}**" if label in best[column] else text
@@ -549,7 +549,7 @@ def grid(report: Report) -> list[list[str]]:
 def cell_text(entry: Entry) -> str:
     ours, difference = entry.test(), entry.difference()
     if ours is None:
-        lines = [diverged_text(entry) or NOT_RUN]
+        lines = [entry.diverged_text or NOT_RUN]
     else:
         lines = [f"**{number_text(ours)}** ({counts_text(ours, entry)})"]
     if entry.published is not None:
@@ -563,13 +563,9 @@ def seeds_text(value: Summary) -> str:
     return "*1 seed*" if value.num_seeds == 1 else f"{value.num_seeds} seeds"
 
 
-def diverged_text(entry: Entry) -> str:
-    return f"{len(entry.diverged)} diverged" if entry.diverged else ""
-
-
 def counts_text(value: Summary, entry: Entry) -> str:
     """How many seeds a number is of, and how many have none."""
-    return ", ".join(filter(None, [seeds_text(value), diverged_text(entry)]))
+    return ", ".join(filter(None, [seeds_text(value), entry.diverged_text]))
 
 
 def costs(report: Report) -> list[list[str]]:

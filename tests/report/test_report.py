@@ -569,7 +569,7 @@ def test_a_run_that_diverged_is_told_from_one_that_stopped(tmp_path: Path) -> No
     (folder / "diverged.txt").write_text("training diverged in round 19.\n")
     (report,) = collect([tmp_path / "new"])
     assert unfinished(report) == (
-        "Diverged, so without a score: pFedHN, seed 0; `diverged.txt` in a run's folder says in which round."
+        "Diverged, so without a score: pFedHN, seed 0; diverged.txt in a run's folder says in which round."
     )
     (line,) = (line for line in csv.DictReader(io.StringIO(to_csv([report]))) if line["method"] == "pfedhn")
     assert (line["seeds"], line["planned_seeds"], line["diverged_seeds"]) == ("0", "3", "1")

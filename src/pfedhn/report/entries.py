@@ -114,6 +114,10 @@ class Entry:
         return seeds_count(done) if done == self.num_planned else f"{done} of {seeds_count(self.num_planned)}"
 
     @property
+    def diverged_text(self) -> str:
+        return f"{len(self.diverged)} diverged" if self.diverged else ""
+
+    @property
     def hardware(self) -> str:
         return "; ".join(sorted({_place(result.environment) for result in self.results.values()}))
 

@@ -40,13 +40,12 @@ def number_text(value: Summary | None, digits: int = 2) -> str:
 
 
 def accuracy_text(entry: Entry, average: Average = "clients") -> str:
-    """Mean and deviation, and how many seeds stand behind it where that is not what was planned, or only one."""
+    """Mean and deviation, and where seeds are missing, or it is one alone, how many there are and how many diverged."""
     value = entry.test(average)
-    lost = f"{len(entry.diverged)} diverged" if entry.diverged else ""
     if value is None:
-        return lost
+        return entry.diverged_text
     is_less = value.num_seeds == 1 or value.num_seeds != entry.num_planned
-    note = f" ({', '.join(filter(None, [entry.seeds_text, lost]))})" if is_less else ""
+    note = f" ({', '.join(filter(None, [entry.seeds_text, entry.diverged_text]))})" if is_less else ""
     return number_text(value, 2 if entry.has_accuracy else loss_digits([entry])) + note
 
 
@@ -445,7 +444,7 @@ def unfinished(report: Report) -> str:
     parts = [f"Running now: {_some(running)}."] if running else []
     if diverged:
         parts.append(
-            f"Diverged, so without a score: {_some(diverged)}; `diverged.txt` in a run's folder says in which round."
+            f"Diverged, so without a score: {_some(diverged)}; diverged.txt in a run's folder says in which round."
         )
     if halted:
         parts.append(
