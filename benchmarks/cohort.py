@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 
 import pfedhn
-from pfedhn.process import set_up_process
+from pfedhn.system.process import set_up_process
 
 set_up_process()
 
@@ -20,11 +20,11 @@ import numpy  # noqa: E402 - PyTorch must not be loaded before
 import torch  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
-from pfedhn.cluster import Workers, connection  # noqa: E402
 from pfedhn.engine.simulate import Simulation  # noqa: E402
-from pfedhn.environment import environment  # noqa: E402
-from pfedhn.result import to_json  # noqa: E402
-from pfedhn.run import assemble  # noqa: E402
+from pfedhn.runs.cluster import Workers, connection  # noqa: E402
+from pfedhn.runs.run import assemble  # noqa: E402
+from pfedhn.storage.schema import to_json  # noqa: E402
+from pfedhn.system.environment import environment  # noqa: E402
 
 IMAGE, CLASSES = (3, 32, 32), 10
 

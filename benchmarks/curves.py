@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pfedhn.bench.measure import SIZES, Variant, Worker, Workload, in_turns, together
-from pfedhn.environment import environment
-from pfedhn.result import to_json
+from pfedhn.storage.schema import to_json
+from pfedhn.system.environment import environment
 
 VARIANTS = (Variant("textbook"), Variant("traced"))
 

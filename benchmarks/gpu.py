@@ -44,10 +44,10 @@ from pfedhn.engine.executors import TracedScan
 from pfedhn.engine.gpu import COMPILER, compile_graph, set_up_gpu
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
-from pfedhn.environment import commit, processor_name
 from pfedhn.model import Model
 from pfedhn.models import MLP, LeNet, OmniglotNet, ResNet, cross_entropy, is_correct
 from pfedhn.params import pack, take
+from pfedhn.system.environment import commit, processor_name
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where `--only equal` tells what rounding does
 NUM_NUDGES = 32

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pfedhn.files import LOCK
+from pfedhn.system.files import LOCK
 
 MANY = 10  # processes of one run; a run that survives as many would go on for ever
 

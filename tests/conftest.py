@@ -7,7 +7,7 @@ import pytest
 from support import make_federation
 
 from pfedhn.data.federation import Federation
-from pfedhn.process import STOPS
+from pfedhn.system.process import STOPS
 
 # On a machine that others use, a slow example says nothing.
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

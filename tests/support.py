@@ -30,8 +30,8 @@ from pfedhn.kernels.launch import INTERPRETED
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy, is_correct
 from pfedhn.params import Params, pack, take
-from pfedhn.seal import sealed_json, sealed_text, unsealed_json, unsealed_text
 from pfedhn.sgd import Batches, gradient, scan
+from pfedhn.storage.seal import sealed_json, sealed_text, unsealed_json, unsealed_text
 
 torch.set_num_threads(1)  # tests run side by side
 

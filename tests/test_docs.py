@@ -40,11 +40,11 @@ from pfedhn.data.partition import Labels, by_classes
 from pfedhn.deploy.engine import free_port
 from pfedhn.experiments.build import build_federation, check
 from pfedhn.experiments.grid import from_table
-from pfedhn.experiments.paper import DEMO, EXPERIMENTS
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.paper.experiments import DEMO, EXPERIMENTS
+from pfedhn.paper.studies import STUDIES
 from pfedhn.sgd import python_loop, scanning
-from pfedhn.studies import STUDIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -28,16 +28,16 @@ import pfedhn
 from pfedhn import keys
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.federation import Federation
-from pfedhn.engine.checkpoint import load_state, save_state
 from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import cell_algorithm, cell_privacy, check
 from pfedhn.experiments.grid import from_table
-from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.model import Model
+from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.params import Params, take
 from pfedhn.privacy import Cost, Privacy, Protection, keyed_normal, num_places, protecting, spent
 from pfedhn.sgd import SGD, Batches
+from pfedhn.storage.checkpoint import load_state, save_state
 
 PLAIN = ("pfedhn", "pfedhn-pc", "fedavg", "fedper", "fedrep", "fedbabu", "lg-fedavg", "local")
 OTHERS = ("apfl", "ditto", "fedala", "per-fedavg", "per-fedavg-hf", "pfedme")

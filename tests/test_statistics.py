@@ -29,12 +29,12 @@ from pfedhn.algorithms.fedper import FedPer
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
-from pfedhn.engine.checkpoint import load_state, save_state
 from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError
 from pfedhn.params import Params, take
 from pfedhn.sgd import Batches
 from pfedhn.statistics import MaskedBatchNorm, collecting, masked, statistics_of, training_pass
+from pfedhn.storage.checkpoint import load_state, save_state
 
 LOCAL = {"local_lr": 0.1, "local_steps": 4, "local_momentum": 0.9, "local_weight_decay": 0.01}
 Minibatch = tuple[Tensor, Tensor]

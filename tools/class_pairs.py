@@ -18,7 +18,7 @@ import numpy
 from pfedhn.experiments.build import build_federation
 from pfedhn.experiments.spec import Cell
 from pfedhn.report.results import Runs, read_file
-from pfedhn.result import Result
+from pfedhn.storage.schema import Result
 
 TABLES = ("table1-cifar10", "table1-mnist")
 METHODS = ("pfedhn", "pfedhn-pc")

@@ -23,8 +23,8 @@ from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
 from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Options
-from pfedhn.experiments.paper import DIGITS
 from pfedhn.experiments.spec import RunSpec
+from pfedhn.paper.experiments import DIGITS
 
 SEEDS = range(10, 15)  # the demo uses 0 to 2
 STEPS = 400

@@ -25,15 +25,15 @@ from pfedhn.engine.gpu import set_up_gpu
 from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Progress, State
-from pfedhn.environment import environment
 from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.grid import select, with_assignments
-from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.spec import RunSpec
+from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.params import Params
-from pfedhn.result import to_json
 from pfedhn.settings import parse_assignments
+from pfedhn.storage.schema import to_json
+from pfedhn.system.environment import environment
 
 
 def norm(tensors: Any) -> float:

@@ -20,14 +20,14 @@ from torch import Tensor
 
 import pfedhn
 from pfedhn.engine.simulate import Simulation
-from pfedhn.environment import environment
 from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Options
-from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.spec import RunSpec
+from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.params import Params
-from pfedhn.result import to_json
 from pfedhn.sgd import SGD
+from pfedhn.storage.schema import to_json
+from pfedhn.system.environment import environment
 
 GOOD_ENOUGH = 0.54  # validation accuracy, about that of Per-FedAvg's shared model
 LOOK_EVERY, AT_MOST = 200, 10_000

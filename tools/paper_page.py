@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pfedhn.errors import UserError
-from pfedhn.files import write_atomically
+from pfedhn.paper.studies import DRAWN, STUDIES
 from pfedhn.report.findings import Finding, svgs
 from pfedhn.report.results import read_file
 from pfedhn.report.tables import markdown_table
-from pfedhn.studies import DRAWN, STUDIES, findings
+from pfedhn.studies import findings
+from pfedhn.system.files import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = (".svg#only-light", "-dark.svg#only-dark")  # of which the site shows one

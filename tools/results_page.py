@@ -20,9 +20,8 @@ from typing import Any
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import cell_algorithm
-from pfedhn.experiments.paper import BEYOND_THE_PAPER, EXPERIMENTS, RATES_TAKEN_FROM
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
-from pfedhn.files import write_atomically
+from pfedhn.paper.experiments import BEYOND_THE_PAPER, EXPERIMENTS, RATES_TAKEN_FROM
 from pfedhn.report.entries import Column, Entry, Report, Summary, display_name, to_reports
 from pfedhn.report.figures import draw_curves, to_svg
 from pfedhn.report.findings import Finding
@@ -30,8 +29,9 @@ from pfedhn.report.pairs import LEAST_SEEDS, PAIRS_ARE, Difference, difference, 
 from pfedhn.report.results import Runs, read_file
 from pfedhn.report.tables import bytes_text, number_text, seconds_text, steps_text
 from pfedhn.report.traffic import accuracy_at, best_of, draw_traffic, mean_line, megabytes_to
-from pfedhn.result import Curve, Result
+from pfedhn.storage.schema import Curve, Result
 from pfedhn.studies import findings
+from pfedhn.system.files import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ("table1-cifar10", "table1-cifar100", "table1-omniglot", "table1-mnist")

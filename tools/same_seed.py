@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pfedhn.record import read_history, read_spec
-from pfedhn.result import to_json
+from pfedhn.storage.record import read_history, read_spec
+from pfedhn.storage.schema import to_json
 
 Scores = dict[int, Any]
 

@@ -21,14 +21,14 @@ _HOMES = {
     "Linear": "pfedhn.kernels.linear",
     "Local": "pfedhn.algorithms.local",
     "MLP": "pfedhn.models",
-    "NewClient": "pfedhn.run",
-    "NewClients": "pfedhn.run",
+    "NewClient": "pfedhn.runs.run",
+    "NewClients": "pfedhn.runs.run",
     "OmniglotNet": "pfedhn.models",
     "PFedHN": "pfedhn.algorithms.pfedhn",
     "PFedMe": "pfedhn.algorithms.pfedme",
     "PerFedAvg": "pfedhn.algorithms.per_fedavg",
     "Privacy": "pfedhn.privacy",
-    "Run": "pfedhn.run",
+    "Run": "pfedhn.runs.run",
     "TabularMLP": "pfedhn.models",
     "UserError": "pfedhn.errors",
     "by_classes": "pfedhn.data.partition",
@@ -36,9 +36,9 @@ _HOMES = {
     "by_group": "pfedhn.data.partition",
     "datasets": "pfedhn.datasets",
     "dirichlet": "pfedhn.data.partition",
-    "load": "pfedhn.run",
-    "set_up_process": "pfedhn.process",
-    "train": "pfedhn.run",
+    "load": "pfedhn.runs.run",
+    "set_up_process": "pfedhn.system.process",
+    "train": "pfedhn.runs.run",
 }
 """Where each public name lives. It is imported when it is asked for: `set_up_process` must come before PyTorch."""
 
@@ -64,8 +64,8 @@ if TYPE_CHECKING:
     from pfedhn.kernels.linear import Linear
     from pfedhn.models import MLP, LeNet, OmniglotNet, TabularMLP
     from pfedhn.privacy import Privacy
-    from pfedhn.process import set_up_process
-    from pfedhn.run import NewClient, NewClients, Run, load, train
+    from pfedhn.runs.run import NewClient, NewClients, Run, load, train
+    from pfedhn.system.process import set_up_process
 
 __all__ = [
     "ALGORITHMS",

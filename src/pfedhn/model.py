@@ -18,9 +18,9 @@ from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.params import Params, take
 from pfedhn.privacy import NO_GRADIENT, protected
-from pfedhn.process import WHOLE_PROCESS
 from pfedhn.sgd import Batches
 from pfedhn.statistics import collecting, copied, masked, statistics_of, training_pass
+from pfedhn.system.process import WHOLE_PROCESS
 
 Factory: TypeAlias = Callable[[], nn.Module]
 

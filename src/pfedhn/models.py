@@ -17,8 +17,8 @@ from pfedhn.errors import UserError, closest
 from pfedhn.kernels.conv import ConvBlock
 from pfedhn.kernels.linear import Linear
 from pfedhn.model import Factory
-from pfedhn.process import check_room
-from pfedhn.reference import find_code
+from pfedhn.system.process import check_room
+from pfedhn.system.reference import find_code
 
 LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
 RESNETS: dict[str, Literal["batch", "group"]] = {"resnet18": "batch", "resnet18-gn": "group"}

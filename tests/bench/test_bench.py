@@ -14,7 +14,7 @@ from PIL import Image
 
 from pfedhn.bench import measure as bench
 from pfedhn.bench.measure import Images, Variant, Worker, Workload, is_equal, rounds_of
-from pfedhn.process import keep_freed_memory
+from pfedhn.system.process import keep_freed_memory
 
 SMALL = Workload("mlp", num_clients=4, examples_per_client=20, local_steps=2, batch_size=8)
 

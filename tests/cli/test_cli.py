@@ -30,14 +30,15 @@ from pfedhn.cli import find
 from pfedhn.cli.app import app
 from pfedhn.cli.tune import tune
 from pfedhn.data import catalogue as datasets
-from pfedhn.engine import checkpoint
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.experiments import directory as directory_module
-from pfedhn.experiments import paper, runner
+from pfedhn.experiments import runner
 from pfedhn.experiments.grid import with_assignments
-from pfedhn.experiments.paper import DEMO, EXPERIMENTS
 from pfedhn.experiments.tune import plan
+from pfedhn.paper import experiments as paper
+from pfedhn.paper.experiments import DEMO, EXPERIMENTS
 from pfedhn.report.page import FORMATS
+from pfedhn.storage import checkpoint
 
 MINE = """
 clients = 6
@@ -107,7 +108,7 @@ def test_the_package_is_installed_whole() -> None:
     """`make test-newest` runs this against a wheel, which holds no file that was not put there."""
     source = Path(__file__).parents[2] / "src" / "pfedhn"
     files = {path.relative_to(source) for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"}
-    assert {Path("experiments/rates.toml"), Path("kernels/kernel_configs.json"), Path("report/page.html")} <= files
+    assert {Path("paper/rates.toml"), Path("kernels/kernel_configs.json"), Path("report/page.html")} <= files
     assert not [name for name in files if not (Path(pfedhn.__file__).parent / name).is_file()]
 
 

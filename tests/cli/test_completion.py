@@ -10,7 +10,7 @@ import pytest
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.cli import completion
-from pfedhn.experiments.paper import EXPERIMENTS
+from pfedhn.paper.experiments import EXPERIMENTS
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,9 @@ import pfedhn
 from pfedhn.cli import plan
 from pfedhn.cli.app import app
 from pfedhn.engine.simulate import Simulation
-from pfedhn.portable import to_markdown
-from pfedhn.record import read_spec, write_spec
-from pfedhn.screen import Screen
+from pfedhn.runs.portable import to_markdown
+from pfedhn.storage.record import read_spec, write_spec
+from pfedhn.system.screen import Screen
 
 CLINICS = """
 dataset = "visits.csv"

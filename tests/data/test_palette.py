@@ -8,14 +8,15 @@ import torch
 from support import assert_same_bits, finish, make_federation, memories_of, simulate
 from torch import Tensor
 
-from pfedhn import Federation, by_classes, fingerprint
+from pfedhn import Federation, by_classes
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import palette
 from pfedhn.data.partition import dirichlet
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
-from pfedhn.record import clients_digest, data_digest
+from pfedhn.storage.record import clients_digest, data_digest
+from pfedhn.system import fingerprint
 
 
 def pixels(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

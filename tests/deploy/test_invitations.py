@@ -15,7 +15,7 @@ from pfedhn.deploy.certificates import AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_
 from pfedhn.deploy.invitations import Invitations, read_bundle
 from pfedhn.deploy.signing import key_text, public_text
 from pfedhn.errors import UserError
-from pfedhn.files import one_at_a_time
+from pfedhn.system.files import one_at_a_time
 
 ONE, OTHER = (public_text(key.public_key()) for key in KEYS[:2])
 

@@ -34,8 +34,8 @@ from pfedhn.deploy.server import Policy
 from pfedhn.deploy.signing import load_or_make_key, public_text, write_private
 from pfedhn.deploy.site import Site
 from pfedhn.errors import RunError, UserError
-from pfedhn.files import claimed, is_claimed, writing
 from pfedhn.privacy import Privacy
+from pfedhn.system.files import claimed, is_claimed, writing
 
 SPEC = 'model = "mlp-4"\nclients = 2\n[data]\nclasses = 2\nshape = [2]\n'
 

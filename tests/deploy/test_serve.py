@@ -24,7 +24,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pfedhn import files
 from pfedhn.deploy import engine, flower, serve
 from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certificates
 from pfedhn.deploy.gate import Gate
@@ -34,8 +33,9 @@ from pfedhn.deploy.signing import KEY_HEADER, key_text, public_text
 from pfedhn.deploy.site import RUN, Site
 from pfedhn.deploy.spec import read_spec, to_plan
 from pfedhn.errors import RunError, UserError
-from pfedhn.files import claimed
 from pfedhn.params import num_bytes
+from pfedhn.system import files
+from pfedhn.system.files import claimed
 
 SPEC = 'model = "mlp-4"\nclients = 2\n[data]\nclasses = 2\nshape = [2]\n'
 LINE = public_text(KEYS[0].public_key())

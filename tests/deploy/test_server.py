@@ -49,7 +49,7 @@ from pfedhn.engine.transform import TRANSFORMS
 from pfedhn.errors import RunError, UserError
 from pfedhn.params import stack, take
 from pfedhn.privacy import Cost, Privacy, Protection
-from pfedhn.seal import sealed_json, unsealed_json
+from pfedhn.storage.seal import sealed_json, unsealed_json
 
 SEED = 5
 

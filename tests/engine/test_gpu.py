@@ -22,13 +22,13 @@ from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine import gpu
 from pfedhn.engine.capture import CapturedRun, side_by_side
-from pfedhn.engine.checkpoint import load_state, save_state
 from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.kernels.launch import SharedGPU
 from pfedhn.models import LeNet
-from pfedhn.record import data_digest
+from pfedhn.storage.checkpoint import load_state, save_state
+from pfedhn.storage.record import data_digest
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

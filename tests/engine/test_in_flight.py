@@ -21,13 +21,13 @@ from support import (
 from pfedhn import keys
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.federation import Federation
-from pfedhn.engine.checkpoint import load_state, save_state
 from pfedhn.engine.round import Reply, Returned
 from pfedhn.engine.rounds import is_captured
 from pfedhn.engine.transform import TRANSFORMS
 from pfedhn.errors import UserError
 from pfedhn.params import take
 from pfedhn.privacy import Privacy
+from pfedhn.storage.checkpoint import load_state, save_state
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
 from pfedhn.engine.norms import norms
 from pfedhn.params import Params, subtract, take
-from pfedhn.tracking import numbers
+from pfedhn.runs.tracking import numbers
 
 
 def length(weights: Params) -> float:

@@ -40,7 +40,7 @@ from pfedhn.engine.state import Diverged, Schedule, State
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy, is_correct
 from pfedhn.params import copy, take
-from pfedhn.run import rounds as progress_of
+from pfedhn.runs.run import rounds as progress_of
 
 SMALL = {"local_steps": 2, "hidden_dim": 6, "local_lr": 0.1}
 

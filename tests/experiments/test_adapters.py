@@ -13,8 +13,8 @@ from pfedhn.data.partition import Labels, by_classes
 from pfedhn.errors import UserError
 from pfedhn.experiments.adapters import adapted
 from pfedhn.experiments.build import check
-from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.models import resnet
+from pfedhn.paper.experiments import EXPERIMENTS
 
 
 def images(num_rows: int) -> tuple[numpy.ndarray, numpy.ndarray]:

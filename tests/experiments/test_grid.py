@@ -17,8 +17,8 @@ from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_federation, build_simulation, cell_algorithm, check
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.grid import from_table, from_toml, select, with_assignments
-from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.spec import Cell, Experiment, cell_digest
+from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.settings import parse_assignments, to_toml
 
 # Files and tables

@@ -21,12 +21,10 @@ import torch
 from support import SMALL, mlp, mostly_slow, resealed, scores
 from typer.testing import CliRunner
 
-from pfedhn import record, run
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.cli.app import app
 from pfedhn.data.federation import Federation
-from pfedhn.engine.checkpoint import checkpoints
 from pfedhn.errors import UserError
 from pfedhn.experiments import directory as directory_module
 from pfedhn.experiments import runner as module
@@ -34,17 +32,20 @@ from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.execute import Outcome, Queue
 from pfedhn.experiments.grid import from_table, from_toml, select, with_assignments
-from pfedhn.experiments.paper import DEMO, EXPERIMENTS
 from pfedhn.experiments.provenance import rerun_command
 from pfedhn.experiments.runner import prepare, run_many
 from pfedhn.experiments.spec import Experiment, RunSpec, pretraining_run, with_pretraining
 from pfedhn.experiments.workers import run_side_by_side
-from pfedhn.progress import Event, Failed, Finished, Said, Update
+from pfedhn.paper.experiments import DEMO, EXPERIMENTS
+from pfedhn.paper.studies import STUDIES
 from pfedhn.report.entries import collect
-from pfedhn.result import to_json
-from pfedhn.run import train
-from pfedhn.seal import sealed_text
-from pfedhn.studies import STUDIES
+from pfedhn.runs import run
+from pfedhn.runs.progress import Event, Failed, Finished, Said, Update
+from pfedhn.runs.run import train
+from pfedhn.storage import record
+from pfedhn.storage.checkpoint import checkpoints
+from pfedhn.storage.schema import to_json
+from pfedhn.storage.seal import sealed_text
 
 WITH_LG = replace(
     SMALL,

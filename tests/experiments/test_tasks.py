@@ -24,8 +24,8 @@ from pfedhn.experiments.grid import with_assignments
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.experiments.tasks import MAX_LOSSES, Cluster, connected
-from pfedhn.files import LOCK
-from pfedhn.progress import Event, Failed, Finished, Said, Update
+from pfedhn.runs.progress import Event, Failed, Finished, Said, Update
+from pfedhn.system.files import LOCK
 
 pytestmark = pytest.mark.filterwarnings(  # Ray leaves files open
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"

@@ -19,22 +19,23 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner, Result
 
-from pfedhn import run as run_module
 from pfedhn.algorithm import Method
 from pfedhn.algorithms import ALGORITHMS, LEARNING_RATES
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.cli import app as cli
 from pfedhn.errors import UserError
 from pfedhn.experiments import directory as directory_module
-from pfedhn.experiments import paper, tune
+from pfedhn.experiments import tune
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import from_toml, grids_from_toml, with_assignments
-from pfedhn.experiments.paper import BEYOND_THE_PAPER, EXPERIMENTS
 from pfedhn.experiments.rates import apply_rates, rates_for, read_rates, save_rates
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.experiments.tune import Findings, Study, plan, read_record, write_record
-from pfedhn.result import Scores
+from pfedhn.paper import experiments as paper
+from pfedhn.paper.experiments import BEYOND_THE_PAPER, EXPERIMENTS
+from pfedhn.runs import run as run_module
+from pfedhn.storage.schema import Scores
 
 MINE = """
 method = ["fedavg", "lg-fedavg", "pfedhn"]

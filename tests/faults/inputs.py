@@ -33,7 +33,7 @@ from pfedhn import datasets
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.cli.app import app
 from pfedhn.errors import short
-from pfedhn.experiments.paper import EXPERIMENTS
+from pfedhn.paper.experiments import EXPERIMENTS
 
 SECONDS = 60  # no input is worth more; on a busy machine a run of two rounds takes a tenth of it
 RAN, SENTENCE, INTERNAL, HANG = "ran", "sentence", "internal error", "hang"

@@ -11,7 +11,7 @@ from report.test_html import entry
 
 from pfedhn.report.entries import Entry, Report
 from pfedhn.report.page import to_html
-from pfedhn.result import Clients, Curve, Measures, Scores
+from pfedhn.storage.schema import Clients, Curve, Measures, Scores
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="there is no Chromium here to open the page in (on Debian: apt-get install chromium)"

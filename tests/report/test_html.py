@@ -16,13 +16,13 @@ import pytest
 
 import pfedhn
 from pfedhn.experiments.grid import from_toml
-from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.spec import Cell
+from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.report import page as page_module
 from pfedhn.report.entries import Entry, Report, collect
 from pfedhn.report.page import best_cells, differing_settings, spec_text, to_html
 from pfedhn.report.tables import details
-from pfedhn.result import Clients, Curve, Environment, Measures, Result, Scores
+from pfedhn.storage.schema import Clients, Curve, Environment, Measures, Result, Scores
 
 VOID = {"meta", "img", "br", "input", "link", "source"}
 

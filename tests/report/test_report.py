@@ -21,8 +21,6 @@ from pfedhn.engine.state import Schedule
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.spec import Cell, Experiment
-from pfedhn.files import claimed
-from pfedhn.record import FORMAT, Part, Spec, identity, write_history, write_result, write_spec
 from pfedhn.report.entries import Entry, Report, collect, compare, summarize, to_reports
 from pfedhn.report.figures import (
     draw_curves,
@@ -53,8 +51,10 @@ from pfedhn.report.tables import (
     to_terminal,
     unfinished,
 )
-from pfedhn.result import Cost, Curve, Environment, Measures, Moment, Result, Scores
-from pfedhn.seal import digest
+from pfedhn.storage.record import FORMAT, Part, Spec, identity, write_history, write_result, write_spec
+from pfedhn.storage.schema import Cost, Curve, Environment, Measures, Moment, Result, Scores
+from pfedhn.storage.seal import digest
+from pfedhn.system.files import claimed
 
 ROWS = [4, 4, 2, 0]  # test rows of each client; the last has none
 CELLS = tuple(Cell(method=method, clients=4, steps=20) for method in ("local", "fedavg", "pfedhn"))

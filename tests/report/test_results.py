@@ -26,16 +26,16 @@ from pfedhn.cli.app import app
 from pfedhn.errors import RunError, UserError
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.directory import Directory
-from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
-from pfedhn.files import write_atomically
+from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.report.entries import collect, display_name, to_reports
 from pfedhn.report.figures import figures_of
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs, export, read, read_file, to_line, without_folders
 from pfedhn.report.tables import caption, grid, to_csv, to_latex, to_markdown
-from pfedhn.result import Cost, Curve, Environment, Measures, Moment, Result, Scores, SplitScores
+from pfedhn.storage.schema import Cost, Curve, Environment, Measures, Moment, Result, Scores, SplitScores
+from pfedhn.system.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 COMMON = Cell(clients=5, model="mlp-4", steps=6, cohort_size=2, evaluate_every=2, settings={"local_steps": 1})

@@ -19,7 +19,7 @@ from pfedhn.report.traffic import (
     megabytes_to,
     plot_traffic,
 )
-from pfedhn.result import Curve, Measures
+from pfedhn.storage.schema import Curve, Measures
 
 COLUMN = ("digits", 5)
 

@@ -35,7 +35,7 @@ from pfedhn.errors import UserError
 from pfedhn.model import Model
 from pfedhn.models import MLP, LeNet, cross_entropy, is_correct
 from pfedhn.params import Params
-from pfedhn.process import keep_freed_memory
+from pfedhn.system.process import keep_freed_memory
 
 MEAN, STD = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
 TOLERANCE = 1e-3  # relative, of all weights after one round, tf32 off

@@ -6,8 +6,8 @@ def main() -> None:
     from pfedhn.cli.interrupt import leaving_at_once, stop_in_one_line
 
     stop_in_one_line()  # first: what follows takes seconds, and a person may have thought better of it
-    from pfedhn.process import set_up_process
-    from pfedhn.screen import never_fail_to_write
+    from pfedhn.system.process import set_up_process
+    from pfedhn.system.screen import never_fail_to_write
 
     set_up_process()  # before anything imports PyTorch
     never_fail_to_write()

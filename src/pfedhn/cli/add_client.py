@@ -7,7 +7,7 @@ import typer
 
 from pfedhn.cli.options import DeviceOption, RunArgument
 from pfedhn.errors import UserError
-from pfedhn.screen import say
+from pfedhn.system.screen import say
 
 
 def add_client(
@@ -66,8 +66,8 @@ def add_client(
     import time
 
     from pfedhn.data.files import read_client
-    from pfedhn.portable import check_ending
-    from pfedhn.run import load
+    from pfedhn.runs.portable import check_ending
+    from pfedhn.runs.run import load
     from pfedhn.settings import parse_assignments
 
     if out is not None:

@@ -24,7 +24,7 @@ from pfedhn.cli.run import run
 from pfedhn.cli.serve import serve
 from pfedhn.cli.status import status
 from pfedhn.cli.tune import tune
-from pfedhn.screen import say
+from pfedhn.system.screen import say
 
 app = typer.Typer(
     cls=Commands,

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from pfedhn.cli.options import DeviceOption
 from pfedhn.errors import UserError
-from pfedhn.screen import Screen, say
+from pfedhn.system.screen import Screen, say
 
 COLUMNS = {
     "workload": "workload", "program": "code", "device": "device", "clients": "clients",
@@ -36,9 +36,9 @@ def bench(
       pfedhn bench --json > bench.jsonl
     """
     from pfedhn.bench.measure import bench as measure
-    from pfedhn.environment import environment
-    from pfedhn.result import to_json
-    from pfedhn.run import choose_device
+    from pfedhn.runs.run import choose_device
+    from pfedhn.storage.schema import to_json
+    from pfedhn.system.environment import environment
 
     if repeats < 1:
         raise UserError(f"--repeats is {repeats}; it must be at least 1.")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pfedhn.files import cache_folder, write_atomically
+from pfedhn.system.files import cache_folder, write_atomically
 
 
 def _state() -> str:
@@ -41,15 +41,15 @@ def _generated() -> dict[str, list[str]]:
 
     from pfedhn.algorithms import ALGORITHMS
     from pfedhn.data.catalogue import DATASETS
-    from pfedhn.experiments.paper import EXPERIMENTS
+    from pfedhn.experiments.registry import experiments
     from pfedhn.experiments.spec import Cell
-    from pfedhn.studies import STUDIES
+    from pfedhn.studies import studies
 
     kinds: dict[str, Any] = {name: known.algorithm for name, known in ALGORITHMS.items()}
     settings = dict.fromkeys(item.name for kind in kinds.values() for item in fields(kind))
     of_methods = [f"{name}.{item.name}" for name, kind in kinds.items() for item in fields(kind)]
     return {
-        "experiments": [*EXPERIMENTS, *STUDIES],
+        "experiments": [*experiments(), *studies()],
         "methods": list(ALGORITHMS),
         "datasets": list(DATASETS),
         "fields": [*(item.name for item in fields(Cell)), *settings, *of_methods],

@@ -8,7 +8,7 @@ import typer
 from pfedhn.cli import completion
 from pfedhn.cli.list import listing
 from pfedhn.cli.options import DataDirOption, SetOption
-from pfedhn.screen import Screen, say
+from pfedhn.system.screen import Screen, say
 
 data = typer.Typer(
     no_args_is_help=True, help="Data sets: list them, decode one into the cache, look at how clients share it."
@@ -89,10 +89,10 @@ def data_show(
     from pfedhn.data.describe import check_ending, describe, plot
     from pfedhn.experiments.build import build_federation, check
     from pfedhn.experiments.grid import with_assignments
-    from pfedhn.experiments.paper import usual_cell
+    from pfedhn.experiments.registry import usual_cell
     from pfedhn.experiments.spec import Experiment
-    from pfedhn.files import writing
     from pfedhn.settings import parse_assignments
+    from pfedhn.system.files import writing
 
     if figure is not None:
         check_ending(figure)

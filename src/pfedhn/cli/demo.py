@@ -8,8 +8,8 @@ import typer
 from rich.markup import escape
 
 from pfedhn.cli.options import JobsOption
-from pfedhn.process import num_cores, start_ahead
-from pfedhn.screen import Screen, say
+from pfedhn.system.process import num_cores, start_ahead
+from pfedhn.system.screen import Screen, say
 
 
 def demo(
@@ -30,13 +30,13 @@ def demo(
     from pfedhn.cli.running import displayed, end
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.grid import select
-    from pfedhn.experiments.paper import DEMO
     from pfedhn.experiments.runner import run_many
-    from pfedhn.files import write_atomically
+    from pfedhn.paper.experiments import DEMO
     from pfedhn.report.entries import collect
     from pfedhn.report.figures import draw_demo
     from pfedhn.report.page import write
     from pfedhn.report.tables import sentence, to_terminal
+    from pfedhn.system.files import write_atomically
 
     screen = Screen(stderr=True)
     runs = select(DEMO, [], None)

@@ -14,7 +14,7 @@ import pfedhn
 from pfedhn.cli.endings import FAILED, complain
 from pfedhn.cli.options import JsonOption
 from pfedhn.errors import first_line
-from pfedhn.screen import Screen, say
+from pfedhn.system.screen import Screen, say
 
 EXTRAS = {
     "data": (("datasets", "PIL", "pyarrow"), "reads MNIST, CIFAR and Omniglot"),
@@ -45,9 +45,9 @@ def doctor(as_json: JsonOption = False) -> None:
 
     from pfedhn.cli.data import data_state
     from pfedhn.data.catalogue import DATASETS, load
-    from pfedhn.environment import processor_name
-    from pfedhn.files import cache_folder, write_trouble
-    from pfedhn.process import num_cores
+    from pfedhn.system.environment import processor_name
+    from pfedhn.system.files import cache_folder, write_trouble
+    from pfedhn.system.process import num_cores
 
     table: dict[str, str] = {}
     table["pfedhn"] = f"{pfedhn.__version__}, {Path(pfedhn.__file__).parent}"

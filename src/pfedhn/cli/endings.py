@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from pfedhn.cli.interrupt import STOPPED, unwinding
 from pfedhn.errors import UserError, first_line, place_in_own_code
-from pfedhn.screen import Screen, say
+from pfedhn.system.screen import Screen, say
 
 BAD_INPUT, FAILED = 2, 1  # exit codes
 

@@ -7,7 +7,7 @@ import typer
 
 from pfedhn.cli.options import RunArgument
 from pfedhn.errors import UserError
-from pfedhn.screen import say
+from pfedhn.system.screen import say
 
 PARTY = "party.json"  # of the folder of a party that takes part in a federation
 
@@ -57,7 +57,7 @@ def export(
     """
     from pfedhn.data.columns import filled_with
     from pfedhn.data.files import read_client
-    from pfedhn.run import load
+    from pfedhn.runs.run import load
 
     if (directory / PARTY).exists():
         _export_of_party(directory, to, data)

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from pfedhn.errors import missing_extra, printable
-from pfedhn.screen import Screen, say
+from pfedhn.system.screen import Screen, say
 
 StateOption = Annotated[
     Path, typer.Option("--state", metavar="DIR", help="The server's folder: keys, invitations, checkpoints, log.")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.grid import from_toml
-from pfedhn.experiments.paper import EXPERIMENTS
 from pfedhn.experiments.rates import rates_file
+from pfedhn.experiments.registry import experiments
 from pfedhn.experiments.spec import TABLE_ENDINGS, Experiment
-from pfedhn.files import given_path, reading
-from pfedhn.reference import load_file
-from pfedhn.studies import STUDIES, Study
+from pfedhn.studies import Study, studies
+from pfedhn.system.files import given_path, reading
+from pfedhn.system.reference import load_file
 
 
 def find_experiment(name: str, small: bool = False, also: Iterable[str] = ()) -> tuple[Experiment, str]:
@@ -24,11 +24,11 @@ def find_experiment(name: str, small: bool = False, also: Iterable[str] = ()) ->
     """
     if small and (study := find_study(name)) is None:
         raise UserError(f"--small is for studies, and {name!r} is none; there, --set steps=100 makes runs short.")
-    if name in EXPERIMENTS:
-        return EXPERIMENTS[name], name
+    if name in experiments():
+        return experiments()[name], name
     file = given_path(name)
     if (study := find_study(name)) is not None:
-        return study.experiment(small), name if name in STUDIES else str(given_path(file, is_resolved=True))
+        return study.experiment(small), name if name in studies() else str(given_path(file, is_resolved=True))
     with reading(file):
         if file.suffix.lower() in TABLE_ENDINGS or file.is_dir():
             raise _is_data(file)
@@ -38,7 +38,7 @@ def find_experiment(name: str, small: bool = False, also: Iterable[str] = ()) ->
         raise UserError(f"there is no file {name}.")
     others = list(also)
     what = "no data set and no experiment" if others else "no experiment"
-    raise UserError(f"there is {what} {name!r}; {closest(name, [*others, *EXPERIMENTS, *STUDIES])}")
+    raise UserError(f"there is {what} {name!r}; {closest(name, [*others, *experiments(), *studies()])}")
 
 
 def _is_data(file: Path) -> UserError:
@@ -56,8 +56,8 @@ def _is_data(file: Path) -> UserError:
 
 def find_study(source: str) -> Study | None:
     """A study by its name, or from a Python file that has one as STUDY; None for an experiment that is none."""
-    if source in STUDIES:
-        return STUDIES[source]
+    if source in studies():
+        return studies()[source]
     if not source.endswith(".py"):
         return None
     study = getattr(load_file(Path(source)), "STUDY", None)
@@ -68,7 +68,7 @@ def find_study(source: str) -> Study | None:
 
 def rates_beside(source: str) -> Path | None:
     """The file of rates that was read with a user's experiment file."""
-    file = None if source in EXPERIMENTS or source in STUDIES else rates_file(Path(source))
+    file = None if source in experiments() or source in studies() else rates_file(Path(source))
     return file if file is not None and file.exists() else None
 
 

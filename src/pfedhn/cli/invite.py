@@ -9,7 +9,7 @@ import typer
 
 from pfedhn.cli.federation import StateOption, need_the_extra
 from pfedhn.errors import UserError
-from pfedhn.screen import say
+from pfedhn.system.screen import say
 
 
 def invite(
@@ -35,7 +35,7 @@ def invite(
     from pfedhn.deploy.certificates import AUTHORITY
     from pfedhn.deploy.signing import write_private
     from pfedhn.deploy.site import Site
-    from pfedhn.files import given_path, read_text
+    from pfedhn.system.files import given_path, read_text
 
     site = Site(state)
     if revoke:

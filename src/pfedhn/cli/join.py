@@ -7,7 +7,7 @@ import typer
 
 from pfedhn.cli.federation import JsonOption, need_the_extra, sayer
 from pfedhn.errors import UserError
-from pfedhn.screen import say
+from pfedhn.system.screen import say
 
 FolderOption = Annotated[
     Path | None,
@@ -79,9 +79,9 @@ def join(
 
     from pfedhn.deploy.invitations import read_bundle
     from pfedhn.deploy.join import Joined, enroll, load_party, remember
-    from pfedhn.files import claimed, given_path, make_folder
     from pfedhn.privacy import Privacy
-    from pfedhn.stopping import stop_requests
+    from pfedhn.system.files import claimed, given_path, make_folder
+    from pfedhn.system.stopping import stop_requests
 
     privacy = None
     if any(option is not None for option in (clip, noise, epsilon, level, delta)):  # one that counts for nothing lies

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pfedhn.cli.options import JsonOption
-from pfedhn.screen import Screen, say
+from pfedhn.system.screen import Screen, say
 
 
 def list_all(as_json: JsonOption = False) -> None:
@@ -19,16 +19,16 @@ def list_all(as_json: JsonOption = False) -> None:
     """
     from pfedhn.algorithms import ALGORITHMS
     from pfedhn.data.catalogue import DATASETS
-    from pfedhn.experiments.paper import EXPERIMENTS
+    from pfedhn.experiments.registry import experiments
     from pfedhn.report.entries import counted
-    from pfedhn.studies import STUDIES
+    from pfedhn.studies import studies
 
     if as_json:
         table = {
             "methods": {name: known.description for name, known in ALGORITHMS.items()},
             "datasets": {name: source.description for name, source in DATASETS.items()},
-            "experiments": {name: item.title for name, item in EXPERIMENTS.items()},
-            "studies": {name: study.title for name, study in STUDIES.items()},
+            "experiments": {name: item.title for name, item in experiments().items()},
+            "studies": {name: study.title for name, study in studies().items()},
         }
         say(json.dumps(table))
         return
@@ -37,11 +37,11 @@ def list_all(as_json: JsonOption = False) -> None:
     console.print(listing("data sets", [(name, source.description) for name, source in DATASETS.items()]))
     lines = [
         (name, f"{item.title} ({counted(len(item.cells), 'cell')}, {counted(len(item.seeds), 'seed')} each)")
-        for name, item in EXPERIMENTS.items()
+        for name, item in experiments().items()
     ]
     console.print(listing("experiments", lines))
     lines = [
-        (name, f"{study.title} ({counted(len(study.experiment().cells), 'cell')})") for name, study in STUDIES.items()
+        (name, f"{study.title} ({counted(len(study.experiment().cells), 'cell')})") for name, study in studies().items()
     ]
     console.print(listing("studies: the rest of the paper", lines))
     console.print(

@@ -22,8 +22,8 @@ from pfedhn.experiments.build import build_simulation, check
 from pfedhn.experiments.directory import Directory, Options, num_jobs
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
 from pfedhn.params import take
-from pfedhn.screen import say, table_screen
 from pfedhn.sgd import SGD
+from pfedhn.system.screen import say, table_screen
 
 NUM_TRIED = 3  # rounds by which the time of all is guessed
 NUM_EXAMPLES_TRIED = 256  # of one client, by which it is seen whether there is time to evaluate more

@@ -9,7 +9,7 @@ import typer
 
 from pfedhn.cli.options import RunArgument
 from pfedhn.errors import UserError
-from pfedhn.screen import say
+from pfedhn.system.screen import say
 
 if TYPE_CHECKING:
     from pfedhn.data.reading import Reading
@@ -53,8 +53,8 @@ def predict(
 
     import torch
 
-    from pfedhn.files import given_path, write_atomically
-    from pfedhn.run import load, read_examples
+    from pfedhn.runs.run import load, read_examples
+    from pfedhn.system.files import given_path, write_atomically
 
     if out is not None and given_path(out, is_resolved=True) == given_path(data, is_resolved=True):
         raise UserError(f"--out {out} would replace the examples; give another name.")

@@ -9,7 +9,7 @@ import typer
 
 from pfedhn.cli.options import JsonOption
 from pfedhn.errors import UserError
-from pfedhn.screen import Screen, say, table_screen
+from pfedhn.system.screen import Screen, say, table_screen
 
 
 def report(
@@ -68,13 +68,13 @@ def report(
       pfedhn report runs/demo --json
     """
     from pfedhn.cli.find import find_study
-    from pfedhn.files import writing
     from pfedhn.report import results
     from pfedhn.report.entries import Average, to_reports
     from pfedhn.report.findings import to_terminal as finding_to_terminal
     from pfedhn.report.page import FORMATS, check_formats, write
     from pfedhn.report.tables import to_json, to_terminal
     from pfedhn.studies import findings
+    from pfedhn.system.files import writing
 
     if average not in ("clients", "samples"):
         raise UserError(f"--average {average} does not fit; it takes clients or samples.")
@@ -122,7 +122,7 @@ def report(
 
 def _check_place(path: Path) -> None:
     """Refuse what is no place of results, before its lines are called wrong."""
-    from pfedhn.files import reading
+    from pfedhn.system.files import reading
 
     with reading(path):
         if not path.exists():

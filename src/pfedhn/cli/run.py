@@ -19,12 +19,12 @@ from pfedhn.cli.options import (
     SetOption,
 )
 from pfedhn.errors import UserError
-from pfedhn.screen import Screen, say, table_screen
+from pfedhn.system.screen import Screen, say, table_screen
 
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.spec import Experiment, RunSpec
-    from pfedhn.progress import Detail
+    from pfedhn.runs.progress import Detail
 
 
 def run(
@@ -139,14 +139,14 @@ def run(
     from pfedhn.cli.running import choose_device_on, displayed, end
     from pfedhn.experiments.runner import run_many
     from pfedhn.experiments.tasks import connected
-    from pfedhn.files import given_path
-    from pfedhn.record import MendableError
     from pfedhn.report.entries import asked_for, collect
     from pfedhn.report.findings import to_terminal as finding_to_terminal
     from pfedhn.report.results import read
     from pfedhn.report.tables import to_terminal
+    from pfedhn.storage.record import MendableError
     from pfedhn.studies import findings
     from pfedhn.studies.computing import compute_missing
+    from pfedhn.system.files import given_path
 
     if resume is not None:
         given = {"NAME-OR-FILE": experiment, "--set": assignments, "--only": only, "--seeds": seeds, "--out": out}
@@ -223,10 +223,10 @@ def _asked_for(
     from pfedhn.experiments.build import check
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.grid import refuse_without_effect, select, with_assignments
-    from pfedhn.experiments.paper import with_rates_of
     from pfedhn.experiments.spec import with_pretraining
-    from pfedhn.files import given_path, reading
+    from pfedhn.paper.experiments import with_rates_of
     from pfedhn.settings import parse_assignments
+    from pfedhn.system.files import given_path, reading
 
     chosen, source = find_experiment(name, small)
     if rates is not None:

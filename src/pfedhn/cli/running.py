@@ -18,10 +18,10 @@ from pfedhn.experiments.execute import Outcome, refuse_changed_base
 from pfedhn.experiments.runner import prepare, refuse_changed_data, refuse_other_executor
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
 from pfedhn.experiments.tasks import Cluster
-from pfedhn.progress import Detail, Display
-from pfedhn.record import MendableError
-from pfedhn.run import choose_device
-from pfedhn.screen import Screen
+from pfedhn.runs.progress import Detail, Display
+from pfedhn.runs.run import choose_device
+from pfedhn.storage.record import MendableError
+from pfedhn.system.screen import Screen
 
 
 class Ready(NamedTuple):

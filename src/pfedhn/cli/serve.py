@@ -7,7 +7,7 @@ import typer
 from rich.console import RenderableType
 
 from pfedhn.cli.federation import JsonOption, StateOption, need_the_extra, standing, watched
-from pfedhn.screen import say
+from pfedhn.system.screen import say
 
 
 def serve(
@@ -45,8 +45,8 @@ def serve(
 
     from pfedhn.deploy.serve import Service
     from pfedhn.deploy.site import Site
-    from pfedhn.files import claimed
-    from pfedhn.stopping import stop_requests
+    from pfedhn.system.files import claimed
+    from pfedhn.system.stopping import stop_requests
 
     site = Site.make(state, spec, address, host, port)
     stop = threading.Event()

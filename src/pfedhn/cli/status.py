@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pfedhn.cli.federation import StateOption, need_the_extra, standing
-from pfedhn.screen import Screen, say
+from pfedhn.system.screen import Screen, say
 
 
 def status(
@@ -22,7 +22,7 @@ def status(
     """
     need_the_extra()
     from pfedhn.deploy.site import Site
-    from pfedhn.files import is_claimed
+    from pfedhn.system.files import is_claimed
 
     site = Site(state)
     known, invited = site.known(), site.invitations.names()

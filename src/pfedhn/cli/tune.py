@@ -20,7 +20,7 @@ from pfedhn.cli.options import (
     SetOption,
 )
 from pfedhn.errors import UserError
-from pfedhn.screen import Screen, say
+from pfedhn.system.screen import Screen, say
 
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
@@ -89,12 +89,12 @@ def tune(
     from pfedhn.experiments.build import check
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.grid import grids_from_toml, refuse_without_effect, with_assignments
-    from pfedhn.experiments.paper import EXPERIMENTS
     from pfedhn.experiments.rates import rates_file, save_rates
+    from pfedhn.experiments.registry import experiments
     from pfedhn.experiments.tasks import connected
     from pfedhn.experiments.tune import Findings, plan, read_record, refuse_other, write_record
-    from pfedhn.files import given_path
     from pfedhn.settings import parse_assignments
+    from pfedhn.system.files import given_path
 
     chosen, source = find_experiment(experiment)
     values = parse_assignments(assignments or [])
@@ -105,7 +105,7 @@ def tune(
     study = plan(chosen, only or [], numbers, fraction=fraction, finalists=finalists, assigned=values, own_grids=grids)
     points = [point for method in study.methods for point in study.points_of(method)]
     refuse_without_effect(assignments or [], [point.cell for point in points])
-    if save is None and experiment not in EXPERIMENTS:
+    if save is None and experiment not in experiments():
         save = rates_file(Path(source))
     path = out or Path("runs") / f"{chosen.name}-tuning"
     refuse_other(path, study)
@@ -136,7 +136,7 @@ def tune(
         how = ",".join(f"method={method}" for method in left)
         say(f"Not tuned, and kept as it was: {', '.join(left)} (--only {how} tunes it).")
     if found.rates():
-        is_found_by_itself = experiment not in EXPERIMENTS and save == rates_file(Path(source))
+        is_found_by_itself = experiment not in experiments() and save == rates_file(Path(source))
         with_file = "" if is_found_by_itself else f" --rates {shlex.quote(str(path / 'rates.toml'))}"
         say(f"Next: `pfedhn run {shlex.quote(experiment)}{with_file}` uses them.")
     if lost := [method for method in study.methods if found.winner(method) is None]:
@@ -147,7 +147,7 @@ def tune(
 def _check_files(files: Sequence[Path], save: Path | None) -> None:
     """Refuse now, not after hours, what could not be written in the end."""
     from pfedhn.experiments.rates import read_rates
-    from pfedhn.files import reading, write_trouble
+    from pfedhn.system.files import reading, write_trouble
 
     for file in files:
         with reading(file):
@@ -170,10 +170,10 @@ def _run_stage(
 ) -> "Outcome":
     """Run some points; one that diverges is a finding, any other failure ends the command."""
     from pfedhn.cli.running import displayed, end
-    from pfedhn.engine.checkpoint import remove_old
     from pfedhn.experiments.execute import Outcome
     from pfedhn.experiments.runner import run_many
-    from pfedhn.progress import Event, Finished
+    from pfedhn.runs.progress import Event, Finished
+    from pfedhn.storage.checkpoint import remove_old
 
     def listen(event: Event) -> None:
         if isinstance(event, Finished):  # nobody uses the model of a point, and those of a large grid fill a disk

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pfedhn.errors import UserError, closest, first_line, short
-from pfedhn.files import cache_folder, given_path, make_folder, read_bytes, reading, write_atomically
+from pfedhn.system.files import cache_folder, given_path, make_folder, read_bytes, reading, write_atomically
 
 Array: TypeAlias = NDArray[Any]
 Pixels: TypeAlias = NDArray[numpy.uint8]

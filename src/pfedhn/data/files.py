@@ -43,7 +43,7 @@ from pfedhn.data.images import (
 )
 from pfedhn.data.reading import Column, ImageReading, Reading, TableReading
 from pfedhn.errors import UserError, closest, first_line, short
-from pfedhn.files import given_path, reading
+from pfedhn.system.files import given_path, reading
 
 MAX_HEADER = 1_000_000  # characters of the first line that are looked at
 MAX_CELL = 1_000  # characters in a cell of a text file; numbers and names are shorter, and all of a column get room

@@ -19,8 +19,8 @@ from pfedhn.data.federation import Federation
 from pfedhn.data.images import Channels, decode, image_size
 from pfedhn.data.lazy import lazy_federation
 from pfedhn.errors import UserError, closest, first_line, short
-from pfedhn.files import cache_folder, make_folder
 from pfedhn.settings import check_seed
+from pfedhn.system.files import cache_folder, make_folder
 
 NUM_CACHED = 1_024  # clients whose examples are kept in memory, as those of `Federation.lazy`
 

@@ -12,7 +12,7 @@ import numpy
 from pfedhn.data.catalogue import Array
 from pfedhn.data.reading import ImageReading
 from pfedhn.errors import UserError, first_line, short
-from pfedhn.files import reading
+from pfedhn.system.files import reading
 
 logger = logging.getLogger("pfedhn")
 

@@ -12,7 +12,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pfedhn.deploy.signing import write_private
 from pfedhn.errors import UserError
-from pfedhn.files import read_bytes, write_atomically
+from pfedhn.system.files import read_bytes, write_atomically
 
 AUTHORITY, AUTHORITY_KEY = "ca.crt", "ca.key"
 SERVER, SERVER_KEY = "server.crt", "server.key"

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pfedhn.errors import RunError, missing_extra
-from pfedhn.files import write_atomically
+from pfedhn.system.files import write_atomically
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pfedhn.deploy.signing import PublicKey, key_text, public_key, public_text
 from pfedhn.errors import UserError, closest
-from pfedhn.files import make_folder, one_at_a_time, read_bytes, read_text, write_atomically
+from pfedhn.system.files import make_folder, one_at_a_time, read_bytes, read_text, write_atomically
 
 DAYS = 14  # that an invitation is good for
 SECONDS_TO_SETTLE = 2.0  # above the tick of any file system's clock

@@ -35,12 +35,12 @@ from pfedhn.deploy.signing import (
 from pfedhn.deploy.spec import listed, read_party, read_spec, to_plan
 from pfedhn.deploy.wire import WireError
 from pfedhn.errors import RunError, UserError, first_line
-from pfedhn.files import given_path, make_folder, read_bytes, read_text, write_atomically
-from pfedhn.portable import Portable, check_ending, write_model
 from pfedhn.privacy import Privacy
-from pfedhn.record import settings_of
-from pfedhn.reference import Code
-from pfedhn.seal import digest
+from pfedhn.runs.portable import Portable, check_ending, write_model
+from pfedhn.storage.record import settings_of
+from pfedhn.storage.seal import digest
+from pfedhn.system.files import given_path, make_folder, read_bytes, read_text, write_atomically
+from pfedhn.system.reference import Code
 
 MAX_ANSWER = 1 << 24  # bytes
 ENROLLED = "enrolled.json"  # what the server told the party when it let it in

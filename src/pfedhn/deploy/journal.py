@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pfedhn.errors import RunError
-from pfedhn.files import keep_names, read_bytes, writing
+from pfedhn.system.files import keep_names, read_bytes, writing
 
 HEAD = struct.Struct("<II32s")  # lengths of table and message, digest of both
 BEGINNING = b'{"kind": "'  # of every table

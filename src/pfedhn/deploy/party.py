@@ -28,12 +28,12 @@ from pfedhn.engine.evaluate import EXAMPLES_PER_CHUNK
 from pfedhn.engine.round import Kept, Offer, all_finite
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.errors import RunError, UserError, first_line
-from pfedhn.files import make_folder, read_bytes, write_atomically
 from pfedhn.model import Model
 from pfedhn.params import Params, in_dtype, take
 from pfedhn.privacy import Privacy, Protection, refuse_leaks
-from pfedhn.seal import DamagedError, sealed_json, unsealed_json
 from pfedhn.sgd import Batches
+from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
+from pfedhn.system.files import make_folder, read_bytes, write_atomically
 
 logger = logging.getLogger("pfedhn")
 

@@ -15,8 +15,8 @@ from pfedhn.engine.state import Schedule
 from pfedhn.engine.transform import FULL, Transform
 from pfedhn.model import Model
 from pfedhn.params import Params
-from pfedhn.record import constants_digest, method_name, settings_of, transform_name
-from pfedhn.seal import digest
+from pfedhn.storage.record import constants_digest, method_name, settings_of, transform_name
+from pfedhn.storage.seal import digest
 
 Phase: TypeAlias = Literal["training", "joining"]
 """Of a party: it takes part in training, or joins when that has ended and the server's memory is frozen."""

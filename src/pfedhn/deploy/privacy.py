@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pfedhn.errors import RunError, UserError
-from pfedhn.files import read_text, write_atomically
 from pfedhn.privacy import Cost, Privacy, spent
+from pfedhn.system.files import read_text, write_atomically
 
 
 def system_normal(count: int, like: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.signing import public_text
 from pfedhn.deploy.site import GAVE_UP, RUN, Site
 from pfedhn.errors import RunError
-from pfedhn.files import make_folder, read_text, write_atomically
+from pfedhn.system.files import make_folder, read_text, write_atomically
 
 CONNECTION = "pfedhn"
 REGISTERED = "registered.json"

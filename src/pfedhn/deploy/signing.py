@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from pfedhn.deploy.wire import Message, WireError, enveloped, from_envelope, packed, unpacked
 from pfedhn.errors import UserError
-from pfedhn.files import read_bytes, write_atomically
+from pfedhn.system.files import read_bytes, write_atomically
 
 # What is signed begins with what it is for, so that no signature means anything elsewhere.
 PURPOSE = b"pfedhn message 1\0"

@@ -23,7 +23,7 @@ from pfedhn.deploy.party import Party
 from pfedhn.deploy.signing import load_or_make_key, public_text
 from pfedhn.deploy.site import Site
 from pfedhn.errors import UserError
-from pfedhn.files import given_path, make_folder, reading, write_atomically
+from pfedhn.system.files import given_path, make_folder, reading, write_atomically
 
 WHO = b"who are you"
 EXAMPLE = """

@@ -16,7 +16,7 @@ from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.signing import PrivateKey, load_or_make_key
 from pfedhn.deploy.spec import Spec, read_spec, to_plan
 from pfedhn.errors import UserError
-from pfedhn.files import append, make_folder, read_text, write_atomically
+from pfedhn.system.files import append, make_folder, read_text, write_atomically
 
 SETTINGS = "serve.json"
 RUN = "flwr-serverapp"  # the program that the engine starts for a run

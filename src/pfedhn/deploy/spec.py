@@ -40,11 +40,11 @@ from pfedhn.errors import UserError, closest, short
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell
-from pfedhn.files import given_path, reading
 from pfedhn.model import Factory, Model
 from pfedhn.models import cross_entropy, is_correct, squared_error
-from pfedhn.reference import find
 from pfedhn.settings import build, parse_toml
+from pfedhn.system.files import given_path, reading
+from pfedhn.system.reference import find
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.round import Reply, Returned
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.errors import RunError, first_line
-from pfedhn.files import make_folder, read_bytes, write_atomically
 from pfedhn.params import copy, in_dtype, num_bytes, stack, take
-from pfedhn.seal import DamagedError, sealed_json, unsealed_json
+from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
+from pfedhn.system.files import make_folder, read_bytes, write_atomically
 
 FORMAT = 3
 NUM_KEPT = 2  # checkpoints, with their journals

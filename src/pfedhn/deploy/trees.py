@@ -9,7 +9,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pfedhn.files import read_bytes, write_atomically
+from pfedhn.system.files import read_bytes, write_atomically
 
 SHA256 = 32  # bytes
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from pfedhn import fingerprint, keys
+from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.data.federation import Examples, cohort, draw_batches
 from pfedhn.engine.evaluate import Chunk, evaluate, plan, to_splits
@@ -57,8 +57,9 @@ from pfedhn.kernels import launch as kernels
 from pfedhn.kernels.fuse import Fused
 from pfedhn.model import Model
 from pfedhn.params import Params, copy, stack, take
-from pfedhn.process import WHOLE_PROCESS
 from pfedhn.sgd import Batches, Rate
+from pfedhn.system import fingerprint
+from pfedhn.system.process import WHOLE_PROCESS
 
 logger = logging.getLogger("pfedhn")
 

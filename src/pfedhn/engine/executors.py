@@ -23,8 +23,8 @@ from pfedhn.engine.closures import Watch, lift
 from pfedhn.engine.hoist import fits, for_all_steps, hoist
 from pfedhn.errors import UserError, first_line
 from pfedhn.params import copy, stack, take
-from pfedhn.process import WHOLE_PROCESS
 from pfedhn.sgd import Step, python_loop, scanning
+from pfedhn.system.process import WHOLE_PROCESS
 
 logger = logging.getLogger("pfedhn")
 

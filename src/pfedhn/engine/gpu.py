@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
-from pfedhn import fingerprint
 from pfedhn.engine.closures import places_of
 from pfedhn.engine.executors import Function, Traced, TracedScan
 from pfedhn.errors import first_line
 from pfedhn.kernels import launch as kernels
-from pfedhn.process import WHOLE_PROCESS
+from pfedhn.system import fingerprint
+from pfedhn.system.process import WHOLE_PROCESS
 
 logger = logging.getLogger("pfedhn")
 

@@ -23,9 +23,9 @@ from pfedhn.errors import UserError, first_line, short
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.params import stack
-from pfedhn.process import WHOLE_PROCESS
 from pfedhn.sgd import Batches
 from pfedhn.statistics import normalizations
+from pfedhn.system.process import WHOLE_PROCESS
 
 logger = logging.getLogger("pfedhn")
 

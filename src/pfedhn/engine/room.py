@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS
-from pfedhn.process import check_room
+from pfedhn.system.process import check_room
 
 LARGE_SETTING = 2_000  # no method makes much of less
 LARGE_TARGET = 500_000  # weights, of which no server makes much of less

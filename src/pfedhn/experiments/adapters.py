@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pfedhn.errors import UserError
-from pfedhn.files import given_path
 from pfedhn.models import ResNet
 from pfedhn.params import Params
+from pfedhn.system.files import given_path
 
 
 class AdaptedConv(nn.Module):
@@ -59,7 +59,7 @@ def _stamp(directory: Path) -> tuple[tuple[str, int], ...]:
 @lru_cache(maxsize=2)
 def _backbone(directory: Path, stamp: tuple[tuple[str, int], ...]) -> tuple[Params, int, int]:
     """The weights of a trained ResNet, less its last layer, its width and the stride of its stem."""
-    from pfedhn.run import load
+    from pfedhn.runs.run import load
 
     if not (directory / "spec.toml").exists():
         raise UserError(f"{directory} holds no backbone; `pfedhn run backbone-cifar100` trains one, which takes a GPU.")

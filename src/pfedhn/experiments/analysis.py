@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pfedhn.errors import UserError
-from pfedhn.files import read_bytes, write_atomically
-from pfedhn.result import Result, SchemaError, from_json, to_json
-from pfedhn.seal import DamagedError, sealed_json, unsealed_json
+from pfedhn.storage.schema import Result, SchemaError, from_json, to_json
+from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
+from pfedhn.system.files import read_bytes, write_atomically
 
 FILE = "analysis.json"
 DIGITS = 6  # of every number

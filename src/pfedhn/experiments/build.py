@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import torch
 from torch.utils import _pytree as pytree
 
-from pfedhn import fingerprint, models
+from pfedhn import models
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
@@ -26,12 +26,13 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest, short
 from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
-from pfedhn.files import given_path, reading
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
-from pfedhn.reference import find_code
-from pfedhn.run import AnyAlgorithm, assemble, build_algorithm
+from pfedhn.runs.run import AnyAlgorithm, assemble, build_algorithm
 from pfedhn.settings import build, describe, fits
+from pfedhn.system import fingerprint
+from pfedhn.system.files import given_path, reading
+from pfedhn.system.reference import find_code
 
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options

@@ -13,13 +13,13 @@ from pfedhn.engine.executors import EXECUTORS
 from pfedhn.errors import RunError, UserError, closest
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
-from pfedhn.files import is_empty, make_folder, one_at_a_time, read_bytes, reading, write_atomically
-from pfedhn.process import num_cores
-from pfedhn.record import MENDS, MendableError, Spec, read_finished, read_spec
-from pfedhn.result import Result
-from pfedhn.seal import DamagedError, sealed_text, unsealed_text
+from pfedhn.runs.tracking import TRACKERS
 from pfedhn.settings import build, to_toml
-from pfedhn.tracking import TRACKERS
+from pfedhn.storage.record import MENDS, MendableError, Spec, read_finished, read_spec
+from pfedhn.storage.schema import Result
+from pfedhn.storage.seal import DamagedError, sealed_text, unsealed_text
+from pfedhn.system.files import is_empty, make_folder, one_at_a_time, read_bytes, reading, write_atomically
+from pfedhn.system.process import num_cores
 
 MAX_THREADS = 1_024
 OLD_EXECUTORS = {"vectorised": "vectorized"}  # as earlier versions wrote them into a directory

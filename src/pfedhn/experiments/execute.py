@@ -15,11 +15,11 @@ from pfedhn.experiments.provenance import rerun_command
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, dataset_name, pretraining_run
 from pfedhn.models import network_name
 from pfedhn.params import Params, take
-from pfedhn.progress import Event, Failed, Finished, Said, watch_run
-from pfedhn.record import Origin, read_result, read_spec, to_simulation
-from pfedhn.result import Cost, Result
-from pfedhn.run import Run, execute, load
-from pfedhn.tracking import tracker
+from pfedhn.runs.progress import Event, Failed, Finished, Said, watch_run
+from pfedhn.runs.run import Run, execute, load
+from pfedhn.runs.tracking import tracker
+from pfedhn.storage.record import Origin, read_result, read_spec, to_simulation
+from pfedhn.storage.schema import Cost, Result
 
 Listener: TypeAlias = Callable[[Event], None]
 

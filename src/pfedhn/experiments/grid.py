@@ -11,9 +11,9 @@ from pfedhn.errors import UserError, closest
 from pfedhn.experiments.build import with_own_clients
 from pfedhn.experiments.rates import apply_rates, rates_file, rates_for
 from pfedhn.experiments.spec import CELL_TABLES, Cell, Experiment, RunSpec, distinct, flat_fields, is_made, is_own_data
-from pfedhn.files import given_path, read_text
-from pfedhn.run import build_algorithm
+from pfedhn.runs.run import build_algorithm
 from pfedhn.settings import build, fits, parse_assignments, parse_toml, parse_value
+from pfedhn.system.files import given_path, read_text
 
 
 def from_toml(path: Path) -> Experiment:

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.spec import Experiment, distinct
-from pfedhn.files import make_folder, one_at_a_time, read_text, write_atomically
-from pfedhn.run import build_algorithm
-from pfedhn.seal import SEAL, DamagedError, sealed_text, unsealed_text
+from pfedhn.runs.run import build_algorithm
 from pfedhn.settings import checked, parse_toml, to_toml
+from pfedhn.storage.seal import SEAL, DamagedError, sealed_text, unsealed_text
+from pfedhn.system.files import make_folder, one_at_a_time, read_text, write_atomically
 
 Rates: TypeAlias = dict[str, dict[str, Any]]
 """Settings by method, as `pfedhn tune` chooses them."""

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pfedhn.cluster import Software, connection, submit, why_it_failed
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.execute import Failure, Queue, failure, start
 from pfedhn.experiments.spec import Experiment, RunSpec
-from pfedhn.files import read_bytes
-from pfedhn.progress import Event, Said, Update
-from pfedhn.run import computing_on
-from pfedhn.stopping import stop_on_signal, stop_requests
+from pfedhn.runs.cluster import Software, connection, submit, why_it_failed
+from pfedhn.runs.progress import Event, Said, Update
+from pfedhn.runs.run import computing_on
+from pfedhn.system.files import read_bytes
+from pfedhn.system.stopping import stop_on_signal, stop_requests
 
 GPU_SHARE = 0.25  # of a GPU for each run: processes on one GPU take slices of its time, so that more gain little
 MAX_LOSSES = 3  # of a run that did not move on in between: it may be what ends its workers

@@ -23,9 +23,10 @@ from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import select
 from pfedhn.experiments.rates import Rates
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest, is_own_data
-from pfedhn.files import is_empty, read_bytes, write_atomically
-from pfedhn.result import Environment, Result, to_json
-from pfedhn.seal import DamagedError, sealed_json, unsealed_json
+from pfedhn.storage.schema import Result, to_json
+from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
+from pfedhn.system.environment import Environment
+from pfedhn.system.files import is_empty, read_bytes, write_atomically
 
 CLIENTS = 50  # the paper tunes with 50 clients and keeps the rates for 10 and 100
 FRACTION = 0.2  # of a cell's steps in the first stage: 1,000 of the paper's 5,000

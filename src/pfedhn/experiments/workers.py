@@ -14,11 +14,11 @@ from typing import NamedTuple
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.execute import Failure, Queue, failure, start
 from pfedhn.experiments.spec import Experiment, RunSpec
-from pfedhn.process import start_process
-from pfedhn.progress import Event, Said, Update
-from pfedhn.result import Result
-from pfedhn.run import drain
-from pfedhn.stopping import hurry, leaving_rounds, stop_requests
+from pfedhn.runs.progress import Event, Said, Update
+from pfedhn.runs.run import drain
+from pfedhn.storage.schema import Result
+from pfedhn.system.process import start_process
+from pfedhn.system.stopping import stop_requests
 
 
 class _Stopped(NamedTuple):
@@ -125,7 +125,6 @@ def _work(pipe: Connection, directory: Path, experiment: Experiment, options: Op
             asked.put(run)
             if run is None:
                 stop.set()
-                hurry()
                 return
 
     def listen(event: Event) -> None:
@@ -133,7 +132,7 @@ def _work(pipe: Connection, directory: Path, experiment: Experiment, options: Op
             pipe.send(event)
 
     threading.Thread(target=hear, daemon=True).start()
-    with suppress(OSError), leaving_rounds():
+    with suppress(OSError):
         while (run := asked.get()) is not None:
             ending: Result | Failure | None
             try:

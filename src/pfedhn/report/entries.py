@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, dataset_name, distinctions, pretraining_cell
 from pfedhn.models import squared_error
-from pfedhn.reference import name_of
 from pfedhn.report.results import Runs, read
-from pfedhn.result import Curve, Environment, Moment, Result
+from pfedhn.storage.schema import Curve, Moment, Result
+from pfedhn.system.environment import Environment
+from pfedhn.system.reference import name_of
 
 Average: TypeAlias = Literal["clients", "samples"]
 

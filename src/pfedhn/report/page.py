@@ -17,7 +17,6 @@ from markupsafe import Markup
 from pfedhn.errors import UserError, closest, printable
 from pfedhn.experiments.directory import plain
 from pfedhn.experiments.spec import Experiment, flat_fields
-from pfedhn.files import make_folder, write_atomically
 from pfedhn.report.entries import (
     Average,
     Column,
@@ -46,8 +45,9 @@ from pfedhn.report.tables import (
     to_markdown,
     unfinished,
 )
-from pfedhn.result import Result
 from pfedhn.settings import to_toml
+from pfedhn.storage.schema import Result
+from pfedhn.system.files import make_folder, write_atomically
 
 FORMATS = ("md", "csv", "tex", "png", "svg", "html")
 

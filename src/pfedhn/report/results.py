@@ -24,11 +24,11 @@ from pfedhn.experiments.analysis import Analysis, identity, read_analysis
 from pfedhn.experiments.directory import Directory, check_place
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
-from pfedhn.files import LOCK, is_claimed, make_folder, one_at_a_time, read_bytes, reading, write_atomically
-from pfedhn.record import DIVERGED, Spec, read_history, read_result, read_spec
-from pfedhn.result import Curve, Moment, Result, SchemaError, Scores, from_json, to_json
-from pfedhn.seal import digest
 from pfedhn.settings import build
+from pfedhn.storage.record import DIVERGED, Spec, read_history, read_result, read_spec
+from pfedhn.storage.schema import Curve, Moment, Result, SchemaError, Scores, from_json, to_json
+from pfedhn.storage.seal import digest
+from pfedhn.system.files import LOCK, is_claimed, make_folder, one_at_a_time, read_bytes, reading, write_atomically
 
 WHOLE = ("cell", "settings", "loss")
 """Never rounded: settings are what they are, and by the loss one sees the same bits again."""

@@ -8,7 +8,7 @@ import numpy
 
 from pfedhn.report.entries import Column, Entry, Report, display_name
 from pfedhn.report.figures import ADAPTED, label_ends, lowest_shown, make_logarithmic, new_figure, style, tidy
-from pfedhn.result import Curve
+from pfedhn.storage.schema import Curve
 
 NUM_BEST = 10
 

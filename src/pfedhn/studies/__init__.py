@@ -1,59 +1,29 @@
-"""The rest of the paper: every study is one file of one form, and this is the table of them."""
+"""Studies: experiments with an analysis of their finished runs. The paper's are in `pfedhn.paper`."""
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs
-from pfedhn.studies import (
-    ablation,
-    client_map,
-    cohort_size,
-    communication,
-    depth,
-    embedding_size,
-    fixed_representation,
-    generalization,
-    linear,
-    local_steps,
-    mix_and_match,
-    networks,
-    norms,
-    novel_clients,
-    spectral_norm,
-    table2,
-)
 from pfedhn.studies.study import SMALL, Finished, Found, Study
 
-STUDIES: dict[str, Study] = {
-    study.name: study
-    for study in (
-        communication.STUDY,
-        linear.STUDY,
-        generalization.STUDY,
-        table2.STUDY,
-        novel_clients.STUDY,
-        mix_and_match.STUDY,
-        client_map.STUDY,
-        local_steps.STUDY,
-        embedding_size.STUDY,
-        depth.STUDY,
-        spectral_norm.STUDY,
-        fixed_representation.STUDY,
-        cohort_size.STUDY,
-        norms.STUDY,
-        *ablation.STUDIES,
-    )
-}
+PAPER = "pfedhn.paper.studies"
 
-DRAWN: dict[str, Study] = {study.name: study for study in networks.STUDIES}
-"""What is drawn of experiments that are run by their own name."""
+__all__ = ["Finding", "Finished", "Found", "Study", "findings", "studies"]
 
-__all__ = ["DRAWN", "STUDIES", "Finding", "Finished", "Found", "Study", "findings"]
+
+@cache
+def studies() -> Mapping[str, Study]:
+    """Every named study of the package."""
+    found: Mapping[str, Study] = importlib.import_module(PAPER).STUDIES
+    return found
 
 
 def findings(runs: Sequence[Runs], own: Sequence[Study] = ()) -> list[Finding]:
-    """What studies show of runs: those of the package by the name of the experiment, and a person's own."""
-    known = {**STUDIES, **DRAWN, **{study.name: study for study in own}}
+    """Draw the findings of the package's studies, found by the experiment's name, and of the user's own."""
+    drawn: Mapping[str, Study] = importlib.import_module(PAPER).DRAWN
+    known = {**studies(), **drawn, **{study.name: study for study in own}}
     found: list[Finding] = []
     for name in dict.fromkeys(part.experiment.name for part in runs):
         study = known.get(name.removesuffix(SMALL))

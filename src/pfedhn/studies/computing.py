@@ -9,8 +9,8 @@ from pfedhn.experiments.analysis import Analysis, read_analysis, write_analysis
 from pfedhn.experiments.build import build_federation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import RunSpec
-from pfedhn.record import partition_digest, read_result
-from pfedhn.run import computing_on, load
+from pfedhn.runs.run import computing_on, load
+from pfedhn.storage.record import partition_digest, read_result
 from pfedhn.studies.study import Finished, Study
 
 

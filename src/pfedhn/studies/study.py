@@ -15,15 +15,15 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
 from pfedhn.experiments.build import build_federation, cell_algorithm
 from pfedhn.experiments.directory import Options
-from pfedhn.experiments.paper import EXPERIMENTS
+from pfedhn.experiments.registry import experiments
 from pfedhn.experiments.spec import Cell, Experiment, cell_digest, distinct
 from pfedhn.model import Model
 from pfedhn.params import Params
 from pfedhn.report.entries import Entry, display_name
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs
-from pfedhn.result import Curve, Result
-from pfedhn.run import Run
+from pfedhn.runs.run import Run
+from pfedhn.storage.schema import Curve, Result
 
 SMALL = "-small"
 SMALL_NETWORKS = {"lenet": "mlp-16", "lenet-s": "mlp-8", "lenet-m": "mlp-16", "lenet-l": "mlp-32"}
@@ -108,7 +108,7 @@ class Study:
         """Cells whose results are those of another experiment."""
         if self.compute is not None:
             return []
-        known = {cell_digest(cell) for experiment in EXPERIMENTS.values() for cell in experiment.cells}
+        known = {cell_digest(cell) for experiment in experiments().values() for cell in experiment.cells}
         return [cell for cell in self.cells if cell_digest(cell) in known]
 
 
@@ -167,7 +167,7 @@ class Found:
     @cached_property
     def _lenders(self) -> list[Runs]:
         """The package's experiments in their order, Table 1 first: another study may have run the same cell as well."""
-        order = {name: number for number, name in enumerate(EXPERIMENTS)}
+        order = {name: number for number, name in enumerate(experiments())}
         known = [runs for runs in self.others if runs.experiment.name in order]
         return sorted(known, key=lambda runs: order[runs.experiment.name])
 
@@ -185,16 +185,6 @@ class Found:
 def known(*methods: str) -> list[str]:
     """Those of the methods that there are; where a stronger recipe has a name, it is run beside the paper's."""
     return [method for method in methods if method in ALGORITHMS]
-
-
-def table1_cell(dataset: str, method: str, clients: int) -> Cell:
-    """A cell of Table 1; of a method that the table does not have, the one of pFedHN with this method."""
-    cells = {(cell.method, cell.clients): cell for cell in EXPERIMENTS[f"table1-{dataset}"].cells}
-    if (method, clients) in cells:
-        return cells[method, clients]
-    near = cells.get((method, 50)) or cells["pfedhn", 50]
-    steps = 40 * clients if method == "local" else near.steps
-    return replace(near, method=method, clients=clients, steps=steps)
 
 
 def varied(cell: Cell, **settings: Any) -> Cell:

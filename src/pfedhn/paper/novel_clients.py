@@ -1,0 +1,216 @@
+"""Section 5.3 and appendix: clients that join after training.
+
+90 clients train, 10 join. The examples of the two are divided apart, so that one trained run serves every mixture of
+the new clients. Only what is a new client's own learns: its embedding, from the mean of the trained ones, and the head
+of PC; pFedMe and Per-FedAvg do their usual local work from the trained model. Rounds and rate are chosen on the
+validation examples of the new clients.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pfedhn.experiments.spec import Cell
+from pfedhn.paper.experiments import table1_cell
+from pfedhn.report.entries import Summary, summarize
+from pfedhn.report.findings import Finding
+from pfedhn.runs.run import Run
+from pfedhn.studies import drawing
+from pfedhn.studies.study import Finished, Found, Study, known, on_digits
+
+ALPHAS = (0.1, 0.25, 0.5, 1.0)
+NUM_NOVEL = 10
+ROUNDS = 100
+SMALL_ROUNDS = 4
+
+
+def compute(finished: Finished) -> Mapping[str, Any]:
+    """By alpha: each new client's accuracy, how far it is from the nearest client that trained, and what was chosen."""
+    run: Run = finished.run
+    rounds = SMALL_ROUNDS if finished.cell.dataset == "digits" else ROUNDS
+    trained = finished.federation.class_shares
+    found = {}
+    for alpha in ALPHAS:
+        federation = finished.another_federation(partition={**finished.cell.partition, "novel_alpha": alpha})
+        assert federation.joining is not None
+        joined = run.add_clients(federation.joining, rounds=rounds, trial_rounds=rounds)
+        start = run.add_clients(federation.joining, rounds=0)
+        found[f"{alpha:g}"] = {
+            "accuracy": joined.accuracy,
+            "accuracy_at_start": start.accuracy,
+            "examples": joined.splits["test"].count,
+            "distance": nearest_distance(federation.joining.class_shares, trained),
+            "classes": effective_classes(federation.joining.class_shares),
+            "round": joined.round,
+            "rate": joined.settings.get("embedding_lr"),
+            "validation": [score for _, score in joined.tried],
+        }
+    test = run.chosen.splits["test"]
+    return {
+        "alphas": found,
+        "trained": test.client_mean,
+        "trained_accuracy": run.accuracy,
+        "classes": effective_classes(trained),
+    }
+
+
+def effective_classes(shares: Tensor) -> list[float]:
+    """[clients]: how many classes a client has, a rare one counting for less: the exponential of the entropy."""
+    counts: list[float] = torch.special.entr(shares.double()).sum(1).exp().tolist()
+    return counts
+
+
+def nearest_distance(new: Tensor, trained: Tensor) -> list[float]:
+    """[new]: the total variation between a client's mixture of classes and the nearest one among those that trained."""
+    distances = 0.5 * (new[:, None].double() - trained[None].double()).abs().sum(-1)
+    nearest: list[float] = distances.min(1).values.tolist()
+    return nearest
+
+
+def _array(values: Sequence[float | None]) -> NDArray[numpy.float64]:
+    return 100 * numpy.array(values, dtype=numpy.float64)
+
+
+def gaps(analyses: Mapping[int, Mapping[str, Any]], alpha: str) -> tuple[Summary, Summary, Summary] | None:
+    """Over seeds: the new clients' accuracy, what it lacks to those that trained, and the mean distance."""
+    parts = [(values["alphas"][alpha], 100 * values["trained"]) for values in analyses.values()]
+    novel = [float(numpy.nanmean(_array(part["accuracy"]))) for part, _ in parts]
+    mean = summarize(novel)
+    gap = summarize(value - trained for value, (_, trained) in zip(novel, parts, strict=True))
+    distance = summarize(float(numpy.mean(part["distance"])) for part, _ in parts)
+    return None if mean is None or gap is None or distance is None else (mean, gap, distance)
+
+
+def draw(found: Found) -> Finding:
+    names = ["clients that trained", "new clients", "gap", "before joining", "rounds", "rate"]
+    lines = [["method", "alpha", "classes", "distance", *names]]
+    points: dict[str, tuple[str, list[tuple[Summary, Summary]]]] = {}
+    for cell in found.cells:
+        analyses, label = found.analyses(cell), found.entry(cell).label
+        for alpha in next(iter(analyses.values()))["alphas"] if analyses else ():
+            numbers = gaps(analyses, alpha)
+            if numbers is None:
+                continue
+            novel, gap, distance = numbers
+            points.setdefault(cell.method, (label, []))[1].append((distance, gap))
+            parts = [values["alphas"][alpha] for values in analyses.values()]
+            trained = summarize(100 * values["trained"] for values in analyses.values())
+            start = summarize(float(numpy.nanmean(_array(part["accuracy_at_start"]))) for part in parts)
+            chosen = [", ".join(str(part["round"]) for part in parts), ", ".join(map(rate_text, parts))]
+            texts = map(drawing.text, (trained, novel, gap, start))
+            lines.append([label, alpha, classes_text(parts), drawing.text(distance, 2), *texts, *chosen])
+    said = [
+        f"{label} {', '.join(f'{gap.mean:+.1f}' for _, gap in listed)}" for label, listed in points.values() if listed
+    ]
+    figures: dict[str, Callable[[], Any]] = {}
+    published = "" if found.is_small else " In the paper, pFedHN has the smallest gap for every alpha."
+    if points:
+        figures = {"": partial(gap_picture, found.title, points), "clients": partial(scatter, found)}
+    return Finding(
+        found.study.name,
+        found.title,
+        "New clients get a model from a hypernetwork that does not change: only what is their own learns, which is the "
+        "embedding and, with PC, the classifier. The gap is the paper's, new clients less those that trained; with a "
+        "larger alpha new clients have more classes to tell apart, which is a harder task also for a client that "
+        f"trains with the others.{published} Gap in points here, from alpha 0.1 to 1: "
+        f"{'; '.join(said) or 'not computed yet'}.",
+        [(lines, CAPTION)],
+        figures,
+    )
+
+
+CAPTION = (
+    "Accuracy in % over clients. Classes: of a new client, a rare one counting for less (the exponential of the "
+    "entropy). Distance: total variation between mixtures of classes, to the nearest client that trained; the mean "
+    "over new clients, whose examples are divided apart from those of clients that train. Gap: new clients less those "
+    "that trained. Before joining: with the mean of the trained embeddings, or the shared model. Rounds and rate of "
+    "the embedding: chosen on validation, by seed; ↑ is the largest rate that was tried, = one that made no difference."
+)
+
+
+def rate_text(part: Mapping[str, Any]) -> str:
+    """The embedding's rate, and whether another might have been better."""
+    if part["rate"] is None:
+        return ""
+    scores = [-math.inf if score is None else score for score in part["validation"]]  # None: training diverged
+    mark = " =" if len(set(scores)) == 1 else " ↑" if scores.index(max(scores)) == len(scores) - 1 else ""
+    return f"{part['rate']:g}{mark}"
+
+
+def classes_text(parts: Sequence[Mapping[str, Any]]) -> str:
+    known = [value for part in parts for value in part.get("classes", ())]
+    return f"{sum(known) / len(known):.1f}" if known else ""
+
+
+def gap_picture(title: str, points: Mapping[str, tuple[str, list[tuple[Summary, Summary]]]]) -> Any:
+    figure, axes = drawing.titled(8.0, 4.4, title)
+    for number, (method, (label, listed)) in enumerate(points.items()):
+        listed = sorted(listed, key=lambda pair: pair[0].mean)
+        places = [distance.mean for distance, _ in listed]
+        color, marker = drawing.color_of(method, number), drawing.MARKERS[number % 8]
+        drawing.errorbar(axes, places, [gap for _, gap in listed], color, label, marker=marker)
+    axes.axhline(0, color=drawing.PAPER, linewidth=0.9)
+    drawing.heading(axes, "marks: alpha of the new clients, 0.1 (left) to 1; with more classes the task is harder")
+    distance = "mean total-variation distance to the nearest client that trained"
+    drawing.finished_axes(axes, distance, "new less trained clients, points")
+    return figure
+
+
+def scatter(found: Found) -> Any:
+    cells = [cell for cell in found.cells if found.analyses(cell)]
+    columns = 2 if len(cells) == 4 else min(3, len(cells))
+    lines = -(-len(cells) // columns)
+    title = f"{found.title}: every new client"
+    size = ((4.4 if columns == 2 else 3.7) * columns + 1.2, 3.3 * lines + 0.7)
+    figure, all_axes = drawing.titled(*size, title, columns, lines, sharex=True, sharey=True, squeeze=False)
+    for number, axes in enumerate(all_axes.flat[len(cells) :], len(cells)):
+        axes.set_visible(False)
+        all_axes.flat[number - columns].tick_params(labelbottom=True)  # nothing stands below it
+    for cell, axes in zip(cells, all_axes.flat, strict=False):
+        parts = [values["alphas"] for values in found.analyses(cell).values()]
+        places: list[float] = []
+        heights: list[float] = []
+        for place, alpha in enumerate(parts[0]):
+            x = numpy.concatenate([numpy.array(part[alpha]["distance"]) for part in parts])
+            y = numpy.concatenate([_array(part[alpha]["accuracy"]) for part in parts])
+            style = {"s": 20, "alpha": 0.75, "linewidths": 0, "marker": drawing.MARKERS[place]}
+            axes.scatter(x, y, color=drawing.COLORS[place], label=f"alpha {alpha}", **style)
+            places, heights = [*places, *x[~numpy.isnan(y)]], [*heights, *y[~numpy.isnan(y)]]
+        drawing.heading(axes, found.entry(cell).label)
+        if len(places) > 2:
+            slope, height = numpy.polyfit(places, heights, 1)
+            ends = numpy.array([min(places), max(places)])
+            axes.plot(ends, height + slope * ends, color=drawing.PAPER, linewidth=1.2, linestyle="--")
+            drawing.heading(axes, f"{found.entry(cell).label}: {slope / 10:+.1f} points per 0.1")
+        drawing.finished_axes(axes, "distance to the nearest trained client", "", legend=False)
+    for axes in all_axes[:, 0]:
+        axes.set_ylabel("test accuracy in %")
+    figure.legend(*all_axes[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
+    return figure
+
+
+def cells() -> tuple[Cell, ...]:
+    rule = {"rule": "dirichlet", "alpha": 0.1, "novel_clients": NUM_NOVEL}
+    methods = known("pfedhn", "pfedhn-pc", "pfedhn-plus", "pfedhn-plus-pc", "pfedme", "per-fedavg")
+    return tuple(replace(table1_cell("cifar10", method, 90), partition=rule) for method in methods)
+
+
+def small(cell: Cell) -> Cell:
+    return replace(on_digits(cell), partition={"rule": "dirichlet", "alpha": 0.5, "novel_clients": 4})
+
+
+STUDY = Study(
+    "novel-clients",
+    "Section 5.3: clients that join after training (CIFAR-10, 90 train and 10 join)",
+    cells(),
+    draw,
+    compute,
+    small,
+)

@@ -1,0 +1,257 @@
+"""Models to take away: files that run without this package, and a card that says what is in them."""
+
+import io
+import json
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from pfedhn.errors import UserError, closest, first_line, missing_extra
+from pfedhn.system.files import write_atomically
+
+Card: TypeAlias = Mapping[str, Any]
+"""What a file says of its model, as plain values: see `to_markdown`."""
+
+CHATTY = "torch.onnx._internal.exporter._registration"  # it warns of every optional library that is not installed
+
+
+@dataclass(frozen=True, eq=False)
+class Portable:
+    """A target network, traced once: each model of it is then only other weights, which takes milliseconds.
+
+    Args:
+        module: Any model of this network, on the CPU.
+        shape: Of one example.
+        dtype: Of its numbers.
+    """
+
+    module: nn.Module
+    shape: Sequence[int]
+    dtype: torch.dtype
+
+    def content(self, model: nn.Module, ending: str, card: Card) -> bytes:
+        """The bytes of a file for a model of this network; `ending` is one of FORMATS."""
+        state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+        return FORMATS[ending](self, state, json.dumps(card))
+
+    @cached_property
+    def program(self) -> torch.export.ExportedProgram:
+        batch = torch.export.Dim("batch", min=1)
+        try:
+            return torch.export.export(
+                self.module, (torch.zeros(2, *self.shape, dtype=self.dtype),), dynamic_shapes=({0: batch},)
+            )
+        except Exception as error:  # whatever a network does that cannot be traced
+            raise UserError(
+                f"the network cannot be traced for batches of any size ({first_line(error)}); take .safetensors, which "
+                "needs no trace, or let its forward pass not depend on the numbers or on the batch."
+            ) from error
+
+    @cached_property
+    def onnx(self) -> Any:
+        try:
+            import onnx  # noqa: F401
+            import onnxscript  # noqa: F401
+        except ImportError as error:
+            raise missing_extra("writing ONNX", "export") from error
+        program = self.program
+        with _quiet():
+            try:
+                exported = torch.onnx.export(program, (), dynamo=True, optimize=False, verbose=False, input_names=["x"])
+            except Exception as error:
+                raise UserError(
+                    f"the network has no form in ONNX ({first_line(error)}); take .pt2 or .safetensors."
+                ) from error
+        assert exported is not None
+        graph = exported.model.graph
+        for value in (*graph.inputs, *graph.outputs, *(part for node in graph for part in node.outputs)):
+            if value.shape is not None and len(value.shape) and not isinstance(value.shape[0], int):
+                value.shape[0] = "batch"
+        if len(graph.outputs) == 1:
+            graph.outputs[0].name = "outputs"
+        return exported.model
+
+
+def _safetensors(portable: Portable, state: Mapping[str, Tensor], card: str) -> bytes:
+    return save(dict(state), {"format": "pt", "card": card})
+
+
+def _pt2(portable: Portable, state: Mapping[str, Tensor], card: str) -> bytes:
+    held = portable.program.state_dict
+    for name in held:
+        value = state[name]
+        held[name] = nn.Parameter(value, requires_grad=False) if isinstance(held[name], nn.Parameter) else value
+    file = io.BytesIO()
+    with _quiet():
+        torch.export.save(portable.program, file, extra_files={"card.json": card})
+    return file.getvalue()
+
+
+def _onnx(portable: Portable, state: Mapping[str, Tensor], card: str) -> bytes:
+    model = portable.onnx
+    import onnx_ir
+
+    for name, initializer in model.graph.initializers.items():
+        if name in state:
+            initializer.const_value = onnx_ir.tensor(state[name].numpy(), name=name)
+    model.metadata_props["card"] = card
+    content: bytes = onnx_ir.serde.serialize_model(model).SerializeToString()
+    return content
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch warns here of its own old names and of libraries that nobody needs."""
+    logger = logging.getLogger(CHATTY)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+FORMATS: dict[str, Callable[[Portable, Mapping[str, Tensor], str], bytes]] = {
+    ".safetensors": _safetensors,
+    ".onnx": _onnx,
+    ".pt2": _pt2,
+}
+"""What writes each kind of file, by its ending."""
+
+
+def check_ending(path: Path) -> str:
+    """How a file's name ends, if there is such a format."""
+    if path.suffix not in FORMATS:
+        raise UserError(f"{path.name} names no format of models; {closest(path.suffix, FORMATS)}")
+    return path.suffix
+
+
+def write_model(path: Path, content: bytes, card: Card) -> None:
+    """The model, and beside it its card."""
+    write_atomically(path, content)
+    write_atomically(path.with_suffix(".md"), to_markdown(card).encode())
+
+
+def file_names(clients: Sequence[str]) -> list[str]:
+    """A name for each client's file, without what a folder could not hold; no two are the same, whatever the case."""
+    names: list[str] = []
+    taken: set[str] = set()
+    for client in clients:
+        plain = re.sub(r"[^\w.+-]+", "_", client).strip(".") or "client"
+        name, number = plain, 1
+        while name.lower() in taken:
+            number += 1
+            name = f"{plain}_{number}"
+        taken.add(name.lower())
+        names.append(name)
+    return names
+
+
+def to_markdown(card: Card) -> str:
+    """The card for people."""
+    network, given = card["network"], card["input"]
+    lines = [f"# The model of client {_plain(card['client'])}", "", _scores(card), "", "| | |", "|---|---|"]
+    rows: dict[str, Any] = {
+        "run": card["run"],
+        "trained on": _trained_on(card),
+        "method": card["method"],
+        "settings": ", ".join(f"{name} = {value}" for name, value in card["settings"].items()),
+        "chosen at": f"step {card['chosen_step']:,} of {card['steps']:,}, seed {card['seed']}",
+        "network": f"{network['factory']}, {network['parameters']:,} parameters",
+        "input": f"[batch, {', '.join(map(str, given['shape']))}], {given['dtype']}"
+        if given["shape"]
+        else f"[batch], {given['dtype']}",
+        "before the input": _preprocessing(given["preprocessing"]),
+        "outputs": _outputs(card),
+        "made with": ", ".join(f"{name} {version}" for name, version in card["versions"].items()),
+    }
+    lines += [f"| {name} | {_plain(str(value))} |" for name, value in rows.items() if value]
+    return "\n".join([*lines, "", *_what_goes_in(given), "```text", network["layers"], "```", ""])
+
+
+def _what_goes_in(given: Mapping[str, Any]) -> list[str]:
+    """How an example becomes numbers, where the card says it."""
+    if images := given.get("images"):
+        size = f"{images['height']} x {images['width']} pixels (height x width)"
+        if images["resized_with"]:
+            size += f", resized with {images['resized_with']}"
+        channels = f"channels {', '.join(images['channels'])}"
+        values = f"each value from 0 to 1 (the pixel divided by {images['pixels_divided_by']}; of 16 bits, by 65535)"
+        return ["## What goes in", "", f"Images of {size}; {channels}, in this order and first; {values}.", ""]
+    if not given.get("columns"):
+        return []
+    lines = ["## What goes in", "", "An example is these numbers, in this order:", "", "| numbers | column | value |"]
+    lines.append("|---|---|---|")
+    place = 1
+    for column in given["columns"]:
+        last = place + len(column.get("texts", [""])) - 1
+        value = "as it is" + (f"; {column['empty']:.6g} for an empty cell" if "empty" in column else "")
+        if "texts" in column:
+            value = f"1 in the place of its text, 0 elsewhere: {', '.join(column['texts'])}"
+        numbers = str(place) if place == last else f"{place} to {last}"
+        lines.append(f"| {numbers} | {_plain(column['name'])} | {_plain(value)} |")
+        place = last + 1
+    return [*lines, ""]
+
+
+def index(cards: Mapping[str, Card]) -> str:
+    """A page for a folder of models: file by file, whose it is and how good."""
+    lines = ["# Personal models", "", "| file | client | test |", "|---|---|---|"]
+    lines += [f"| [{name}]({name}) | {_plain(card['client'])} | {_score(card)} |" for name, card in cards.items()]
+    return "\n".join([*lines, ""])
+
+
+def _plain(text: str) -> str:
+    """Words from files inside a table."""
+    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _score(card: Card) -> str:
+    test = card["test"]
+    if not test["examples"]:
+        return "not measured"
+    if test["accuracy"] is None:
+        return f"loss {test['loss']:.4f}"
+    return f"{100 * test['accuracy']:.1f} %"
+
+
+def _scores(card: Card) -> str:
+    test = card["test"]
+    if not test["examples"]:
+        return "It was not measured: this client has no test examples."
+    what = "loss" if test["accuracy"] is None else "accuracy"
+    return (
+        f"Test {what}: {_score(card).removeprefix('loss ')}, on {test['examples']:,} examples of this client that "
+        "took no part in training."
+    )
+
+
+def _trained_on(card: Card) -> str:
+    name = card["data"] or "the clients' own data"
+    return f"{name}, {card['clients']:,} clients"
+
+
+def _preprocessing(steps: Mapping[str, Any] | None) -> str:
+    if not steps:
+        return ""
+    scaled = f"less {list(steps['mean'])}, divided by {list(steps['std'])}"
+    return scaled if steps["scale"] == 1 else f"pixels divided by {steps['scale']}, {scaled}"
+
+
+def _outputs(card: Card) -> str:
+    if card["classes"] is None:
+        return "numbers"
+    names = card["class_names"]
+    return f"one number for each of {card['classes']} classes" + (f": {', '.join(names)}" if names else "")

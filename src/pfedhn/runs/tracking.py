@@ -1,0 +1,155 @@
+"""Runs in the trackers that people have already: each is a callback of `pfedhn.train`, behind an extra."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from pfedhn.errors import UserError, closest, missing_extra
+from pfedhn.storage.schema import Moment
+
+
+class Callback(Protocol):
+    """Called with the run and its newest evaluation, after every one.
+
+    If it has a method `close`, that is called when the run ends, however it does.
+    """
+
+    def __call__(self, run: Any, moment: Moment, /) -> None: ...
+
+
+def numbers(moment: Moment) -> dict[str, float]:
+    """An evaluation as a flat table of numbers."""
+    table: dict[str, float] = {"round": moment.round, "seconds": moment.seconds}
+    table |= {"bytes_down": moment.bytes_down, "bytes_up": moment.bytes_up}
+    for split in ("validation", "test"):
+        scores = getattr(moment, split)
+        if scores.examples == 0:
+            continue
+        table[f"{split}_loss"] = scores.loss
+        if scores.has_accuracy:
+            table[f"{split}_client_accuracy"], table[f"{split}_sample_accuracy"] = (
+                scores.client_mean,
+                scores.sample_mean,
+            )
+    return table | {f"{name}_norm": value for name, value in (moment.norms or {}).items()}
+
+
+def settings(run: Any) -> dict[str, Any]:
+    """What a run is, for a tracker's table of parameters."""
+    from pfedhn.storage.record import settings_of
+
+    simulation, schedule = run.simulation, run.simulation.schedule
+    return {
+        "method": run.origin.method,
+        "dataset": run.origin.dataset or "",
+        "clients": simulation.federation.num_clients,
+        "seed": simulation.seed,
+        "steps": schedule.steps,
+        "cohort_size": schedule.cohort_size,
+        "batch_size": schedule.batch_size,
+        **settings_of(simulation.algorithm),
+    }
+
+
+class TensorBoard:
+    """Writes a run's evaluations where TensorBoard reads them.
+
+    Args:
+        folder: What `tensorboard --logdir` is given; every run has a folder of its name in it.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise missing_extra("TensorBoard", "tensorboard") from error
+        self.folder, self.make = Path(folder), SummaryWriter
+        self.writer: Any = None
+
+    def __call__(self, run: Any, moment: Moment, /) -> None:
+        if self.writer is None:
+            self.writer = self.make(str(self.folder / run.origin.name))
+            lines = "\n".join(f"    {name} = {value}" for name, value in settings(run).items())
+            self.writer.add_text("settings", lines, 0)
+        for name, value in numbers(moment).items():
+            self.writer.add_scalar(name, value, moment.step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+class MLflow:
+    """Writes a run's evaluations to MLflow's server, or to the folder that MLFLOW_TRACKING_URI names.
+
+    Args:
+        experiment: MLflow's name for what belongs together.
+    """
+
+    def __init__(self, experiment: str = "pfedhn") -> None:
+        try:
+            from mlflow import MlflowClient
+        except ImportError as error:
+            raise missing_extra("MLflow", "mlflow") from error
+        self.client, self.experiment = MlflowClient(), experiment  # no run is "the" run: several take turns
+        self.run_id: str | None = None
+
+    def __call__(self, run: Any, moment: Moment, /) -> None:
+        if self.run_id is None:
+            found = self.client.get_experiment_by_name(self.experiment)
+            number = self.client.create_experiment(self.experiment) if found is None else found.experiment_id
+            self.run_id = self.client.create_run(number, run_name=run.origin.name).info.run_id
+            for name, value in settings(run).items():
+                self.client.log_param(self.run_id, name, value)
+        for name, value in numbers(moment).items():
+            self.client.log_metric(self.run_id, name, value, step=moment.step)
+
+    def close(self) -> None:
+        if self.run_id is not None:
+            self.client.set_terminated(self.run_id)
+
+
+class WandB:
+    """Writes a run's evaluations to Weights & Biases.
+
+    Args:
+        project: Its name there.
+        folder: Where its own files are kept.
+    """
+
+    def __init__(self, project: str = "pfedhn", folder: str | Path | None = None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise missing_extra("Weights & Biases", "wandb") from error
+        self.library, self.project, self.folder = wandb, project, folder
+        self.run: Any = None
+
+    def __call__(self, run: Any, moment: Moment, /) -> None:
+        if self.run is None:
+            self.run = self.library.init(
+                project=self.project, name=run.origin.name, config=settings(run), dir=self.folder, reinit="create_new"
+            )
+        self.run.log(numbers(moment), step=moment.step)
+
+    def close(self) -> None:
+        if self.run is not None:
+            self.run.finish()
+
+
+Maker: TypeAlias = Callable[[str, Path], Callback]
+
+TRACKERS: dict[str, Maker] = {
+    "tensorboard": lambda experiment, folder: TensorBoard(folder / "tensorboard"),
+    "mlflow": lambda experiment, folder: MLflow(experiment),
+    "wandb": lambda experiment, folder: WandB(experiment, folder),
+}
+"""What makes the callback of a run, from its experiment's name and directory."""
+
+
+def tracker(name: str, experiment: str, folder: Path) -> Callback:
+    """The callback that `--track NAME` means."""
+    if name not in TRACKERS:
+        raise UserError(f"there is no tracker {name!r}; {closest(name, TRACKERS)}")
+    return TRACKERS[name](experiment, folder)

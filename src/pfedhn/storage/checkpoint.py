@@ -1,0 +1,239 @@
+"""A run's state on disk: tensors in safetensors, the rest in JSON, written atomically and verified on load.
+
+The JSON file is written last and carries a digest of both files and the name of its run: where it is missing or does
+not match, the checkpoint does not count and the one before it is used.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pfedhn.engine.evaluate import SplitResult
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import Best, Diverged, Evaluation, Flight, Memories, PrivateTable, State, Work, lower_rates
+from pfedhn.errors import RunError
+from pfedhn.params import take
+from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
+from pfedhn.system.files import read_bytes, write_atomically
+from pfedhn.system.fingerprint import differ
+
+FORMAT = 3
+
+
+NUM_KEPT = 2  # the newest, and the one before it in case the newest is damaged
+
+
+class CheckpointError(RunError):
+    """No checkpoint in a directory can be trusted."""
+
+
+class Loaded(NamedTuple):
+    """What a directory's checkpoints hold."""
+
+    state: State | None  # of the newest sound one; None if there is none at all
+    refused: list[str]  # a sentence for each that cannot be trusted
+    history: list[Any]  # of that state, as it was given to `save_state`
+
+
+def save_state(
+    directory: Path,
+    state: State,
+    simulation: Simulation,
+    run: Mapping[str, str] | None = None,
+    history: Sequence[Any] = (),
+) -> None:
+    """Write `state`; older checkpoints than the last two are removed. A state that has diverged is not written.
+
+    Args:
+        directory: Of the run.
+        state: Where it stands.
+        simulation: What it is.
+        run: Names for what it is made of; a checkpoint of a run with other ones is refused.
+        history: Its evaluations so far, as JSON can hold them.
+    """
+    if simulation.federation.x.is_cuda:
+        # A captured run writes on a stream of its own, which nothing here would wait for.
+        torch.cuda.synchronize(simulation.federation.x.device)
+    if state.bad is not None and int(state.bad[0]) >= 0:
+        return  # its rounds count on while its memories stand still; the next evaluation notices
+    if not all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(state.memories.shared)):
+        raise Diverged(
+            f"training diverged before round {state.round}: the server's numbers are no longer finite; "
+            f"{lower_rates(simulation.algorithm)}. The last good checkpoint is kept."
+        )
+    step = state.round * simulation.clients_per_round
+    tensors, slots = _memories_to_tensors("now", state.memories)
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "run": dict(run or {}),
+        "history": list(history),
+        "round": state.round,
+        "step": step,
+        "bytes_down": state.bytes_down,
+        "bytes_up": state.bytes_up,
+        **({"num_updates": sorted(state.num_updates.items())} if state.num_updates else {}),
+        **({"flight": _flight_record(state.flight)} if state.flight.num_sent else {}),
+        "slots": slots,
+        "best": None,
+    }
+    for work in state.flight.working:
+        tensors |= dict(_named(f"flight/{work.number}", (work.reply, work.kept)))
+    if state.best is not None:
+        best_tensors, best_slots = _memories_to_tensors("best", state.best.memories)
+        tensors |= best_tensors
+        evaluation = state.best.evaluation
+        record["best"] = {"step": evaluation.step, "round": evaluation.round, "slots": best_slots}
+        for split, result in evaluation.splits.items():
+            for name in ("loss", "metric", "count"):
+                if (value := getattr(result, name)) is not None:
+                    tensors[f"evaluation/{split}/{name}"] = value
+    content = save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
+    record["tensors_sha256"] = hashlib.sha256(content).hexdigest()
+    name = f"checkpoint-{step:09d}"
+    write_atomically(directory / f"{name}.safetensors", content)
+    write_atomically(directory / f"{name}.json", sealed_json(record))
+    remove_old(directory, NUM_KEPT)
+
+
+def remove_old(directory: Path, num_kept: int) -> None:
+    """Only the newest stay. They are large: four times a hypernetwork, or twice a model."""
+    for old in checkpoints(directory)[num_kept:]:
+        old.unlink()
+        old.with_suffix(".safetensors").unlink(missing_ok=True)
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The JSON files of the checkpoints, newest first."""
+    found = [path for path in directory.glob("checkpoint-*.json") if re.fullmatch(r"checkpoint-\d+", path.stem)]
+    return sorted(found, reverse=True)
+
+
+def load_state(directory: Path, simulation: Simulation, run: Mapping[str, str] | None = None) -> Loaded:
+    """The newest checkpoint that is sound and of this run."""
+    refused = []
+    for path in checkpoints(directory):
+        try:
+            record = verified(path, run)
+            tensors = _verified_tensors(path.with_suffix(".safetensors"), record["tensors_sha256"])
+        except CheckpointError as error:
+            refused.append(str(error))
+            continue
+        return Loaded(_to_state(tensors, record, simulation), refused, record["history"])
+    if refused:
+        raise CheckpointError(
+            f"{refused[0]} No intact checkpoint is left in {directory}; move or remove that folder, and the same "
+            "command runs it anew."
+        )
+    return Loaded(None, [], [])
+
+
+def verified(path: Path, run: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What the JSON file of a checkpoint says, if every byte of it is as it was written, for this run."""
+    try:
+        record = unsealed_json(read_bytes(path))
+    except DamagedError as error:
+        raise CheckpointError(f"{path.name} {error} and was not used.") from None
+    if record.get("format") != FORMAT:
+        raise CheckpointError(f"{path.name} has format {record.get('format')}; this version of pfedhn reads {FORMAT}.")
+    if f"checkpoint-{record['step']:09d}" != path.stem:
+        raise CheckpointError(f"{path.name} is the checkpoint of step {record['step']} and was not used.")
+    if differing := differences(record["run"], run or {}):
+        raise CheckpointError(f"{path.name} is of another run (its {', '.join(differing)} differ) and was not used.")
+    return record
+
+
+def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """The parts in which two runs differ, by names for what they are made of."""
+    return [part for part in dict.fromkeys([*one, *other]) if differ(one.get(part, ""), other.get(part, ""))]
+
+
+def _verified_tensors(file: Path, sha256: str) -> dict[str, Tensor]:
+    if not file.exists():
+        raise CheckpointError(f"{file.name} is missing, so its checkpoint was not used.")
+    content = read_bytes(file)
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise CheckpointError(f"{file.name} is truncated or was changed, and was not used.")
+    return load(content)
+
+
+def _memories_to_tensors(prefix: str, memories: Memories) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    trees = {"shared": memories.shared, "rows": memories.rows}
+    slots = {}
+    for name, table in memories.private.items():
+        slots[name] = sorted(table.slots, key=table.slots.__getitem__)
+        trees[f"private/{name}"] = () if table.tree is None else take(table.tree, slice(len(table.slots)))
+    return {name: leaf for part, tree in trees.items() for name, leaf in _named(f"{prefix}/{part}", tree)}, slots
+
+
+def _named(prefix: str, tree: Any) -> list[tuple[str, Tensor]]:
+    pairs, _ = pytree.tree_flatten_with_path(tree)
+    return [(prefix + pytree.keystr(path), leaf) for path, leaf in pairs]
+
+
+def _to_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any], simulation: Simulation) -> State:
+    template = simulation.initial_state()
+    memories = _to_memories("now", tensors, record["slots"], template.memories)
+    best = None
+    if record["best"] is not None:
+        splits = {
+            split: SplitResult(
+                tensors[f"evaluation/{split}/loss"],
+                tensors.get(f"evaluation/{split}/metric"),
+                tensors[f"evaluation/{split}/count"],
+            )
+            for split in ("validation", "test")
+        }
+        evaluation = Evaluation(record["best"]["step"], record["best"]["round"], splits)
+        best = Best(evaluation, _to_memories("best", tensors, record["best"]["slots"], template.memories, on_host=True))
+    num_updates = Counter(dict(record.get("num_updates", [])))
+    flight = _to_flight(tensors, record.get("flight"), simulation, template)
+    return State(record["round"], memories, best, record["bytes_down"], record["bytes_up"], num_updates, flight)
+
+
+def _flight_record(flight: Flight) -> dict[str, Any]:
+    """Who is at work, as JSON can hold it; between rounds no reply waits for a step."""
+    assert not flight.replies
+    table = {name: value for name, value in vars(flight).items() if name not in ("working", "replies")}
+    return table | {"working": [work[: Work._fields.index("reply")] for work in flight.working]}
+
+
+def _to_flight(
+    tensors: Mapping[str, Tensor], record: Mapping[str, Any] | None, simulation: Simulation, template: State
+) -> Flight:
+    if record is None:
+        return Flight()
+    working = []
+    for client, number, *rest in record["working"]:
+        form = simulation.form_of_work(template, client)
+        leaves = [tensors[name].clone().to(leaf.device) for name, leaf in _named(f"flight/{number}", form)]
+        working.append(Work(client, number, *rest, *pytree.tree_unflatten(leaves, pytree.tree_structure(form))))
+    return Flight(**{**record, "working": working})
+
+
+def _to_memories(
+    prefix: str,
+    tensors: Mapping[str, Tensor],
+    slots: Mapping[str, Sequence[int]],
+    template: Memories,
+    on_host: bool = False,
+) -> Memories:
+    def fill(part: str, tree: Any) -> Any:
+        # Cloned into memory of their own: libraries choose kernels by alignment, and a file's tensors lie anywhere.
+        leaves = [tensors[name].clone() for name, _ in _named(f"{prefix}/{part}", tree)]
+        if not on_host:
+            leaves = [value.to(leaf.device) for value, leaf in zip(leaves, pytree.tree_leaves(tree), strict=True)]
+        return pytree.tree_unflatten(leaves, pytree.tree_structure(tree))
+
+    private = {}
+    for name, table in template.private.items():
+        tree = fill(f"private/{name}", table.make(slots[name][0])) if slots[name] else None
+        private[name] = PrivateTable(table.make, {client: slot for slot, client in enumerate(slots[name])}, tree)
+    return Memories(fill("shared", template.shared), fill("rows", template.rows), private)
