@@ -108,7 +108,7 @@ def test_a_network_is_named_by_all_that_is_not_trained() -> None:
 
 @pytest.mark.slow
 def test_another_process_gives_the_same_names() -> None:
-    code = "from pfedhn import fingerprint as f; import test_fingerprint as t; "
+    code = "from pfedhn.system import fingerprint as f; import test_fingerprint as t; "
     code += "print(f.of_code(t.loss), f.of_module(t.Net()))"
     paths = [entry for entry in sys.path if entry]
     setup = f"import sys; sys.path[:0] = {paths!r}; "
