@@ -6,12 +6,16 @@ All of it is wrapping integer arithmetic: a CPU, a GPU and another party's machi
 
 import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from pfedhn.system.process import WHOLE_PROCESS
 
 Key: TypeAlias = int | Tensor
 Array: TypeAlias = NDArray[numpy.int64]
@@ -142,8 +146,30 @@ def normal(key: Key, count: int, device: torch.device | None = None) -> Tensor:
 
 
 def torch_generator(key: Key) -> torch.Generator:
-    """A CPU generator for code that draws by itself, such as a module's initialization."""
-    return torch.Generator().manual_seed(int(key) & ((1 << 63) - 1))
+    """A CPU generator for code that takes one."""
+    return torch.Generator().manual_seed(_torch_seed(key))
+
+
+@contextmanager
+def seeded(key: Key | None, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Seed PyTorch's global generator for a block, for code that takes no generator, such as `nn.Linear(3, 4)`.
+
+    All threads share that generator, so a block excludes every other one, and the compiler, which seeds it too.
+    Afterwards the generators of the CPU and of the given device continue from their former state.
+
+    Args:
+        key: What the block draws from; None leaves the generator as it is, for a block whose draws do not matter.
+        device: Where the block draws.
+    """
+    is_cuda = torch.device(device).type == "cuda"
+    with WHOLE_PROCESS, torch.random.fork_rng([device] if is_cuda else []):
+        if key is not None:
+            torch.manual_seed(_torch_seed(key))
+        yield
+
+
+def _torch_seed(key: Key) -> int:
+    return int(key) & ((1 << 63) - 1)
 
 
 def numpy_generator(key: Key) -> numpy.random.Generator:

@@ -15,12 +15,11 @@ from torch.func import functional_call
 
 from pfedhn.dropout import drawing, has_dropout, keyed
 from pfedhn.errors import UserError
-from pfedhn.keys import Key
+from pfedhn.keys import Key, seeded
 from pfedhn.params import Params, take
 from pfedhn.privacy import NO_GRADIENT, protected
 from pfedhn.sgd import Batches
 from pfedhn.statistics import collecting, copied, masked, statistics_of, training_pass
-from pfedhn.system.process import WHOLE_PROCESS
 
 Factory: TypeAlias = Callable[[], nn.Module]
 
@@ -105,8 +104,7 @@ class Model:
         if not self.has_dropout:
             yield
         elif is_alone:
-            with WHOLE_PROCESS, torch.random.fork_rng(devices=[]), drawing(noise):
-                torch.manual_seed(int(noise) & ((1 << 63) - 1))
+            with seeded(noise), drawing(noise):
                 yield
         else:
             with drawing(noise):
@@ -117,17 +115,15 @@ class Model:
         if not self.has_dropout:
             return False
         device = torch.device(self.device)
-        is_cuda = device.type == "cuda"
-        state = partial(torch.cuda.get_rng_state, device) if is_cuda else torch.get_rng_state
+        state = partial(torch.cuda.get_rng_state, device) if device.type == "cuda" else torch.get_rng_state
         weights, key = self.fresh(0), torch.zeros((), dtype=torch.int64, device=device)
-        with WHOLE_PROCESS, torch.random.fork_rng([device] if is_cuda else []), torch.no_grad(), drawing(key):
+        with seeded(0, device), torch.no_grad(), drawing(key):
             before = state()
             self.loss(weights, batch)
             return not torch.equal(before, state())
 
     def _build(self, key: Key) -> nn.Module:
-        with WHOLE_PROCESS, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(key) & ((1 << 63) - 1))
+        with seeded(key):
             module = self.factory().to(self.device, self.dtype)
         for name in self.frozen:
             module.get_parameter(name).requires_grad_(False)

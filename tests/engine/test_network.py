@@ -20,6 +20,7 @@ from pfedhn.engine.rounds import rounds
 from pfedhn.errors import UserError
 from pfedhn.model import Model, without_cudnn
 from pfedhn.models import MLP, cross_entropy, is_correct
+from pfedhn.system.process import WHOLE_PROCESS
 
 
 def numbers(*sizes: int) -> Federation:
@@ -366,6 +367,45 @@ def test_without_cudnn_in_several_threads_leaves_the_process_as_it_was() -> None
         thread.join()
     assert set(seen) == {(False, *before[1:])}
     assert (cudnn.enabled, cudnn.allow_tf32, cudnn.deterministic) == before
+
+
+def test_threads_that_share_the_global_generator_do_not_disturb_each_other() -> None:
+    is_over, drawn = threading.Event(), []
+
+    def reseed() -> None:
+        """As the compiler's thread does."""
+        while not is_over.is_set():
+            with WHOLE_PROCESS:
+                torch.manual_seed(3)
+                time.sleep(0.002)
+                drawn.append(float(torch.rand(())))
+            time.sleep(0.001)
+
+    def slow(value: Tensor) -> Tensor:
+        time.sleep(0.005)  # in every forward pass, also a traced one
+        return value
+
+    def factory() -> nn.Module:
+        first = nn.Linear(8, 5)
+        time.sleep(0.005)
+        return nn.Sequential(first, Functional(slow).last)
+
+    federation = numbers(6, 6)
+    expected = Model("net", factory, cross_entropy).fresh(7)
+    outside = torch.get_rng_state()
+    thread = threading.Thread(target=reseed)
+    thread.start()
+    try:
+        for _ in range(5):
+            model = build_model("net", factory, federation)
+            assert_close(model.fresh(7), expected)
+        model = build_model("slow", lambda: Functional(slow), federation)
+        finish(simulate(FedAvg(local_steps=2), federation, {"slow": model}, rounds=2, executor="traced"))
+    finally:
+        is_over.set()
+        thread.join()
+        torch.set_rng_state(outside)
+    assert len(set(drawn)) == 1
 
 
 def test_weights_that_are_no_numbers_get_a_sentence(federation: Federation) -> None:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from pfedhn.engine.closures import Watch, lift
 from pfedhn.engine.hoist import fits, for_all_steps, hoist
 from pfedhn.errors import UserError, first_line
+from pfedhn.keys import seeded
 from pfedhn.params import copy, stack, take
 from pfedhn.sgd import Step, python_loop, scanning
 from pfedhn.system.process import WHOLE_PROCESS
@@ -339,7 +340,7 @@ class TracedScan:
 
         try:
             # Copies: the tracer takes arguments that are one tensor for one input, and pFedMe starts with x = theta.
-            with torch.random.fork_rng(devices=[]), watch.tracing(step):  # what dropout draws here must not count
+            with seeded(None), watch.tracing(step):  # the trace may draw, for dropout
                 graph = trace(contiguous, list(map(copy_with_layout, arguments)))
             graph.graph.eliminate_dead_code()
             graph.recompile()

@@ -122,8 +122,7 @@ def check_factory(name: str, factory: Any) -> None:
 
 
 def _made(name: str, factory: Factory, seed: int) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with keys.seeded(seed):
         try:
             return factory()
         except UserError:
@@ -163,8 +162,7 @@ def _first_examples(federation: Federation) -> tuple[Tensor, Tensor]:
 
 
 def _forward(model: Model, module: nn.Module, x: Tensor, seed: int = 0) -> Any:
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+    with keys.seeded(seed), torch.no_grad():
         try:
             return module(x)
         except Exception as error:
@@ -258,7 +256,7 @@ def _refuse_metric(model: Model, outputs: Any, y: Tensor) -> None:
 
 def _refuse_without_gradient(model: Model, module: nn.Module, x: Tensor, y: Tensor) -> None:
     """A loss that no weight reaches would train nothing, in silence."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with keys.seeded(0), torch.enable_grad():
         loss = model.per_example_loss(module(x), y)
         weights = [value for value in module.parameters() if value.requires_grad]
         reached = torch.autograd.grad(loss.sum(), weights, allow_unused=True) if loss.requires_grad else ()
@@ -269,7 +267,7 @@ def _refuse_without_gradient(model: Model, module: nn.Module, x: Tensor, y: Tens
         )
     batch = Batches(x, y, torch.ones(len(y), dtype=torch.bool, device=y.device))
     try:
-        with torch.random.fork_rng(devices=[]):
+        with keys.seeded(0):
             torch.func.grad(model.loss)(model.fresh(0), batch)  # as clients take it, which some layers cannot
     except RuntimeError as error:
         raise UserError(
@@ -321,8 +319,7 @@ def _refuse_use_of_padding(model: Model, x: Tensor, y: Tensor) -> None:
     weights, rounding = model.fresh(0), torch.finfo(model.dtype).eps ** 0.5
     losses = []
     for filling in (x, torch.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, x.flip(0))):
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
+        with keys.seeded(0), torch.no_grad():
             losses.append(model.loss(weights, Batches(filling, y, mask)))
     if not _is_close(losses[0], losses[1], rounding):
         raise UserError(
