@@ -247,7 +247,7 @@ def test_a_function_makes_the_data(tmp_path: Path) -> None:
     assert (federation.num_clients, len(federation.x)) == (3, 36)
     with pytest.raises(UserError, match="has no setting 'row'; did you mean 'rows'"):
         check(Experiment("made", (replace(cell, partition={"row": 12}),)))
-    with pytest.raises(UserError, match="has no function 'hospitals'"):
+    with pytest.raises(UserError, match="has no function or class 'hospitals'"):
         check(Experiment("made", (replace(cell, dataset=f"{file}:hospitals"),)))
     other = tmp_path / "other.py"
     other.write_text("def houses():\n    return None\n")
@@ -287,7 +287,7 @@ def test_a_function_makes_the_network(tmp_path: Path) -> None:
     assert found[3].out_features == 10
     for change, sentence in (
         ({"network": {"widht": 4}}, "has no setting 'widht'; did you mean 'width'"),
-        ({"model": f"{tmp_path / 'networks.py'}:spire"}, "has no function 'spire'"),
+        ({"model": f"{tmp_path / 'networks.py'}:spire"}, "has no function or class 'spire'"),
         ({"model": f"{tmp_path / 'networks.py'}:Wide", "network": {}}, r"needs columns; give network\.columns = "),
         (
             {"model": "mlp-4"},

@@ -93,7 +93,7 @@ def test_lists_make_a_grid_and_methods_differ_where_they_say_so() -> None:
         ("[[cells]]\nstepz = 3", "cell 0 has no field 'stepz'; did you mean 'steps'?"),
         ("[published]\n'pfedhn/50' = 3", "published does not fit; write lines such as"),
         ("method = 'lg-fedavg'\npretrain = 'fedavg'", "lg-fedavg starts from a fedavg run, which 'mine' does not have"),
-        ("pretrain = 'fedavgg'", "pretrain names no method: 'fedavgg'; did you mean 'fedavg'?"),
+        ("pretrain = 'fedavgg'", "there is no method 'fedavgg'; did you mean 'fedavg'?"),
         ("steps = ", "is not valid TOML"),
     ],
 )

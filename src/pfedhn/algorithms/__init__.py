@@ -1,6 +1,9 @@
 """Every method, by the name users give it: the only table of them."""
 
-from pfedhn.algorithm import Method
+import inspect
+from dataclasses import MISSING, fields
+
+from pfedhn.algorithm import Algorithm, Method
 from pfedhn.algorithms.apfl import APFL
 from pfedhn.algorithms.ditto import Ditto
 from pfedhn.algorithms.fedala import FedALA
@@ -13,6 +16,8 @@ from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedme import PFedMe
+from pfedhn.errors import UserError, closest
+from pfedhn.system.reference import find_code
 
 # The paper's grids.
 LEARNING_RATES = (1e-1, 5e-2, 1e-2, 5e-3)
@@ -155,3 +160,24 @@ ALGORITHMS: dict[str, Method] = {
     # Where alpha starts; the values of the authors' figures.
     "apfl": Method("APFL", APFL, grid={**LOCAL, "alpha": (0.25, 0.5, 0.75)}, color="#AA4499", dash=(0, (1, 1, 3, 1))),
 }
+
+
+def find_method(name: str) -> Method:
+    """Return the method of this name: an entry of `ALGORITHMS`, or a class of your own as "mine.py:FedProx"."""
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    if ":" not in name:
+        raise UserError(f"there is no method {name!r}; {closest(name, ALGORITHMS)}")
+    kind = find_code(name)
+    if not isinstance(kind, type) or Algorithm not in kind.__mro__:
+        raise UserError(f"{name} is not a method; give a class that inherits from a method such as pfedhn.FedAvg.")
+    parameters = vars(kind).get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise UserError(f"{name} is not a frozen dataclass; write @dataclass(frozen=True) above the class.")
+    if inspect.isabstract(kind):
+        missing = ", ".join(sorted(kind.__abstractmethods__))  # type: ignore[attr-defined]
+        raise UserError(f"{name} does not define {missing}; see the protocol, pfedhn.algorithm.Algorithm.")
+    for item in fields(kind):
+        if item.default is MISSING and item.default_factory is MISSING:
+            raise UserError(f"{name}: the setting {item.name!r} has no default; give it one.")
+    return Method(kind.__name__, kind)

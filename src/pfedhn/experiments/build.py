@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pfedhn import models
-from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms import find_method
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
 from pfedhn.data.dealing import share_out
@@ -78,8 +78,7 @@ def check(experiment: Experiment) -> None:
             find_transform(transform)
         cell_privacy(cell)
         if cell.pretrain is not None:
-            if cell.pretrain not in ALGORITHMS:
-                raise UserError(f"pretrain names no method: {cell.pretrain!r}; {closest(cell.pretrain, ALGORITHMS)}")
+            find_method(cell.pretrain)
             pretraining_cell(experiment, cell)
 
 

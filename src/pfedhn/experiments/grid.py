@@ -5,12 +5,22 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms import ALGORITHMS, find_method
 from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.build import with_own_clients
 from pfedhn.experiments.rates import apply_rates, rates_file, rates_for
-from pfedhn.experiments.spec import CELL_TABLES, Cell, Experiment, RunSpec, distinct, flat_fields, is_made, is_own_data
+from pfedhn.experiments.spec import (
+    CELL_TABLES,
+    Cell,
+    Experiment,
+    RunSpec,
+    distinct,
+    flat_fields,
+    is_made,
+    is_own_data,
+    method_name,
+)
 from pfedhn.runs.run import build_algorithm
 from pfedhn.settings import build, fits, parse_assignments, parse_toml, parse_value
 from pfedhn.system.files import given_path, read_text
@@ -27,11 +37,17 @@ def from_toml(path: Path) -> Experiment:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from None
     table.pop("tune", None)  # of `pfedhn tune` alone
-    experiment = from_table(table, path.stem)
+    experiment = from_table(_with_own_methods(table, path.parent), path.stem)
     if not table.keys() - {"name", "title", "seeds", "published"}:
         raise UserError(f"{path} does not say what to run; name at least a method or a dataset (`pfedhn run --help`).")
     cells = [
-        replace(cell, dataset=_absolute(cell.dataset, path.parent), model=_absolute_code(cell.model, path.parent))
+        replace(
+            cell,
+            method=_absolute_code(cell.method, path.parent),
+            dataset=_absolute(cell.dataset, path.parent),
+            model=_absolute_code(cell.model, path.parent),
+            pretrain=None if cell.pretrain is None else _absolute_code(cell.pretrain, path.parent),
+        )
         for cell in experiment.cells
     ]
     is_counted = "cells" not in table and not any("clients" in p for p in (table, *table.get("methods", {}).values()))
@@ -42,22 +58,43 @@ def from_toml(path: Path) -> Experiment:
 
 def grids_from_toml(path: Path) -> dict[str, dict[str, tuple[Any, ...]]]:
     """What `[tune.METHOD]` says in an experiment file: which settings `pfedhn tune` varies, and over which values."""
-    table = parse_toml(read_text(path), path).get("tune", {})
+    table = _with_own_methods(parse_toml(read_text(path), path), path.parent).get("tune", {})
     if not isinstance(table, Mapping) or not all(isinstance(part, Mapping) and part for part in table.values()):
         raise UserError("tune does not fit; write lines such as lr = [0.1, 0.01] under headings such as [tune.pfedhn].")
     grids: dict[str, dict[str, tuple[Any, ...]]] = {}
     for method, grid in table.items():
-        if method not in ALGORITHMS:
+        if ":" not in method and method not in ALGORITHMS:
             raise UserError(f"[tune.{method}] names no method; {closest(method, ALGORITHMS)}")
-        if (other := ALGORITHMS[method].rates_from) is not None:
+        if (other := find_method(method).rates_from) is not None:
             raise UserError(f"[tune.{method}] has no effect: {method} takes the rates of {other}; tune that instead.")
-        for name, values in grid.items():
+        for setting, values in grid.items():
             if not isinstance(values, list) or not values:
-                raise UserError(f"[tune.{method}] {name} = {values!r} does not fit; it must be a list of values.")
+                raise UserError(f"[tune.{method}] {setting} = {values!r} does not fit; it must be a list of values.")
             for value in values:
-                build_algorithm(method, {name: value})
-        grids[method] = {name: tuple(values) for name, values in grid.items()}
+                build_algorithm(method, {setting: value})
+        grids[method] = {setting: tuple(values) for setting, values in grid.items()}
     return grids
+
+
+def _with_own_methods(table: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Write own methods of an experiment file in full; a heading may name the class alone, as in [methods.FedProx]."""
+    given = table.get("method", [])
+    names = [_absolute_code(name, base) if isinstance(name, str) else name for name in _listed(given)]
+    by_class = {name.rpartition(":")[2]: name for name in names if isinstance(name, str) and ":" in name}
+    changed = dict(table)
+    if "method" in table:
+        changed["method"] = names if isinstance(given, list) else names[0]
+    for heading in ("methods", "tune"):
+        if isinstance(by_method := table.get(heading), Mapping):
+            changed[heading] = {
+                name if name in ALGORITHMS else by_class.get(name, _absolute_code(name, base)): part
+                for name, part in by_method.items()
+            }
+    return changed
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _absolute(dataset: str, base: Path) -> str:
@@ -115,10 +152,9 @@ def _cells_of_grid(table: dict[str, Any], name: str) -> Iterator[Cell]:
     by_method = table.pop("methods", {})
     if not isinstance(by_method, Mapping) or not all(isinstance(part, Mapping) for part in by_method.values()):
         raise UserError("methods does not fit; write what differs by method under headings such as [methods.pfedhn].")
-    methods = table.pop("method", list(by_method) or ["pfedhn"])
-    methods = methods if isinstance(methods, list) else [methods]
+    methods = _listed(table.pop("method", list(by_method) or ["pfedhn"]))
     for method in by_method:
-        if method not in ALGORITHMS:
+        if ":" not in method and method not in ALGORITHMS:
             raise UserError(f"[methods.{method}] names no method; {closest(method, ALGORITHMS)}")
         if method not in methods:
             raise UserError(f"[methods.{method}] has no cell to change; add it to method = {methods!r}.")
@@ -177,8 +213,9 @@ OWN_DATA = ("dataset", "columns", "read")  # the fields that say what is read, a
 def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Experiment:
     """`--set`: a field of every cell, a setting of every method that has it, or "method.setting" for one method."""
     cells = list(experiment.cells)
-    # A new partition rule or network first: it clears the settings of the old one, not those given beside it.
-    for name, value in sorted(values.items(), key=lambda item: not item[0].endswith(("partition.rule", "model"))):
+    # A new method, partition rule or network first: it decides which settings there are.
+    first = ("partition.rule", "model", "method")
+    for name, value in sorted(values.items(), key=lambda item: not item[0].endswith(first)):
         if not any(_aim(name, cell) for cell in cells):
             if name == "seeds":
                 raise UserError("--set changes fields of cells; the seeds are given as --seeds 0,1,2.")
@@ -187,6 +224,11 @@ def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Exper
             if (target := _aim(name, cell)) is not None:
                 if target == "dataset" and isinstance(value, str):
                     value = _absolute(value, Path.cwd())
+                if target in ("method", "pretrain") and isinstance(value, str):
+                    value = _absolute_code(value, Path.cwd())
+                if target == "method" and isinstance(value, str):
+                    known = _setting_names(value)
+                    cell = replace(cell, settings={key: v for key, v in cell.settings.items() if key in known})
                 if target == "model" and isinstance(value, str):
                     value = _absolute_code(value, Path.cwd())
                     cell = cell if ":" in value else replace(cell, network={})  # only a function has arguments
@@ -205,7 +247,7 @@ def refuse_without_effect(texts: Sequence[str], cells: Collection[Cell]) -> None
     """What was given to `--set` must be a field or setting of a run that was chosen, or nobody would notice a slip."""
     for text in texts:
         if not assignments_for([text], cells):
-            methods = ", ".join(dict.fromkeys(cell.method for cell in cells))
+            methods = ", ".join(dict.fromkeys(map(method_name, cells)))
             name = text.partition("=")[0].strip()
             raise UserError(
                 f"--set {text} changes none of the chosen runs ({methods}); {closest(name, _names_to_set(cells))}"
@@ -215,10 +257,10 @@ def refuse_without_effect(texts: Sequence[str], cells: Collection[Cell]) -> None
 def _aim(name: str, cell: Cell) -> str | None:
     """What an assignment changes in a cell: a field, or a setting of its method; None if it is not meant."""
     head, _, rest = name.partition(".")
-    if head in ALGORITHMS and rest:
-        if head != cell.method:
-            return None
+    if rest and head == method_name(cell):
         name = rest
+    elif rest and head in ALGORITHMS:
+        return None
     is_field = name in {item.name for item in fields(Cell)} or name.partition(".")[0] in CELL_TABLES
     return name if is_field or name in _setting_names(cell.method) else None
 
@@ -246,12 +288,15 @@ def select(experiment: Experiment, only: Sequence[str], seeds: Sequence[int] | N
             raise UserError(f"--only: there is no field {name!r}; {closest(name, known)}")
         wanted.setdefault(name, []).append(value)
 
+    def is_value(run: RunSpec, name: str, text: str) -> bool:
+        if name == "method":
+            text = _absolute_code(text, Path.cwd()) if ":" in text else text
+            return text in (run.cell.method, method_name(run.cell))
+        value = _fields_of(run).get(name)
+        return str(value) == text or value == parse_value(text)
+
     def matches(run: RunSpec) -> bool:
-        values = _fields_of(run)
-        return all(
-            any(str(values.get(name)) == text or values.get(name) == parse_value(text) for text in texts)
-            for name, texts in wanted.items()
-        )
+        return all(any(is_value(run, name, text) for text in texts) for name, texts in wanted.items())
 
     runs = experiment.runs(seeds or None)
     chosen = [run for run in runs if matches(run)]
@@ -262,7 +307,7 @@ def select(experiment: Experiment, only: Sequence[str], seeds: Sequence[int] | N
 
 
 def _fields_of(run: RunSpec) -> dict[str, Any]:
-    return {"name": run.cell_name, **flat_fields(run.cell)}
+    return {"name": run.cell_name, **flat_fields(run.cell), "method": method_name(run.cell)}
 
 
 def _values_of(field: str, runs: Iterable[RunSpec]) -> str:

@@ -49,6 +49,6 @@ def only_this(experiment: Experiment, run: RunSpec) -> str:
         if len({getattr(other, name) for other in alike}) > 1:
             chosen.append(f"{name}={getattr(cell, name)}")
     fitting = [other for other in alike if (other.dataset, other.clients) == (cell.dataset, cell.clients)]
-    if len(fitting) == 1 and "," not in cell.dataset:
+    if len(fitting) == 1 and "," not in cell.dataset + cell.method:
         return ",".join(chosen)
     return f"name={run.cell_name}"

@@ -41,7 +41,7 @@ def read_rates(file: Path) -> dict[str, Rates]:
         if not isinstance(by_method, Mapping) or not all(isinstance(part, Mapping) for part in by_method.values()):
             raise UserError(f"{file}: {experiment!r} does not fit; write rates under headings [EXPERIMENT.METHOD].")
         for method, settings in by_method.items():
-            if method not in ALGORITHMS:
+            if ":" not in method and method not in ALGORITHMS:
                 raise UserError(f"{file}: [{experiment}.{method}] names no method; {closest(method, ALGORITHMS)}")
             checked(type(build_algorithm(method)), settings, f"{file}: [{experiment}.{method}]")
     return table

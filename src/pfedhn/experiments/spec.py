@@ -37,7 +37,7 @@ FEDERATION_FIELDS = (
 class Cell:
     """One method on one federation; with a seed it is a run. The fields of an experiment file are these."""
 
-    method: str = "pfedhn"
+    method: str = "pfedhn"  # or "mine.py:FedProx", a class of your own
     dataset: str = "digits"  # or a path: a folder with a folder per client, or a table (.csv, .tsv, .parquet)
     clients: int = 50
     partition: Mapping[str, Any] = field(default_factory=lambda: {"rule": "by_classes", "classes_per_client": 5})
@@ -138,6 +138,11 @@ class Experiment:
         return RunSpec(cell, int(seed), name)
 
 
+def method_name(cell: Cell) -> str:
+    """The method's name; of a class of your own, "mine.py:FedProx", the name of the class."""
+    return cell.method.rpartition(":")[2]
+
+
 def dataset_name(cell: Cell) -> str:
     """The data set's name; of one given by its path, the last part; of a function that makes it, the function's."""
     if is_made(cell.dataset):
@@ -173,7 +178,7 @@ def distinctions(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """What tells each cell from the others of its method, data set and number of clients."""
 
     def group(cell: Cell) -> tuple[str, str, int]:
-        return cell.method, cell.dataset, cell.clients
+        return method_name(cell), cell.dataset, cell.clients
 
     values = [flat_fields(cell) for cell in cells]
     # Of every group, one cell's values and the names of those in which another one differs.
@@ -192,7 +197,7 @@ def cell_names(cells: Sequence[Cell]) -> list[str]:
     """A folder's name for each cell: what a person would call it, and a digest only where that is not enough."""
     names = []
     for cell, different in zip(cells, distinctions(cells), strict=True):
-        words = [cell.method, dataset_name(cell), str(cell.clients)]
+        words = [method_name(cell), dataset_name(cell), str(cell.clients)]
         words += [f"{key.removeprefix('partition.')}={value}" for key, value in different.items()]
         names.append(re.sub(r"[^A-Za-z0-9._=-]+", "_", "-".join(words)))
     counts = Counter(names)
@@ -257,8 +262,8 @@ def pretraining_cell(experiment: Experiment, cell: Cell) -> Cell:
     fitting = experiment.alike.get(_place(cell, cell.pretrain))
     if not fitting:
         raise UserError(
-            f"{cell.method} starts from a {cell.pretrain} run, which {experiment.name!r} does not have on the same "
-            "data and network; add that cell."
+            f"{method_name(cell)} starts from a {cell.pretrain} run, which {experiment.name!r} does not have on the "
+            "same data and network; add that cell."
         )
     mine = flat_fields(cell)
     return max(fitting, key=lambda other: sum(mine.get(key) == value for key, value in flat_fields(other).items()))

@@ -22,7 +22,7 @@ from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import select
 from pfedhn.experiments.rates import Rates
-from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest, is_own_data
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest, is_own_data, method_name
 from pfedhn.storage.schema import Result, to_json
 from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
 from pfedhn.system.environment import Environment
@@ -38,8 +38,8 @@ Grid: TypeAlias = Mapping[str, tuple[Any, ...]]
 
 
 def all_grids(own: Mapping[str, Grid] | None = None) -> dict[str, Grid]:
-    """The grid of every method that has one; those of a person's experiment file stand for ours."""
-    grids = {name: (own or {}).get(name, known.grid) for name, known in ALGORITHMS.items()}
+    """The grid of every method that has one; those of an experiment file replace ours."""
+    grids = {name: known.grid for name, known in ALGORITHMS.items()} | dict(own or {})
     return {name: grid for name, grid in grids.items() if grid}
 
 
@@ -143,7 +143,7 @@ class Findings:
         """Every point with its validation scores, a table for each method."""
         for method in self.study.methods:
             points, finalists, winner = self.study.points_of(method), self.finalists(method), self.winner(method)
-            title = f"{method}, {points[0].cell.clients} clients: validation score"
+            title = f"{method_name(points[0].cell)}, {points[0].cell.clients} clients: validation score"
             table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
             table.min_width = len(title)  # else a narrow table breaks its own heading
             for name in self.study.grids[method]:
@@ -248,6 +248,8 @@ def plan(
     named = [part.partition("=")[2].strip() for part in parts if part.startswith("method=")]
     others = [part for part in parts if not part.startswith("method=")]
     cells = [run.cell for run in select(experiment, others, [0])]
+    own = {method_name(cell): cell.method for cell in cells}
+    named = [own.get(name, name) for name in named]
     grids = all_grids(own_grids)
     numbers = sorted({cell.clients for cell in cells if cell.method in grids})
     if numbers:

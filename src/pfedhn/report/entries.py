@@ -13,7 +13,7 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.experiments.spec import Cell, Experiment, RunSpec, dataset_name, distinctions, pretraining_cell
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, dataset_name, distinctions, method_name, pretraining_cell
 from pfedhn.models import squared_error
 from pfedhn.report.results import Runs, read
 from pfedhn.storage.schema import Curve, Moment, Result
@@ -240,7 +240,7 @@ def _joined_titles(entries: Sequence[Entry]) -> str:
 
 
 def _label(cell: Cell, different: Mapping[str, Any]) -> str:
-    return " ".join([cell.method, *(f"{name}={value}" for name, value in different.items())])
+    return " ".join([method_name(cell), *(f"{name}={value}" for name, value in different.items())])
 
 
 def asked_for(report: Report) -> Report:
@@ -260,7 +260,7 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
     differences = distinctions(experiment.cells)
     differing: dict[tuple[str, str, int], dict[str, None]] = {}  # by method, data set and number of clients
     for cell, different in zip(experiment.cells, differences, strict=True):
-        differing.setdefault((cell.method, cell.dataset, cell.clients), {}).update(dict.fromkeys(different))
+        differing.setdefault((method_name(cell), cell.dataset, cell.clients), {}).update(dict.fromkeys(different))
     for name, cell, different in zip(names, experiment.cells, differences, strict=True):
         results: dict[int, Result] = {}
         curves: dict[int, Curve] = {}
@@ -279,11 +279,11 @@ def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
         described = (result.clients.names for result in results.values() if result.clients is not None)
         # What a cell leaves at its default, and others of its kind do not, is in its name too.
         chosen = dict(next(iter(results.values())).settings) | different if results else different
-        mine = differing[cell.method, cell.dataset, cell.clients]
+        mine = differing[method_name(cell), cell.dataset, cell.clients]
         label = _label(cell, {name: chosen[name] for name in mine if chosen.get(name) is not None})
         published = experiment.published
-        known = published.get(f"{cell.method}/{cell.dataset}/{cell.clients}") or published.get(
-            f"{cell.method}/{cell.clients}"
+        known = published.get(f"{method_name(cell)}/{cell.dataset}/{cell.clients}") or published.get(
+            f"{method_name(cell)}/{cell.clients}"
         )
         before = pretraining_cell(experiment, cell).steps if cell.pretrain is not None else 0
         entries.append(

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from pfedhn import keys, models
 from pfedhn.algorithm import Algorithm
-from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms import ALGORITHMS, find_method
 from pfedhn.data.absent import AbsentFederation, Description, with_examples
 from pfedhn.data.arrays import Arrays
 from pfedhn.data.columns import filled_with, new_client
@@ -110,10 +110,9 @@ def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | No
         values = {item.name: getattr(method, item.name) for item in fields(method)}
         checked_method(type(method), values, type(method).__name__)
         return method
-    if method not in ALGORITHMS:
-        raise UserError(f"there is no method {method!r}; {closest(method, ALGORITHMS)}")
-    known = ALGORITHMS[method]
-    algorithm: AnyAlgorithm = known(**checked_method(known.algorithm, settings or {}, method))
+    known = find_method(method)
+    what = method if method in ALGORITHMS else known.name
+    algorithm: AnyAlgorithm = known(**checked_method(known.algorithm, settings or {}, what))
     return algorithm
 
 

@@ -57,7 +57,7 @@ from pfedhn.storage.seal import (
 from pfedhn.system import fingerprint
 from pfedhn.system.environment import Environment, environment
 from pfedhn.system.files import append, claimed, make_folder, read_bytes, write_atomically
-from pfedhn.system.reference import Code, find, name_of
+from pfedhn.system.reference import Code, find, find_code, name_of
 
 DIVERGED = "diverged.txt"
 FORMAT = 3  # 2: files without digests; 1: too little to load a run
@@ -578,7 +578,7 @@ def _factory(directory: Path, name: str, code: Code) -> Factory:
 def _algorithm(directory: Path, method: Part, given: type[Any] | None) -> Algorithm[Any, Any, Any]:
     with _naming("the method", directory, "; give its class as load(..., method=...)"):
         known = ALGORITHMS.get(method.name)
-        algorithm = _built(method, given or (find(method.name) if known is None else known.algorithm))
+        algorithm = _built(method, given or (find_code(method.name) if known is None else known.algorithm))
         if not isinstance(algorithm, Algorithm):
             raise UserError(f"{method.name} is no method.")
         return algorithm

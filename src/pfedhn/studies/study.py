@@ -16,7 +16,7 @@ from pfedhn.data.federation import Federation
 from pfedhn.experiments.build import build_federation, cell_algorithm
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.registry import experiments
-from pfedhn.experiments.spec import Cell, Experiment, cell_digest, distinct
+from pfedhn.experiments.spec import Cell, Experiment, cell_digest, distinct, method_name
 from pfedhn.model import Model
 from pfedhn.params import Params
 from pfedhn.report.entries import Entry, display_name
@@ -148,7 +148,7 @@ class Found:
             if name in runs.curves:
                 curves.setdefault(result.seed, runs.curves[name])
         results = self._results(cell)
-        return Entry(display_name(cell.method), cell, results, curves, len(results), title=self.title)
+        return Entry(display_name(method_name(cell)), cell, results, curves, len(results), title=self.title)
 
     def analyses(self, cell: Cell) -> dict[int, Mapping[str, Any]]:
         """What was computed from the runs of a cell, by seed."""

@@ -95,7 +95,7 @@ def find_code(name: str) -> Callable[..., Any]:
         return find(name)
     found = getattr(load_file(Path(file)), function, None)
     if not inspect.isfunction(found) and not inspect.isclass(found):
-        raise UserError(f"{file} has no function {function!r}.")
+        raise UserError(f"{file} has no function or class {function!r}.")
     return found
 
 
