@@ -21,8 +21,8 @@ import torch  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
 from pfedhn.engine.simulate import Simulation  # noqa: E402
+from pfedhn.runs.assemble import assemble  # noqa: E402
 from pfedhn.runs.cluster import Workers, connection  # noqa: E402
-from pfedhn.runs.run import assemble  # noqa: E402
 from pfedhn.storage.schema import to_json  # noqa: E402
 from pfedhn.system.environment import environment  # noqa: E402
 

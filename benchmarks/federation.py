@@ -26,7 +26,7 @@ from pfedhn.deploy.server import Arrival, Policy, Server
 from pfedhn.deploy.signing import new_key
 from pfedhn.deploy.state import Rules
 from pfedhn.models import factory
-from pfedhn.runs.run import assemble
+from pfedhn.runs.assemble import assemble
 
 
 class Waiting:

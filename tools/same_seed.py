@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pfedhn.storage.record import read_history, read_spec
+from pfedhn.storage.history import read_history
 from pfedhn.storage.schema import to_json
+from pfedhn.storage.spec import read_spec
 
 Scores = dict[int, Any]
 

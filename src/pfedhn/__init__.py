@@ -21,8 +21,8 @@ _HOMES = {
     "Linear": "pfedhn.kernels.linear",
     "Local": "pfedhn.algorithms.local",
     "MLP": "pfedhn.models",
-    "NewClient": "pfedhn.runs.run",
-    "NewClients": "pfedhn.runs.run",
+    "NewClient": "pfedhn.runs.joining",
+    "NewClients": "pfedhn.runs.joining",
     "OmniglotNet": "pfedhn.models",
     "PFedHN": "pfedhn.algorithms.pfedhn",
     "PFedMe": "pfedhn.algorithms.pfedme",
@@ -36,9 +36,9 @@ _HOMES = {
     "by_group": "pfedhn.data.partition",
     "datasets": "pfedhn.datasets",
     "dirichlet": "pfedhn.data.partition",
-    "load": "pfedhn.runs.run",
+    "load": "pfedhn.runs.load",
     "set_up_process": "pfedhn.system.process",
-    "train": "pfedhn.runs.run",
+    "train": "pfedhn.runs.train",
 }
 """Where each public name lives. It is imported when it is asked for: `set_up_process` must come before PyTorch."""
 
@@ -64,7 +64,10 @@ if TYPE_CHECKING:
     from pfedhn.kernels.linear import Linear
     from pfedhn.models import MLP, LeNet, OmniglotNet, TabularMLP
     from pfedhn.privacy import Privacy
-    from pfedhn.runs.run import NewClient, NewClients, Run, load, train
+    from pfedhn.runs.joining import NewClient, NewClients
+    from pfedhn.runs.load import load
+    from pfedhn.runs.run import Run
+    from pfedhn.runs.train import train
     from pfedhn.system.process import set_up_process
 
 __all__ = [

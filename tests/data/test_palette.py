@@ -15,7 +15,7 @@ from pfedhn.data.partition import dirichlet
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
-from pfedhn.storage.record import clients_digest, data_digest
+from pfedhn.storage.identity import clients_digest, data_digest
 from pfedhn.system import fingerprint
 
 

@@ -12,7 +12,7 @@ from pfedhn.engine.crew import Devices, Share
 from pfedhn.engine.round import Kept
 from pfedhn.engine.rounds import is_captured
 from pfedhn.errors import UserError
-from pfedhn.runs.run import train
+from pfedhn.runs.train import train
 
 TWO = ("cpu", "cpu:0")  # they stand in for two GPUs
 

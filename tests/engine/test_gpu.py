@@ -28,7 +28,7 @@ from pfedhn.engine.state import State
 from pfedhn.kernels.launch import SharedGPU
 from pfedhn.models import LeNet
 from pfedhn.storage.checkpoint import load_state, save_state
-from pfedhn.storage.record import data_digest
+from pfedhn.storage.identity import data_digest
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

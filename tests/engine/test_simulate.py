@@ -35,12 +35,12 @@ from pfedhn.algorithms.pfedme import PFedMe
 from pfedhn.data.federation import Federation, cohort
 from pfedhn.engine import evaluate
 from pfedhn.engine.executors import EXECUTORS
+from pfedhn.engine.rounds import rounds as progress_of
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged, Schedule, State
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy, is_correct
 from pfedhn.params import copy, take
-from pfedhn.runs.run import rounds as progress_of
 
 SMALL = {"local_steps": 2, "hidden_dim": 6, "local_lr": 0.1}
 

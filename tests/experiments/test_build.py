@@ -22,8 +22,9 @@ from pfedhn.experiments.grid import from_table, from_toml, with_assignments
 from pfedhn.experiments.runner import prepare
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.models import build, factory
-from pfedhn.runs.run import assemble, drain
-from pfedhn.storage.record import Origin, open_directory
+from pfedhn.runs.assemble import assemble
+from pfedhn.runs.execute import drain
+from pfedhn.storage.spec import Origin, open_directory
 
 NOVEL = {"rule": "dirichlet", "alpha": 1.0, "novel_clients": 2}
 

@@ -39,10 +39,14 @@ from pfedhn.experiments.workers import run_side_by_side
 from pfedhn.paper.experiments import DEMO, EXPERIMENTS
 from pfedhn.paper.studies import STUDIES
 from pfedhn.report.entries import collect
-from pfedhn.runs import run
+from pfedhn.runs import execute as execution
+from pfedhn.runs import files
+from pfedhn.runs import train as training
 from pfedhn.runs.progress import Event, Failed, Finished, Said, Update
-from pfedhn.runs.run import train
-from pfedhn.storage import record
+from pfedhn.runs.train import train
+from pfedhn.storage import history as storage_history
+from pfedhn.storage import identity as storage_identity
+from pfedhn.storage import spec as storage_spec
 from pfedhn.storage.checkpoint import checkpoints
 from pfedhn.storage.schema import to_json
 from pfedhn.storage.seal import sealed_text
@@ -158,7 +162,7 @@ def test_a_damaged_result_is_said_and_written_anew(tmp_path: Path, in_turn: Path
     shutil.copytree(in_turn / one.name, tmp_path / one.name)
     Directory(tmp_path).open(SMALL, [one])
     file = tmp_path / one.name / "result.json"
-    before = record.read_result(tmp_path / one.name)
+    before = storage_history.read_result(tmp_path / one.name)
     file.write_text(content)
     with pytest.raises(UserError, match=r"result\.json (is damaged|was changed after it was written); start the run"):
         collect([tmp_path])
@@ -180,14 +184,14 @@ def test_an_executor_is_read_as_it_was_spelled_before(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_a_second_process_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "SECONDS_FOR_A_LOCK", 0.0)
+    monkeypatch.setattr(storage_spec, "SECONDS_FOR_A_LOCK", 0.0)
     with (
-        record.held(tmp_path / "run"),
+        storage_spec.held(tmp_path / "run"),
         pytest.raises(UserError, match="is being run by another process"),
-        record.held(tmp_path / "run"),
+        storage_spec.held(tmp_path / "run"),
     ):
         pass
-    with record.held(tmp_path / "run"):
+    with storage_spec.held(tmp_path / "run"):
         pass
 
 
@@ -222,7 +226,7 @@ def test_a_run_whose_data_changed_is_not_gone_on_with(tmp_path: Path, monkeypatc
     runs = SMALL.runs()[:1]
     with pytest.raises(KeyboardInterrupt):
         run_many(tmp_path, SMALL, runs, jobs=1, listen=stopping_at(10))
-    monkeypatch.setattr(record, "partition_digest", lambda federation: "another")
+    monkeypatch.setattr(storage_identity, "partition_digest", lambda federation: "another")
     (failure,) = run_many(tmp_path, SMALL, runs, jobs=1).failures.values()
     assert "holds another run: the clients have other examples in training, validation or test" in failure.sentence
     assert failure.is_bad_input
@@ -407,7 +411,7 @@ def test_a_killed_worker_costs_its_run_alone(tmp_path: Path) -> None:
 
 
 def test_an_error_of_ours_leaves_its_traceback_beside_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "rounds", Mock(side_effect=TypeError("unsupported operand")))
+    monkeypatch.setattr(execution, "rounds", Mock(side_effect=TypeError("unsupported operand")))
     outcome = run_many(tmp_path, SMALL, SMALL.runs()[:1], jobs=1)
     log = tmp_path / "fedavg-digits-6-seed0" / "error.txt"
     (failure,) = outcome.failures.values()
@@ -419,7 +423,7 @@ def test_what_a_run_says_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (one, *_) = SMALL.runs()
     name, options = one.name, Options(threads=1, checkpoint_every=10)
     with monkeypatch.context() as patch:  # as if it had ended before it could write its result
-        patch.setattr(run, "remove_old", lambda folder, num_kept: None)
+        patch.setattr(files, "remove_old", lambda folder, num_kept: None)
         run_many(tmp_path, SMALL, [one], jobs=1, options=options)
     (tmp_path / name / "result.json").unlink()
     (tmp_path / name / "checkpoint-000000030.safetensors").write_bytes(b"half")
@@ -560,7 +564,7 @@ def test_what_others_wait_for_and_what_takes_longest_starts_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, way: str, in_turn: Path
 ) -> None:
     started: list[str] = []
-    result = record.read_result(in_turn / "fedavg-digits-6-seed0")
+    result = storage_history.read_result(in_turn / "fedavg-digits-6-seed0")
 
     def begin(directory: Path, experiment: Experiment, one: RunSpec, *arguments: Any) -> Any:
         started.append(one.cell.method)
@@ -623,6 +627,6 @@ def test_the_bar_names_a_method_as_it_is_registered(
     def bar() -> Iterator[Any]:
         yield lambda name, simulation: names.append(name)
 
-    monkeypatch.setattr(run, "bar", bar)
+    monkeypatch.setattr(training, "bar", bar)
     train(method, federation, mlp, steps=1)
     assert names == [name]

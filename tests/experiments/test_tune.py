@@ -34,7 +34,8 @@ from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.experiments.tune import Findings, Study, plan, read_record, write_record
 from pfedhn.paper import experiments as paper
 from pfedhn.paper.experiments import BEYOND_THE_PAPER, EXPERIMENTS
-from pfedhn.runs import run as run_module
+from pfedhn.runs import execute as execution
+from pfedhn.runs.load import load
 from pfedhn.storage.schema import Scores
 
 MINE = """
@@ -318,7 +319,7 @@ def test_tune_writes_the_table_the_record_and_rates_that_run_then_uses() -> None
     with_models = {file.parent.name for file in Path("runs/mine-tuning").glob("*/*/checkpoint-*")}
     assert with_models == {"fedavg-digits-6-local_lr=1e_30-seed0"}  # what diverged may go on; of others none is used
     with pytest.raises(UserError, match="holds a result and no model, as every run of a tuning does"):
-        run_module.load(result_file.parent)
+        load(result_file.parent)
 
     chosen = {"fedavg": best["rates"], "lg-fedavg": best["rates"]}
     assert read_rates(Path("runs/mine-tuning/rates.toml")) == read_rates(Path("mine.rates.toml")) == {"mine": chosen}
@@ -353,7 +354,7 @@ def test_when_every_point_diverges_nothing_is_chosen_and_the_code_is_1(monkeypat
 
 
 def test_a_failure_that_is_no_divergence_ends_the_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "rounds", Mock(side_effect=TypeError("unsupported operand")))
+    monkeypatch.setattr(execution, "rounds", Mock(side_effect=TypeError("unsupported operand")))
     result = invoke("tune", "mine.toml", "--jobs", "1")
     assert result.exit_code == 1
     assert result.stderr.count("TypeError: unsupported operand (an error inside pfedhn;") == 4

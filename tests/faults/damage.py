@@ -26,7 +26,7 @@ from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.execute import start
 from pfedhn.experiments.runner import run_many
 from pfedhn.report.results import export, read
-from pfedhn.runs.run import drain
+from pfedhn.runs.execute import drain
 from pfedhn.storage.schema import to_json
 
 EXPERIMENT = replace(

@@ -29,7 +29,7 @@ from pfedhn.deploy.signing import load_or_make_key, public_text
 from pfedhn.deploy.site import Site
 from pfedhn.deploy.state import Rules, Store
 from pfedhn.params import take
-from pfedhn.runs.run import assemble, build_algorithm
+from pfedhn.runs.assemble import assemble, build_algorithm
 
 SECONDS = 300.0  # that a fault may cost at most
 ROUNDS = 40  # more than all faults together take, also where a round takes but seconds

@@ -51,9 +51,10 @@ from pfedhn.report.tables import (
     to_terminal,
     unfinished,
 )
-from pfedhn.storage.record import FORMAT, Part, Spec, identity, write_history, write_result, write_spec
+from pfedhn.storage.history import write_history, write_result
 from pfedhn.storage.schema import Cost, Curve, Environment, Measures, Moment, Result, Scores
 from pfedhn.storage.seal import digest
+from pfedhn.storage.spec import FORMAT, Part, Spec, identity, write_spec
 from pfedhn.system.files import claimed
 
 ROWS = [4, 4, 2, 0]  # test rows of each client; the last has none

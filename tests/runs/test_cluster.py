@@ -19,8 +19,8 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError
 from pfedhn.params import take
 from pfedhn.runs import cluster as module
+from pfedhn.runs.assemble import assemble
 from pfedhn.runs.cluster import Software, Workers, connection
-from pfedhn.runs.run import assemble
 
 pytestmark = pytest.mark.filterwarnings(  # Ray leaves files open
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"

@@ -1,7 +1,6 @@
 """A client that joins a trained run: the settings it learns with are chosen on its validation examples, or given."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,10 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged
 from pfedhn.errors import UserError
 from pfedhn.params import copy
-from pfedhn.runs.run import AnyAlgorithm, NewClients, Run
+from pfedhn.runs import joining
+from pfedhn.runs.assemble import AnyAlgorithm
+from pfedhn.runs.joining import NewClients
+from pfedhn.runs.run import Run
 
 STANDS_STILL, LEARNS, DIVERGES = ({"local_lr": rate} for rate in (0.0, 0.1, 1e30))
 
@@ -131,32 +133,31 @@ def test_where_nothing_can_be_chosen_a_client_joins_as_in_training(choosy: Run) 
 
 
 def test_a_choice_that_diverges_later_gives_way_to_the_next(choosy: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    join = Run._join
+    join = joining._join
 
-    def diverging_late(
-        self: Run, federation: Federation, rounds: int, settings: Mapping[str, Any], seed: int, last: bool
-    ) -> NewClients:
+    def diverging_late(*given: Any) -> NewClients:
+        rounds, settings = given[3:5]
         if rounds == 12 and settings == LEARNS:
             raise Diverged("in round 11")
-        return join(self, federation, rounds, settings, seed, last)
+        return join(*given)
 
-    monkeypatch.setattr(Run, "_join", diverging_late)
+    monkeypatch.setattr(joining, "_join", diverging_late)
     assert choosy.add_client(*examples(80, 1), rounds=12).settings == STANDS_STILL
 
 
 def test_outputs_that_are_no_numbers_win_no_choice(choosy: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their accuracy is that of class 0, which may be all that a client has."""
-    join = Run._join
+    join = joining._join
 
-    def without_numbers(self: Run, federation: Federation, rounds: int, settings: Any, *rest: Any) -> NewClients:
-        joined = join(self, federation, rounds, settings, *rest)
-        if settings != LEARNS:
+    def without_numbers(*given: Any) -> NewClients:
+        joined = join(*given)
+        if given[4] != LEARNS:
             return joined
         validation = joined.splits["validation"]
         spoiled = replace(validation, loss=validation.loss * math.nan, metric=validation.count)
         return replace(joined, splits={**joined.splits, "validation": spoiled})
 
-    monkeypatch.setattr(Run, "_join", without_numbers)
+    monkeypatch.setattr(joining, "_join", without_numbers)
     new = choosy.add_client(*examples(80, 1), rounds=12)
     assert new.settings == STANDS_STILL
     assert dict((str(choice), score) for choice, score in new.tried)[str(LEARNS)] == -math.inf
@@ -176,8 +177,8 @@ def test_a_method_without_choices_joins_once(method: str | AnyAlgorithm, monkeyp
     assert run.simulation.algorithm.choices_for_joining() == [{}]
     expected = run.add_client(*examples(80, 1), rounds=3, settings={})
     joined = []
-    join = Run._join
-    monkeypatch.setattr(Run, "_join", lambda self, *given: joined.append(given[1:3]) or join(self, *given))
+    join = joining._join
+    monkeypatch.setattr(joining, "_join", lambda *given: joined.append(given[3:5]) or join(*given))
     new = run.add_client(*examples(80, 1), rounds=3)
     assert joined == [(3, {})]
     assert (new.settings, new.tried) == ({}, [])

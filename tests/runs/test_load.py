@@ -28,7 +28,9 @@ from pfedhn.report.entries import collect
 from pfedhn.report.figures import figures_of
 from pfedhn.report.results import export
 from pfedhn.report.tables import details, to_markdown
-from pfedhn.storage import record
+from pfedhn.storage import history as storage_history
+from pfedhn.storage import identity as storage_identity
+from pfedhn.storage import spec as storage_spec
 from pfedhn.storage.checkpoint import CheckpointError, checkpoints
 
 MODULE = '''
@@ -345,7 +347,7 @@ def test_a_run_of_an_experiment_is_chosen_by_its_name(experiment: Path) -> None:
     assert run.personal_model(5)(torch.zeros(1, 64)).shape == (1, 10)
     again = pfedhn.load(experiment / "pfedhn-digits-6-seed1")
     assert_same_bits(run.personal_weights(2), again.personal_weights(2))
-    spec = record.read_spec(experiment / "pfedhn-digits-6-seed1")
+    spec = storage_spec.read_spec(experiment / "pfedhn-digits-6-seed1")
     assert spec is not None
     assert spec.data.preprocessing == {"scale": 16.0, "mean": [0.0], "std": [1.0]}
     assert (spec.data.name, spec.data.shape, spec.data.classes) == ("digits", (64,), 10)
@@ -485,7 +487,7 @@ def test_train_goes_on_and_refuses_another_run(tmp_path: Path) -> None:
         pass
 
     with pytest.MonkeyPatch.context() as patch:
-        really = record.append_moment
+        really = storage_history.append_moment
 
         def killed(directory: Path, moment: Any, before: str) -> str:
             own = really(directory, moment, before)
@@ -493,10 +495,10 @@ def test_train_goes_on_and_refuses_another_run(tmp_path: Path) -> None:
                 raise Killed
             return own
 
-        patch.setattr("pfedhn.runs.run.append_moment", killed)
+        patch.setattr("pfedhn.runs.files.append_moment", killed)
         with pytest.raises(Killed):
             train(tmp_path / "stopped", steps=16, checkpoint_every=2)
-    assert record.read_result(tmp_path / "stopped") is None
+    assert storage_history.read_result(tmp_path / "stopped") is None
     run = train(tmp_path / "stopped", steps=16)
     assert_same_bits(run.personal_weights(3), whole.personal_weights(3))
     assert [moment.test for moment in run.history] == [moment.test for moment in whole.history]
@@ -536,7 +538,7 @@ class OnABase(pfedhn.MLP):
 def without_frozen(path: Path) -> None:
     """As an older version wrote it, which did not keep a name for what is frozen."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "constants_digest", lambda models: None)
+        patch.setattr(storage_identity, "constants_digest", lambda models: None)
         train(path, model=OnABase)
 
 
@@ -565,8 +567,8 @@ class AbsoluteFirst(pfedhn.MLP):
 
 
 def test_train_keeps_a_second_process_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "SECONDS_FOR_A_LOCK", 0.0)
-    with record.held(tmp_path), pytest.raises(UserError, match="is being run by another process"):
+    monkeypatch.setattr(storage_spec, "SECONDS_FOR_A_LOCK", 0.0)
+    with storage_spec.held(tmp_path), pytest.raises(UserError, match="is being run by another process"):
         train(tmp_path)
 
 

@@ -24,8 +24,9 @@ from pfedhn.engine.state import Progress
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import Cell
-from pfedhn.runs import run as run_module
-from pfedhn.runs.run import assemble, choose_device, computing_on
+from pfedhn.runs import execute as execution
+from pfedhn.runs.assemble import assemble, choose_device
+from pfedhn.runs.execute import computing_on
 
 
 def made_federation(**changes: object) -> pfedhn.Federation:
@@ -384,10 +385,10 @@ def test_checkpoints_take_a_small_share_of_the_time(tmp_path: Path, monkeypatch:
 
         saved.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(run_module.time, "monotonic", tick)
-            patch.setattr(run_module._Files, "save", save)
-            patch.setattr(run_module._PACE, "last", 0.0)
-            patch.setattr(run_module, "CHECKPOINT_SECONDS", 4.0)
+            patch.setattr(execution.time, "monotonic", tick)
+            patch.setattr(execution.Files, "save", save)
+            patch.setattr(execution._PACE, "last", 0.0)
+            patch.setattr(execution, "CHECKPOINT_SECONDS", 4.0)
             settings = {
                 "steps": 200,
                 "evaluate_every": 100,
@@ -399,7 +400,7 @@ def test_checkpoints_take_a_small_share_of_the_time(tmp_path: Path, monkeypatch:
 
     alone = written(0.1)
     assert alone > written(1.0) > 1
-    monkeypatch.setattr(run_module._PACE, "num_runs", 10)
+    monkeypatch.setattr(execution._PACE, "num_runs", 10)
     assert alone > written(0.1)
 
 
@@ -411,9 +412,9 @@ def test_ctrl_c_does_not_wait_for_another_run_s_work(tmp_path: Path, monkeypatch
             yield Progress(0, None, is_pause=True, is_waiting=True)
 
     simulation = train(lambda: pfedhn.MLP(8, 5, 4)).simulation
-    monkeypatch.setattr(run_module, "rounds", waits)
+    monkeypatch.setattr(execution, "rounds", waits)
     stop = threading.Event()
-    work = run_module.execute(simulation, tmp_path / "run", stop=stop)
+    work = execution.execute(simulation, tmp_path / "run", stop=stop)
     assert [next(work), next(work)] == [True, True]
     stop.set()
     with pytest.raises(KeyboardInterrupt):

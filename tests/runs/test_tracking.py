@@ -87,7 +87,7 @@ def test_weights_and_biases_gets_the_numbers(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     run = train(callbacks=[tracking.WandB("mine")])
     assert (made["project"], made["name"], made["config"]["method"]) == ("mine", "fedavg", "fedavg")
-    assert logged == [(moment.step, tracking.numbers(moment)) for moment in run.history]
+    assert logged == [(moment.step, moment.numbers()) for moment in run.history]
     assert ended == [True]
 
 

@@ -16,10 +16,12 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged, Progress
-from pfedhn.runs.run import Run, drain, execute
+from pfedhn.runs.execute import drain, execute
+from pfedhn.runs.run import Run
 from pfedhn.storage.checkpoint import CheckpointError, checkpoints, load_state, save_state
-from pfedhn.storage.record import identity, read_history, read_spec
+from pfedhn.storage.history import read_history
 from pfedhn.storage.schema import Moment
+from pfedhn.storage.spec import identity, read_spec
 
 
 class Killed(BaseException):

@@ -36,7 +36,7 @@ def bench(
       pfedhn bench --json > bench.jsonl
     """
     from pfedhn.bench.measure import bench as measure
-    from pfedhn.runs.run import choose_device
+    from pfedhn.runs.assemble import choose_device
     from pfedhn.storage.schema import to_json
     from pfedhn.system.environment import environment
 

@@ -57,7 +57,7 @@ def export(
     """
     from pfedhn.data.columns import filled_with
     from pfedhn.data.files import read_client
-    from pfedhn.runs.run import load
+    from pfedhn.runs.load import load
 
     if (directory / PARTY).exists():
         _export_of_party(directory, to, data)

@@ -53,7 +53,8 @@ def predict(
 
     import torch
 
-    from pfedhn.runs.run import load, read_examples
+    from pfedhn.runs.load import load
+    from pfedhn.runs.reading import read_examples
     from pfedhn.system.files import given_path, write_atomically
 
     if out is not None and given_path(out, is_resolved=True) == given_path(data, is_resolved=True):

@@ -143,7 +143,7 @@ def run(
     from pfedhn.report.findings import to_terminal as finding_to_terminal
     from pfedhn.report.results import read
     from pfedhn.report.tables import to_terminal
-    from pfedhn.storage.record import MendableError
+    from pfedhn.storage.history import MendableError
     from pfedhn.studies import findings
     from pfedhn.studies.computing import compute_missing
     from pfedhn.system.files import given_path

@@ -18,9 +18,9 @@ from pfedhn.experiments.execute import Outcome, refuse_changed_base
 from pfedhn.experiments.runner import prepare, refuse_changed_data, refuse_other_executor
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
 from pfedhn.experiments.tasks import Cluster
+from pfedhn.runs.assemble import choose_device
 from pfedhn.runs.progress import Detail, Display
-from pfedhn.runs.run import choose_device
-from pfedhn.storage.record import MendableError
+from pfedhn.storage.history import MendableError
 from pfedhn.system.screen import Screen
 
 

@@ -37,7 +37,7 @@ from pfedhn.deploy.wire import WireError
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.privacy import Privacy
 from pfedhn.runs.portable import Portable, check_ending, write_model
-from pfedhn.storage.record import settings_of
+from pfedhn.storage.identity import settings_of
 from pfedhn.storage.seal import digest
 from pfedhn.system.files import given_path, make_folder, read_bytes, read_text, write_atomically
 from pfedhn.system.reference import Code
@@ -174,7 +174,8 @@ def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
         path: What it ends with says what is written, as in `Run.export`.
         data: Where its data are now, if they have moved; a method may adapt on them.
     """
-    file, ending = given_path(path), check_ending(given_path(path))
+    file = given_path(path)
+    check_ending(file)
     party = load_party(folder, data)
     module, chosen = party.personal_model(), party.chosen()
     loss, correct, count = chosen["scores"]["test"]
@@ -209,8 +210,7 @@ def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
         "seed": party.plan.seed,
         "versions": {"pfedhn": __version__, "torch": torch.__version__},
     }
-    content = Portable(copy.deepcopy(model.testing_module), tuple(shape), model.dtype).content(module, ending, card)
-    write_model(file, content, card)
+    write_model(file, Portable(copy.deepcopy(model.testing_module), tuple(shape), model.dtype), module, card)
     return party.name
 
 

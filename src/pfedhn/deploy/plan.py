@@ -15,7 +15,7 @@ from pfedhn.engine.state import Schedule
 from pfedhn.engine.transform import FULL, Transform
 from pfedhn.model import Model
 from pfedhn.params import Params
-from pfedhn.storage.record import constants_digest, method_name, settings_of, transform_name
+from pfedhn.storage.identity import constants_digest, method_name, settings_of, transform_name
 from pfedhn.storage.seal import digest
 
 Phase: TypeAlias = Literal["training", "joining"]

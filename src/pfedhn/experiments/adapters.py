@@ -59,7 +59,7 @@ def _stamp(directory: Path) -> tuple[tuple[str, int], ...]:
 @lru_cache(maxsize=2)
 def _backbone(directory: Path, stamp: tuple[tuple[str, int], ...]) -> tuple[Params, int, int]:
     """The weights of a trained ResNet, less its last layer, its width and the stride of its stem."""
-    from pfedhn.runs.run import load
+    from pfedhn.runs.load import load
 
     if not (directory / "spec.toml").exists():
         raise UserError(f"{directory} holds no backbone; `pfedhn run backbone-cifar100` trains one, which takes a GPU.")

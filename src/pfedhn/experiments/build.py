@@ -28,7 +28,7 @@ from pfedhn.errors import UserError, closest, short
 from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
-from pfedhn.runs.run import AnyAlgorithm, assemble, build_algorithm
+from pfedhn.runs.assemble import AnyAlgorithm, assemble, build_algorithm
 from pfedhn.settings import build, describe, fits
 from pfedhn.system import fingerprint
 from pfedhn.system.files import given_path, reading

@@ -15,9 +15,10 @@ from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.runs.tracking import TRACKERS
 from pfedhn.settings import build, to_toml
-from pfedhn.storage.record import MENDS, MendableError, Spec, read_finished, read_spec
+from pfedhn.storage.history import MENDS, MendableError, read_finished
 from pfedhn.storage.schema import Result
 from pfedhn.storage.seal import DamagedError, sealed_text, unsealed_text
+from pfedhn.storage.spec import Spec, read_spec
 from pfedhn.system.files import is_empty, make_folder, one_at_a_time, read_bytes, reading, write_atomically
 from pfedhn.system.process import num_cores
 

@@ -15,11 +15,15 @@ from pfedhn.experiments.provenance import rerun_command
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, dataset_name, pretraining_run
 from pfedhn.models import network_name
 from pfedhn.params import Params, take
+from pfedhn.runs.execute import execute
+from pfedhn.runs.load import load
 from pfedhn.runs.progress import Event, Failed, Finished, Said, watch_run
-from pfedhn.runs.run import Run, execute, load
+from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import tracker
-from pfedhn.storage.record import Origin, read_result, read_spec, to_simulation
+from pfedhn.storage.history import read_result
+from pfedhn.storage.restore import to_simulation
 from pfedhn.storage.schema import Cost, Result
+from pfedhn.storage.spec import Origin, read_spec
 
 Listener: TypeAlias = Callable[[Event], None]
 

@@ -21,7 +21,7 @@ from pfedhn.experiments.spec import (
     is_own_data,
     method_name,
 )
-from pfedhn.runs.run import build_algorithm
+from pfedhn.runs.assemble import build_algorithm
 from pfedhn.settings import build, fits, parse_assignments, parse_toml, parse_value
 from pfedhn.system.files import given_path, read_text
 

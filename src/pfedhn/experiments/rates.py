@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.spec import Experiment, distinct
-from pfedhn.runs.run import build_algorithm
+from pfedhn.runs.assemble import build_algorithm
 from pfedhn.settings import checked, parse_toml, to_toml
 from pfedhn.storage.seal import SEAL, DamagedError, sealed_text, unsealed_text
 from pfedhn.system.files import make_folder, one_at_a_time, read_text, write_atomically

@@ -22,9 +22,12 @@ from pfedhn.experiments.execute import Listener, Outcome, Queue, failure, start
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, is_own_data, pretraining_run, with_pretraining
 from pfedhn.experiments.tasks import Cluster
 from pfedhn.experiments.workers import run_side_by_side
+from pfedhn.runs.execute import computing_on
 from pfedhn.runs.progress import Said
-from pfedhn.runs.run import Run, computing_on
-from pfedhn.storage.record import MendableError, clients_digest, data_digest, read_spec
+from pfedhn.runs.run import Run
+from pfedhn.storage.history import MendableError
+from pfedhn.storage.identity import clients_digest, data_digest
+from pfedhn.storage.spec import read_spec
 from pfedhn.system.stopping import stop_on_signal
 
 MAX_RUNS_ON_DEVICE = 24  # a GPU is busy long before; more only wait longer for their first result

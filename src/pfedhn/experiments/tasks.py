@@ -20,8 +20,8 @@ from pfedhn.experiments.directory import Options
 from pfedhn.experiments.execute import Failure, Queue, failure, start
 from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.runs.cluster import Software, connection, submit, why_it_failed
+from pfedhn.runs.execute import computing_on
 from pfedhn.runs.progress import Event, Said, Update
-from pfedhn.runs.run import computing_on
 from pfedhn.system.files import read_bytes
 from pfedhn.system.stopping import stop_on_signal, stop_requests
 

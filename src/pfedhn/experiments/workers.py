@@ -14,8 +14,8 @@ from typing import NamedTuple
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.execute import Failure, Queue, failure, start
 from pfedhn.experiments.spec import Experiment, RunSpec
+from pfedhn.runs.execute import drain
 from pfedhn.runs.progress import Event, Said, Update
-from pfedhn.runs.run import drain
 from pfedhn.storage.schema import Result
 from pfedhn.system.process import start_process
 from pfedhn.system.stopping import stop_requests

@@ -7,8 +7,9 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pfedhn.errors import RunError, UserError, first_line
@@ -172,3 +173,12 @@ def _heard(answers: list[Any]) -> list[Any]:
     except ray.exceptions.RayError as error:
         raise RunError(f"the Ray workers were lost ({first_line(error)}); the same call goes on.") from error
     return found
+
+
+def shared_out(simulation: "Simulation", devices: Sequence[object], on: str | None) -> "Simulation":
+    """The simulation whose rounds are shared by several devices, or by the workers of a cluster; else as it is."""
+    from pfedhn.engine.crew import Devices
+
+    if len(devices) > 1:
+        return replace(simulation, make_crew=lambda run: Devices(run, [str(device) for device in devices]))
+    return simulation if on is None else replace(simulation, make_crew=Workers)

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from pfedhn.errors import UserError, closest, first_line, missing_extra
-from pfedhn.system.files import write_atomically
+from pfedhn.system.files import given_path, write_atomically
 
 Card: TypeAlias = Mapping[str, Any]
 """What a file says of its model, as plain values: see `to_markdown`."""
@@ -138,10 +138,12 @@ def check_ending(path: Path) -> str:
     return path.suffix
 
 
-def write_model(path: Path, content: bytes, card: Card) -> None:
-    """The model, and beside it its card."""
-    write_atomically(path, content)
-    write_atomically(path.with_suffix(".md"), to_markdown(card).encode())
+def write_model(path: str | Path, network: Portable, model: nn.Module, card: Card) -> Path:
+    """Write a model, and its card beside it; the file of the model."""
+    file = given_path(path)
+    write_atomically(file, network.content(model, check_ending(file), card))
+    write_atomically(file.with_suffix(".md"), to_markdown(card).encode())
+    return file
 
 
 def file_names(clients: Sequence[str]) -> list[str]:

@@ -17,26 +17,9 @@ class Callback(Protocol):
     def __call__(self, run: Any, moment: Moment, /) -> None: ...
 
 
-def numbers(moment: Moment) -> dict[str, float]:
-    """An evaluation as a flat table of numbers."""
-    table: dict[str, float] = {"round": moment.round, "seconds": moment.seconds}
-    table |= {"bytes_down": moment.bytes_down, "bytes_up": moment.bytes_up}
-    for split in ("validation", "test"):
-        scores = getattr(moment, split)
-        if scores.examples == 0:
-            continue
-        table[f"{split}_loss"] = scores.loss
-        if scores.has_accuracy:
-            table[f"{split}_client_accuracy"], table[f"{split}_sample_accuracy"] = (
-                scores.client_mean,
-                scores.sample_mean,
-            )
-    return table | {f"{name}_norm": value for name, value in (moment.norms or {}).items()}
-
-
 def settings(run: Any) -> dict[str, Any]:
     """What a run is, for a tracker's table of parameters."""
-    from pfedhn.storage.record import settings_of
+    from pfedhn.storage.identity import settings_of
 
     simulation, schedule = run.simulation, run.simulation.schedule
     return {
@@ -71,7 +54,7 @@ class TensorBoard:
             self.writer = self.make(str(self.folder / run.origin.name))
             lines = "\n".join(f"    {name} = {value}" for name, value in settings(run).items())
             self.writer.add_text("settings", lines, 0)
-        for name, value in numbers(moment).items():
+        for name, value in moment.numbers().items():
             self.writer.add_scalar(name, value, moment.step)
         self.writer.flush()
 
@@ -102,7 +85,7 @@ class MLflow:
             self.run_id = self.client.create_run(number, run_name=run.origin.name).info.run_id
             for name, value in settings(run).items():
                 self.client.log_param(self.run_id, name, value)
-        for name, value in numbers(moment).items():
+        for name, value in moment.numbers().items():
             self.client.log_metric(self.run_id, name, value, step=moment.step)
 
     def close(self) -> None:
@@ -131,7 +114,7 @@ class WandB:
             self.run = self.library.init(
                 project=self.project, name=run.origin.name, config=settings(run), dir=self.folder, reinit="create_new"
             )
-        self.run.log(numbers(moment), step=moment.step)
+        self.run.log(moment.numbers(), step=moment.step)
 
     def close(self) -> None:
         if self.run is not None:

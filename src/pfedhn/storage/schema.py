@@ -109,6 +109,19 @@ class Moment:
     seconds: float
     norms: Mapping[str, float] | None = None  # of the server's memories, where they were asked for
 
+    def numbers(self) -> dict[str, float]:
+        """The evaluation as a flat table of numbers."""
+        table: dict[str, float] = {"round": self.round, "seconds": self.seconds}
+        table |= {"bytes_down": self.bytes_down, "bytes_up": self.bytes_up}
+        for split, scores in (("validation", self.validation), ("test", self.test)):
+            if scores.examples == 0:
+                continue
+            table[f"{split}_loss"] = scores.loss
+            if scores.client_mean is not None and scores.sample_mean is not None:
+                table[f"{split}_client_accuracy"] = scores.client_mean
+                table[f"{split}_sample_accuracy"] = scores.sample_mean
+        return table | {f"{name}_norm": value for name, value in (self.norms or {}).items()}
+
 
 @dataclass(frozen=True)
 class Measures:

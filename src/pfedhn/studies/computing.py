@@ -9,8 +9,10 @@ from pfedhn.experiments.analysis import Analysis, read_analysis, write_analysis
 from pfedhn.experiments.build import build_federation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import RunSpec
-from pfedhn.runs.run import computing_on, load
-from pfedhn.storage.record import partition_digest, read_result
+from pfedhn.runs.execute import computing_on
+from pfedhn.runs.load import load
+from pfedhn.storage.history import read_result
+from pfedhn.storage.identity import partition_digest
 from pfedhn.studies.study import Finished, Study
 
 

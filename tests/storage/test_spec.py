@@ -15,7 +15,7 @@ import pfedhn
 from pfedhn.data.reading import Column, Reading, TableReading
 from pfedhn.errors import RunError, UserError
 from pfedhn.report.results import read_run
-from pfedhn.storage import record
+from pfedhn.storage import history as storage_history
 from pfedhn.storage.checkpoint import CheckpointError, checkpoints
 
 MLP = functools.partial(pfedhn.MLP, 4, 3, 2)
@@ -174,7 +174,7 @@ def test_half_a_last_line_of_a_run_that_goes_on_does_not_count(unfinished: Path)
     file = unfinished / "metrics.jsonl"
     with file.open("a") as stream:
         stream.write('{"step": 5, "rou')
-    assert len(record.read_history(unfinished)) == 5
+    assert len(storage_history.read_history(unfinished)) == 5
 
 
 def test_a_lost_spec_is_said(finished: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_lost_spec_is_said(finished: Path) -> None:
 
 def test_a_result_is_written_anew_where_it_was_made(finished: Path) -> None:
     """Not where it happens to be mended: the environment is part of the result."""
-    before = record.read_result(finished)
+    before = storage_history.read_result(finished)
     resealed(finished / "spec.toml", lambda text: text.replace("threads = ", "threads = 1"))
     (finished / "result.json").write_text("{}")
     again = train(finished).result

@@ -1,0 +1,156 @@
+"""Build a run from data, network, method, schedule and seed."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pfedhn import models
+from pfedhn.algorithm import Algorithm
+from pfedhn.algorithms import ALGORITHMS, find_method
+from pfedhn.data.federation import Federation
+from pfedhn.data.lazy import LazyFederation
+from pfedhn.engine.network import (
+    build_model,
+    refuse_single_rows,
+    with_frozen,
+    with_num_outputs,
+)
+from pfedhn.engine.room import refuse_too_large
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import EVALUATED_SPLITS, Schedule
+from pfedhn.engine.transform import Transform, find_transform
+from pfedhn.errors import UserError, closest, short
+from pfedhn.model import Factory, PerExample
+from pfedhn.params import Params
+from pfedhn.privacy import Privacy
+from pfedhn.settings import check_seed, checked_method, whole_number
+
+AnyAlgorithm = Algorithm[Any, Any, Any]
+
+
+def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | None = None) -> AnyAlgorithm:
+    """An algorithm from its name and settings, or one that is built already, its settings checked."""
+    if isinstance(method, type):
+        raise UserError(f"{method.__name__} is a class; give the method itself, {method.__name__}(...), or its name.")
+    if not isinstance(method, str) and not (isinstance(method, Algorithm) and is_dataclass(method)):
+        raise UserError(f"method is {short(method)}; give a name of pfedhn.ALGORITHMS, or a method such as PFedHN().")
+    if not isinstance(method, str):
+        values = {item.name: getattr(method, item.name) for item in fields(method)}
+        checked_method(type(method), values, type(method).__name__)
+        return method
+    known = find_method(method)
+    what = method if method in ALGORITHMS else known.name
+    algorithm: AnyAlgorithm = known(**checked_method(known.algorithm, settings or {}, what))
+    return algorithm
+
+
+def choose_device(name: str | torch.device) -> str:
+    """The device that is meant: "auto" is the GPU if PyTorch finds one, else the CPU."""
+    if isinstance(name, str) and name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except (RuntimeError, TypeError, ValueError):
+        raise UserError(f"there is no device {short(name)}; {closest(str(name), ['auto', 'cpu', 'cuda'])}") from None
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"runs need a CPU or a CUDA GPU, not the device {str(name)!r}; take 'auto'.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("PyTorch finds no GPU here; take the device 'cpu', which works anywhere.")
+    return str(name)
+
+
+def refuse_without_evaluation(federation: Federation) -> None:
+    if not sum(int(federation.splits[split].size.sum()) for split in EVALUATED_SPLITS):
+        raise UserError("no client has validation or test examples; leave some out of training to judge the models by.")
+
+
+def assemble(
+    method: str | AnyAlgorithm,
+    federation: Federation,
+    model: str | Factory | Mapping[str, Factory],
+    *,
+    steps: int = 5_000,
+    cohort_size: int | None = None,
+    batch_size: int = 64,
+    evaluate_every: int = 30,
+    seed: int = 0,
+    loss: PerExample | None = None,
+    metric: PerExample | None = None,
+    device: str | torch.device = "auto",
+    executor: str = "auto",
+    upload: str | Transform = "full",
+    download: str | Transform = "full",
+    starts: Mapping[str, Params] | None = None,
+    resize_every: int | None = None,
+    privacy: Privacy | None = None,
+    in_flight: int | None = None,
+) -> Simulation:
+    """Data, network, method, schedule and seed become a run here and nowhere else. Arguments as `train`.
+
+    Args:
+        starts: Weights of each network that every client starts from, of a run before this one.
+        resize_every: Communication steps after which every client goes on to the next of several target networks.
+    """
+    if not isinstance(federation, Federation):
+        raise UserError(f"federation is {short(federation)}; make one with pfedhn.Federation.from_arrays, say.")
+    steps, batch_size = whole_number("steps", steps), whole_number("batch_size", batch_size)
+    evaluate_every, seed = whole_number("evaluate_every", evaluate_every), check_seed(seed)
+    federation = federation.to(choose_device(device))
+    if isinstance(model, str):
+        shape = tuple(federation.x.shape[1:])
+        if federation.num_classes is None and not federation.y.is_floating_point() and federation.y.ndim == 1:
+            raise UserError(
+                f"{short(model)} needs as many outputs as there are classes, which nobody knows of clients that are "
+                "loaded when needed; give a function that makes the network, as lambda: pfedhn.MLP(8, 16, 6)."
+            )
+        model = {models.network_name(model): models.factory(model, federation.num_classes or 1, shape)}
+    factories = dict(model) if isinstance(model, Mapping) else {"model": model}
+    if not factories:
+        raise UserError("model names no target network; give a function that makes one.")
+    if any(isinstance(factory, nn.Module) for factory in factories.values()):
+        raise UserError(
+            "model is a network; give a function that makes it (its class, or lambda: MyNetwork(10)), so that every "
+            "seed starts from weights of its own."
+        )
+    if federation.architectures is None and len(factories) > 1:
+        raise UserError(
+            "several target networks need federation.with_architectures(...) to say which client runs which."
+        )
+    unknown = set(federation.architectures or ()) - set(factories)
+    if unknown:
+        raise UserError(f"there is no target network {sorted(unknown)[0]!r}; {closest(sorted(unknown)[0], factories)}")
+    refuse_without_evaluation(federation)
+    networks = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
+    if isinstance(federation, LazyFederation):
+        federation = with_num_outputs(federation, networks.values())
+    algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)
+    if cohort_size is None:
+        cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
+    cohort_size = whole_number("cohort_size", cohort_size)
+    networks = {name: with_frozen(network, algorithm, seed) for name, network in networks.items()}
+    for network in networks.values():
+        refuse_single_rows(network, federation, batch_size)
+    schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
+    if not isinstance(executor, str):
+        raise UserError(f"executor is {short(executor)}; give its name, such as 'auto'.")
+    wire = find_transform(upload), find_transform(download)
+    if privacy is not None and not isinstance(privacy, Privacy):
+        raise UserError(f"privacy is {short(privacy)}; give a pfedhn.Privacy(clip=..., noise=...).")
+    simulation = Simulation(
+        algorithm,
+        networks,
+        federation,
+        schedule,
+        seed,
+        executor,
+        starts,
+        *wire,
+        resize_every=resize_every,
+        privacy=privacy,
+        in_flight=None if in_flight is None else whole_number("in_flight", in_flight),
+    )
+    refuse_too_large(simulation)
+    return simulation

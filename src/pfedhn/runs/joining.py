@@ -1,0 +1,287 @@
+"""Clients that join a trained federation: only their own parameters are learned."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pfedhn import keys
+from pfedhn.data.columns import new_client
+from pfedhn.data.federation import Federation
+from pfedhn.engine.evaluate import SplitResult
+from pfedhn.engine.network import (
+    check_model,
+    refuse_single_rows,
+)
+from pfedhn.engine.rounds import rounds, scores_of_adapted
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Memories, State
+from pfedhn.errors import UserError, closest, short, some
+from pfedhn.model import Model
+from pfedhn.params import Params, take
+from pfedhn.runs.assemble import refuse_without_evaluation
+from pfedhn.runs.portable import Card, Portable, write_model
+from pfedhn.settings import check_seed, checked_method, whole_number
+from pfedhn.storage.identity import method_name
+
+TRIAL_ROUNDS = 10  # for which settings are tried before a client joins
+
+Tried: TypeAlias = Sequence[tuple[Mapping[str, Any], float]]
+"""Settings that were tried for a few rounds, each with its validation score; minus infinity where it diverged."""
+
+
+@dataclass
+class NewClient:
+    """A client that joined a trained federation."""
+
+    model: nn.Module
+    weights: Params
+    row: Any  # the server's memory of it: for pFedHN its embedding
+    private: Any
+    splits: dict[str, SplitResult]
+    round: int  # of joining, chosen on its validation examples
+    card: Card  # what its model was trained on and how good it is, as plain values
+    portable: Portable = field(repr=False)
+    fill: Sequence[float] | None = None  # what its empty cells are filled with, where the run fills them
+    settings: dict[str, Any] = field(default_factory=dict)  # of the method while it joined: as given, or as chosen
+    tried: Tried = field(default_factory=list)  # what they were chosen among
+
+    def export(self, path: str | Path) -> Path:
+        """Write its model to a file that runs without this package, as `Run.export` does.
+
+        Args:
+            path: As for `Run.export`.
+        """
+        return write_model(path, self.portable, self.model, self.card)
+
+    @property
+    def accuracy(self) -> float:
+        """On the new client's test examples; minus the loss for a task without accuracy."""
+        return self.splits["test"].score
+
+
+@dataclass
+class NewClients:
+    """Clients that joined a trained federation together."""
+
+    simulation: Simulation
+    memories: Memories
+    splits: dict[str, SplitResult]
+    round: int  # of joining, chosen on the validation examples of all of them
+    settings: dict[str, Any] = field(default_factory=dict)  # of the method while they joined: as given, or as chosen
+    tried: Tried = field(default_factory=list)  # what they were chosen among
+    adapts: bool = False  # whether they take the method's adaptation steps, as the clients that were there do
+
+    @property
+    def accuracy(self) -> NDArray[numpy.float64]:
+        """[clients]: on each one's test examples; minus the loss for a task without accuracy, NaN without examples."""
+        test = self.splits["test"]
+        values: NDArray[numpy.float64] = (
+            -test.loss / test.count if test.metric is None else test.client_metric
+        ).numpy()
+        return values
+
+    def personal_weights(self, client: int | str) -> Params:
+        """The weights of a client's own model."""
+        place = self.simulation.federation.number_of(client)
+        model = self.simulation.model_of(place)
+        return self.simulation.personal_weights(self.memories, model, place, self.round, self.adapts)
+
+    def personal_model(self, client: int | str) -> nn.Module:
+        """A plain module with this client's weights, in evaluation mode.
+
+        Args:
+            client: By name or number.
+        """
+        place = self.simulation.federation.number_of(client)
+        return self.simulation.model_of(place).with_weights(self.personal_weights(client))
+
+
+def network_named(simulation: Simulation, architecture: str) -> Model:
+    """One of the target networks of a run."""
+    models = simulation.models
+    if not isinstance(architecture, str) or architecture not in models:
+        raise UserError(f"there is no architecture {short(architecture)}; {closest(architecture, models)}")
+    return models[architecture]
+
+
+def one_client(
+    simulation: Simulation,
+    model: Model,
+    x: ArrayLike | Tensor,
+    y: ArrayLike | Tensor,
+    name: str | None,
+    split: tuple[float, float, float],
+    descriptor: ArrayLike | Tensor | None,
+    seed: int,
+) -> tuple[Federation, tuple[float, ...] | None]:
+    """A federation of one new client, and what its empty cells are filled with. Arguments as `Run.add_client`."""
+    seed, reading = check_seed(seed), simulation.federation.reading
+    data, fill = new_client(x, y, name, split, seed, None if reading is None else reading.table)
+    if not sum(int(data.splits[part].size.sum()) for part in EVALUATED_SPLITS):
+        raise UserError(
+            f"split = {split} of so few examples ({len(data.x)}) leaves none for validation or test; give more "
+            "examples, or a split that keeps some of them for these."
+        )
+    if name is None:
+        data = replace(data, identities=torch.tensor([_identity(data)]))
+    if simulation.federation.architectures is not None:
+        data = data.with_architectures([model.name])
+    if (described := _descriptor(simulation, data, descriptor)) is not None:
+        data = data.with_descriptors(described[None])
+    return data, fill
+
+
+def join(
+    simulation: Simulation,
+    memories: Memories,
+    federation: Federation,
+    *,
+    rounds: int,
+    settings: Mapping[str, Any] | None,
+    trial_rounds: int,
+    seed: int,
+    adapts: bool,
+) -> NewClients:
+    """Let clients join; arguments as `Run.add_clients`.
+
+    Args:
+        simulation: That they join.
+        memories: Of the round that they join at.
+        adapts: Whether the clients that are there take the method's adaptation steps.
+    """
+    rounds, trial_rounds = whole_number("rounds", rounds, least=0), whole_number("trial_rounds", trial_rounds)
+    trial_rounds = min(trial_rounds, rounds)
+    if settings is not None:
+        _refuse_other_form(simulation, memories, settings)
+    choices = [] if settings is not None else simulation.algorithm.choices_for_joining()
+    can_choose = rounds > 0 and int(federation.splits["validation"].size.sum()) > 0
+
+    def joined_with(choice: Mapping[str, Any], num_rounds: int) -> NewClients:
+        return _join(simulation, memories, federation, num_rounds, choice, seed, adapts)
+
+    # With privacy, every trial would spend of the clients' budget.
+    if len(choices) < 2 or not can_choose or simulation.privacy is not None:
+        return joined_with(settings or {}, rounds)
+
+    def attempt(choice: Mapping[str, Any], num_rounds: int) -> NewClients | None:
+        try:
+            joined = joined_with(choice, num_rounds)
+        except Diverged:
+            return None
+        # Outputs that are not numbers have an accuracy too.
+        return joined if math.isfinite(joined.splits["validation"].mean_loss) else None
+
+    trials = [attempt(choice, trial_rounds) for choice in choices]
+    scores = [-math.inf if trial is None else trial.splits["validation"].score for trial in trials]
+    scores = [-math.inf if math.isnan(score) else score for score in scores]
+    tried = list(zip(choices, scores, strict=True))
+    for number in sorted(range(len(choices)), key=lambda number: -scores[number]):  # of equal ones, the first
+        joined = trials[number]
+        if joined is not None and trial_rounds < rounds:
+            joined = attempt(choices[number], rounds)
+        if joined is not None:
+            return replace(joined, tried=tried)
+    return joined_with({}, rounds)  # which says how it diverges
+
+
+def _join(
+    simulation: Simulation,
+    memories: Memories,
+    federation: Federation,
+    rounds: int,
+    settings: Mapping[str, Any],
+    seed: int,
+    adapts: bool,
+) -> NewClients:
+    simulation, seed = _with_settings(simulation, settings), check_seed(seed)
+    first = simulation.model_of(0)
+    if simulation.federation.architectures is not None and federation.architectures is None:
+        federation = federation.with_architectures([first.name] * (federation.num_clients + federation.num_joining))
+    data = federation.to(simulation.federation.x.device, first.dtype if federation.dtype.is_floating_point else None)
+    for name in dict.fromkeys(data.architectures or [first.name]):
+        network = network_named(simulation, name)
+        check_model(network, data)
+        refuse_single_rows(network, data, simulation.schedule.batch_size)
+    refuse_without_evaluation(data)
+    key = int(keys.fold(simulation.seed, "new client", seed))
+    joining = simulation.joining(data, memories, max(rounds, 1), key)
+    state = _joined_state(joining, rounds)
+    assert state.best is not None
+    chosen = state.best.evaluation
+    if "adaptation_steps" in settings:
+        adapts = simulation.algorithm.adaptation_steps > 0
+    splits = scores_of_adapted(joining, state.best) if adapts else chosen.splits
+    return NewClients(joining, state.best.memories, splits, chosen.round, dict(settings), adapts=adapts)
+
+
+def _with_settings(simulation: Simulation, settings: Mapping[str, Any]) -> Simulation:
+    algorithm: Any = simulation.algorithm
+    if not isinstance(settings, Mapping):
+        raise UserError(f"settings is {short(settings)}; give names and values, such as {{'local_lr': 0.01}}.")
+    values = checked_method(type(algorithm), settings, method_name(algorithm))
+    return replace(simulation, algorithm=replace(algorithm, **values)) if values else simulation
+
+
+def _refuse_other_form(simulation: Simulation, memories: Memories, settings: Mapping[str, Any]) -> None:
+    """Refuse settings under which the server's memory would not be of the form that was trained."""
+    changed = _with_settings(simulation, settings)
+    if changed is simulation:
+        return
+    key, needs_descriptors = keys.fold(changed.seed, "form"), changed.algorithm.needs_descriptors
+    is_same = needs_descriptors == simulation.algorithm.needs_descriptors
+    if is_same:
+        shared = changed.exchange.init_shared(changed.models, changed.initial_models(), key)
+        row = changed.algorithm.init_row(key, changed.descriptors()[0] if needs_descriptors else None)
+        one = take(memories.rows, 0) if pytree.tree_leaves(memories.rows) else memories.rows
+        (old, old_form), (new, new_form) = map(pytree.tree_flatten, ((memories.shared, one), (shared, row)))
+        is_same = old_form == new_form and [leaf.shape for leaf in old] == [leaf.shape for leaf in new]
+    if not is_same:
+        raise UserError(
+            f"{some(list(settings))} cannot change while a client joins, since what was trained depends on it; "
+            "settings of how a client learns can, such as learning rates."
+        )
+
+
+def _descriptor(simulation: Simulation, data: Federation, given: ArrayLike | Tensor | None) -> Tensor | None:
+    wanted = simulation.descriptors()
+    if wanted.shape[1] == 0:
+        return None
+    if given is None:
+        labels = data.y[data.splits["train"].of(0)]
+        given = torch.bincount(labels, minlength=wanted.shape[1]) / len(labels)
+    value = torch.as_tensor(given).to(wanted)
+    if value.shape != wanted.shape[1:]:
+        raise UserError(
+            f"the descriptor has the shape {tuple(value.shape)}; this run's have {tuple(wanted.shape[1:])}."
+        )
+    return value
+
+
+def _joined_state(joining: Simulation, num_rounds: int) -> State:
+    state = joining.initial_state()
+    if num_rounds == 0:
+        next(joining.rounds(state))  # the evaluation before the first round
+        return state
+    # One client, or a trial, is done before a round of its own would be compiled.
+    is_short = joining.federation.num_clients == 1 or num_rounds <= TRIAL_ROUNDS
+    progress = joining.rounds(state) if is_short else rounds(joining, state)
+    for _ in progress:
+        pass
+    return state
+
+
+def _identity(data: Federation) -> int:
+    """What a client without a name draws by: its own examples."""
+    digest = hashlib.sha256()
+    for part in (data.x, data.y):
+        digest.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())  # of any dtype, on any device
+    return keys.hash_text(digest.hexdigest())

@@ -1,0 +1,163 @@
+"""`pfedhn.train`: train a personal model for every client."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from pfedhn.data.federation import Federation
+from pfedhn.engine.transform import Transform
+from pfedhn.errors import UserError, short
+from pfedhn.model import Factory, PerExample
+from pfedhn.privacy import Privacy
+from pfedhn.runs.assemble import AnyAlgorithm, assemble, choose_device
+from pfedhn.runs.cluster import connection, shared_out
+from pfedhn.runs.execute import computing_on, drain, execute
+from pfedhn.runs.progress import bar
+from pfedhn.runs.run import Run
+from pfedhn.runs.tracking import Callback
+from pfedhn.storage.spec import Origin
+from pfedhn.system.files import given_path
+from pfedhn.system.process import advise_once
+from pfedhn.system.stopping import stop_on_signal
+
+Precision = Literal["tf32", "fp32"]
+
+
+def train(
+    method: str | AnyAlgorithm,
+    federation: Federation,
+    model: str | Factory | Mapping[str, Factory],
+    *,
+    steps: int = 5_000,
+    cohort_size: int | None = None,
+    batch_size: int = 64,
+    evaluate_every: int = 30,
+    seed: int = 0,
+    loss: PerExample | None = None,
+    metric: PerExample | None = None,
+    directory: str | Path | None = None,
+    device: str | torch.device = "auto",
+    executor: str = "auto",
+    upload: str | Transform = "full",
+    download: str | Transform = "full",
+    privacy: Privacy | None = None,
+    in_flight: int | None = None,
+    precision: Precision = "tf32",
+    deterministic: bool = False,
+    progress: bool = True,
+    checkpoint_every: int | None = None,
+    on: str | None = None,
+    callbacks: Sequence[Callback] = (),
+    norms: bool = False,
+) -> Run:
+    """Train a personal model for every client of a federation.
+
+    Args:
+        method: One of `pfedhn.ALGORITHMS` ("pfedhn", "fedavg", ...) or an algorithm such as `pfedhn.PFedHN(lr=0.01)`.
+        federation: The clients and their data.
+        model: A function that makes the target network, e.g. the class of an `nn.Module`; one of the package's by its
+            name in experiment files, as "tabular-32" or "lenet-s"; or several functions by name, for clients of
+            different sizes (`federation.with_architectures` says who runs which). A hypernetwork's first weights are
+            drawn by the network's name: for the numbers of `pfedhn run`, give the name.
+        steps: Communication steps: one client taking part once. 5,000 rounds of one client, or 1,000 of five. The
+            last round is complete: 6 steps with five clients per round are 10.
+        cohort_size: Clients per round; 1 for pFedHN, 5 for the averaging methods by default.
+        batch_size: Examples in a minibatch.
+        evaluate_every: Communication steps between evaluations.
+        seed: Seed of all random draws.
+        loss: (outputs, y) -> one value per example; cross-entropy for class labels, squared error for numbers by
+            default.
+        metric: (outputs, y) -> one value per example, higher is better; accuracy for class labels by default.
+        directory: Where to keep the run; the same call with the same directory resumes it, `pfedhn.load` loads it, and
+            `pfedhn report` shows it.
+        device: "auto" is the GPU if PyTorch finds one, else the CPU. Several devices, as in "cuda:0,cuda:1", share the
+            clients of every round. That pays off for large cohorts only, since such rounds are not captured.
+        executor: How a cohort is computed: "auto", "loop", "traced", "vectorized" or "captured".
+        upload: How updates are encoded: "full" (as they are), "half" (16 bits), "8-bit", or a transform of your own.
+        download: How the weights sent to a client are encoded.
+        privacy: How clients protect their data from those who see their updates: `pfedhn.Privacy`.
+        in_flight: How many clients train at the same time in an asynchronous run: the server steps whenever
+            `cohort_size` of them have replied, on updates for weights that are some steps old. None runs synchronously.
+        precision: Precision of matrix products and convolutions on a GPU: "tf32" rounds their inputs to 10 bits and is
+            faster than "fp32".
+        deterministic: Whether the same GPU and versions always give the same bits; slower.
+        progress: Whether to show a progress bar.
+        checkpoint_every: Communication steps between checkpoints. By default one is written every minute, or less
+            often where writing them would take more than a twentieth of the time.
+        on: A Ray cluster whose workers share the clients of every round: "ray" for a local one,
+            "ray:ADDRESS" for a running one. It pays off for large cohorts, best with data that are loaded when needed.
+        callbacks: Functions (run, moment) that are called after every evaluation; `moment` is also the last of
+            `run.history`. `pfedhn.runs.tracking` has some: `TensorBoard("logs")`.
+        norms: Whether every evaluation also notes norms of what the server keeps (`moment.norms`): "shared", what it
+            trains for all; and means over clients: "embeddings", "served", the weights that a client is given, and
+            "apart", how these differ from the mean over clients.
+
+    Returns:
+        The run. After Ctrl-C, which writes a checkpoint, there is a KeyboardInterrupt instead.
+
+    Examples:
+        >>> import numpy, pfedhn
+        >>> x, y = numpy.random.default_rng(0).normal(size=(600, 8)), numpy.arange(600) % 6
+        >>> federation = pfedhn.Federation.from_arrays(x, y, partition=pfedhn.by_classes(2, num_clients=12))
+        >>> run = pfedhn.train("pfedhn", federation, lambda: pfedhn.MLP(8, 16, 6), steps=10, progress=False)
+        >>> run.accuracy.shape
+        (12,)
+    """
+    devices = [choose_device(name) for name in device.split(",")] if isinstance(device, str) else [device]
+    if len(devices) > 1 and on is not None:
+        raise UserError(
+            f"device is {device!r} and on is {on!r}; only one of them can share out the clients of a round."
+        )
+    simulation = assemble(
+        method,
+        federation,
+        model,
+        steps=steps,
+        cohort_size=cohort_size,
+        batch_size=batch_size,
+        evaluate_every=evaluate_every,
+        seed=seed,
+        loss=loss,
+        metric=metric,
+        device=devices[0],
+        executor=executor,
+        upload=upload,
+        download=download,
+        privacy=privacy,
+        in_flight=in_flight,
+    )
+    if not isinstance(precision, str) or precision not in get_args(Precision):
+        raise UserError(f"precision is {short(precision)}; it must be tf32 or fp32.")
+    for name, switch in (("deterministic", deterministic), ("progress", progress), ("norms", norms)):
+        if not isinstance(switch, bool):
+            raise UserError(f"{name} is {short(switch)}; it must be True or False.")
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise UserError(f"callbacks are {short(callbacks)}; give a list of functions (run, moment).")
+    if directory is not None and not isinstance(directory, str | Path):
+        raise UserError(f"directory is {short(directory)}; give a path.")
+    advise_once(simulation.federation.x.device)
+    path = None if directory is None else given_path(directory)
+    origin = Origin.of(method, path)
+    simulation = shared_out(simulation, devices, on)
+    shown: AbstractContextManager[Any] = bar() if progress else nullcontext()
+    with (
+        connection(on),
+        computing_on(simulation.device, precision, deterministic),
+        stop_on_signal() as stop,
+        shown as add,
+    ):
+        watch = add(origin.method, simulation) if add else None
+        work = execute(
+            simulation,
+            path,
+            origin,
+            stop=stop,
+            watch=watch,
+            checkpoint_every=checkpoint_every,
+            callbacks=callbacks,
+            norms=norms,
+        )
+        return drain(work)

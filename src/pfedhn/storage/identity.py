@@ -1,0 +1,143 @@
+"""Names and digests of what a run is made of, by which another run is told from it."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, is_dataclass
+from functools import partial
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from pfedhn.algorithm import Algorithm
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.data.federation import Federation
+from pfedhn.data.lazy import LazyFederation
+from pfedhn.data.palette import decode
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.transform import TRANSFORMS, Transform
+from pfedhn.model import Model
+from pfedhn.params import Params
+from pfedhn.storage.schema import to_json
+from pfedhn.storage.seal import (
+    digest,
+)
+from pfedhn.system import fingerprint
+from pfedhn.system.reference import name_of
+
+NUM_CLIENTS_LOOKED_AT = 8  # of a federation whose data are loaded when needed, in its digest
+
+
+def digests_of(simulation: Simulation) -> dict[str, str]:
+    """Names for what a run is made of, where a file cannot hold the thing itself."""
+    models, wire = simulation.models, (simulation.upload, simulation.download)
+    own_code = [type(part) for part in (simulation.algorithm, *wire)]
+    digests = {
+        "data": data_digest(simulation.federation),
+        "partition": partition_digest(simulation.federation),
+        "clients": clients_digest(simulation.federation),
+        "networks": networks_digest(models),
+        "network code": _of_all(fingerprint.of_module(model.training_module) for model in models.values()),
+        "loss": _of_all(fingerprint.of_code(model.per_example_loss) for model in models.values()),
+        "metric": _of_all(fingerprint.of_code(model.per_example_metric) for model in models.values()),
+        "method code": _of_all(map(fingerprint.of_code, own_code)),
+    }
+    if (constants := constants_digest(models)) is not None:
+        digests["frozen"] = constants
+    if simulation.resize_every is not None:
+        digests["resizing"] = digest(simulation.resize_every)
+    if simulation.privacy is not None:
+        digests["privacy"] = digest(settings_of(simulation.privacy))
+    if simulation.in_flight is not None:
+        digests["in flight"] = digest(simulation.in_flight)
+    if simulation.starts is not None:
+        digests["start"] = hashlib.sha256(start_content(simulation.starts)).hexdigest()
+    return digests
+
+
+def _of_all(names: Iterable[str]) -> str:
+    """One name for several pieces of code."""
+    found = list(names)
+    return f"{fingerprint.VERSION} {digest(found)}"
+
+
+def settings_of(spec: Any) -> dict[str, Any]:
+    """Every setting of a method or transform, also those that were left at their defaults, as a file can hold them."""
+    values: dict[str, Any] = to_json(asdict(spec)) if is_dataclass(spec) and not isinstance(spec, type) else {}
+    values = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
+    plain = (bool, int, float, str, list, dict, type(None))
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
+
+
+def method_name(method: str | Algorithm[Any, Any, Any]) -> str:
+    """What a method is called: the name it is registered by, or else "module:qualname"."""
+    if isinstance(method, str):
+        return method
+    registered = (name for name, known in ALGORITHMS.items() if known.algorithm is type(method))
+    return next(registered, name_of(type(method)))
+
+
+def transform_name(transform: Transform) -> str:
+    """What a transform is called: the name it is registered by, or else "module:qualname"."""
+    registered = (name for name, known in TRANSFORMS.items() if known == transform)
+    return next(registered, name_of(type(transform)))
+
+
+def data_digest(federation: Federation) -> str:
+    """A name for the examples and labels; of data that are loaded when needed, those of the first and a few others."""
+    palette = federation.palette
+    how = () if palette is None else (partial(decode, palette=palette.cpu()), fingerprint.of_tensor(palette))
+    parts = [fingerprint.of_tensor(federation.x, *how), fingerprint.of_tensor(federation.y)]
+    if isinstance(federation, LazyFederation):
+        last = federation.num_clients - 1
+        places = {last * number // (NUM_CLIENTS_LOOKED_AT - 1) for number in range(NUM_CLIENTS_LOOKED_AT)}
+        for client in sorted(places):
+            parts += [fingerprint.of_tensor(part) for part in federation.examples_of(client)]
+    return digest(parts)
+
+
+def clients_digest(federation: Federation) -> str:
+    """A name for who the clients are: their names, what they draw by, how they are described, and who joins later."""
+    descriptors, identities, joining = federation.descriptors, federation.identities, federation.joining
+    return digest(
+        [
+            federation.num_clients,
+            federation.names,
+            None if identities is None else fingerprint.of_tensor(identities),
+            None if descriptors is None else fingerprint.of_tensor(descriptors),
+            federation.architectures,
+            federation.class_names,
+            None if joining is None else [partition_digest(joining), clients_digest(joining)],
+        ]
+    )
+
+
+def partition_digest(federation: Federation) -> str:
+    """A name for who owns which examples."""
+    digest = hashlib.sha256()
+    for examples in federation.splits.values():
+        for part in (examples.index, examples.offset, examples.size):
+            digest.update(part.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def networks_digest(models: Mapping[str, Model]) -> str:
+    """A name for the weights that the target networks have."""
+    shapes = {name: {part: list(shape) for part, shape in model.shapes.items()} for name, model in models.items()}
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+
+
+def constants_digest(models: Mapping[str, Model]) -> str | None:
+    """A name for the values that the target networks have and nobody trains; None where there are none."""
+    parts = {
+        name: {part: fingerprint.of_tensor(value) for part, value in sorted(model.constants.items())}
+        for name, model in models.items()
+    }
+    return digest(parts) if any(parts.values()) else None
+
+
+def start_content(starts: Mapping[str, Params]) -> bytes:
+    """The weights that a run starts from, as start.safetensors holds them."""
+    tensors = {f"{name}/{part}": value for name, weights in starts.items() for part, value in weights.items()}
+    return save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})

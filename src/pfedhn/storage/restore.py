@@ -1,0 +1,156 @@
+"""A run from its directory: the code that spec.toml names, with the settings it stores."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from pfedhn.algorithm import Algorithm
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.data.absent import AbsentFederation
+from pfedhn.engine.network import with_frozen
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.transform import TRANSFORMS, Transform
+from pfedhn.errors import RunError, UserError, first_line
+from pfedhn.model import Factory, Model, PerExample
+from pfedhn.params import Params
+from pfedhn.privacy import Privacy
+from pfedhn.settings import build
+from pfedhn.storage.identity import (
+    constants_digest,
+    networks_digest,
+)
+from pfedhn.storage.spec import (
+    Part,
+    Spec,
+    refuse_other_base,
+)
+from pfedhn.system.reference import Code, find, find_code
+
+
+def to_simulation(
+    directory: Path,
+    spec: Spec,
+    *,
+    model: Factory | Mapping[str, Factory] | None = None,
+    method: type[Any] | None = None,
+    loss: PerExample | None = None,
+    metric: PerExample | None = None,
+    device: str = "cpu",
+) -> Simulation:
+    """The simulation of a run from its directory; what is given stands for what the directory names.
+
+    Its federation knows the clients and holds no examples.
+    """
+    dtype: torch.dtype = getattr(torch, spec.data.dtype)
+    dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+    models = {}
+    for name, network in spec.networks.items():
+        factory = model.get(name) if isinstance(model, Mapping) else model
+        factory = factory or _factory(directory, name, network.factory)
+        wanted = metric
+        if metric is None and network.metric is not None:
+            wanted = _function(directory, "metric", network.metric)
+        models[name] = Model(name, factory, loss or _function(directory, "loss", network.loss), wanted, device, dtype)
+    algorithm = _algorithm(directory, spec.method, method)
+    models = {name: with_frozen(network, algorithm, spec.seed) for name, network in models.items()}
+    if networks_digest(models) != spec.digests["networks"]:
+        raise UserError(f"the network has other weights than the one that {directory} was made with; give that one.")
+    refuse_other_base(directory, spec, constants_digest(models))
+    return Simulation(
+        algorithm,
+        models,
+        AbsentFederation.of(spec.data, device),
+        spec.schedule,
+        spec.seed,
+        spec.executor,
+        _read_start(directory / "start.safetensors", spec.digests["start"], models, device)
+        if "start" in spec.digests
+        else None,
+        _transform(directory, "upload", spec.upload),
+        _transform(directory, "download", spec.download),
+        privacy=None if spec.privacy is None else build(Privacy, spec.privacy, "privacy"),
+        in_flight=spec.in_flight,
+    )
+
+
+def _factory(directory: Path, name: str, code: Code) -> Factory:
+    with _naming(f"the network {name!r}", directory, "; give what makes it as load(..., model=...)"):
+        factory = code.load()
+        made = factory.func if isinstance(factory, partial) else factory
+        if isinstance(made, type) and not issubclass(made, nn.Module):
+            raise UserError(f"{code.name} is no nn.Module.")
+        return factory
+
+
+def _algorithm(directory: Path, method: Part, given: type[Any] | None) -> Algorithm[Any, Any, Any]:
+    with _naming("the method", directory, "; give its class as load(..., method=...)"):
+        known = ALGORITHMS.get(method.name)
+        algorithm = _built(method, given or (find_code(method.name) if known is None else known.algorithm))
+        if not isinstance(algorithm, Algorithm):
+            raise UserError(f"{method.name} is no method.")
+        return algorithm
+
+
+def _transform(directory: Path, direction: str, part: Part) -> Transform:
+    if part.name in TRANSFORMS:
+        return TRANSFORMS[part.name]
+    with _naming(f"the transform of the {direction}", directory, ""):
+        transform = _built(part, find(part.name))
+        if not hasattr(transform, "encode"):
+            raise UserError(f"{part.name} is no transform.")
+        return transform  # type: ignore[no-any-return]
+
+
+def _built(part: Part, kind: Any) -> Any:
+    """The frozen dataclass that is a method or a transform, with the settings that were stored."""
+    if not isinstance(kind, type) or not is_dataclass(kind):
+        raise UserError(f"{part.name} is no method and no transform.")
+    return build(kind, part.settings, part.name)
+
+
+def _function(directory: Path, what: str, code: Code) -> PerExample:
+    """The loss or the metric; where it cannot be imported, a function that says so when somebody needs it."""
+    try:
+        with _naming(f"the {what}", directory, f"; give it as load(..., {what}=...)"):
+            return code.load()
+    except UserError as error:
+        sentence = str(error)
+
+    def refuse(outputs: Any, y: Tensor) -> Tensor:
+        raise UserError(sentence)
+
+    return refuse
+
+
+@contextmanager
+def _naming(what: str, directory: Path, way_out: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        reason = str(error).removesuffix(".")
+        raise UserError(f"{what} cannot be made from {directory} alone: {reason}{way_out}.") from None
+
+
+def _read_start(file: Path, sha256: str, models: Mapping[str, Model], device: str) -> dict[str, Params]:
+    """The weights that a run started from, in the order of the network: a file has them in another."""
+    try:
+        is_its_own = hashlib.sha256(file.read_bytes()).hexdigest() == sha256
+        tensors = load_file(file, device)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{file} is missing or damaged ({first_line(error)}); run it again.") from None
+    if not is_its_own:
+        raise RunError(f"{file} is not what this run started from; bring that back, or run it again.")
+    return {
+        name: {part: tensors[f"{name}/{part}"] for part in model.shapes}
+        | {part: tensors[f"{name}/{part}"] for part in model.statistics if f"{name}/{part}" in tensors}
+        for name, model in models.items()
+    }
