@@ -88,11 +88,11 @@ def test_a_run_has_the_models_that_validation_prefers(before: Any, after: Any, i
     """Runs of earlier versions have those after the clients' own steps in any case."""
     first, last = (Scores(loss, 4, score, score, (2,), (4,)) for loss, score in (before, after))
     result = replace(RESULT, validation=last, test=last, unadapted=SplitScores(first, first))
-    today = result.as_validation_has_it()
+    today = result.without_harmful_adaptation()
     assert (today is result) is is_used
     assert today.test is (last if is_used else first)
     assert today.adapted == (None if is_used else SplitScores(last, last))
-    assert today.as_validation_has_it() is today
+    assert today.without_harmful_adaptation() is today
 
 
 def test_unknown_keys_are_passed_over() -> None:

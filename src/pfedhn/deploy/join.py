@@ -16,9 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pfedhn import __version__
+from pfedhn.data.absent import Description
 from pfedhn.deploy import engine
 from pfedhn.deploy.invitations import Bundle, check_name
 from pfedhn.deploy.party import Party
@@ -36,11 +34,10 @@ from pfedhn.deploy.spec import listed, read_party, read_spec, to_plan
 from pfedhn.deploy.wire import WireError
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.privacy import Privacy
+from pfedhn.runs.card import model_card, test_scores
 from pfedhn.runs.portable import Portable, check_ending, write_model
-from pfedhn.storage.identity import settings_of
 from pfedhn.storage.seal import digest
 from pfedhn.system.files import given_path, make_folder, read_bytes, read_text, write_atomically
-from pfedhn.system.reference import Code
 
 MAX_ANSWER = 1 << 24  # bytes
 ENROLLED = "enrolled.json"  # what the server told the party when it let it in
@@ -184,32 +181,30 @@ def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
     scaling = None
     if spec.data.mean is not None or spec.data.std is not None:
         scaling = {"scale": 1.0, "mean": listed(spec.data.mean) or (0.0,), "std": listed(spec.data.std) or (1.0,)}
-    card = {
-        "client": party.name,
-        "run": party.run,
-        "method": spec.cell.method,
-        "settings": settings_of(party.plan.algorithm),
-        "data": None,
-        "clients": party.plan.num_clients,
-        "input": {"shape": list(shape), "dtype": str(model.dtype).removeprefix("torch."), "preprocessing": scaling},
-        "classes": None if spec.data.classes is None else spec.data.num_outputs,
-        "class_names": list(spec.data.classes) if isinstance(spec.data.classes, tuple) else None,
-        "network": {
-            "name": model.name,
-            "factory": Code.of(model.factory).name,
-            "parameters": sum(shape.numel() for shape in model.shapes.values()),
-            "layers": str(model.testing_module),
-        },
-        "test": {
-            "examples": count,
-            "accuracy": correct / count if count and correct is not None else None,
-            "loss": loss / count if count and correct is None else None,
-        },
-        "chosen_step": chosen["round"] * party.plan.schedule.cohort_size,
-        "steps": party.plan.schedule.steps,
-        "seed": party.plan.seed,
-        "versions": {"pfedhn": __version__, "torch": torch.__version__},
-    }
+    described = Description(
+        party.plan.num_clients,
+        tuple(shape),
+        str(model.dtype).removeprefix("torch."),
+        tuple(party.data.y.shape[1:]),
+        str(party.data.y.dtype).removeprefix("torch."),
+        int(party.size),
+        classes=None if spec.data.classes is None else spec.data.num_outputs,
+        class_names=spec.data.classes if isinstance(spec.data.classes, tuple) else None,
+        preprocessing=scaling,
+    )
+    total = loss if correct is None else correct
+    card = model_card(
+        party.name,
+        model,
+        described,
+        test_scores(total / count if count else None, count, correct is not None),
+        run=party.run,
+        method=spec.cell.method,
+        algorithm=party.plan.algorithm,
+        chosen_step=chosen["round"] * party.plan.schedule.cohort_size,
+        steps=party.plan.schedule.steps,
+        seed=party.plan.seed,
+    )
     write_model(file, Portable(copy.deepcopy(model.testing_module), tuple(shape), model.dtype), module, card)
     return party.name
 

@@ -24,7 +24,7 @@ from pfedhn.deploy.privacy import Budget, BudgetSpent, system_key, system_normal
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
 from pfedhn.deploy.trees import SHA256, filled, named, read_tensors, write_tensors
 from pfedhn.deploy.wire import Message, WireError, from_envelope
-from pfedhn.engine.evaluate import EXAMPLES_PER_CHUNK
+from pfedhn.engine.evaluate import sums
 from pfedhn.engine.round import Kept, Offer, all_finite
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.errors import RunError, UserError, first_line
@@ -290,17 +290,10 @@ class Party:
             return self._no_scores(splits)  # for the party's eyes: its answer must not tell how its examples did
 
     def _score(self, weights: Params, examples: Tensor) -> list[float | int | None]:
-        loss, metric = 0.0, 0.0
-        for part in examples.split(EXAMPLES_PER_CHUNK):
-            if len(part):
-                x, y = self.data.examples(part)
-                outputs = self.model.outputs(weights, x)
-                loss += float(self.model.per_example_loss(outputs, y).double().sum())
-                if self.model.per_example_metric is not None:
-                    metric += float(self.model.per_example_metric(outputs, y).double().sum())
+        loss, metric = sums(self.model, weights, self.data, examples)
         if not math.isfinite(loss):
             raise RunError("the weights that came give no finite loss on this party's examples.")
-        return [loss, None if self.model.per_example_metric is None else metric, len(examples)]
+        return [loss, metric, len(examples)]
 
     def _personal_weights(self, phase: Phase, number: int, received: Params, kept: Kept, is_adapted: bool) -> Params:
         exchange = self.plan.exchange(phase)

@@ -176,7 +176,7 @@ def to_plan(spec: Spec) -> Plan:
         made[name] = Model(name, _factory(network, data), loss, metric, "cpu", torch.float32)
     algorithm = cell_algorithm(cell).for_clients(cell.clients, data.num_outputs if is_classes else None)
     if (cohort_size := cell.cohort_size) is None:
-        cohort_size = min(algorithm.usual_cohort_size, cell.clients)
+        cohort_size = Schedule.default_cohort_size(algorithm, cell.clients)
     if cohort_size > cell.clients:
         raise UserError(f"a cohort of {cohort_size} cannot be drawn from {cell.clients} parties.")
     if spec.policy.in_flight is not None and not algorithm.communicates:

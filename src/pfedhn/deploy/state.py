@@ -22,6 +22,8 @@ from pfedhn.engine.round import Reply, Returned
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.errors import RunError, first_line
 from pfedhn.params import copy, in_dtype, num_bytes, stack, take
+from pfedhn.runs.scores import scores_of
+from pfedhn.storage.schema import Scores, is_worse
 from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
 from pfedhn.system.files import make_folder, read_bytes, write_atomically
 
@@ -121,15 +123,18 @@ def _is_better(results: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
     """
     if score_of(results) is None:
         return score_of(best) is None
-    new, old = _scores_of_both(results, best)
-    return new is None or old is None or new > old
+    new, old = _of_both(results, best)
+    return not new or _validation(new).score > _validation(old).score
 
 
-def _scores_of_both(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """The scores of two evaluations, of the parties that have validation scores in both."""
-    both = [name for name in one if name in other and one[name]["validation"][2] and other[name]["validation"][2]]
-    first, second = (score_of({name: found[name] for name in both}) for found in (one, other))
-    return first, second
+def _of_both(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two evaluations, of the parties alone that have validation scores in both."""
+    names = [name for name in one if name in other and one[name]["validation"][2] and other[name]["validation"][2]]
+    return {name: one[name] for name in names}, {name: other[name] for name in names}
+
+
+def _validation(results: Mapping[str, Any]) -> Scores:
+    return scores_of(split_results(results)["validation"], per_client=False)
 
 
 class Rules:
@@ -270,8 +275,8 @@ class Rules:
         """
         assert state.best is not None
         tested = next(one["results"] for one in reversed(state.history) if one["round"] == state.best.round)
-        before, after = _scores_of_both(tested, table["results"])
-        state.is_adapted = before is None or after is None or not before > after
+        before, after = _of_both(tested, table["results"])
+        state.is_adapted = not before or not is_worse(_validation(after), _validation(before))
 
     def _tell(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """A party knows which round was chosen, and has said how good its model of that round is."""

@@ -16,7 +16,7 @@ from pfedhn.engine.executors import Executor
 from pfedhn.engine.round import Exchange
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import take
+from pfedhn.params import Params, take
 from pfedhn.sgd import Batches
 
 EXAMPLES_PER_CHUNK = 3072  # padded examples evaluated at once: bounds memory, whatever the federation
@@ -107,6 +107,24 @@ def _chunks(federation: Federation, model: Model, clients: list[int], splits: Se
     return [Chunk(model, clients, members, *part) for part in pieces]
 
 
+def per_example(model: Model, weights: Params, x: Tensor, y: Tensor) -> Tensor:
+    """[2, E]: loss and metric of every example; the metric of a task without one is 0."""
+    outputs = model.outputs(weights, x)
+    loss = model.per_example_loss(outputs, y)
+    metric = torch.zeros_like(loss) if model.per_example_metric is None else model.per_example_metric(outputs, y)
+    return torch.stack([loss, metric.to(loss)])
+
+
+def sums(model: Model, weights: Params, federation: Federation, numbers: Tensor) -> tuple[float, float | None]:
+    """Summed loss and metric of one client's weights on some examples; None for a task without a metric."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for part in numbers.split(EXAMPLES_PER_CHUNK):
+        if len(part):
+            total += per_example(model, weights, *federation.examples(part)).double().sum(-1).cpu()
+    loss, metric = total.tolist()
+    return loss, None if model.per_example_metric is None else metric
+
+
 def score(
     exchange: Exchange,
     chunk: Chunk,
@@ -126,11 +144,7 @@ def score(
         given = (shared, row, kept, batches)
         with model.seeded(noise, is_alone=executor.name == "loop"), executor.running(model.name, "personalize", given):
             weights = exchange.personal_weights(model, *given, is_adapted)
-        outputs = model.outputs(weights, x)
-        loss = model.per_example_loss(outputs, y)
-        metric = torch.zeros_like(loss) if model.per_example_metric is None else model.per_example_metric(outputs, y)
-        both = torch.stack([loss, metric.to(loss)])
-        return torch.where(masks[:, None], both, 0.0).sum(-1)
+        return torch.where(masks[:, None], per_example(model, weights, x, y), 0.0).sum(-1)
 
     batches = federation.batches(chunk.members, key, exchange.num_personal_batches(model, is_adapted), batch_size)
     noise = keys.fold(key, "noise", federation.identity(chunk.members))

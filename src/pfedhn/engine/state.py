@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pfedhn.algorithm import Algorithm
 from pfedhn.data.describe import large_labels
 from pfedhn.data.federation import Federation
 from pfedhn.engine.evaluate import SplitResult
@@ -55,6 +56,11 @@ class Schedule:
     cohort_size: int = 1
     batch_size: int = 64
     evaluate_every: int = 30
+
+    @staticmethod
+    def default_cohort_size(algorithm: Algorithm[Any, Any, Any], num_clients: int) -> int:
+        """Clients per round if nobody says how many."""
+        return min(algorithm.usual_cohort_size, num_clients)
 
     def num_rounds(self, num_clients: int, communicates: bool) -> int:
         size = self.clients_per_round(num_clients, communicates)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pfedhn.data.files import file_digest
+from pfedhn.engine.state import Schedule
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import (
     build_federation,
@@ -26,8 +27,7 @@ from pfedhn.runs.execute import computing_on
 from pfedhn.runs.progress import Said
 from pfedhn.runs.run import Run
 from pfedhn.storage.history import MendableError
-from pfedhn.storage.identity import clients_digest, data_digest
-from pfedhn.storage.spec import read_spec
+from pfedhn.storage.spec import is_data_of, read_spec
 from pfedhn.system.stopping import stop_on_signal
 
 MAX_RUNS_ON_DEVICE = 24  # a GPU is busy long before; more only wait longer for their first result
@@ -84,7 +84,7 @@ def refuse_changed_data(directory: Path, finished_runs: Sequence[RunSpec], is_go
                 continue
         now = build_federation(run.cell, run.seed)  # a file may only be written another way
         columns = None if now.reading is None or now.reading.table is None else now.reading.table.columns
-        is_same = data_digest(now) == spec.digests["data"] and clients_digest(now) == spec.digests["clients"]
+        is_same = is_data_of(spec, now)
         if not is_same or columns != (None if table is None else table.columns):
             raise UserError(
                 f"{place} has changed since {directory / run.name} was finished; give another --out for runs on what "
@@ -206,7 +206,7 @@ def _line_up(directory: Path, experiment: Experiment, runs: Sequence[RunSpec], l
 
 def _num_rounds(cell: Cell) -> float:
     algorithm = cell_algorithm(cell)
-    size = cell.cohort_size or algorithm.usual_cohort_size
+    size = cell.cohort_size or Schedule.default_cohort_size(algorithm, cell.clients)
     return cell.steps / (size if algorithm.communicates else cell.clients)
 
 

@@ -237,7 +237,7 @@ class _Curve:
 
 def _line(table: Mapping[str, Any]) -> Line:
     try:
-        return Line(from_json(Result, table).as_validation_has_it(), from_json(_Curve, table).curve)
+        return Line(from_json(Result, table).without_harmful_adaptation(), from_json(_Curve, table).curve)
     except SchemaError as error:
         raise LineError(str(error)) from None
 

@@ -128,7 +128,7 @@ def assemble(
         federation = with_num_outputs(federation, networks.values())
     algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)
     if cohort_size is None:
-        cohort_size = min(algorithm.usual_cohort_size, federation.num_clients)
+        cohort_size = Schedule.default_cohort_size(algorithm, federation.num_clients)
     cohort_size = whole_number("cohort_size", cohort_size)
     networks = {name: with_frozen(network, algorithm, seed) for name, network in networks.items()}
     for network in networks.values():

@@ -69,7 +69,7 @@ def result_of(run: Run, digests: Mapping[str, str] | None = None, history: str |
         history=history,
         clients=_clients(run),
     )
-    return result.as_validation_has_it()
+    return result.without_harmful_adaptation()
 
 
 def _clients(run: Run) -> Clients | None:

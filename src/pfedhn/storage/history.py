@@ -127,7 +127,7 @@ def read_result(directory: Path, spec: Spec | None = None) -> Result | None:
         raise MendableError(f"{file} does not say what its run was made of; {MENDS}.")
     if spec is not None and (differing := differences(result.digests, identity(spec))):
         raise MendableError(f"{file} is of another run (its {', '.join(differing)} differ); {MENDS}.")
-    return result.as_validation_has_it()
+    return result.without_harmful_adaptation()
 
 
 def read_finished(directory: Path) -> Result | None:

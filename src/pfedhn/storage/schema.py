@@ -228,18 +228,18 @@ class Result:
         if self.test.clients is None or self.test.client_examples is None:
             raise SchemaError("'test' is not whole")
 
-    def as_validation_has_it(self) -> "Result":
+    def without_harmful_adaptation(self) -> "Result":
         """With the clients' models before their own steps, if these made them worse on validation.
 
         Runs of earlier versions have those after the steps in any case.
         """
         before = self.unadapted
-        if before is None or self.adapted is not None or not _is_worse(self.validation, before.validation):
+        if before is None or self.adapted is not None or not is_worse(self.validation, before.validation):
             return self
         after = SplitScores(self.validation, self.test)
         return replace(self, validation=before.validation, test=before.test, adapted=after)
 
 
-def _is_worse(after: Scores, before: Scores) -> bool:
+def is_worse(after: Scores, before: Scores) -> bool:
     """Whether steps made a score worse, or diverged; scores of no examples are no numbers, and tell nothing."""
     return before.score > after.score or (math.isfinite(before.loss) and not math.isfinite(after.loss))

@@ -21,12 +21,21 @@ from typing import Any
 
 from pfedhn.algorithm import Algorithm
 from pfedhn.data.absent import Description
+from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
 from pfedhn.errors import RunError, UserError
 from pfedhn.settings import to_toml
 from pfedhn.storage.checkpoint import differences
-from pfedhn.storage.identity import digests_of, method_name, settings_of, start_content, transform_name
+from pfedhn.storage.identity import (
+    clients_digest,
+    data_digest,
+    digests_of,
+    method_name,
+    settings_of,
+    start_content,
+    transform_name,
+)
 from pfedhn.storage.schema import Cost, SchemaError, from_json, to_json
 from pfedhn.storage.seal import (
     DamagedError,
@@ -137,6 +146,12 @@ def identity(spec: Spec) -> dict[str, str]:
     """Names for everything that decides a run's numbers, but for the machine and the versions it is made with."""
     parts = ("method", "upload", "download", "schedule", "seed", "executor")
     return {part: digest(to_json(getattr(spec, part))) for part in parts} | dict(spec.digests)
+
+
+def is_data_of(spec: Spec, federation: Federation) -> bool:
+    """Whether a run was trained on these clients and their examples."""
+    found = {"data": data_digest(federation), "clients": clients_digest(federation)}
+    return all(spec.digests[part] == name for part, name in found.items())
 
 
 def held(directory: Path | None) -> AbstractContextManager[None]:

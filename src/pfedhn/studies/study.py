@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
+from pfedhn.engine.evaluate import sums
 from pfedhn.experiments.build import build_federation, cell_algorithm
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.registry import experiments
@@ -58,16 +59,9 @@ class Finished:
 
     def scores(self, model: Model, weights: Params, client: int, split: str = "test") -> tuple[float, float, int]:
         """Summed loss and metric of some weights on a client's examples of a split, and the number of those."""
-        federation = self.federation
-        numbers = federation.splits[split].of(client)
-        loss = metric = 0.0
-        for part in numbers.split(4096):
-            x, y = federation.examples(part)
-            outputs = model.outputs(weights, x)
-            loss += float(model.per_example_loss(outputs, y).sum())
-            if model.per_example_metric is not None:
-                metric += float(model.per_example_metric(outputs, y).sum())
-        return loss, metric, len(numbers)
+        numbers = self.federation.splits[split].of(client)
+        loss, metric = sums(model, weights, self.federation, numbers)
+        return loss, metric or 0.0, len(numbers)
 
 
 @dataclass(frozen=True)
