@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from pfedhn import Federation, by_coarse_class, dirichlet, keys
-from pfedhn.data.federation import draw_batches
+from pfedhn.data.batches import draw_batches
 from pfedhn.data.partition import Assignment, Labels
 from pfedhn.datasets import read_federation
 from pfedhn.errors import UserError

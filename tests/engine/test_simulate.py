@@ -32,7 +32,8 @@ from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedme import PFedMe
-from pfedhn.data.federation import Federation, cohort
+from pfedhn.data.batches import cohort
+from pfedhn.data.federation import Federation
 from pfedhn.engine import evaluate
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.engine.rounds import rounds as progress_of

@@ -26,7 +26,8 @@ from torch.utils.data import Dataset, TensorDataset
 from pfedhn import keys
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.bench import textbook
-from pfedhn.data.federation import Examples, Federation
+from pfedhn.data.batches import Examples
+from pfedhn.data.federation import Federation
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.gpu import set_up_gpu
 from pfedhn.engine.simulate import Simulation

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pfedhn.data.arrays import SPLITS, Arrays
-from pfedhn.data.federation import Examples, Federation
+from pfedhn.data.batches import Examples
+from pfedhn.data.federation import Federation
 from pfedhn.data.reading import Reading
 from pfedhn.errors import UserError
 from pfedhn.keys import Key

@@ -131,6 +131,17 @@ def check_lengths(x: Tensor, y: Tensor) -> None:
         raise UserError(f"x has {len(x)} examples and y has {len(y)} labels; give one label per example.")
 
 
+def check_names(names: Sequence[Any], num_clients: int) -> None:
+    if len(names) != num_clients:
+        raise UserError(f"{len(names)} names were given for {num_clients} clients; give one for each.")
+    wrong = [name for name in names if not isinstance(name, str) or not name.strip()]
+    if wrong:
+        raise UserError(f"a client is called {short(wrong[0])}; give every client a name of at least one letter.")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"two clients are called {twice!r}; give every client a name of its own.")
+
+
 def check_values(x: Tensor, y: Tensor) -> None:
     if x.is_floating_point() and not torch.isfinite(x).all():
         example = int((~torch.isfinite(x.reshape(len(x), -1))).any(1).nonzero()[0])

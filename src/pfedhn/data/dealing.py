@@ -1,16 +1,25 @@
 """Examples cut into training, validation and test, and dealt to clients."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from pfedhn import keys
-from pfedhn.data.arrays import SPLITS
+from pfedhn.data.arrays import (
+    SPLITS,
+    ClientData,
+    as_pair,
+    as_splits,
+    check_classes,
+    check_lengths,
+    refuse_mixed_labels,
+)
 from pfedhn.data.partition import Assignment, Labels, Partition
 from pfedhn.errors import UserError, short
 from pfedhn.keys import Key
@@ -96,3 +105,58 @@ def share_out(
         clients={name: [part[owned] for owned in assignment.clients[name]] for name, part in parts.items()},
         unused={name: part[assignment.unused[name]] for name, part in parts.items()},
     )
+
+
+class Brought(NamedTuple):
+    """The examples of all clients, one client after the other."""
+
+    x: Tensor
+    y: Tensor
+    owned: dict[str, list[NDArray[numpy.int64]]]  # by split: the numbers of each client's examples
+
+
+def split_clients(
+    clients: Sequence[ClientData],
+    names: Sequence[str] | None,
+    split: tuple[float, float, float],
+    stratify: bool,
+    seed: int,
+    class_names: Sequence[str] | None,
+) -> Brought:
+    """Check the clients' own arrays, join them, and split those that are not split yet (`Federation.from_clients`)."""
+    called: Sequence[int | str] = range(len(clients)) if names is None else [repr(name) for name in names]
+    brought = [
+        as_splits(name, client) if isinstance(client, Mapping) else as_pair(name, "its data", client)
+        for name, client in zip(called, clients, strict=True)
+    ]
+    pairs = [pair for client in brought for pair in (client.values() if isinstance(client, dict) else [client])]
+    for pair in pairs:
+        check_lengths(*pair)
+    shapes = {tuple(x.shape[1:]) for x, _ in pairs if len(x)}
+    if len(shapes) > 1:
+        raise UserError(f"clients bring examples of different shapes {sorted(shapes)}; one network needs one shape.")
+    filled = [pair for pair in pairs if len(pair[0])] or pairs[:1]  # what is empty has no kind of its own
+    refuse_mixed_labels(
+        [
+            (name, y)
+            for name, client in zip(called, brought, strict=True)
+            for _, y in (client.values() if isinstance(client, dict) else [client])
+            if len(y)
+        ]
+    )
+    check_classes([y for _, y in filled], sum(len(y) for _, y in pairs), class_names)
+    owned: dict[str, list[NDArray[numpy.int64]]] = {name: [] for name in SPLITS}
+    start = 0
+    for number, client in enumerate(brought):
+        if isinstance(client, dict):
+            for name in SPLITS:
+                length = len(client[name][1]) if name in client else 0
+                owned[name].append(numpy.arange(start, start + length))
+                start += length
+        else:
+            key = keys.fold(seed, "partition", "split", number if names is None else names[number])
+            parts = split_examples(client[1].cpu().numpy(), split, stratify, key)
+            for name, part in zip(SPLITS, parts, strict=True):
+                owned[name].append(start + part)
+            start += len(client[1])
+    return Brought(torch.cat([x for x, _ in filled]), torch.cat([y for _, y in filled]), owned)

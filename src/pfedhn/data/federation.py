@@ -1,4 +1,4 @@
-"""Who owns which examples; cohorts and minibatches, each a function of (seed, round, client).
+"""A federation: clients, the examples that each of them owns, and their minibatches.
 
 Axes: [N] clients, [C]lients of a cohort, [K] steps, [B]atch.
 """
@@ -6,11 +6,9 @@ Axes: [N] clients, [C]lients of a cohort, [K] steps, [B]atch.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
-import numpy
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from pfedhn import keys
@@ -20,43 +18,22 @@ from pfedhn.data.arrays import (
     ClientData,
     as_numbers_of,
     as_pair,
-    as_splits,
     as_tensor,
     as_whole_numbers,
     check_classes,
     check_lengths,
+    check_names,
     check_values,
-    refuse_mixed_labels,
 )
-from pfedhn.data.dealing import check_split, share_out, split_examples
-from pfedhn.data.palette import decode, in_fast_order, stored
+from pfedhn.data.batches import Examples, as_examples, cohort, draw_examples, gather, sample_examples
+from pfedhn.data.dealing import check_split, share_out, split_clients
+from pfedhn.data.palette import in_fast_order, stored
 from pfedhn.data.partition import Assignment, Partition
 from pfedhn.data.reading import Reading
 from pfedhn.errors import UserError, closest, short, some
 from pfedhn.keys import Key
-from pfedhn.privacy import num_places
 from pfedhn.settings import check_seed
 from pfedhn.sgd import Batches
-
-
-@dataclass(frozen=True)
-class Examples:
-    """The examples of every client in one split: client i owns index[offset[i] : offset[i] + size[i]]."""
-
-    index: Tensor
-    offset: Tensor  # [N]
-    size: Tensor  # [N]
-
-    def of(self, client: int) -> Tensor:
-        start = int(self.offset[client])
-        return self.numbers(torch.arange(start, start + int(self.size[client]), device=self.offset.device))
-
-    def numbers(self, places: Tensor) -> Tensor:
-        """The numbers of the examples at these places of `index`."""
-        return self.index[places]
-
-    def __len__(self) -> int:
-        return len(self.offset)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +68,7 @@ class Federation:
         if self.palette is not None and self.x.dtype != torch.uint8:  # `x` was replaced by values
             object.__setattr__(self, "palette", None)
         if self.names is not None and self.identities is None:
-            _check_names(self.names, self.num_clients)
+            check_names(self.names, self.num_clients)
             identities = torch.tensor(list(map(keys.hash_text, self.names)), device=self.splits["train"].size.device)
             object.__setattr__(self, "identities", identities)
 
@@ -177,7 +154,7 @@ class Federation:
         count, total = assignment.num_clients - assignment.num_novel, assignment.num_clients
 
         def owned(start: int, end: int) -> dict[str, Examples]:
-            return {name: _examples(assignment.clients[name][start:end]) for name in SPLITS}
+            return {name: as_examples(assignment.clients[name][start:end]) for name in SPLITS}
 
         named = None if class_names is None else tuple(class_names)
         joining = None
@@ -225,52 +202,16 @@ class Federation:
         names: tuple[str, ...] | None = None
         if isinstance(clients, Mapping):
             names, clients = tuple(clients), list(clients.values())
-            _check_names(names, len(clients))
+            check_names(names, len(clients))
             if set(names) <= set(SPLITS):
                 raise UserError(
                     f"{some(names)} are splits of one client; give a list of clients, or a mapping from their names."
                 )
-        called: Sequence[int | str] = range(len(clients)) if names is None else [repr(name) for name in names]
-        brought = [
-            as_splits(name, client) if isinstance(client, Mapping) else as_pair(name, "its data", client)
-            for name, client in zip(called, clients, strict=True)
-        ]
-        pairs = [pair for client in brought for pair in (client.values() if isinstance(client, dict) else [client])]
-        for pair in pairs:
-            check_lengths(*pair)
-        shapes = {tuple(x.shape[1:]) for x, _ in pairs if len(x)}
-        if len(shapes) > 1:
-            raise UserError(
-                f"clients bring examples of different shapes {sorted(shapes)}; one network needs one shape."
-            )
-        filled = [pair for pair in pairs if len(pair[0])] or pairs[:1]  # what is empty has no kind of its own
-        refuse_mixed_labels(
-            [
-                (name, y)
-                for name, client in zip(called, brought, strict=True)
-                for _, y in (client.values() if isinstance(client, dict) else [client])
-                if len(y)
-            ]
-        )
-        check_classes([y for _, y in filled], sum(len(y) for _, y in pairs), class_names)
-        owned: dict[str, list[NDArray[numpy.int64]]] = {name: [] for name in SPLITS}
-        start = 0
-        for number, client in enumerate(brought):
-            if isinstance(client, dict):
-                for name in SPLITS:
-                    length = len(client[name][1]) if name in client else 0
-                    owned[name].append(numpy.arange(start, start + length))
-                    start += length
-            else:
-                key = keys.fold(seed, "partition", "split", number if names is None else names[number])
-                parts = split_examples(client[1].cpu().numpy(), split, stratify, key)
-                for name, part in zip(SPLITS, parts, strict=True):
-                    owned[name].append(start + part)
-                start += len(client[1])
+        brought = split_clients(clients, names, split, stratify, seed, class_names)
         return Federation(
-            torch.cat([x for x, _ in filled]),
-            torch.cat([y for _, y in filled]),
-            {name: _examples(lists) for name, lists in owned.items()},
+            brought.x,
+            brought.y,
+            {name: as_examples(lists) for name, lists in brought.owned.items()},
             names=names,
             class_names=None if class_names is None else tuple(class_names),
         ).checked()
@@ -548,93 +489,6 @@ class Federation:
         return f"{self.num_clients} clients{later}"
 
 
-def draw_batches(
-    x: Tensor,
-    y: Tensor,
-    table: Examples,
-    clients: Tensor,
-    key: Key,
-    steps: Tensor,
-    width: int,
-    identities: Tensor | None = None,
-    palette: Tensor | None = None,
-) -> Batches:
-    """`Federation.batches` on bare tensors, which an engine can trace.
-
-    Args:
-        x: All examples.
-        y: Their labels.
-        table: The training examples of every client.
-        clients: [C], who draws.
-        key: What the draw is for.
-        steps: [K], the batches' numbers, from 0.
-        width: The batch size.
-        identities: [C], what `clients` draw by (`Federation.identity`); their numbers where None.
-        palette: What the bytes of `x` stand for, if they are such.
-    """
-    numbers, mask = draw_examples(table, clients, key, steps, width, clients if identities is None else identities)
-    return Batches(gather(x, numbers, palette), y[numbers], mask)
-
-
-def draw_examples(
-    table: Examples, clients: Tensor, key: Key, steps: Tensor, width: int, identities: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The numbers [C, K, B] of the examples in minibatches, and which of them count."""
-    size, offset = table.size[clients], table.offset[clients]
-    step_keys = keys.fold(torch.as_tensor(keys.fold(key, identities)).unsqueeze(-1), steps)
-    places = keys.permutation_head(step_keys, size[:, None], width)
-    numbers = table.numbers(offset[:, None, None] + places)
-    mask = torch.arange(width, device=clients.device) < size[:, None, None]
-    return numbers, mask.expand(numbers.shape)
-
-
-def sample_examples(
-    table: Examples, clients: Tensor, key: Key, steps: Tensor, batch_size: int, largest: int, identities: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The numbers [C, K, ...] of the examples that join minibatches by themselves, and which of them count."""
-    size, offset = table.size[clients, None, None], table.offset[clients, None, None]
-    step_keys = keys.fold(torch.as_tensor(keys.fold(key, identities)).unsqueeze(-1), steps, "sample")
-    places = torch.arange(largest, device=clients.device)
-    joins = (keys.uniform(step_keys, largest, clients.device) * size < batch_size) & (places < size)
-    first = joins.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : num_places(batch_size)]
-    mask = joins.gather(-1, first)
-    return table.numbers(offset + torch.where(mask, first, 0)), mask
-
-
-def gather(x: Tensor, numbers: Tensor, palette: Tensor | None = None) -> Tensor:
-    """Examples by number; images that are stored with their channels last stay so. Bytes are decoded."""
-    if palette is not None:
-        return decode(x.permute(0, 2, 3, 1)[numbers], palette).movedim(-1, -3)
-    if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return x.permute(0, 2, 3, 1)[numbers].movedim(-1, -3)
-    return x[numbers]
-
-
-def cohort(key: Key, round_number: int | Tensor, num_clients: int, size: int) -> Tensor:
-    """The clients of one round, drawn without replacement; with `size` = all, every client in order."""
-    if size == num_clients:
-        device = round_number.device if isinstance(round_number, Tensor) else None
-        return torch.arange(num_clients, device=device)
-    return keys.permutation_head(keys.fold(key, "cohort", round_number), num_clients, size)
-
-
-def _check_names(names: Sequence[Any], num_clients: int) -> None:
-    if len(names) != num_clients:
-        raise UserError(f"{len(names)} names were given for {num_clients} clients; give one for each.")
-    wrong = [name for name in names if not isinstance(name, str) or not name.strip()]
-    if wrong:
-        raise UserError(f"a client is called {short(wrong[0])}; give every client a name of at least one letter.")
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"two clients are called {twice!r}; give every client a name of its own.")
-
-
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     """All parts as one; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _examples(lists: Sequence[NDArray[numpy.int64]]) -> Examples:
-    sizes = numpy.array([len(numbers) for numbers in lists], dtype=numpy.int64)
-    index = numpy.concatenate(lists).astype(numpy.int64)
-    return Examples(torch.from_numpy(index), torch.from_numpy(numpy.cumsum(sizes) - sizes), torch.from_numpy(sizes))

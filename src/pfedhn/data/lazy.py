@@ -19,7 +19,8 @@ from pfedhn.data.arrays import (
     check_classes,
     check_values,
 )
-from pfedhn.data.federation import Examples, Federation, gather
+from pfedhn.data.batches import Examples, gather
+from pfedhn.data.federation import Federation
 from pfedhn.data.palette import in_fast_order
 from pfedhn.errors import UserError, first_line, short
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pfedhn import keys
-from pfedhn.data.federation import cohort
+from pfedhn.data.batches import cohort
 from pfedhn.deploy.plan import Phase, Plan
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
 from pfedhn.deploy.state import Member, Rules, State, Store, Unfit, split_results, step_order

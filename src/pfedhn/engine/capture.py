@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm
-from pfedhn.data.federation import Examples, cohort, draw_batches
+from pfedhn.data.batches import Examples, cohort, draw_batches
 from pfedhn.engine.evaluate import Chunk, evaluate, plan, to_splits
 from pfedhn.engine.executors import (
     EXECUTORS,

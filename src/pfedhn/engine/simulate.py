@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm
-from pfedhn.data.federation import Federation, cohort
+from pfedhn.data.batches import cohort
+from pfedhn.data.federation import Federation
 from pfedhn.engine.crew import Share, Trained, Trainer
 from pfedhn.engine.evaluate import Chunk, SplitResult, evaluate, plan, to_splits
 from pfedhn.engine.executors import EXECUTORS, Executor
