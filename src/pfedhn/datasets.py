@@ -1,8 +1,9 @@
 """Data sets by name, and a person's own: the public face of `pfedhn.data`."""
 
-from pfedhn.data.catalogue import DATASETS, Dataset, Source, cache_path, cache_state, get, load
+from pfedhn.data.catalogue import DATASETS, Dataset, cache_path, cache_state, get, load
 from pfedhn.data.files import Folders, Table, Task, from_folders, from_table, read_federation
 from pfedhn.data.hugging_face import from_hugging_face
+from pfedhn.data.originals import Source
 
 __all__ = [
     "DATASETS",

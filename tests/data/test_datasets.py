@@ -18,6 +18,7 @@ from pyarrow import parquet
 from support import allow_parts, encoded, images, write_table
 
 from pfedhn.data import catalogue as datasets
+from pfedhn.data import originals
 from pfedhn.data.catalogue import DATASETS, cache_state, get, load
 from pfedhn.data.files import Task, from_folders, from_table, read_federation
 from pfedhn.errors import UserError
@@ -221,7 +222,7 @@ def test_other_images_do_not_pass_for_a_data_set(tmp_path: Path, monkeypatch: py
 
 
 def test_progress_counts_all_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "CHUNK", 5)
+    monkeypatch.setattr(originals, "CHUNK", 5)
     write_hub_folder(tmp_path / "data", "mnist", train=12, test=6)
     calls: list[tuple[int, int]] = []
     get("mnist", tmp_path / "data", progress=lambda done, total: calls.append((done, total)))

@@ -14,6 +14,7 @@ from pfedhn.errors import UserError, closest, short
 SPLITS = ("train", "validation", "test")
 Arrays: TypeAlias = tuple[ArrayLike | Tensor, ArrayLike | Tensor]
 ClientData: TypeAlias = Arrays | Mapping[str, Arrays]
+Array: TypeAlias = NDArray[Any]
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
 MAX_CLASSES = 100_000

@@ -9,8 +9,7 @@ import numpy
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from pfedhn.data.arrays import as_tensor
-from pfedhn.data.catalogue import Array
+from pfedhn.data.arrays import Array, as_tensor
 from pfedhn.data.federation import Federation
 from pfedhn.data.reading import Column, TableReading
 from pfedhn.errors import UserError, closest, some

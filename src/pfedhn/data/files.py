@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TextIO, TypeAlias, get_args
 import numpy
 from numpy.typing import NDArray
 
-from pfedhn.data.catalogue import Array
+from pfedhn.data.arrays import Array
 from pfedhn.data.columns import (
     FILL_IT,
     PLAIN,

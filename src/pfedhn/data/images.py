@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy
 
-from pfedhn.data.catalogue import Array
+from pfedhn.data.arrays import Array
 from pfedhn.data.reading import ImageReading
 from pfedhn.errors import UserError, first_line, short
 from pfedhn.system.files import reading
