@@ -1,9 +1,12 @@
 """Data sets by name, and a person's own: the public face of `pfedhn.data`."""
 
 from pfedhn.data.catalogue import DATASETS, Dataset, cache_path, cache_state, get, load
-from pfedhn.data.files import Folders, Table, Task, from_folders, from_table, read_federation
+from pfedhn.data.files import read_federation
+from pfedhn.data.folders import Folders, from_folders
 from pfedhn.data.hugging_face import from_hugging_face
+from pfedhn.data.labels import Task
 from pfedhn.data.originals import Source
+from pfedhn.data.tables import Table, from_table
 
 __all__ = [
     "DATASETS",

@@ -11,9 +11,11 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from pfedhn.data.cells import read_columns
 from pfedhn.data.columns import Encoding, encoded_like, medians
-from pfedhn.data.files import from_table, read_client, read_columns, read_federation, read_inputs
+from pfedhn.data.files import read_client, read_federation, read_inputs
 from pfedhn.data.reading import Column, Reading, TableReading
+from pfedhn.data.tables import from_table
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_federation, check
 from pfedhn.experiments.grid import from_toml, with_assignments

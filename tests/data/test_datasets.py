@@ -20,7 +20,10 @@ from support import allow_parts, encoded, images, write_table
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import originals
 from pfedhn.data.catalogue import DATASETS, cache_state, get, load
-from pfedhn.data.files import Task, from_folders, from_table, read_federation
+from pfedhn.data.files import read_federation
+from pfedhn.data.folders import from_folders
+from pfedhn.data.labels import Task
+from pfedhn.data.tables import from_table
 from pfedhn.errors import UserError
 
 CHARACTERS = {

@@ -98,8 +98,9 @@ def predict(
 
 def _earlier_reading(cell: Mapping[str, Any], data: Path) -> "Reading | None":
     """How a run of an earlier version, which does not say it, encoded texts: its table must still be there."""
+    from pfedhn.data.cells import is_table
     from pfedhn.data.columns import Encoding
-    from pfedhn.data.files import is_table, reading_again
+    from pfedhn.data.files import reading_again
 
     options, columns = cell.get("read") or {}, cell.get("columns") or {}
     if options.get("encode") != "one-hot" or not is_table(data):

@@ -1,8 +1,7 @@
 """Columns of a table as numbers: texts encoded, empty cells filled in, in one declared way."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy
@@ -10,6 +9,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from pfedhn.data.arrays import Array, as_tensor
+from pfedhn.data.cells import Columns, is_empty, is_few, is_mark, leave_it_out
 from pfedhn.data.federation import Federation
 from pfedhn.data.reading import Column, TableReading
 from pfedhn.errors import UserError, closest, some
@@ -19,8 +19,6 @@ Missing: TypeAlias = Literal["refuse", "median", "zero"]
 Fitted: TypeAlias = Literal["client", "all"]
 
 MAX_CATEGORIES = 100  # of a column of texts; more are names, not kinds
-MARKS = ("na", "n/a", "#n/a", "n.a.", "<na>", "nan", "null", "none", "?", "-", "--")  # of an empty cell among numbers
-FEW = 0.1  # of a column's cells that are no numbers: they are mistakes, and more make it a column of texts
 
 FILL_IT = (
     "fill it, drop the example, or have such cells filled in with "
@@ -34,11 +32,6 @@ def encode_it(name: str) -> str:
         'make numbers of such columns with read = {encode = "one-hot"} in the experiment\'s file (in Python, '
         f'encode="one-hot"), or {leave_it_out(name)}'
     )
-
-
-def leave_it_out(name: str) -> str:
-    """What to do about a column that is no feature: a date, or somebody's number."""
-    return f'leave it out with columns.ignore = ["{name}"] (in Python, ignore_columns=["{name}"])'
 
 
 @dataclass(frozen=True)
@@ -63,20 +56,6 @@ class Encoding:
 
 
 PLAIN = Encoding()
-
-
-class Columns(dict[str, Array]):
-    """The columns of a table by their names, and where in the file an example is."""
-
-    def __init__(self, file: Path, columns: Mapping[str, Array], lines: Sequence[int] | None = None) -> None:
-        super().__init__(columns)
-        self.file = file
-        self.lines = lines  # of a text file, that of each example
-
-    def where(self, example: int) -> str:
-        """The place of an example, from 0, as an editor or a table shows it."""
-        place = f"row {example + 1}" if self.lines is None else f"line {self.lines[example]}"
-        return f"{place} of {self.file.name}"
 
 
 def encoded(
@@ -231,21 +210,6 @@ def _is_number(cell: Any) -> bool:
     except (ValueError, TypeError, OverflowError):
         return False
     return numpy.ndim(cell) == 0
-
-
-def is_mark(cell: str) -> bool:
-    """Whether a cell says, among numbers, that there is none."""
-    return cell.strip().lower() in MARKS
-
-
-def is_few(count: int, total: int) -> bool:
-    """Whether so many cells of a column that are no numbers are mistakes."""
-    return count <= FEW * total
-
-
-def is_empty(cell: Any) -> bool:
-    """Whether a cell of a table holds nothing."""
-    return cell is None or (isinstance(cell, float) and numpy.isnan(cell)) or not str(cell).strip()
 
 
 def filled(federation: Federation, x: NDArray[numpy.float32], table: TableReading) -> tuple[Federation, TableReading]:

@@ -13,7 +13,7 @@ import torch
 from pfedhn import keys
 from pfedhn.data.arrays import SPLITS, Array, check_classes, check_values
 from pfedhn.data.catalogue import ANOTHER_CACHE
-from pfedhn.data.columns import is_empty
+from pfedhn.data.cells import is_empty
 from pfedhn.data.dealing import split_examples
 from pfedhn.data.federation import Federation
 from pfedhn.data.images import Channels, decode, image_size

@@ -28,9 +28,10 @@ import torch
 from numpy.typing import NDArray
 
 from pfedhn import models
+from pfedhn.data.cells import read_columns
 from pfedhn.data.columns import to_numbers
 from pfedhn.data.federation import Federation
-from pfedhn.data.files import load_array, read_columns
+from pfedhn.data.folders import load_array
 from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.server import Policy
 from pfedhn.engine.network import check_model, with_frozen

@@ -20,8 +20,10 @@ from pfedhn.data import partition
 from pfedhn.data.dealing import share_out
 from pfedhn.data.describe import LARGE, large_labels
 from pfedhn.data.federation import Federation
-from pfedhn.data.files import count_clients, is_client_folder, read_federation
+from pfedhn.data.files import read_federation
+from pfedhn.data.folders import is_client_folder
 from pfedhn.data.palette import stored
+from pfedhn.data.tables import count_clients
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest, short

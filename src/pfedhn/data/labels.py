@@ -1,0 +1,72 @@
+"""Labels and clients' names as numbers."""
+
+import re
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
+
+import numpy
+
+from pfedhn.data.arrays import Array
+from pfedhn.data.cells import Columns, is_mark
+from pfedhn.errors import UserError, closest, short
+
+Task: TypeAlias = Literal["auto", "classification", "regression"]
+
+
+def as_labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array], tuple[str, ...] | None]:
+    """Labels as numbers: text becomes its place in the sorted order of all, numbers to predict become float32."""
+    if not isinstance(task, str) or task not in get_args(Task):
+        raise UserError(f"there is no task {short(task)}; {closest(task, get_args(Task))}")
+    kinds = {array.dtype.kind for array in labels}
+    if task == "regression":
+        if kinds & set("USO"):
+            raise UserError(f'the labels in {where} are text, and task = "regression" predicts numbers; give numbers.')
+        return [array.astype(numpy.float32) for array in labels], None
+    if task == "classification" and kinds & set("f"):
+        labels = [as_numbers(array) for array in labels]
+        kinds = {array.dtype.kind for array in labels}
+        if kinds & set("f"):
+            raise UserError(
+                f'the labels in {where} have fractions, and task = "classification" has classes; give their numbers or '
+                'names, or use task = "regression".'
+            )
+    if kinds & set("USO"):
+        try:
+            texts = [array.astype(str) for array in labels]
+        except UnicodeDecodeError as error:
+            raise UserError(f"the labels in {where} are bytes that are no text; give texts or numbers.") from error
+        names = numpy.unique(numpy.concatenate(texts))
+        return [numpy.searchsorted(names, text).astype(numpy.int64) for text in texts], tuple(map(str, names.tolist()))
+    return [array.astype(numpy.float32 if kinds & set("f") else numpy.int64) for array in labels], None
+
+
+def as_numbers(column: Array) -> Array:
+    """Labels that are numbers throughout, as text in a CSV file, become numbers; whole ones become int64."""
+    if column.dtype.kind in "USO":
+        try:
+            column = column.astype(numpy.float64)
+        except (ValueError, TypeError, OverflowError):
+            return column.astype(str)
+    if column.dtype.kind == "f" and numpy.all(column == numpy.floor(column)) and numpy.all(abs(column) < 2**53):
+        return column.astype(numpy.int64)
+    return column
+
+
+def as_identifiers(column: Array) -> Array:
+    """Clients 2 and 10 sort as numbers; but 007 and 7 are two clients, so only plain whole numbers become numbers."""
+    if column.dtype.kind in "iu":
+        return column
+    text = column.astype(str)
+    plain = all(re.fullmatch(r"0|[1-9]\d{0,17}", cell) for cell in text.tolist())
+    return text.astype(numpy.int64) if plain else text
+
+
+def refuse_marks(columns: Columns, label: str) -> None:
+    """NA and the like among labels that are numbers would make classes of all of them."""
+    cells = [str(cell) for cell in columns[label].tolist()]
+    marks = [place for place, cell in enumerate(cells) if is_mark(cell)]
+    numbers = numpy.array([cell for cell in cells if not is_mark(cell)])
+    if marks and len(numbers) and as_numbers(numbers).dtype.kind in "if":
+        raise UserError(
+            f"{columns.where(marks[0])} has {cells[marks[0]]!r} for {label!r}; fill the cell or drop the example."
+        )
