@@ -156,6 +156,15 @@ def test_a_damaged_directory_is_said(tmp_path: Path, content: str) -> None:
         Directory(tmp_path).read()
 
 
+def test_runs_without_their_experiment_file_continue_by_the_same_command(tmp_path: Path, in_turn: Path) -> None:
+    one = SMALL.runs()[0]
+    shutil.copytree(in_turn / one.name, tmp_path / one.name)
+    with pytest.raises(UserError, match=r"experiment\.toml is missing; repeat the command that started"):
+        Directory(tmp_path).read()
+    Directory(tmp_path).open(SMALL, [one])
+    assert Directory(tmp_path).read() == (SMALL, [one])
+
+
 @pytest.mark.parametrize("content", ["{", "{}", "null", "\0", "[[[[" * 100_000])
 def test_a_damaged_result_is_said_and_written_anew(tmp_path: Path, in_turn: Path, content: str) -> None:
     one = SMALL.runs()[0]

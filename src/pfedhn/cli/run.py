@@ -83,7 +83,7 @@ def run(
         bool, typer.Option("--norms", help="Also note norms of what the server keeps at every evaluation.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan (runs, sizes, expected time) and run nothing.")
+        bool, typer.Option("--dry-run", help="Show the plan (runs and their sizes) and run nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as one JSON object.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,

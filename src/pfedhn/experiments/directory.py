@@ -1,7 +1,4 @@
-"""The files of one experiment: `experiment.toml`, and a folder per run.
-
-`experiment.toml` carries a digest of itself. Where it is lost, it is made again from what every run's `spec.toml` says.
-"""
+"""The files of one experiment: `experiment.toml`, which carries its own digest, and a folder per run."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -18,7 +15,7 @@ from pfedhn.settings import build, to_toml
 from pfedhn.storage.history import MENDS, MendableError, read_finished
 from pfedhn.storage.schema import Result
 from pfedhn.storage.seal import DamagedError, sealed_text, unsealed_text
-from pfedhn.storage.spec import Spec, read_spec
+from pfedhn.storage.spec import read_spec
 from pfedhn.system.files import is_empty, make_folder, one_at_a_time, read_bytes, reading, write_atomically
 from pfedhn.system.process import num_cores
 
@@ -88,10 +85,7 @@ class Directory:
         named = named or self.path
         if is_empty(self.path):
             return
-        if self._is_lost and self._begun():
-            self._runs_of(experiment)
-            return
-        if not self._is_lost:
+        if self.is_experiment:
             stored, _ = self.read()
             if plain(asdict(stored)) == plain(asdict(experiment)):
                 return
@@ -105,7 +99,8 @@ class Directory:
                 f"{named} holds another experiment, or other settings of it: {difference}; give another --out, or the "
                 "settings it was made with."
             )
-        raise UserError(f"{named} is not empty and holds no experiment; give another --out.")
+        if not self._has_runs:  # each of them refuses other settings when it goes on
+            raise UserError(f"{named} is not empty and holds no experiment; give another --out.")
 
     def open(self, experiment: Experiment, planned: Sequence[RunSpec], options: Options | None = None) -> None:
         """Claim the directory for an experiment, or refuse one that holds another.
@@ -116,7 +111,7 @@ class Directory:
         make_folder(self.path)
         with one_at_a_time(self.path):
             self.refuse_other(experiment)  # another command may have been first
-            before = self._runs_of(experiment) if self._is_lost else self.read()[1]
+            before = self.read()[1] if self.is_experiment else []
             names = dict.fromkeys(run.name for run in (*before, *planned))
             table = {**plain(asdict(experiment)), "planned": list(names)}
             if options is not None:
@@ -125,12 +120,12 @@ class Directory:
 
     @property
     def is_experiment(self) -> bool:
-        """Whether an experiment lies here, be it without its `experiment.toml`."""
-        return not self._is_lost or bool(self._begun())
+        return (self.path / "experiment.toml").exists()
 
     @property
-    def _is_lost(self) -> bool:
-        return not (self.path / "experiment.toml").exists()
+    def _has_runs(self) -> bool:
+        """Whether runs of an experiment lie here, possibly without their `experiment.toml`."""
+        return any(self.path.glob("*-seed*/spec.toml"))
 
     def read(self) -> tuple[Experiment, list[RunSpec]]:
         """The stored experiment and the runs that were asked for so far."""
@@ -143,11 +138,6 @@ class Directory:
                 raise UserError("it does not say which runs were asked for.")
             planned = [experiment.find(str(name)) for name in names]
         except UserError as error:
-            if self._is_lost:
-                raise RunError(
-                    f"{file} is lost, and too few runs have begun to make it again; start the experiment again as it "
-                    f"was started, with --out {self.path}, and it goes on."
-                ) from None
             reason = str(error).removesuffix(".")
             raise RunError(f"{file} is damaged ({reason}); {REMOVE}.") from None
         return experiment, planned
@@ -164,50 +154,21 @@ class Directory:
     def _table(self) -> dict[str, Any]:
         file = self.path / "experiment.toml"
         with reading(self.path):
+            if not self.is_experiment and self._has_runs:
+                raise RunError(
+                    f"{file} is missing; repeat the command that started the experiment, with --out {self.path}, and "
+                    "its runs continue."
+                )
             if not self.is_experiment:
                 raise UserError(
                     f"{self.path} holds no experiment to go on with; `pfedhn run NAME --out {self.path}` starts one."
                 )
-        if self._is_lost:
-            return self._made_again()
         try:
             return tomllib.loads(unsealed_text(read_bytes(file)))
         except DamagedError as error:
             raise RunError(f"{file} {error}; {REMOVE}.") from None
         except tomllib.TOMLDecodeError as error:
             raise RunError(f"{file} is damaged ({error}); {REMOVE}.") from None
-
-    def _begun(self) -> list[Spec]:
-        """What the runs of an experiment say that they are, by which a lost `experiment.toml` is made again."""
-        specs = (read_spec(file.parent) for file in sorted(self.path.glob("*-seed*/spec.toml")))
-        return [spec for spec in specs if spec is not None and spec.plan is not None]
-
-    def _runs_of(self, experiment: Experiment) -> list[RunSpec]:
-        """The runs that have begun, where `experiment.toml` is lost; all must be of this experiment."""
-        found = []
-        for spec in self._begun():
-            try:
-                run = experiment.find(spec.name)
-                is_same = build(Cell, spec.cell or {}, spec.name) == run.cell
-            except UserError:
-                is_same = False
-            if not is_same:
-                raise UserError(
-                    f"{self.path} holds {spec.name}, a run of another experiment or of other settings; give another "
-                    "--out, or the settings it was made with."
-                )
-            found.append(run)
-        return found
-
-    def _made_again(self) -> dict[str, Any]:
-        """What `experiment.toml` said, as far as runs have begun: each knows its cell and how it was started."""
-        specs = self._begun()
-        plans = [{**(spec.plan or {}), "options": None} for spec in specs]
-        if any(plan != plans[0] for plan in plans):
-            raise RunError(f"{self.path} has lost its experiment.toml, and its runs are of different experiments.")
-        cells = [spec.cell for spec in specs]
-        distinct = [cell for number, cell in enumerate(cells) if cell not in cells[:number]]
-        return {**(specs[-1].plan or {}), "cells": distinct, "planned": [spec.name for spec in specs]}
 
 
 def finished(folder: Path, run: RunSpec) -> Result | None:
@@ -237,7 +198,7 @@ def _is_of(run: RunSpec, name: str, seed: int, cell: Mapping[str, Any] | None) -
         return False
 
 
-REMOVE = "remove it, and --resume makes it again from its runs; for other settings give another --out"
+REMOVE = "remove it and repeat the command that started the experiment: its runs continue"
 
 
 def _first_difference(there: Any, here: Any, where: str = "") -> str:

@@ -57,7 +57,6 @@ def start(
         preprocessing(run.cell),
         cost,
         rerun_command(experiment, run, options),
-        {**plain(asdict(replace(experiment, cells=()))), "options": options.table()},
     )
     return execute(
         simulation,

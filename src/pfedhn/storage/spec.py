@@ -64,7 +64,6 @@ class Origin:
     preprocessing: Mapping[str, Any] | None = None  # what was done to the raw data
     pretrain: Cost | None = None
     command: str = ""
-    plan: Mapping[str, Any] | None = None  # what else its experiment is, but for the cells, and how it is run
 
     @staticmethod
     def of(method: str | Algorithm[Any, Any, Any], directory: Path | None) -> "Origin":
@@ -107,7 +106,7 @@ class Spec:
     digests: Mapping[str, str]  # by which one sees that a directory holds another run
     environment: Environment
     cell: Mapping[str, Any] | None = None
-    plan: Mapping[str, Any] | None = None
+    plan: Mapping[str, Any] | None = None  # written by earlier versions
     privacy: Mapping[str, Any] | None = None
     in_flight: int | None = None
 
@@ -136,9 +135,8 @@ def describe(simulation: Simulation, origin: Origin) -> Spec:
         digests_of(simulation),
         replace(environment(simulation.federation.x.device), finished=None),
         origin.cell or None,
-        origin.plan,
-        None if simulation.privacy is None else settings_of(simulation.privacy),
-        simulation.in_flight,
+        privacy=None if simulation.privacy is None else settings_of(simulation.privacy),
+        in_flight=simulation.in_flight,
     )
 
 
