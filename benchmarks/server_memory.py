@@ -24,7 +24,7 @@ def measure(head: str, size: float) -> None:
     import numpy
 
     import pfedhn
-    from pfedhn.engine.room import bytes_of_shared
+    from pfedhn.engine.memory import bytes_of_shared
     from pfedhn.engine.simulate import Simulation
     from pfedhn.engine.state import Schedule
     from pfedhn.model import Model

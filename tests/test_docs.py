@@ -44,7 +44,6 @@ from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.paper.experiments import DEMO, EXPERIMENTS
 from pfedhn.paper.studies import STUDIES
-from pfedhn.sgd import python_loop, scanning
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -592,34 +591,3 @@ def test_examples_of_docstrings(name: str) -> None:
         return
     failures, _ = doctest.testmod(importlib.import_module(name))
     assert failures == 0
-
-
-@pytest.mark.slow
-def test_the_way_from_a_command_to_the_inner_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/architecture.md names every function between a command and the loop over local steps, at most eight."""
-    monkeypatch.chdir(tmp_path)
-    ways: list[list[str]] = []
-
-    def looked_at(*arguments: Any) -> Any:
-        frame, names = inspect.currentframe(), []
-        while frame is not None:
-            module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
-            # Functions inside functions, such as one client of a cohort, stand in the same place as what holds them.
-            if module.startswith("pfedhn.") and module != "pfedhn.cli.endings" and "<" not in name:
-                names.append(name)
-            frame = frame.f_back
-        ways.append(names[::-1])
-        return python_loop(*arguments)
-
-    with scanning(looked_at):
-        words = ["run", "demo", "--only", "method=fedavg", "--seeds", "0", "--set", "steps=2", "--jobs", "1"]
-        said = CliRunner().invoke(app, [*words, "--executor", "loop", "--device", "cpu"])
-    assert said.exit_code == 0, said.output
-    *way, inner = ways[0]
-    assert inner == "scan"
-    assert len(way) <= 8
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    (line,) = re.findall(r"^cli\.run -> .*$", page, re.MULTILINE)
-    assert [name.strip().rpartition(".")[2] for name in line.split("->")] == [
-        name.rpartition(".")[2] for name in [*way, inner]
-    ]

@@ -17,7 +17,7 @@ from pfedhn.errors import UserError, closest
 from pfedhn.kernels.conv import ConvBlock
 from pfedhn.kernels.linear import Linear
 from pfedhn.model import Factory
-from pfedhn.system.process import check_room
+from pfedhn.system.process import check_memory
 from pfedhn.system.reference import find_code
 
 LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
@@ -275,7 +275,7 @@ def build(name: str, num_classes: int, shape: Sequence[int]) -> nn.Module:
     if name == "linear":
         return LinearModel(math.prod(shape), num_classes)
     sizes = [math.prod(shape), *map(int, name.split("-")[1:]), num_classes]
-    check_room(4 * sum((a + 1) * b for a, b in pairwise(sizes)), f"the network {name!r}")
+    check_memory(4 * sum((a + 1) * b for a, b in pairwise(sizes)), f"the network {name!r}")
     return TabularMLP(*sizes) if name.startswith("tabular") else MLP(*sizes)
 
 

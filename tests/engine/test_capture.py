@@ -124,16 +124,16 @@ def may_compile(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """A compiler that waits for it, and then makes functions that tell who they are."""
     event = threading.Event()
 
-    def compiled(part: gpu.Meanwhile) -> None:
+    def compiled(part: gpu.BackgroundCompiledGraph) -> None:
         event.wait(60)
         part.best = lambda *values: part.graph.forward(*values)
         part.is_done = True
 
     monkeypatch.setattr(gpu, "_traced", {})
-    monkeypatch.setattr(gpu.Meanwhile, "compile", compiled)
+    monkeypatch.setattr(gpu.BackgroundCompiledGraph, "compile", compiled)
     monkeypatch.setattr(gpu, "WHOLE_PROCESS", nullcontext())  # or nothing could be traced while this compiler waits
     for name in ("compile_graph", "compile_once"):
-        monkeypatch.setattr(capture, name, lambda graph, arguments: gpu.Meanwhile(graph, arguments))
+        monkeypatch.setattr(capture, name, lambda graph, arguments: gpu.BackgroundCompiledGraph(graph, arguments))
     return event
 
 
@@ -198,13 +198,13 @@ def until(condition: Callable[[], bool]) -> None:
 def test_what_the_compiler_has_not_begun_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = threading.Semaphore(0)
 
-    def compiled(part: gpu.Meanwhile) -> None:
+    def compiled(part: gpu.BackgroundCompiledGraph) -> None:
         allowed.acquire(timeout=60)
         part.is_done = True
 
-    monkeypatch.setattr(gpu.Meanwhile, "compile", compiled)
+    monkeypatch.setattr(gpu.BackgroundCompiledGraph, "compile", compiled)
     one = torch.tensor(1.0)
-    parts = [gpu.Meanwhile(executors.make_fx(torch.exp)(one), [one]) for _ in range(3)]
+    parts = [gpu.BackgroundCompiledGraph(executors.make_fx(torch.exp)(one), [one]) for _ in range(3)]
     for part in parts:
         part(one)
     dropping = threading.Thread(target=gpu.COMPILER.drop)
@@ -263,7 +263,7 @@ def test_nobody_compiles_while_a_network_is_made() -> None:
 def test_parts_are_not_shared_where_they_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled for one GPU runs on no other, and a deterministic run needs parts of its own."""
     monkeypatch.setattr(gpu, "_compiled", {})
-    monkeypatch.setattr(gpu, "Meanwhile", Mock(side_effect=lambda *_: Mock()))
+    monkeypatch.setattr(gpu, "BackgroundCompiledGraph", Mock(side_effect=lambda *_: Mock()))
     graph = executors.make_fx(torch.exp)(torch.tensor(1.0))
     first, second = (Mock(is_cuda=True, shape=(), dtype=torch.float32, device=f"cuda:{n}") for n in range(2))
     first.stride = second.stride = tuple
@@ -281,7 +281,7 @@ def test_a_graph_that_cannot_be_compiled_runs_as_it_was_traced(
         raise RuntimeError("no such instruction")
 
     one = torch.tensor(1.0)
-    part = gpu.Meanwhile(executors.make_fx(torch.exp)(one), [one])
+    part = gpu.BackgroundCompiledGraph(executors.make_fx(torch.exp)(one), [one])
     monkeypatch.setattr("torch._inductor.compile", fails)
     assert part(one) == one.exp()
     gpu.COMPILER.wait()
@@ -711,7 +711,7 @@ def test_what_was_compiled_for_runs_of_the_past_is_let_go(monkeypatch: pytest.Mo
     """A network with buffers is compiled for each run, since they are constants of its graph."""
     monkeypatch.setattr(gpu, "_compiled", {})
     monkeypatch.setattr(gpu, "MAX_CACHED", 2)
-    monkeypatch.setattr(gpu, "Meanwhile", lambda graph, *_: graph.forward)
+    monkeypatch.setattr(gpu, "BackgroundCompiledGraph", lambda graph, *_: graph.forward)
     on_gpu = Mock(is_cuda=True, shape=(), dtype=torch.float32)
     for number in range(3):
         constant = torch.tensor(float(number))

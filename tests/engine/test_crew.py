@@ -8,7 +8,7 @@ from support import assert_close, assert_same_bits, finish, memories_of, mlp, mo
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
-from pfedhn.engine.crew import Devices, Share
+from pfedhn.engine.crew import CohortShard, Devices
 from pfedhn.engine.round import Kept
 from pfedhn.engine.rounds import is_captured
 from pfedhn.errors import UserError
@@ -54,20 +54,20 @@ def test_every_device_has_its_part_of_a_cohort(federation: Federation, monkeypat
     crew = Devices(run, TWO)
     seen: list[list[int]] = []
     work = type(run).train
-    monkeypatch.setattr(type(run), "train", lambda self, share: seen.append(share.clients) or work(self, share))
+    monkeypatch.setattr(type(run), "train", lambda self, shard: seen.append(shard.clients) or work(self, shard))
     memories = run.initial_state().memories
     clients = [4, 1, 0, 5, 2]
     kept = memories.private["mlp"].take(clients)
-    crew.train(Share("mlp", 0, clients, memories.shared, memories.rows, kept))
+    crew.train(CohortShard("mlp", 0, clients, memories.shared, memories.rows, kept))
     assert seen == [[4, 1], [0, 5, 2]]
 
 
 @pytest.mark.parametrize(("clients", "parts"), [(1, 4), (7, 3), (8, 4), (1_000, 7)])
 def test_parts_are_even_and_in_order(clients: int, parts: int) -> None:
-    share = Share("mlp", 0, list(range(clients)), (), torch.arange(clients), Kept(*[()] * len(Kept._fields)))
-    found = share.split(parts)
-    assert [client for part in found for client in part.clients] == share.clients
-    assert torch.equal(torch.cat([part.rows for part in found]), share.rows)
+    shard = CohortShard("mlp", 0, list(range(clients)), (), torch.arange(clients), Kept(*[()] * len(Kept._fields)))
+    found = shard.split(parts)
+    assert [client for part in found for client in part.clients] == shard.clients
+    assert torch.equal(torch.cat([part.rows for part in found]), shard.rows)
     sizes = [len(part.clients) for part in found]
     assert max(sizes) - min(sizes) <= 1
     assert len(sizes) == min(clients, parts)

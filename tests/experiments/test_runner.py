@@ -540,7 +540,7 @@ def test_runs_are_spread_over_the_cards_there_are(
         used.append(given[-1])
         return work(*given)
 
-    monkeypatch.setattr(module, "cards_of", lambda device: ["cpu:0", "cpu"])
+    monkeypatch.setattr(module, "gpus_of", lambda device: ["cpu:0", "cpu"])
     monkeypatch.setattr(module, "start", begin)
     outcome = run_many(tmp_path, SMALL, SMALL.runs(), options=Options(device="cpu:0", threads=1))
     assert used == ["cpu:0", "cpu"] * 2
@@ -565,7 +565,7 @@ def test_a_card_that_is_named_is_the_only_one(
     monkeypatch: pytest.MonkeyPatch, device: str, count: int, cards: list[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    assert module.cards_of(device) == cards
+    assert module.gpus_of(device) == cards
 
 
 @pytest.mark.parametrize(("device", "way"), [("cuda", "start"), ("cpu", "run_side_by_side")])

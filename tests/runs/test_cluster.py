@@ -14,7 +14,7 @@ from clusters import cluster_of
 from support import assert_close, assert_same_bits, memories_of
 
 import pfedhn
-from pfedhn.engine.crew import Share
+from pfedhn.engine.crew import CohortShard
 from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError
 from pfedhn.params import take
@@ -77,7 +77,9 @@ def large(load: Any = None, **settings: Any) -> Simulation:
 def a_round(simulation: Simulation, trainer: Any) -> Any:
     memories, clients = simulation.initial_state().memories, simulation.cohort(0)
     rows = take(memories.rows, torch.tensor(clients))
-    return trainer.train(Share("model", 0, clients, memories.shared, rows, memories.private["model"].take(clients)))
+    return trainer.train(
+        CohortShard("model", 0, clients, memories.shared, rows, memories.private["model"].take(clients))
+    )
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ def test_a_run_that_diverges_says_so_in_its_folder_until_it_is_started_again(
     note = tmp_path / "diverged.txt"
     one = simulation("pfedhn", federation)
     with monkeypatch.context() as patch:
-        patch.setattr(Simulation, "_refuse_diverged", Mock(side_effect=Diverged("training diverged in round 0.")))
+        patch.setattr(Simulation, "refuse_diverged", Mock(side_effect=Diverged("training diverged in round 0.")))
         with pytest.raises(Diverged):
             run(one, tmp_path)
     assert note.read_text() == "training diverged in round 0.\n"

@@ -76,7 +76,8 @@ for executor in ("traced", "captured", "traced"):
     pfedhn.train("fedavg", federation, lambda: pfedhn.MLP(4, 4, 2), steps=2, executor=executor, progress=False)
 from pfedhn.engine import gpu
 torch._inductor.compile = lambda graph, shapes: graph  # on a CPU it would leave a variable of its own behind
-part = gpu.Meanwhile(torch.fx.experimental.proxy_tensor.make_fx(torch.sin)(torch.ones(1)), [torch.ones(1)])
+sine = torch.fx.experimental.proxy_tensor.make_fx(torch.sin)(torch.ones(1))
+part = gpu.BackgroundCompiledGraph(sine, [torch.ones(1)])
 part(torch.ones(1))
 gpu.COMPILER.wait()
 assert part.best != part.graph.forward

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
-from pfedhn.engine.room import bytes_of_shared
+from pfedhn.engine.memory import bytes_of_shared
 from pfedhn.experiments.build import build_simulation, check
 from pfedhn.experiments.directory import Directory, Options, num_jobs
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining

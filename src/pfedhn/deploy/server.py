@@ -23,7 +23,7 @@ from pfedhn.deploy.plan import Phase, Plan
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
 from pfedhn.deploy.state import Member, Rules, State, Store, Unfit, split_results, step_order
 from pfedhn.deploy.wire import REFUSALS, Message, WireError, is_finite, layout, norm, packed
-from pfedhn.engine.simulate import next_of
+from pfedhn.engine.in_flight import next_of
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.errors import first_line
 from pfedhn.params import Params, num_bytes, zeros_like

@@ -40,7 +40,7 @@ from pfedhn.engine.executors import (
 )
 from pfedhn.engine.gpu import (
     COMPILER,
-    Meanwhile,
+    BackgroundCompiledGraph,
     choosing_once,
     compile_graph,
     compile_once,
@@ -290,7 +290,9 @@ class CapturedRun:
     graphs: dict[Signature, Graph] = field(default_factory=dict)
     scans: dict[tuple[str, int], TracedScan] = field(default_factory=dict)
     evaluation_graph: Graph | None = None
-    uncompiled: dict[Signature, set[Meanwhile]] = field(default_factory=dict)  # what graphs run as it was traced
+    uncompiled: dict[Signature, set[BackgroundCompiledGraph]] = field(
+        default_factory=dict
+    )  # what graphs run as it was traced
     prepared: dict[Signature, Any] = field(default_factory=dict)  # cohorts whose clients are trained one by one,
     trained: dict[str, Any] = field(default_factory=dict)  # and, by architecture, what they have come to
 
@@ -531,7 +533,7 @@ class CapturedRun:
             simulation.schedule.batch_size,
         )
 
-    def _capture(self, work: Callable[[], None]) -> tuple[Graph, set[Meanwhile]]:
+    def _capture(self, work: Callable[[], None]) -> tuple[Graph, set[BackgroundCompiledGraph]]:
         """Warm up on the capturing stream, then capture; with it comes what the compiler is not done with."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
@@ -554,7 +556,7 @@ class CapturedRun:
         """As long as the compiler works on the rounds of an equal run, which goes on as it can: captured after that,
         this one has to be captured once only."""
         signature = self.signatures[min(self.state.round, len(self.signatures) - 1)]
-        parts = [part for part, _ in self.after[signature].ready.values() if isinstance(part, Meanwhile)]
+        parts = [part for part, _ in self.after[signature].ready.values() if isinstance(part, BackgroundCompiledGraph)]
         while any(part.is_awaited for part in parts):
             time.sleep(PAUSE)
             step = self.state.round * self.simulation.clients_per_round
@@ -611,10 +613,10 @@ class CapturedRun:
                 self.uncompiled[signature] = uncompiled
         return self.graphs[signature]
 
-    def _capture_all(self, parts: Sequence[Part]) -> tuple[Graph, set[Meanwhile]]:
+    def _capture_all(self, parts: Sequence[Part]) -> tuple[Graph, set[BackgroundCompiledGraph]]:
         """One graph after the other, as `_capture`."""
         graphs: list[tuple[Graph, int]] = []
-        uncompiled: set[Meanwhile] = set()
+        uncompiled: set[BackgroundCompiledGraph] = set()
         for work, times in parts:
             with self._on_stream():
                 self.place.zero_()

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from pfedhn.engine.round import Kept, Reply
 
 
-class Share(NamedTuple):
+class CohortShard(NamedTuple):
     """Clients of one architecture that take part in a round, and what they begin it with."""
 
     architecture: str
@@ -26,7 +26,7 @@ class Share(NamedTuple):
     rows: Any  # [C, ...]
     kept: Kept  # [C, ...]
 
-    def split(self, num_parts: int) -> "list[Share]":
+    def split(self, num_parts: int) -> "list[CohortShard]":
         """As equal parts as can be, in order; fewer where there are fewer clients."""
         num_parts = min(num_parts, len(self.clients))
         bounds = [len(self.clients) * part // num_parts for part in range(num_parts + 1)]
@@ -38,7 +38,7 @@ class Share(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What came of a share."""
+    """What came of a shard."""
 
     replies: Reply  # [C, ...]
     kept: Kept  # [C, ...]
@@ -46,9 +46,9 @@ class Trained(NamedTuple):
 
 
 class Trainer(Protocol):
-    """Trains shares of the rounds of one run: the run itself, or several copies of it together."""
+    """Trains shards of the rounds of one run: the run itself, or several copies of it together."""
 
-    def train(self, share: Share) -> Trained: ...
+    def train(self, shard: CohortShard) -> Trained: ...
 
 
 class Run(Trainer, Protocol):
@@ -71,9 +71,9 @@ class Devices:
         self.home = run.device
         self.copies = [run.on(name) for name in names]
 
-    def train(self, share: Share) -> Trained:
-        shares = share.split(len(self.copies))
-        parts = [copy.train(to_device(part, copy.device)) for copy, part in zip(self.copies, shares, strict=False)]
+    def train(self, shard: CohortShard) -> Trained:
+        shards = shard.split(len(self.copies))
+        parts = [copy.train(to_device(part, copy.device)) for copy, part in zip(self.copies, shards, strict=False)]
         return together([to_device(part, self.home) for part in parts])
 
 

@@ -64,13 +64,13 @@ def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool
     if key not in _compiled:
         while len(_compiled) >= MAX_CACHED:  # runs that use it hold on to it; nobody else needs one with constants
             del _compiled[next(iter(_compiled))]
-        part = _compiled[key] = Meanwhile(graph, arguments, is_step)
+        part = _compiled[key] = BackgroundCompiledGraph(graph, arguments, is_step)
         if is_deterministic or is_autotuned():
             part.compile()
     return _compiled[key]
 
 
-class Meanwhile:
+class BackgroundCompiledGraph:
     """A graph that runs as it was traced until the compiler, on a thread of its own, is done with it.
 
     Rounds begin sooner by that, at the price of their last bits: it depends on the clock from which round on they are
@@ -126,13 +126,13 @@ class Meanwhile:
         return (self.best if chosen is None else chosen.setdefault(self, self.best))(*values)
 
 
-_chosen: ContextVar[dict[Meanwhile, Function] | None] = ContextVar("chosen", default=None)
+_chosen: ContextVar[dict[BackgroundCompiledGraph, Function] | None] = ContextVar("chosen", default=None)
 
 
 @contextmanager
-def choosing_once() -> Iterator[dict[Meanwhile, Function]]:
+def choosing_once() -> Iterator[dict[BackgroundCompiledGraph, Function]]:
     """In the block, a graph runs the same way every time: what is warmed up is what is captured."""
-    chosen: dict[Meanwhile, Function] = {}
+    chosen: dict[BackgroundCompiledGraph, Function] = {}
     token = _chosen.set(chosen)
     try:
         yield chosen
@@ -144,12 +144,12 @@ class Compiler:
     """A thread that compiles one graph after the other: two would only wait for each other's Python."""
 
     def __init__(self) -> None:
-        self.waiting: deque[Meanwhile] = deque()
-        self.begun: Meanwhile | None = None
+        self.waiting: deque[BackgroundCompiledGraph] = deque()
+        self.begun: BackgroundCompiledGraph | None = None
         self.changed = Condition()
         self.thread: Thread | None = None
 
-    def put(self, work: Meanwhile) -> None:
+    def put(self, work: BackgroundCompiledGraph) -> None:
         with self.changed:
             self.waiting.append(work)
             self.changed.notify_all()

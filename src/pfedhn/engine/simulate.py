@@ -17,9 +17,10 @@ from pfedhn import keys
 from pfedhn.algorithm import Algorithm
 from pfedhn.data.batches import cohort
 from pfedhn.data.federation import Federation
-from pfedhn.engine.crew import Share, Trained, Trainer
+from pfedhn.engine.crew import CohortShard, Trained, Trainer
 from pfedhn.engine.evaluate import Chunk, SplitResult, evaluate, plan, to_splits
 from pfedhn.engine.executors import EXECUTORS, Executor
+from pfedhn.engine.in_flight import check_in_flight, step_without_waiting
 from pfedhn.engine.network import choose_executor, draws_freely
 from pfedhn.engine.round import Exchange, Kept, Offer, Reply, Returned, bytes_down, bytes_of_starts, bytes_up
 from pfedhn.engine.state import (
@@ -32,7 +33,6 @@ from pfedhn.engine.state import (
     Progress,
     Schedule,
     State,
-    Work,
 )
 from pfedhn.engine.transform import FULL, Transform
 from pfedhn.errors import UserError
@@ -43,11 +43,6 @@ from pfedhn.privacy import Cost, Privacy, Protection, keyed_normal, refuse_leaks
 from pfedhn.sgd import Batches
 
 ROWS_AT_ONCE = 50_000  # made together: making one takes ten times its memory
-
-
-def next_of(seed: int, number: int, num_idle: int) -> int:
-    """Which of the clients that are idle, in their order, is sent message `number` of a run that does not wait."""
-    return int(cohort(keys.fold(seed, "rounds"), number, num_idle, 1))
 
 
 class Inputs(NamedTuple):
@@ -101,25 +96,12 @@ class Simulation:
         if self.download.init_state({}) != ():
             raise UserError("a transform that remembers cannot be used for downloads; use it for uploads.")
         if self.in_flight is not None:
-            self._check_in_flight(self.in_flight)
+            check_in_flight(self, self.in_flight)
         has_statistics = any(model.statistics for model in self.models.values())
         refuse_leaks(self.privacy, has_statistics, self.algorithm.needs_descriptors)
         known = ("auto", *EXECUTORS, "captured")
         if self.executor not in known:
             raise UserError(f"there is no executor {self.executor!r}; there are {', '.join(known)}.")
-
-    def _check_in_flight(self, in_flight: int) -> None:
-        if in_flight < 1:
-            raise UserError(f"in_flight is {in_flight}; at least one client must be at work.")
-        if not self.algorithm.communicates:
-            raise UserError(
-                f"clients of {type(self.algorithm).__name__} send nothing to wait for; leave in_flight out."
-            )
-        if self.resize_every is not None or self.make_crew is not None:
-            raise UserError(
-                "a run that does not wait trains one client at a time, on one network each; leave out either in_flight "
-                "or what resizes clients or shares them out."
-            )
 
     def joining(self, federation: Federation, memories: Memories, rounds: int, seed: int) -> "Simulation":
         """The clients of `federation` join this run as it stands in `memories`: all of them train in every round."""
@@ -228,7 +210,7 @@ class Simulation:
             if self.in_flight is None:
                 self._round(state, number)
             else:
-                self._step_without_waiting(state, self.in_flight)
+                step_without_waiting(self, state, self.in_flight)
             before, after = number * self.clients_per_round, (number + 1) * self.clients_per_round
             state.round = number + 1
             is_evaluated = self.schedule.is_evaluated(before, after)
@@ -264,26 +246,26 @@ class Simulation:
                 continue
             rows = take(memories.rows, torch.tensor(clients, device=self.device))
             kept = memories.private[model.name].take(clients)
-            share = Share(model.name, number, clients, memories.shared, rows, kept)
-            trained = self._work_on(share)() if self._crew is None else self._crew.train(share)
-            self._refuse_diverged(share, trained)
+            shard = CohortShard(model.name, number, clients, memories.shared, rows, kept)
+            trained = (self._crew or self).train(shard)
+            self.refuse_diverged(shard, trained)
             returned.append(Returned(model, rows, trained.replies))
             weights_down += trained.bytes_down
             remembered.append((clients, trained.kept))
-        self._server_step(state, returned, [clients for clients, _ in remembered])
+        self.server_step(state, returned, [clients for clients, _ in remembered])
         state.bytes_down += weights_down
         for part, (clients, kept) in zip(returned, remembered, strict=True):
             memories.private[part.model.name].put(clients, kept)
         if self.privacy is not None:
             state.num_updates.update(members)
 
-    def _refuse_diverged(self, share: Share, trained: Trained) -> None:
+    def refuse_diverged(self, shard: CohortShard, trained: Trained) -> None:
         is_finite = trained.replies.metrics["is_finite"]
         if not bool(is_finite.all()):
-            first = share.clients[int((~is_finite).nonzero()[0])]
-            raise Diverged.at(share.number, self.federation.name_of(first), self.algorithm, self.federation)
+            first = shard.clients[int((~is_finite).nonzero()[0])]
+            raise Diverged.at(shard.number, self.federation.name_of(first), self.algorithm, self.federation)
 
-    def _server_step(
+    def server_step(
         self, state: State, returned: list[Returned], clients: list[list[int]], now: Tensor | None = None
     ) -> None:
         """The server's step from the replies of some clients, of each architecture."""
@@ -292,61 +274,6 @@ class Simulation:
         state.bytes_up += bytes_up(part.replies for part in returned)
         for some, rows in zip(clients, new_rows, strict=True):
             put(state.memories.rows, torch.tensor(some, device=self.device), rows)
-
-    def _step_without_waiting(self, state: State, in_flight: int) -> None:
-        """Keep many clients at work, and step when enough of them have replied, as a server over a network does.
-
-        How long a client takes is drawn from half the mean time to one and a half of it.
-        """
-        flight = state.flight
-        while len(flight.replies) < self.clients_per_round:
-            while len(flight.working) < in_flight and (idle := self._idle(state)):
-                self._send(state, idle[next_of(self.seed, flight.num_sent, len(idle))])
-            if not flight.working:
-                break  # nobody has budget left
-            work = min(flight.working, key=lambda work: (work.due, work.number))
-            flight.working.remove(work)
-            flight.now = work.due
-            flight.replies.append(work)
-            staleness = state.round - work.version
-            flight.sum_staleness += staleness
-            flight.max_staleness = max(flight.max_staleness, staleness)
-            state.bytes_down += work.bytes_down
-            state.memories.private[self.model_of(work.client).name].put([work.client], work.kept)
-        if not flight.replies:
-            return
-        groups = [[w for w in flight.replies if self.model_of(w.client) is model] for model in self.models.values()]
-        groups = [group for group in groups if group]
-        clients = [[work.client for work in group] for group in groups]
-        returned = []
-        for group, some in zip(groups, clients, strict=True):
-            replies = pytree.tree_map(lambda *leaves: torch.cat(leaves), *(work.reply for work in group))
-            rows = take(state.memories.rows, torch.tensor(some, device=self.device))
-            returned.append(Returned(self.model_of(some[0]), rows, replies))
-        self._server_step(state, returned, clients, torch.tensor(state.round, device=self.device))
-        flight.replies = []
-
-    def _idle(self, state: State) -> list[int]:
-        """Who can be sent weights."""
-        busy = {work.client for work in (*state.flight.working, *state.flight.replies)}
-        everybody = range(self.federation.num_clients)
-        return [client for client in everybody if client not in busy and self.has_budget(state, client)]
-
-    def _send(self, state: State, client: int) -> None:
-        memories, number, flight = state.memories, state.flight.num_sent, state.flight
-        name, index = self.model_of(client).name, torch.tensor([client], device=self.device)
-        kept = memories.private[name].take([client])
-        share = Share(name, number, [client], memories.shared, take(memories.rows, index), kept)
-        trained = self.train(share)
-        self._refuse_diverged(share, trained)
-        due = flight.now + 0.5 + float(keys.uniform(keys.fold(self.seed, "duration", number), 1))
-        replies = trained.replies._replace(version=torch.full_like(index, state.round))
-        flight.working.append(
-            Work(client, number, state.round, due, trained.bytes_down, *copy((replies, trained.kept)))
-        )
-        flight.num_sent += 1
-        if self.privacy is not None:
-            state.num_updates[client] += 1
 
     def form_of_work(self, state: State, client: int) -> tuple[Reply, Kept]:
         """What a client at work has, all [1, ...]; only the form counts."""
@@ -361,19 +288,12 @@ class Simulation:
     def _crew(self) -> Trainer | None:
         return None if self.make_crew is None else self.make_crew(replace(self, make_crew=None))
 
-    def train(self, share: Share) -> Trained:
+    def train(self, shard: CohortShard) -> Trained:
         """Both halves of a round for some of its clients; the server's step comes after all of them."""
-        return self._work_on(share)()
-
-    def _work_on(self, share: Share) -> Callable[[], Trained]:
-        model = self.models[share.architecture]
-        both_halves = self.executor_for(model).map(self._one_client(model, share.shared))
-
-        def work() -> Trained:
-            offers, replies, kept = both_halves(*self._inputs(share))
-            return Trained(replies, kept, bytes_down([offers]))
-
-        return work
+        model = self.models[shard.architecture]
+        both_halves = self.executor_for(model).map(self._one_client(model, shard.shared))
+        offers, replies, kept = both_halves(*self._inputs(shard))
+        return Trained(replies, kept, bytes_down([offers]))
 
     @property
     def device(self) -> torch.device:
@@ -384,10 +304,10 @@ class Simulation:
         models = {name: replace(model, device=device) for name, model in self.models.items()}
         return replace(self, federation=self.federation.to(device), models=models)
 
-    def _inputs(self, share: Share) -> Inputs:
+    def _inputs(self, shard: CohortShard) -> Inputs:
         """What the clients of one architecture bring into a round, all [C, ...]."""
-        number = share.number
-        index = torch.tensor(share.clients, device=self.device)
+        number = shard.number
+        index = torch.tensor(shard.clients, device=self.device)
         identities = self.federation.identity(index)
         key = keys.fold(self.seed, "batches", number)
         is_sampled = self.privacy is not None and self.privacy.level == "example"
@@ -395,8 +315,8 @@ class Simulation:
         return Inputs(
             identities,
             torch.full_like(index, number),
-            share.rows,
-            share.kept,
+            shard.rows,
+            shard.kept,
             draw(index, key, self.algorithm.num_batches, self.schedule.batch_size),
             self.federation.splits["train"].size[index],
             torch.as_tensor(keys.fold(self.seed, "noise", number, identities)),

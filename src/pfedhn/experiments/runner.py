@@ -129,7 +129,7 @@ def run_many(
         if jobs > 1:
             run_side_by_side(queue, directory, jobs, options)
             return queue.outcome
-    cards = cards_of(options.device)
+    cards = gpus_of(options.device)
     limit = jobs or MAX_RUNS_ON_DEVICE * len(cards)
     num_runs = -(-min(len(queue.waiting), limit) // len(cards))
     going: dict[str, Generator[bool, None, Run]] = {}
@@ -139,7 +139,7 @@ def run_many(
         while queue.waiting or going:
             # One at a time: its first round shows how much room a run takes.
             card = min(cards, key=[card_of[name] for name in going].count)  # where the fewest runs are
-            is_seen = not waiting and (card not in map(card_of.get, going) or _has_room(card))
+            is_seen = not waiting and (card not in map(card_of.get, going) or _has_memory(card))
             has_room = len(going) < limit and (jobs or is_seen)
             run = queue.take() if has_room and not stop.is_set() else None
             turns = list(going) if run is None else [run.name]
@@ -172,7 +172,7 @@ def run_many(
     return queue.outcome
 
 
-def cards_of(device: str) -> list[str]:
+def gpus_of(device: str) -> list[str]:
     """The devices that runs are spread over: every GPU of this machine, unless one is named."""
     if device != "cuda" or torch.cuda.device_count() < 2:
         return [device]
@@ -225,7 +225,7 @@ def _give_memory_back(device: str) -> None:
     torch.cuda.empty_cache()
 
 
-def _has_room(device: str) -> bool:
+def _has_memory(device: str) -> bool:
     """Whether one more run fits on the device."""
     if not device.startswith("cuda"):
         return True

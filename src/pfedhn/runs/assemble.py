@@ -12,13 +12,13 @@ from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS, find_method
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
+from pfedhn.engine.memory import refuse_too_large
 from pfedhn.engine.network import (
     build_model,
     refuse_single_rows,
     with_frozen,
     with_num_outputs,
 )
-from pfedhn.engine.room import refuse_too_large
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Schedule
 from pfedhn.engine.transform import Transform, find_transform

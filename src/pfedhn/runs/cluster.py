@@ -16,7 +16,7 @@ from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.system.process import run_set_up, set_up_process
 
 if TYPE_CHECKING:
-    from pfedhn.engine.crew import Share, Trained
+    from pfedhn.engine.crew import CohortShard, Trained
     from pfedhn.engine.simulate import Simulation
 
 OBJECT_STORE = 200 * 2**20  # bytes on this machine, of a cluster that it is alone: little passes through at a time
@@ -100,7 +100,7 @@ def why_it_failed(error: Exception) -> str:
 
 
 class Worker:
-    """On a machine of the cluster: a copy of a run, which trains shares of its rounds."""
+    """On a machine of the cluster: a copy of a run, which trains shards of its rounds."""
 
     def __init__(self, content: bytes, device: str, software: Software) -> None:
         set_up_process()
@@ -118,11 +118,11 @@ class Worker:
     def is_refused(self) -> str | None:
         return self.trouble
 
-    def train(self, share: "Share", shared: Any) -> "Trained":
+    def train(self, shard: "CohortShard", shared: Any) -> "Trained":
         from pfedhn.engine.crew import to_device
 
-        share = to_device(share._replace(shared=shared), self.run.device)
-        trained: Trained = to_device(self.run.train(share), "cpu")
+        shard = to_device(shard._replace(shared=shared), self.run.device)
+        trained: Trained = to_device(self.run.train(shard), "cpu")
         return trained
 
 
@@ -148,13 +148,13 @@ class Workers:
             if trouble is not None:
                 raise UserError(f"a Ray worker cannot be used: {trouble}.")
 
-    def train(self, share: "Share") -> "Trained":
+    def train(self, shard: "CohortShard") -> "Trained":
         import ray
 
         from pfedhn.engine.crew import to_device, together
 
-        shared = ray.put(to_device(share.shared, "cpu"))
-        parts = [to_device(part._replace(shared=None), "cpu") for part in share.split(len(self.workers))]
+        shared = ray.put(to_device(shard.shared, "cpu"))
+        parts = [to_device(part._replace(shared=None), "cpu") for part in shard.split(len(self.workers))]
         answers = [worker.train.remote(part, shared) for worker, part in zip(self.workers, parts, strict=False)]
         trained: Trained = to_device(together(_heard(answers)), self.home)
         return trained

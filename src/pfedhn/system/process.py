@@ -91,7 +91,7 @@ def keep_compiled() -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
-def check_room(
+def check_memory(
     num_bytes: int, what: str, way_out: str | Callable[[], str] = "make it smaller", there: int | None = None
 ) -> None:
     """Refuse what this machine could never hold, before anything is made or written.

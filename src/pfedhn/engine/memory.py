@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS
-from pfedhn.system.process import check_room
+from pfedhn.system.process import check_memory
 
 LARGE_SETTING = 2_000  # no method makes much of less
 LARGE_TARGET = 500_000  # weights, of which no server makes much of less
@@ -42,7 +42,7 @@ def refuse_too_large(simulation: Simulation) -> None:
     width = min(simulation.schedule.batch_size, federation.largest_train_size)
     numbers = algorithm.num_batches * width * simulation.clients_per_round
     example = federation.first(1).nbytes + federation.y[:1].nbytes + 8  # and its number
-    check_room(numbers * example, "the minibatches of a round (clients x local steps x batch size)")
+    check_memory(numbers * example, "the minibatches of a round (clients x local steps x batch size)")
     settings: list[Any] = (
         [getattr(algorithm, item.name) for item in fields(algorithm)] if is_dataclass(algorithm) else []
     )
@@ -60,9 +60,9 @@ def refuse_too_large(simulation: Simulation) -> None:
 def _check(simulation: Simulation, server: int, kept: int, there: int | None) -> None:
     if kept > server:
         what = "what the clients keep for themselves, such as personal layers,"
-        check_room(server + kept, what, "make the network smaller, or take fewer clients", there)
+        check_memory(server + kept, what, "make the network smaller, or take fewer clients", there)
     else:
-        check_room(server + kept, "the server's model, with these settings,", lambda: _way_out(simulation), there)
+        check_memory(server + kept, "the server's model, with these settings,", lambda: _way_out(simulation), there)
 
 
 def _num_weights(simulation: Simulation) -> int:
