@@ -39,9 +39,10 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.bench import measure as bench
 from pfedhn.data.federation import Federation
-from pfedhn.engine.capture import CapturedRun, side_by_side
+from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.executors import TracedScan
 from pfedhn.engine.gpu import COMPILER, compile_graph, set_up_gpu
+from pfedhn.engine.graphs import side_by_side
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
 from pfedhn.model import Model

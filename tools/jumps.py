@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pfedhn.engine.capture import side_by_side
 from pfedhn.engine.gpu import set_up_gpu
+from pfedhn.engine.graphs import side_by_side
 from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Progress, State

@@ -23,9 +23,12 @@ from torch.utils import _pytree as pytree
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
-from pfedhn.engine import capture, executors, gpu
-from pfedhn.engine.capture import CapturedRun, pile_up, rates, side_by_side
+from pfedhn.engine import blocks, capture, executors, gpu, local_steps
+from pfedhn.engine.capture import CapturedRun
+from pfedhn.engine.captured_round import rates
 from pfedhn.engine.evaluate import Chunk
+from pfedhn.engine.graphs import pile_up, side_by_side
+from pfedhn.engine.local_steps import LocalSteps
 from pfedhn.engine.network import convolves
 from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
@@ -56,7 +59,7 @@ def captured(simulation: Simulation) -> tuple[State, list[float]]:
 def test_captured_is_the_loop(
     method: str, cohort: int, target: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "convolves", lambda *_: False)  # as where the package's kernels take convolutions
+    monkeypatch.setattr(blocks, "convolves", lambda *_: False)  # as where the package's kernels take convolutions
     loop = simulate(algorithm(method), federation, target, rounds=5, cohort=cohort, evaluate_every=2, executor="loop")
     expected = loop.initial_state()
     losses = [p.evaluation.splits["test"].mean_loss for p in loop.rounds(expected) if p.evaluation]
@@ -107,16 +110,16 @@ def test_what_a_person_s_own_code_keeps_has_numbers(federation: Federation) -> N
         for executor in ("loop", "captured"):
             target = {"mlp": replace(model(), per_example_metric=own)}
             simulation = simulate(PFedHN(local_steps=2), federation, target, rounds=3, executor=executor)
-            assert not capture.is_known(simulation)
+            assert not blocks.is_known(simulation)
             last = [p.evaluation for p in rounds(simulation, simulation.initial_state()) if p.evaluation][-1]
             scores[executor] = last.splits["test"].metric.tolist()
         assert scores["captured"] == scores["loop"]
         assert any(scores["loop"])
     known = simulate(PFedHN(local_steps=2), federation, executor="captured")
-    assert capture.is_known(known)
-    assert capture.is_known(capture.on_blocks(known))
+    assert blocks.is_known(known)
+    assert blocks.is_known(blocks.on_blocks(known))
     known.models["mlp"].training_module.register_forward_hook(lambda *_: None)
-    assert not capture.is_known(known)
+    assert not blocks.is_known(known)
 
 
 @pytest.fixture
@@ -132,8 +135,9 @@ def may_compile(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     monkeypatch.setattr(gpu, "_traced", {})
     monkeypatch.setattr(gpu.BackgroundCompiledGraph, "compile", compiled)
     monkeypatch.setattr(gpu, "WHOLE_PROCESS", nullcontext())  # or nothing could be traced while this compiler waits
-    for name in ("compile_graph", "compile_once"):
-        monkeypatch.setattr(capture, name, lambda graph, arguments: gpu.BackgroundCompiledGraph(graph, arguments))
+    for place in (capture, local_steps):
+        monkeypatch.setattr(place, "compile_once", gpu.BackgroundCompiledGraph)
+    monkeypatch.setattr(local_steps, "compile_graph", gpu.BackgroundCompiledGraph)
     return event
 
 
@@ -313,11 +317,11 @@ def test_memories_share_nothing_with_one_another_or_the_start(method: str, feder
 def test_a_large_cohort_trains_some_at_a_time(
     method: str, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "MAX_TOGETHER", 2)
+    monkeypatch.setattr(local_steps, "MAX_TOGETHER", 2)
     batches = []
-    train = CapturedRun._train
+    train = LocalSteps._train
     monkeypatch.setattr(
-        CapturedRun, "_train", lambda self, *arguments: batches.append(arguments[-2]) or train(self, *arguments)
+        LocalSteps, "_train", lambda self, *arguments: batches.append(arguments[-2]) or train(self, *arguments)
     )
     expected = finish(simulate(algorithm(method), federation, rounds=3, cohort=5, executor="loop"))
     state, _ = captured(simulate(algorithm(method), federation, rounds=3, cohort=5))
@@ -332,9 +336,9 @@ def test_with_pytorch_s_convolutions_one_client_s_steps_are_a_graph(
 ) -> None:
     """Which is replayed for each: the convolutions of several clients at once are grouped ones, and slow on a GPU."""
     counts = []
-    train, scores = CapturedRun._train, CapturedRun._scores_of
+    train, scores = LocalSteps._train, CapturedRun._scores_of
     monkeypatch.setattr(
-        CapturedRun, "_train", lambda self, *arguments: counts.append(len(arguments[-1])) or train(self, *arguments)
+        LocalSteps, "_train", lambda self, *arguments: counts.append(len(arguments[-1])) or train(self, *arguments)
     )
     monkeypatch.setattr(
         CapturedRun, "_scores_of", lambda self, chunks: counts.append(len(chunks[0].members)) or scores(self, chunks)

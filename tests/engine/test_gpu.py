@@ -21,7 +21,9 @@ from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine import gpu
-from pfedhn.engine.capture import CapturedRun, side_by_side
+from pfedhn.engine.capture import CapturedRun
+from pfedhn.engine.graphs import side_by_side
+from pfedhn.engine.local_steps import LocalSteps
 from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
@@ -173,13 +175,13 @@ def test_after_a_run_that_could_not_be_captured_others_can(
 
 def test_graphs_may_be_freed_while_another_is_captured(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     captured(on_card(PFedHN(local_steps=2), federation, rounds=2))
-    work = CapturedRun._train_all
+    work = LocalSteps.train_all
 
-    def untidy(self: CapturedRun, groups: Any) -> Any:
+    def untidy(self: LocalSteps, groups: Any) -> Any:
         gc.collect()
         return work(self, groups)
 
-    monkeypatch.setattr(CapturedRun, "_train_all", untidy)
+    monkeypatch.setattr(LocalSteps, "train_all", untidy)
     runs = [on_card(PFedHN(local_steps=2), federation, rounds=3, executor=name) for name in ("loop", "auto")]
     assert_close(memories_of(captured(runs[1])), memories_of(finish(runs[0])))
 

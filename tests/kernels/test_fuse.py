@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pfedhn.algorithms.fedavg import FedAvg
-from pfedhn.engine.capture import on_blocks
+from pfedhn.engine.blocks import on_blocks
 from pfedhn.kernels.fuse import Fused, fuse
 from pfedhn.models import MLP, LeNet, ResNet
 
