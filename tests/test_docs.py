@@ -38,7 +38,8 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.cli.app import app
 from pfedhn.data.partition import Labels, by_classes
 from pfedhn.deploy.engine import free_port
-from pfedhn.experiments.build import build_federation, check
+from pfedhn.experiments.build import check
+from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy
 
-from pfedhn.experiments.build import build_federation
+from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.spec import Cell
 from pfedhn.report.results import Runs, read_file
 from pfedhn.storage.schema import Result

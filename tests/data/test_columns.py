@@ -17,7 +17,8 @@ from pfedhn.data.files import read_client, read_federation, read_inputs
 from pfedhn.data.reading import Column, Reading, TableReading
 from pfedhn.data.tables import from_table
 from pfedhn.errors import UserError
-from pfedhn.experiments.build import build_federation, check
+from pfedhn.experiments.build import check
+from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.grid import from_toml, with_assignments
 from pfedhn.settings import parse_assignments
 

@@ -11,7 +11,8 @@ from support import encoded
 from pfedhn.data.files import read_client, read_federation, read_inputs
 from pfedhn.data.images import decode
 from pfedhn.errors import UserError
-from pfedhn.experiments.build import build_federation, check
+from pfedhn.experiments.build import check
+from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.grid import from_toml, with_assignments
 from pfedhn.experiments.spec import Experiment
 from pfedhn.settings import parse_assignments

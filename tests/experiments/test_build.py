@@ -15,11 +15,12 @@ import pfedhn
 from pfedhn.data.partition import dirichlet
 from pfedhn.engine.rounds import rounds
 from pfedhn.errors import UserError
-from pfedhn.experiments.build import build_federation, build_partition, build_simulation, check
+from pfedhn.experiments.build import build_simulation, check
+from pfedhn.experiments.data import build_federation, build_partition
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.execute import start
 from pfedhn.experiments.grid import from_table, from_toml, with_assignments
-from pfedhn.experiments.runner import prepare
+from pfedhn.experiments.preflight import build_each_cell
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.models import build, factory
 from pfedhn.runs.assemble import assemble
@@ -328,7 +329,7 @@ def test_a_start_that_a_method_makes_nothing_of_is_refused() -> None:
         "",
     )
     with pytest.raises(UserError, match="pfedhn makes nothing of the model that pretrain = 'fedavg' would give it"):
-        prepare(experiment.runs([0]), Options())
+        build_each_cell(experiment.runs([0]), Options())
     for method in ("lg-fedavg", "fedper", "local", "pfedme"):
         cells = tuple(replace(cell, method=method) if cell.pretrain else cell for cell in experiment.cells)
-        prepare(replace(experiment, cells=cells).runs([0]), Options())
+        build_each_cell(replace(experiment, cells=cells).runs([0]), Options())

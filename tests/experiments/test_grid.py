@@ -14,7 +14,8 @@ from support import SMALL
 
 from pfedhn.engine.transform import TRANSFORMS
 from pfedhn.errors import UserError
-from pfedhn.experiments.build import build_federation, build_simulation, cell_algorithm, check
+from pfedhn.experiments.build import build_simulation, cell_algorithm, check
+from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.grid import from_table, from_toml, select, with_assignments
 from pfedhn.experiments.spec import Cell, Experiment, cell_digest

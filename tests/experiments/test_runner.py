@@ -32,8 +32,9 @@ from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.execute import Outcome, Queue
 from pfedhn.experiments.grid import from_table, from_toml, select, with_assignments
+from pfedhn.experiments.preflight import build_each_cell
 from pfedhn.experiments.provenance import rerun_command
-from pfedhn.experiments.runner import prepare, run_many
+from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Experiment, RunSpec, pretraining_run, with_pretraining
 from pfedhn.experiments.workers import run_side_by_side
 from pfedhn.paper.experiments import DEMO, EXPERIMENTS
@@ -331,7 +332,7 @@ def test_going_on_with_another_executor_is_refused_also_where_all_is_finished(tm
 def test_preparing_refuses_a_client_without_examples() -> None:
     crowded = with_assignments(SMALL, {"clients": 900})
     with pytest.raises(ValueError, match="leaves every client without examples; use fewer clients"):
-        prepare(select(crowded, [], None), Options())
+        build_each_cell(select(crowded, [], None), Options())
 
 
 # Side by side

@@ -87,7 +87,8 @@ def data_show(
     from pfedhn.cli.running import get_dataset
     from pfedhn.data.catalogue import DATASETS
     from pfedhn.data.describe import check_ending, describe, plot
-    from pfedhn.experiments.build import build_federation, check
+    from pfedhn.experiments.build import check
+    from pfedhn.experiments.data import build_federation
     from pfedhn.experiments.grid import with_assignments
     from pfedhn.experiments.registry import usual_cell
     from pfedhn.experiments.spec import Experiment

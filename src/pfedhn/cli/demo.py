@@ -30,7 +30,7 @@ def demo(
     from pfedhn.cli.running import displayed, end
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.grid import select
-    from pfedhn.experiments.runner import run_many
+    from pfedhn.experiments.runner import run_ready
     from pfedhn.paper.experiments import DEMO
     from pfedhn.report.entries import collect
     from pfedhn.report.figures import draw_demo
@@ -44,7 +44,7 @@ def demo(
     methods = ", ".join(dict.fromkeys(cell.method for cell in DEMO.cells))
     screen.print(f"{methods}; {len(DEMO.seeds)} seeds each: {len(runs)} runs.", highlight=False)
     with displayed(DEMO, runs, out, Options(source="demo"), jobs) as ready:
-        outcome = run_many(out, DEMO, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
+        outcome = run_ready(ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
     end(outcome)
     (found,) = collect([out])
     Screen().print(to_terminal(found))

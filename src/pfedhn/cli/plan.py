@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pfedhn.engine.memory import bytes_of_shared
-from pfedhn.experiments.build import build_simulation, check
+from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Directory, Options, num_jobs
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
 from pfedhn.system.screen import say, table_screen
@@ -38,7 +38,6 @@ def print_plan(
 ) -> None:
     """Say what `run` would do; nothing is written."""
     options.check()
-    check(experiment)
     Directory(path).refuse_other(experiment)
     runs = with_pretraining(experiment, runs)
     left = [run for run in runs if not (path / run.name / "result.json").exists()]

@@ -137,7 +137,7 @@ def run(
     """
     from pfedhn.cli.find import find_study
     from pfedhn.cli.running import choose_device_on, displayed, end
-    from pfedhn.experiments.runner import run_many
+    from pfedhn.experiments.runner import run_ready
     from pfedhn.experiments.tasks import connected
     from pfedhn.report.entries import asked_for, collect
     from pfedhn.report.findings import to_terminal as finding_to_terminal
@@ -185,9 +185,7 @@ def run(
         if device is not None or resume is None:
             options = replace(options, device=choose_device_on(cluster, device))
         with displayed(chosen, runs, path, options, jobs, cluster, detail=detail) as ready:
-            outcome = run_many(
-                path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster
-            )
+            outcome = run_ready(ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster)
     if outcome.results:
         try:
             tables = [to_terminal(asked_for(found)) for found in collect([path])]
@@ -200,7 +198,7 @@ def run(
                 table_screen().print(table)
         if study is not None:
             tell = (lambda text: None) if quiet else (lambda text: say(text, is_error=True))
-            compute_missing(study, path, ready.runs, ready.options, tell)
+            compute_missing(study, path, ready.runs.runs, ready.options, tell)
         if study is not None and not quiet:
             for finding in findings(read(path), [study]):
                 Screen().print(finding_to_terminal(finding))
@@ -209,10 +207,13 @@ def run(
 
 def _stored(resume: Path) -> "tuple[Experiment, list[RunSpec], Options]":
     """What a directory holds, which of its runs were asked for, and how they were started."""
+    from pfedhn.experiments.build import check
     from pfedhn.experiments.directory import Directory
 
     directory = Directory(resume)
-    return (*directory.read(), directory.options())
+    chosen, runs = directory.read()
+    check(chosen)
+    return chosen, runs, directory.options()
 
 
 def _asked_for(

@@ -1,7 +1,7 @@
 """Runs with a display: everything between a checked command and its outcome."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -11,23 +11,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pfedhn.cli.endings import BAD_INPUT, FAILED, Stopped, complain
 from pfedhn.data import catalogue
-from pfedhn.errors import RunError, UserError
-from pfedhn.experiments.build import check
-from pfedhn.experiments.directory import Directory, Options, finished
-from pfedhn.experiments.execute import Outcome, refuse_changed_base
-from pfedhn.experiments.runner import prepare, refuse_changed_data, refuse_other_executor
-from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
+from pfedhn.errors import UserError
+from pfedhn.experiments.directory import Directory, Options
+from pfedhn.experiments.execute import Outcome
+from pfedhn.experiments.preflight import Preflight, build_each_cell, preflight
+from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.experiments.tasks import Cluster
 from pfedhn.runs.assemble import choose_device
 from pfedhn.runs.progress import Detail, Display
-from pfedhn.storage.history import MendableError
 from pfedhn.system.screen import Screen
 
 
 class Ready(NamedTuple):
-    """What `run_many` takes, once everything is checked and the display is up."""
+    """The arguments of `run_ready`, once everything is checked and the display is up."""
 
-    runs: list[RunSpec]
+    runs: Preflight
     options: Options
     listen: Display
 
@@ -58,37 +56,24 @@ def displayed(
     options.check()
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs is {jobs}; it must be at least 1.")
-    directory = Directory(path)
-    check(chosen)
-    directory.refuse_other(chosen)
-    runs = with_pretraining(chosen, runs)
-    refuse_other_executor(path, runs, options)
-    left = [run for run in runs if not _is_finished(path / run.name, run)]
-    names = {run.name for run in left}
-    known: list[RunSpec] = []
-    if directory.is_experiment:
-        with suppress(RunError):  # where it cannot be read, `open` says what to do
-            known = directory.read()[1]  # seeds of another day too
-    finished_runs = {run.name: run for run in [*known, *runs] if run.name not in names}
-    ended = [run for run in finished_runs.values() if _is_finished(path / run.name, run)]
-    refuse_changed_data(path, ended, is_going_on=bool(left))
-    if left:
-        refuse_changed_base(path, dict.fromkeys(run.name for run in [*known, *runs]))
+    ready = preflight(path, chosen, runs, options)
+    left = ready.waiting
     screen = Screen(stderr=True)
     for name in dict.fromkeys(run.cell.dataset for run in left):
         if name in catalogue.DATASETS:
             get_dataset(name, options.data_dir, again=False)
     # This machine may have no GPU where the cluster has some.
-    prepare(left, options if cluster is None else replace(options, device="cpu"))
-    if options.threads is None and (path / "experiment.toml").exists():
+    build_each_cell(left, options if cluster is None else replace(options, device="cpu"))
+    directory = Directory(path)
+    if options.threads is None and directory.is_experiment:
         options = replace(options, threads=directory.options().threads)  # however few runs are left by now
-    options = options.with_threads(len(runs), jobs, cluster is not None)
-    directory.open(chosen, runs, options)
-    if len(left) < len(runs) and detail != "quiet":
-        screen.print(f"{len(runs) - len(left)} of {len(runs)} runs are finished already.", highlight=False)
+    options = options.with_threads(len(ready.runs), jobs, cluster is not None)
+    directory.open(chosen, ready.runs, options)
+    if ready.finished and detail != "quiet":
+        screen.print(f"{len(ready.finished)} of {len(ready.runs)} runs are finished already.", highlight=False)
     try:
         with Display(len(left), screen, split, detail) as display:
-            yield Ready(runs, options, display)
+            yield Ready(ready, options, display)
     except KeyboardInterrupt:
         where = "" if cluster is None else f" --on {cluster.on}"
         raise Stopped(f"stopped; `pfedhn run --resume {path}{where}` continues.") from None
@@ -101,14 +86,6 @@ def choose_device_on(cluster: Cluster | None, device: str | None) -> str:
     if device is None or device == "auto":
         return "cuda" if cluster.has_gpu else "cpu"
     return device if device == "cuda" else choose_device(device)
-
-
-def _is_finished(folder: Path, run: RunSpec) -> bool:
-    """Whether nothing is left to do; `run_many` says why a run whose files are damaged is started again."""
-    try:
-        return finished(folder, run) is not None
-    except MendableError:
-        return False
 
 
 def end(outcome: Outcome) -> None:

@@ -99,10 +99,10 @@ def tune(
     chosen, source = find_experiment(experiment)
     values = parse_assignments(assignments or [])
     chosen = with_assignments(chosen, values)
-    check(chosen)
     numbers = whole_numbers(seeds)
     grids = grids_from_toml(Path(source)) if source.endswith(".toml") else {}
     study = plan(chosen, only or [], numbers, fraction=fraction, finalists=finalists, assigned=values, own_grids=grids)
+    check(study.stages["finals"])  # those of the first stage differ in their steps alone
     points = [point for method in study.methods for point in study.points_of(method)]
     refuse_without_effect(assignments or [], [point.cell for point in points])
     if save is None and experiment not in experiments():
@@ -171,7 +171,7 @@ def _run_stage(
     """Run some points; one that diverges is a finding, any other failure ends the command."""
     from pfedhn.cli.running import displayed, end
     from pfedhn.experiments.execute import Outcome
-    from pfedhn.experiments.runner import run_many
+    from pfedhn.experiments.runner import run_ready
     from pfedhn.runs.progress import Event, Finished
     from pfedhn.storage.checkpoint import remove_old
 
@@ -186,9 +186,7 @@ def _run_stage(
     try:
         # No test score is shown: who sees it while choosing has chosen by it.
         with displayed(chosen, study.runs(stage, points), path, options, jobs, cluster, split="validation") as ready:
-            outcome = run_many(
-                path, chosen, ready.runs, jobs=jobs, options=ready.options, listen=listen, cluster=cluster
-            )
+            outcome = run_ready(ready.runs, jobs=jobs, options=ready.options, listen=listen, cluster=cluster)
     except Stopped:
         raise Stopped("stopped; the same command continues.") from None
     end(Outcome(failures={name: why for name, why in outcome.failures.items() if not why.has_diverged}))

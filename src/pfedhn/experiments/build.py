@@ -1,14 +1,9 @@
-"""A cell as data, network and method: what a run of it needs."""
+"""A cell as a simulation: its data, network and method."""
 
-import inspect
-import logging
-import multiprocessing
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
@@ -16,41 +11,26 @@ from torch.utils import _pytree as pytree
 from pfedhn import models
 from pfedhn.algorithms import find_method
 from pfedhn.data import catalogue as datasets
-from pfedhn.data import partition
-from pfedhn.data.dealing import share_out
-from pfedhn.data.describe import LARGE, large_labels
-from pfedhn.data.federation import Federation
-from pfedhn.data.files import read_federation
-from pfedhn.data.folders import is_client_folder
-from pfedhn.data.palette import stored
-from pfedhn.data.tables import count_clients
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
-from pfedhn.errors import UserError, closest, short
-from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
+from pfedhn.errors import UserError, closest
+from pfedhn.experiments.data import (
+    build_federation,
+    build_partition,
+    made,
+    network_names,
+    reading_options,
+    table_columns,
+)
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
+from pfedhn.model import Factory, Model
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
 from pfedhn.runs.assemble import AnyAlgorithm, assemble, build_algorithm
-from pfedhn.settings import build, describe, fits
-from pfedhn.system import fingerprint
-from pfedhn.system.files import given_path, reading
-from pfedhn.system.reference import find_code
+from pfedhn.settings import build
 
 if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
-
-logger = logging.getLogger("pfedhn")
-
-PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
-    "by_classes": partition.by_classes,
-    "dirichlet": partition.dirichlet,
-    "by_group": partition.by_group,
-    "by_coarse_class": partition.by_coarse_class,
-}
-
-
-OLD_SPELLINGS = {"normalise": "normalize", "pools": "apart"}
-"""What files and stored results of earlier versions call a partition's settings and their values."""
 
 
 def check(experiment: Experiment) -> None:
@@ -62,7 +42,7 @@ def check(experiment: Experiment) -> None:
     for cell in experiment.cells:
         cell_algorithm(cell)
         if is_made(cell.dataset):
-            _made(cell)
+            made(cell)
         elif cell.dataset not in datasets.DATASETS and not is_own_data(cell.dataset):
             raise UserError(f"there is no data set {cell.dataset!r}; {closest(cell.dataset, datasets.DATASETS)}")
         for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size", "resize_every", "in_flight"):
@@ -117,248 +97,6 @@ def cell_privacy(cell: Cell) -> Privacy | None:
     return build(Privacy, cell.privacy, "privacy")
 
 
-def build_partition(cell: Cell) -> partition.Partition:
-    settings = {
-        OLD_SPELLINGS.get(name, name): OLD_SPELLINGS.get(value, value) if isinstance(value, str) else value
-        for name, value in cell.partition.items()
-    }
-    settings = {name: None if value == "none" else value for name, value in settings.items()}
-    rule = settings.pop("rule", None)
-    if not isinstance(rule, str) or rule not in PARTITIONS:
-        raise UserError(f"partition: there is no rule {rule!r}; {closest(str(rule), PARTITIONS)}")
-    known = inspect.signature(PARTITIONS[rule]).parameters
-    if "num_clients" in settings:
-        raise UserError(
-            "partition: num_clients is not given here; the field `clients` says how many clients there are."
-        )
-    if "num_clients" in known:
-        settings["num_clients"] = cell.clients
-    hints = get_type_hints(PARTITIONS[rule])
-    for name, value in settings.items():
-        if name not in known:
-            raise UserError(f"partition {rule} has no setting {name!r}; {closest(name, known)}")
-        if not fits(value, hints[name]):
-            raise UserError(f"partition {rule}: {name} = {value!r} does not fit; it must be {describe(hints[name])}.")
-    missing = [n for n, p in known.items() if p.default is p.empty and n not in settings]
-    if missing:
-        raise UserError(f"partition {rule} needs {', '.join(missing)}.")
-    return PARTITIONS[rule](**settings)
-
-
-@lru_cache(maxsize=2)
-def _dataset(name: str, data_dir: Path | None) -> datasets.Dataset:
-    return datasets.load(name, data_dir)
-
-
-@lru_cache(maxsize=16)  # two for each of as many GPUs as a machine has
-def _examples_on(name: str, data_dir: Path | None, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """All examples of a data set, those for testing last, on a device: runs side by side share them.
-
-    On a GPU images are bytes, and with them comes their palette.
-    """
-    data = _dataset(name, data_dir)
-    x = data.x if data.test_x is None else torch.cat([data.x, data.test_x])
-    x, palette = stored(x, device)
-    return fingerprint.remember(x), palette
-
-
-def forget_datasets() -> None:
-    """Let go of the data sets that were read; worker processes read their own."""
-    _dataset.cache_clear()
-    _examples_on.cache_clear()
-
-
-def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device: str = "cpu") -> Federation:
-    seed = seed if cell.data_seed is None else cell.data_seed
-    own = is_own_data(cell.dataset) or is_made(cell.dataset)
-    if is_made(cell.dataset):
-        federation = _made_federation(cell, seed)
-    else:
-        federation = _own_federation(cell, seed) if own else _known_federation(cell, seed, data_dir, device)
-    fixed = own or cell.partition["rule"] in ("by_group", "by_coarse_class")
-    if fixed and federation.num_clients != cell.clients:
-        number = federation.num_clients
-        raise UserError(f"clients = {cell.clients}, but {cell.dataset} has {number} clients; set clients = {number}.")
-    if cell.descriptors == "class":
-        federation = federation.with_descriptors(shares_of_classes(federation))
-    if cell.sizes is None:
-        return federation
-    everybody = federation.num_clients + federation.num_joining
-    names = [models.network_name(name) for name in cell.sizes]
-    runs = [names[min(i, federation.num_clients - 1) * len(cell.sizes) // cell.clients] for i in range(everybody)]
-    if cell.part is None:
-        return federation.with_architectures(runs)
-    return federation.only(
-        [client for client in range(federation.num_clients) if runs[client] == models.network_name(cell.part)]
-    )
-
-
-def shares_of_classes(federation: Federation) -> torch.Tensor:
-    """[N, classes]: the fraction of each class's training examples that a client has; those that join later last."""
-    everybody = [federation, *([] if federation.joining is None else [federation.joining])]
-    counts = torch.cat([part.class_shares * part.splits["train"].size[:, None] for part in everybody])
-    return counts / counts.sum(0).clamp(min=1)
-
-
-def _made(cell: Cell) -> Callable[[], Federation]:
-    """What makes the data of a cell; `partition` holds what it is called with."""
-    function = find_code(cell.dataset)
-    known = inspect.signature(function).parameters
-    given = {} if cell.partition == Cell().partition else dict(cell.partition)
-    for name in given:
-        if name not in known:
-            raise UserError(f"{cell.dataset} has no setting {name!r}; {closest(name, known)}")
-    try:
-        inspect.signature(function).bind(cell.clients, seed=0, **given)
-    except TypeError as error:
-        form = f"def {function.__name__}(clients, seed)"
-        raise UserError(f"{cell.dataset} cannot be called ({error}); it must begin with {form}.") from None
-    return partial(function, cell.clients, **given)
-
-
-def _made_federation(cell: Cell, seed: int) -> Federation:
-    federation = _made(cell)(seed=seed)  # type: ignore[call-arg]
-    if not isinstance(federation, Federation):
-        raise UserError(f"{cell.dataset} makes a {type(federation).__name__}; it must return a pfedhn.Federation.")
-    return federation
-
-
-def _own_federation(cell: Cell, seed: int) -> Federation:
-    columns = table_columns(cell)
-    for name in ("client", "label"):
-        if cell.dataset.lower().endswith(TABLE_ENDINGS) and f"{name}_column" not in columns:
-            raise UserError(f'{cell.dataset} is a table; say which column is the {name}: columns.{name} = "...".')
-    how: dict[str, Any] = {**columns, "task": cell.task}
-    how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed, **reading_options(cell)}
-    federation = read_federation(cell.dataset, **how)
-    unscaled = [name for name in network_names(cell) if name.startswith(("mlp", "linear"))]
-    if cell.dataset.lower().endswith(TABLE_ENDINGS) and unscaled:
-        warn_of_scales(Path(cell.dataset), unscaled[0], federation)
-    warn_of_labels(Path(cell.dataset), columns.get("label_column"), cell.task, federation)
-    return federation
-
-
-def with_own_clients(cell: Cell) -> Cell:
-    """A cell of a person's own data with as many clients as these have; the same one where that cannot be told yet.
-
-    What else a table holds is not looked at: how it is to be read may still be given by `--set`.
-    """
-    place, columns = given_path(cell.dataset), table_columns(cell)
-    if is_made(cell.dataset) or not is_own_data(cell.dataset):
-        return cell
-    with reading(place):
-        is_table = place.is_file() and "client_column" in columns
-        is_folder = place.is_dir()
-        folders = [part for part in place.iterdir() if is_client_folder(part)] if is_folder else []
-    number = count_clients(place, columns["client_column"]) if is_table else len(folders)
-    return replace(cell, clients=number) if number else cell
-
-
-MANY = 100  # classes that a person seldom means
-_warned: set[str] = set()  # of which files; an experiment reads each several times
-
-
-def warn_of_labels(file: Path, column: str | None, task: str, federation: Federation) -> None:
-    """Numbers as large as prices make training diverge, and a quantity that is taken for classes learns nothing."""
-    what = "the labels" if column is None else repr(column)
-    key = f"{file.resolve()}: {what}"
-    if key in _warned or multiprocessing.parent_process() is not None:
-        return
-    if (scale := large_labels(federation)) is not None:
-        _warned.add(key)
-        logger.warning(
-            "%s: the numbers to predict, %s, have mean %.4g and standard deviation %.4g, so that training learns badly "
-            "or diverges. Standardize them (subtract that mean, divide by that deviation), and undo it in predictions.",
-            *(file.name, what, *scale),
-        )
-    if task != "auto" or federation.class_names is not None or federation.num_classes is None:
-        return
-    different = len(federation.y.unique())
-    if different > MANY and 10 * different > len(federation.y):
-        _warned.add(key)
-        logger.warning(
-            "%s: %s: %s different whole numbers, which are taken for classes; the network tells %s apart. For a "
-            'quantity, set task = "regression"; for classes, task = "classification".',
-            *(file.name, what, f"{different:,}", f"{federation.num_classes:,}"),
-        )
-
-
-def warn_of_scales(file: Path, model: str, federation: Federation) -> None:
-    """Columns as large as ages or prices drown the others, and nothing else than a low accuracy would say so."""
-    values = federation.x.double()
-    mean, deviation = values.mean(0), values.std(0, correction=0)
-    (large,) = torch.nonzero(torch.maximum(mean.abs(), deviation) > LARGE, as_tuple=True)
-    if len(large) and str(file.resolve()) not in _warned and multiprocessing.parent_process() is None:
-        _warned.add(str(file.resolve()))
-        number = int(large[0])
-        assert federation.reading is not None
-        assert federation.reading.table is not None
-        logger.warning(
-            "%s is not scaled: its column %r has mean %.4g and standard deviation %.4g, which %s learns badly from. "
-            'Scale the columns, or set model = "tabular-32", which scales them by each client\'s own data.',
-            *(file.name, federation.reading.table.features[number], mean[number], deviation[number], model),
-        )
-
-
-COLUMNS = {"client": "client_column", "label": "label_column", "ignore": "ignore_columns"}
-
-
-def table_columns(cell: Cell) -> dict[str, Any]:
-    """What the columns of a cell's table are, as `read_federation` takes it."""
-    named: dict[str, Any] = {}
-    for name, value in cell.columns.items():
-        if name not in COLUMNS:
-            raise UserError(f"columns has no setting {name!r}; {closest(name, COLUMNS)}")
-        listed = [value] if name != "ignore" or isinstance(value, str) else value
-        if not isinstance(listed, list | tuple) or not all(isinstance(part, str) for part in listed):
-            form = 'a list of columns, as in ["visit_date"]' if name == "ignore" else "a column's name"
-            raise UserError(f"columns.{name} = {short(value)} does not fit; give {form}.")
-        named[COLUMNS[name]] = tuple(listed) if name == "ignore" else value
-    return named
-
-
-READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted")
-
-
-def reading_options(cell: Cell) -> dict[str, Any]:
-    """How a cell's own data are read; `read_federation` checks the values."""
-    for name in cell.read:
-        if name not in READ:
-            raise UserError(f"read has no setting {name!r}; {closest(name, READ)}")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in cell.read.items()}
-
-
-def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:
-    data = _dataset(cell.dataset, data_dir)
-    labels = data.y
-    if cell.labels == "within-group":
-        if data.within is None:
-            raise UserError(f"{cell.dataset} has no groups to number labels within; use labels = 'global'.")
-        labels = data.within
-    assignment = share_out(
-        data.y,
-        build_partition(cell),
-        split=cell.split,
-        seed=seed,
-        test_labels=data.test_y,
-        groups=None if data.groups is None else data.groups.numpy(),
-        coarse=None if data.coarse is None else data.coarse.numpy(),
-        test_coarse=None if data.test_coarse is None else data.test_coarse.numpy(),
-        stratify=cell.stratify,
-    )
-    y = labels if data.test_y is None else torch.cat([labels, data.test_y])
-    x, palette = _examples_on(cell.dataset, data_dir, device)
-    return Federation.from_assignment(x, y, assignment, palette=palette).with_training_examples()
-
-
-def preprocessing(cell: Cell) -> dict[str, Any] | None:
-    """What the pixels of a known data set went through: divided by scale, less mean, divided by std."""
-    source = datasets.DATASETS.get(cell.dataset)
-    if source is None:
-        return None
-    return {"scale": 16.0 if cell.dataset == "digits" else 255.0, "mean": source.mean, "std": source.std}
-
-
 def refuse_unused_start(simulation: Simulation, cell: Cell) -> None:
     """A run whose method makes nothing of the weights it starts from would only pay for them."""
 
@@ -378,25 +116,39 @@ def refuse_unused_start(simulation: Simulation, cell: Cell) -> None:
         )
 
 
-def network_names(cell: Cell) -> Sequence[str]:
-    """The target networks of a cell."""
-    return [cell.part or cell.model] if cell.sizes is None or cell.part is not None else cell.sizes
+CheckedNetworks: TypeAlias = dict[str, Model]
+"""Networks that were tried on examples already, by all that decides whether they fit."""
 
 
-def build_simulation(run: RunSpec, options: "Options", starts: Mapping[str, Params] | None = None) -> Simulation:
-    """A run as its experiment describes it."""
+def build_simulation(
+    run: RunSpec,
+    options: "Options",
+    starts: Mapping[str, Params] | None = None,
+    checked: CheckedNetworks | None = None,
+) -> Simulation:
+    """Build a run as its experiment describes it.
+
+    Args:
+        run: The run.
+        options: How to run it.
+        starts: The weights that it starts from, if another run trained them.
+        checked: Networks that need not be tried again; those that are new are added.
+    """
     cell = run.cell
     federation = build_federation(cell, run.seed, options.data_dir, options.device)
-    shape = tuple(federation.x.shape[1:])
-    return assemble(
+    shape, num_outputs = tuple(federation.x.shape[1:]), federation.num_classes or 1
+    kind = (cell.dataset, cell.partition, cell.columns, cell.read, cell.task, cell.labels, federation.y.dtype)
+    networks: dict[str, Factory | Model] = {}
+    places = {}
+    for name in network_names(cell):
+        arguments = cell.network if ":" in name else None
+        own = models.network_name(name)
+        places[own] = repr((name, arguments, shape, num_outputs, *kind))
+        networks[own] = (checked or {}).get(places[own]) or models.factory(name, num_outputs, shape, arguments)
+    simulation = assemble(
         cell_algorithm(cell),
         federation,
-        {
-            models.network_name(name): models.factory(
-                name, federation.num_classes or 1, shape, cell.network if ":" in name else None
-            )
-            for name in network_names(cell)
-        },
+        networks,
         steps=cell.steps,
         cohort_size=cell.cohort_size,
         batch_size=cell.batch_size,
@@ -411,3 +163,7 @@ def build_simulation(run: RunSpec, options: "Options", starts: Mapping[str, Para
         privacy=cell_privacy(cell),
         in_flight=cell.in_flight,
     )
+    if checked is not None:
+        built = {place: simulation.models[own] for own, place in places.items()}
+        checked |= {place: model for place, model in built.items() if not model.frozen}  # which a method and seed froze
+    return simulation

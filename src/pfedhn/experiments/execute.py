@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeAlias
 
 from pfedhn.engine.state import Diverged
 from pfedhn.errors import RunError, UserError, first_line, place_in_own_code
-from pfedhn.experiments.build import build_simulation, preprocessing
+from pfedhn.experiments.build import build_simulation
+from pfedhn.experiments.data import preprocessing
 from pfedhn.experiments.directory import Options, plain
 from pfedhn.experiments.provenance import rerun_command
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, dataset_name, pretraining_run

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from pfedhn.algorithms import ALGORITHMS, find_method
 from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError, closest
-from pfedhn.experiments.build import with_own_clients
+from pfedhn.experiments.data import with_own_clients
 from pfedhn.experiments.rates import apply_rates, rates_file, rates_for
 from pfedhn.experiments.spec import (
     CELL_TABLES,

@@ -23,7 +23,7 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Schedule
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.errors import UserError, closest, short
-from pfedhn.model import Factory, PerExample
+from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
 from pfedhn.settings import check_seed, checked_method, whole_number
@@ -70,7 +70,7 @@ def refuse_without_evaluation(federation: Federation) -> None:
 def assemble(
     method: str | AnyAlgorithm,
     federation: Federation,
-    model: str | Factory | Mapping[str, Factory],
+    model: str | Factory | Mapping[str, Factory | Model],
     *,
     steps: int = 5_000,
     cohort_size: int | None = None,
@@ -123,7 +123,10 @@ def assemble(
     if unknown:
         raise UserError(f"there is no target network {sorted(unknown)[0]!r}; {closest(sorted(unknown)[0], factories)}")
     refuse_without_evaluation(federation)
-    networks = {name: build_model(name, factory, federation, loss, metric) for name, factory in factories.items()}
+    networks = {
+        name: made if isinstance(made, Model) else build_model(name, made, federation, loss, metric)
+        for name, made in factories.items()
+    }
     if isinstance(federation, LazyFederation):
         federation = with_num_outputs(federation, networks.values())
     algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pfedhn.errors import RunError
 from pfedhn.experiments.analysis import Analysis, read_analysis, write_analysis
-from pfedhn.experiments.build import build_federation
+from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import RunSpec
 from pfedhn.runs.execute import computing_on

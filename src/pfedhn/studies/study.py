@@ -14,7 +14,8 @@ from torch import Tensor
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
 from pfedhn.engine.evaluate import sums
-from pfedhn.experiments.build import build_federation, cell_algorithm
+from pfedhn.experiments.build import cell_algorithm
+from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.registry import experiments
 from pfedhn.experiments.spec import Cell, Experiment, cell_digest, distinct, method_name
