@@ -14,7 +14,6 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
 from pfedhn.engine.norms import norms
 from pfedhn.params import Params, subtract, take
-from pfedhn.runs.tracking import numbers
 
 
 def length(weights: Params) -> float:
@@ -80,7 +79,7 @@ def test_they_are_in_the_history_of_a_run_that_was_asked_for_them(tmp_path: Path
     noted = [moment.norms for moment in run.history]
     assert noted[-1] == norms(run.simulation, run.state.memories) != noted[0]
     assert [moment.norms for moment in pfedhn.load(tmp_path / "with").history] == noted
-    assert numbers(run.history[-1])["served_norm"] == noted[-1]["served"]
+    assert run.history[-1].numbers()["served_norm"] == noted[-1]["served"]
     without = train(tmp_path / "without", executor=executor)
     assert [moment.norms for moment in without.history] == [None] * 3
     lines = (tmp_path / "without" / "metrics.jsonl").read_text().splitlines()

@@ -8,9 +8,10 @@
     server   w <- w - sum_i |T_i| (w - w_i) / sum_i |T_i|                                    receive
     client   tested with (w_lower, start(W_i)) after M steps of W_i on training data         personalize
 
-W_i starts at one, so that a client without a model of its own starts from w. Differs: the authors learn W_i until its
-loss is steady at first and for an epoch of some of the examples later; M is a fixed number here. In their code every
-client, chosen or not, moves to a new start in every round; here only chosen ones do, and the others when tested.
+W_i starts at one, where start(W_i) = w. Before its first training a client's u_i is the common start, so its M mixture
+steps move it from w toward that start. Differs: the authors learn W_i until its loss is steady at first and for an
+epoch of some of the examples later; M is a fixed number here. In their code every client, chosen or not, moves to a new
+start in every round; here only chosen ones do, and the others when tested.
 """
 
 from collections.abc import Mapping, Sequence
