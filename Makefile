@@ -68,13 +68,13 @@ audit:
 	$(AUDIT)/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 docs: $(SETUP)
-	$(BIN)/python tools/methods_page.py
+	$(BIN)/python -m pfedhn.paper.methods_page
 	$(BIN)/python tools/networks_page.py
 	$(BIN)/mkdocs build --strict
 
 results: $(SETUP)
-	$(BIN)/python tools/results_page.py
-	$(BIN)/python tools/paper_page.py
+	$(BIN)/python -m pfedhn.paper.results_page
+	$(BIN)/python -m pfedhn.paper.paper_page
 
 clean:
 	rm -rf $(VENV) $(NEWEST) $(AUDIT) site build dist

@@ -43,6 +43,7 @@ from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.paper import methods_page
 from pfedhn.paper.experiments import DEMO, EXPERIMENTS
 from pfedhn.paper.studies import STUDIES
 
@@ -331,9 +332,6 @@ def load_tool(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-methods_page = load_tool("methods_page")
 
 
 def test_the_site_takes_version_and_repository_from_the_metadata(

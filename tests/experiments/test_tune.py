@@ -482,9 +482,9 @@ def test_mnist_takes_the_rates_of_cifar10_unless_it_has_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "rates.toml"
-    monkeypatch.setattr(paper, "RATES_FILE", file)
 
     def rates_of(name: str, method: str = "fedavg") -> set[Any]:
+        monkeypatch.setattr(paper, "PACKAGE_RATES", read_rates(file))
         tuned: Callable[[Experiment], Experiment] = paper._tuned
         return {cell.settings.get("local_lr") for cell in tuned(EXPERIMENTS[name]).cells if cell.method == method}
 

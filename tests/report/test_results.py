@@ -1,7 +1,6 @@
 """Lines of results: packed from real runs, read back, put together; and the page of the documentation made of them."""
 
 import csv
-import importlib.util
 import io
 import json
 import math
@@ -9,12 +8,10 @@ import os
 import re
 import shutil
 import statistics
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy
@@ -28,6 +25,7 @@ from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.paper import comparison, results_figures, results_log, results_page, results_summary, stored_tables
 from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.report.entries import collect, display_name, to_reports
 from pfedhn.report.figures import figures_of
@@ -414,17 +412,6 @@ def test_a_folder_of_directories_names_them(made: Path) -> None:
 # The page
 
 
-def load_generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results_page", ROOT / "tools" / "results_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["results_page"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-generator = load_generator()
 CIFAR10 = EXPERIMENTS["table1-cifar10"]
 
 
@@ -501,22 +488,24 @@ def test_stored_accuracies_follow_from_the_stored_clients() -> None:
 @pytest.mark.slow
 def test_the_page_is_what_the_command_makes() -> None:
     results = ROOT / "results"
-    reports, notes = generator.read_results(results), (results / "notes.md").read_text()
+    reports, notes = stored_tables.read_results(results), (results / "notes.md").read_text()
     made = {
-        ROOT / "docs" / "results.md": generator.summary(reports),
-        ROOT / "docs" / "results-log.md": generator.page(reports, notes, generator.read_tuning(results)),
-        results / "results.csv": generator.table_of_runs(results),
+        ROOT / "docs" / "results.md": results_summary.summary(reports),
+        ROOT / "docs" / "results-log.md": results_log.page(reports, notes, results_log.read_tuning(results)),
+        results / "results.csv": stored_tables.table_of_runs(results),
     }
     for file, text in made.items():
         assert file.read_text() == text, f"`make results` writes {file.name} anew"
     assert len(made[ROOT / "docs" / "results.md"].split()) < 1_600  # a short page, tables counted in
-    block = generator.readme_block(reports, generator.read_ladder(results))
-    assert generator.README_BLOCK.findall((ROOT / "README.md").read_text()) == [block]
+    block = results_summary.readme_block(reports, stored_tables.read_ladder(results))
+    assert results_summary.README_BLOCK.findall((ROOT / "README.md").read_text()) == [block]
     pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "figures").glob("results-*.*")}
-    stems = [name for report in reports for name in generator.pictured(report).values()] + [generator.TRAFFIC]
+    stems = [name for report in reports for name in results_figures.pictured(report).values()] + [
+        results_figures.TRAFFIC
+    ]
     assert set(pictures) == {f"{stem}{ending}.svg" for stem in stems for ending in ("", "-dark")}
     assert all(size < 200_000 for size in pictures.values())
-    assert generator.unexplained(reports, notes) == []
+    assert results_log.unexplained(reports, notes) == []
 
 
 def test_the_summary_marks_the_best_and_what_cannot_be_told_from_it(tmp_path: Path) -> None:
@@ -528,7 +517,7 @@ def test_the_summary_marks_the_best_and_what_cannot_be_told_from_it(tmp_path: Pa
             "local": {0: 85.0, 1: 86.1, 2: 87.0},
         }
     )
-    text = generator.summary(generator.read_results(stored(tmp_path, runs)))
+    text = results_summary.summary(stored_tables.read_results(stored(tmp_path, runs)))
     table, differences = text.replace("\N{NO-BREAK SPACE}", " ").split("Minus the paper's number")
     assert row(table, "pFedHN")[2] == "**90.0 ± 1.0**"  # over clients a point less than over samples
     assert row(table, "FedPer")[2].startswith("**89.7")
@@ -552,7 +541,9 @@ def test_the_summary_says_whose_recipe_a_row_is_and_what_ours_gains(tmp_path: Pa
             "ditto": {0: 99.0},  # too few seeds to be the best of anything
         }
     )
-    text = generator.summary(generator.read_results(stored(tmp_path, runs))).replace("\N{NO-BREAK SPACE}", " ")
+    text = results_summary.summary(stored_tables.read_results(stored(tmp_path, runs))).replace(
+        "\N{NO-BREAK SPACE}", " "
+    )
     beginnings = [line.split(" | ")[0].strip("| ") for line in text.splitlines() if line.startswith("| ")]
     assert beginnings[1 : beginnings.index("column")] == [
         *("*The paper's methods, by its recipe:*", "FedPer", "pFedHN"),
@@ -577,7 +568,7 @@ def test_a_tie_of_ours_that_is_behind_with_every_seed_is_called_so(tmp_path: Pat
     ours = {"pfedhn-plus": {0: 90.0, 1: 89.5, 2: 91.0}}
     for rival, is_behind in (({0: 90.3, 1: 92.0, 2: 91.2}, True), ({0: 89.9, 1: 92.0, 2: 91.2}, False)):
         runs = pretended({**ours, "fedbabu": rival})
-        text = " ".join(generator.summary(generator.read_results(stored(tmp_path, runs))).split())
+        text = " ".join(results_summary.summary(stored_tables.read_results(stored(tmp_path, runs))).split())
         assert "or tied with the best, in 1 of the 1 columns" in text
         assert ("behind it with every seed in 1 of them" in text) is is_behind
 
@@ -620,17 +611,17 @@ def test_runs_that_diverged_are_told_where_others_have_a_score(tmp_path: Path) -
             for clients, seed, settings in lines
         )
     )
-    reports = generator.read_results(folder)
-    of_ten, of_fifty, of_hundred = row(generator.summary(reports), "Per-FedAvg (HF)")[1:4]
+    reports = stored_tables.read_results(folder)
+    of_ten, of_fifty, of_hundred = row(results_summary.summary(reports), "Per-FedAvg (HF)")[1:4]
     assert (of_ten, of_fifty, of_hundred) == ("", "79.0 (*1 seed*, 1 diverged)", "2 diverged")
-    of_ten, of_fifty, of_hundred = row(generator.page(reports, "", []), "Per-FedAvg (HF)")[1:4]
+    of_ten, of_fifty, of_hundred = row(results_log.page(reports, "", []), "Per-FedAvg (HF)")[1:4]
     assert (of_ten, of_fifty, of_hundred) == ("—", "**79.00** (*1 seed*, 1 diverged)", "2 diverged")
 
 
 def test_a_seed_without_a_run_has_what_the_fine_tuned_form_had_before(tmp_path: Path) -> None:
     before = Scores(0.5, 100, 0.5, 0.5, (25, 25), (50, 50))
     tuned = pretended({"pfedhn-plus-ft": {0: 90.0}, "fedavg-ft": {0: 80.0}}, unadapted=SplitScores(before, before))
-    (report,) = generator.read_results(stored(tmp_path, tuned))[:1]
+    (report,) = stored_tables.read_results(stored(tmp_path, tuned))[:1]
     found = {entry.label: entry.results for entry in report.entries if entry.results}
     assert {label: results[0].test.client_mean for label, results in found.items()} == {
         **{"pfedhn-plus": 0.5, "pfedhn-plus-ft": pytest.approx(0.89), "fedavg-ft": pytest.approx(0.79)}  # FedAvg is run
@@ -639,7 +630,7 @@ def test_a_seed_without_a_run_has_what_the_fine_tuned_form_had_before(tmp_path: 
     assert found["pfedhn-plus"][0].settings["adaptation_steps"] == 0
     own = pretended({"pfedhn-plus": {1: 70.0}})
     both = replace(tuned, results={**tuned.results, **own.results}, curves={**tuned.curves, **own.curves})
-    (report,) = generator.read_results(stored(tmp_path, both))[:1]
+    (report,) = stored_tables.read_results(stored(tmp_path, both))[:1]
     entry = report.entry("pfedhn-plus", ("cifar10", 50))
     assert entry is not None
     assert {seed: result.test.client_mean for seed, result in entry.results.items()} == {0: 0.5, 1: pytest.approx(0.69)}
@@ -663,31 +654,33 @@ def test_stored_commands_name_no_folder_of_a_machine() -> None:
 def test_more_seeds_of_a_pair_narrow_its_interval(tmp_path: Path) -> None:
     few = {"pfedhn": {0: 88.0, 1: 87.0, 2: 89.0}, "pfedhn-plus": {0: 88.5, 1: 88.3, 2: 89.2}}
     more = {method: {**values, **{3: values[0], 4: values[1], 5: values[2]}} for method, values in few.items()}
-    texts = [generator.summary(generator.read_results(stored(tmp_path, pretended(runs)))) for runs in (few, more)]
+    texts = [
+        results_summary.summary(stored_tables.read_results(stored(tmp_path, pretended(runs)))) for runs in (few, more)
+    ]
     assert ["**" in "".join(row(text, "pFedHN")) for text in texts] == [True, False]  # six seeds tell them apart
     assert row(texts[0], "pFedHN")[2].strip("*") == row(texts[1], "pFedHN")[2]  # the table keeps its three
 
 
 def test_readme_gets_the_sentences_and_the_picture(tmp_path: Path) -> None:
     runs = pretended({"pfedhn": {0: 88.0, 1: 87.0, 2: 89.0}, "pfedhn-plus": {0: 90.0, 1: 89.5, 2: 91.0}})
-    reports = generator.read_results(stored(tmp_path, runs))
-    block = generator.readme_block(reports)
-    assert generator.said(reports) in block
-    assert generator.said_of_bytes(reports) in block
+    reports = stored_tables.read_results(stored(tmp_path, runs))
+    block = results_summary.readme_block(reports)
+    assert results_summary.said(reports) in block
+    assert results_figures.said_of_bytes(reports) in block
     assert 'srcset="docs/figures/results-bytes-dark.svg"' in block
-    alone = generator.read_results(stored(tmp_path, pretended({"pfedhn": {0: 88.0}})))
-    assert "<picture>" not in generator.readme_block(alone)
-    assert generator.read_ladder(tmp_path) is None
+    alone = stored_tables.read_results(stored(tmp_path, pretended({"pfedhn": {0: 88.0}})))
+    assert "<picture>" not in results_summary.readme_block(alone)
+    assert stored_tables.read_ladder(tmp_path) is None
     ladder = Finding("ablation-cifar10", "Ladder", 'The largest step is "+ decay".', (), {"": object})
-    block = generator.readme_block(alone, ladder)
+    block = results_summary.readme_block(alone, ladder)
     assert 'alt="The largest step is &quot;+ decay&quot;." src="docs/figures/paper-ablation-cifar10.svg"' in block
 
 
 @pytest.mark.slow
 def test_the_advice_on_methods_quotes_the_table() -> None:
-    reports = [generator.compared(report) for report in generator.read_results(ROOT / "results")]
+    reports = [comparison.compared(report) for report in stored_tables.read_results(ROOT / "results")]
     found = {
-        (generator.column_name(entry.column), display_name(entry.label)): f"{summary.mean:.1f}"
+        (comparison.column_name(entry.column), display_name(entry.label)): f"{summary.mean:.1f}"
         for report in reports
         for entry in report.entries
         if (summary := entry.test()) is not None
@@ -703,7 +696,7 @@ def test_the_advice_on_methods_quotes_the_table() -> None:
 
 def test_every_stored_run_has_a_line_of_csv(tmp_path: Path) -> None:
     runs = pretended({"pfedhn": {0: 88.0, 1: 89.0}, "fedavg": {0: 50.0}})
-    lines = list(csv.DictReader(io.StringIO(generator.table_of_runs(stored(tmp_path, runs)))))
+    lines = list(csv.DictReader(io.StringIO(stored_tables.table_of_runs(stored(tmp_path, runs)))))
     assert [(line["method"], line["seed"], line["test_over_examples"]) for line in lines] == [
         ("pfedhn", "0", "0.88"),
         ("pfedhn", "1", "0.89"),
@@ -713,10 +706,10 @@ def test_every_stored_run_has_a_line_of_csv(tmp_path: Path) -> None:
 
 
 def test_the_bound_of_a_cell(tmp_path: Path) -> None:
-    (report, *_) = generator.read_results(stored(tmp_path, pretended({"pfedhn": {0: 88.0, 1: 89.0, 2: 90.5}})))
+    (report, *_) = stored_tables.read_results(stored(tmp_path, pretended({"pfedhn": {0: 88.0, 1: 89.0, 2: 90.5}})))
     entry = report.entry("pfedhn", ("cifar10", 50))
     assert entry is not None
-    found = generator.bar(entry)
+    found = results_log.bar(entry)
     # r = 89.59 of 3 runs with deviation 0.83; the paper's deviation is 0.29, ours that of 88, 89 and 90.5.
     mean = (88.0 + 89.0 + 90.5) / 3
     ours = math.sqrt(((88.0 - mean) ** 2 + (89.0 - mean) ** 2 + (90.5 - mean) ** 2) / 2)
@@ -731,30 +724,30 @@ def test_the_bound_of_a_cell(tmp_path: Path) -> None:
 
 
 def test_the_bound_of_one_seed_takes_the_deviations_of_others(tmp_path: Path) -> None:
-    (report, *_) = generator.read_results(stored(tmp_path, pretended({"pfedhn-pc": {0: 80.0}})))
+    (report, *_) = stored_tables.read_results(stored(tmp_path, pretended({"pfedhn-pc": {0: 80.0}})))
     entry = report.entry("pfedhn-pc", ("cifar10", 50))
-    found = generator.bar(entry)
+    found = results_log.bar(entry)
     assert found.deviation == 0.65  # 0.63 in the paper
     assert found.bound == pytest.approx(91.00 - 2 * 0.65 * math.sqrt(1 / 1 + 1 / 3))
-    text = generator.page([report], "", [])
+    text = results_log.page([report], "", [])
     cells = row(text, "pFedHN-PC, cifar10, 50 clients")
     assert cells[1:] == ["91.00", "3 runs", "0.65", f"{found.bound:.2f}", "80.00 (*1 seed*)", "**no**"]
 
 
 def test_where_nothing_was_measured_the_paper_is_the_bar() -> None:
-    reports = generator.read_results(ROOT / "tests")  # no results there
+    reports = stored_tables.read_results(ROOT / "tests")  # no results there
     entry = reports[-1].entry("pfedhn", ("mnist", 10))
     (result,) = pretended({"pfedhn": {0: 99.0}}).results.values()
     filled = replace(entry, results={0: result})
-    found = generator.bar(filled)
+    found = results_log.bar(filled)
     assert (found.mean, found.num_runs, found.is_measured, found.deviation) == (99.53, 3, False, 0.16)
     assert found.bound == pytest.approx(99.53 - 2 * 0.16 * math.sqrt(1 + 1 / 3))
-    assert generator.bar(entry).bound is None
+    assert results_log.bar(entry).bound is None
 
 
 def test_the_page_marks_empty_cells_and_single_seeds(tmp_path: Path) -> None:
     runs = pretended({"pfedhn": {0: 89.0, 1: 90.0, 2: 91.0}, "fedavg": {0: 48.0}})
-    text = generator.page(generator.read_results(stored(tmp_path, runs)), "", [])
+    text = results_log.page(stored_tables.read_results(stored(tmp_path, runs)), "", [])
     table = text[text.index("## Table 1, CIFAR-10") :]
     assert row(table[: table.index("![")], "pFedHN") == [
         *("pFedHN", "—<br>paper 90.83 ± 1.56", "**89.00 ± 1.00** (3 seeds)<br>paper 88.38 ± 0.29<br>+0.62"),
@@ -770,7 +763,7 @@ def test_the_page_marks_empty_cells_and_single_seeds(tmp_path: Path) -> None:
 
 def test_the_table_compares_on_common_seeds_and_the_check_takes_all(tmp_path: Path) -> None:
     runs = pretended({"pfedhn": {0: 90.0, 1: 91.0, 2: 92.0, 3: 70.0, 4: 70.0}})
-    text = generator.page(generator.read_results(stored(tmp_path, runs)), "", [])
+    text = results_log.page(stored_tables.read_results(stored(tmp_path, runs)), "", [])
     table, check = text.split("## Does pFedHN reach what it should?")
     assert "**90.00\xa0±\xa01.00** (3 seeds)" in table  # over clients 1 point less than over samples
     assert "(5 seeds)" not in table
@@ -780,25 +773,25 @@ def test_the_table_compares_on_common_seeds_and_the_check_takes_all(tmp_path: Pa
 def test_the_cost_of_lg_fedavg_includes_its_fedavg(tmp_path: Path) -> None:
     before = Cost("fedavg", 5_000, bytes_up=4 * 10**9, bytes_down=5 * 10**9, seconds=1_200.0)
     runs = pretended({"lg-fedavg": {0: 85.0, 1: 86.0}}, pretrain=before)
-    text = generator.page(generator.read_results(stored(tmp_path, runs)), "", [])
+    text = results_log.page(stored_tables.read_results(stored(tmp_path, runs)), "", [])
     assert row(text, "LG-FedAvg", "50")[4:] == ["5,000 + 1,000", "5.0 GB", "7.0 GB", "30 min"]
 
 
 def test_a_baseline_far_from_the_paper_needs_an_explanation(tmp_path: Path) -> None:
     # Over clients 1 point less: FedAvg at 47.79 + 2.11, FedPer at 83.39 - 1.89.
     runs = pretended({"fedavg": {0: 50.9}, "fedper": {0: 82.5}, "pfedhn": {0: 95.0}})
-    reports = generator.read_results(stored(tmp_path, runs))
-    assert [entry.label for entry in generator.far_from_paper(reports)] == ["fedavg"]
-    assert generator.unexplained(reports, "### FedPer\n\n### fedavg and others\n") == ["FedAvg"]
-    assert generator.unexplained(reports, "### FedAvg\n") == []
-    section = generator.page(reports, "### FedAvg\n\nBecause.\n", []).split("## Baselines that differ")[1]
+    reports = stored_tables.read_results(stored(tmp_path, runs))
+    assert [entry.label for entry in results_log.far_from_paper(reports)] == ["fedavg"]
+    assert results_log.unexplained(reports, "### FedPer\n\n### fedavg and others\n") == ["FedAvg"]
+    assert results_log.unexplained(reports, "### FedAvg\n") == []
+    section = results_log.page(reports, "### FedAvg\n\nBecause.\n", []).split("## Baselines that differ")[1]
     assert row(section, "FedAvg") == ["FedAvg", "cifar10", "50", "49.90", "47.79 ± 4.48", "+2.11", "0 of 5,000"]
     assert "Because." in section.split("\n## ")[0]
-    (entry,) = generator.far_from_paper(reports)
-    assert generator.steps_to(entry, 99.0) == "never"
+    (entry,) = results_log.far_from_paper(reports)
+    assert results_log.steps_to(entry, 99.0) == "never"
     means = Measures((0.0, 0.5, 1.0), (0.0, 0.5, 1.0))
     rising = Curve((0, 2_500, 5_000), means, means)
-    assert generator.steps_to(replace(entry, curves={0: rising}), 47.79) == "2,500 of 5,000"
+    assert results_log.steps_to(replace(entry, curves={0: rising}), 47.79) == "2,500 of 5,000"
 
 
 def test_results_of_other_settings_than_today_are_refused(tmp_path: Path) -> None:
@@ -806,7 +799,7 @@ def test_results_of_other_settings_than_today_are_refused(tmp_path: Path) -> Non
     cell = next(cell for cell in old.cells if (cell.method, cell.clients) == ("pfedhn", 50))
     runs = replace(pretended({"pfedhn": {0: 90.0}}, cell=asdict(cell)), experiment=old)
     with pytest.raises(UserError, match="pfedhn-cifar10-50-seed0 has other settings than 'table1-cifar10' has now"):
-        generator.read_results(stored(tmp_path, runs))
+        stored_tables.read_results(stored(tmp_path, runs))
 
 
 def test_results_of_other_defaults_than_today_are_refused(tmp_path: Path) -> None:
@@ -814,7 +807,7 @@ def test_results_of_other_defaults_than_today_are_refused(tmp_path: Path) -> Non
     (result,) = runs.results.values()
     runs = replace(runs, results={result.name: replace(result, settings={**result.settings, "local_steps": 49})})
     with pytest.raises(UserError, match="fedavg-cifar10-50-seed0 has other settings than 'table1-cifar10' has now"):
-        generator.read_results(stored(tmp_path, runs))
+        stored_tables.read_results(stored(tmp_path, runs))
 
 
 def test_tuning_shows_every_point(tmp_path: Path) -> None:
@@ -827,13 +820,13 @@ def test_tuning_shows_every_point(tmp_path: Path) -> None:
     ]
     record = {"experiment": "table1-cifar10", "methods": {"fedavg": {"points": points, "seeds": [0]}}}
     (tmp_path / "tuning-table1-cifar10.json").write_text(json.dumps(record))
-    text = "\n\n".join(generator.tuning_section(generator.read_tuning(tmp_path)))
+    text = "\n\n".join(results_log.tuning_section(results_log.read_tuning(tmp_path)))
     assert "| local_lr | 1,000 steps | 5,000 steps |  |" in text
     assert row(text, "0.1") == ["0.1", "diverged", "", ""]
     assert row(text, "0.05") == ["0.05", "40.00", "51.23", "chosen"]
     (tmp_path / "tuning-table1-cifar10.json").write_text('{"experiment": "x"}')
     with pytest.raises(UserError, match="is no record of `pfedhn tune`"):
-        generator.read_tuning(tmp_path)
+        results_log.read_tuning(tmp_path)
 
 
 def test_the_command_writes_the_page_and_its_pictures(tmp_path: Path) -> None:
@@ -842,7 +835,7 @@ def test_the_command_writes_the_page_and_its_pictures(tmp_path: Path) -> None:
     (tmp_path / "docs" / "figures" / "results-gone-7.png").touch()
     readme = tmp_path / "README.md"
     readme.write_text("Before.\n<!-- results -->\nOld.\n<!-- end of results -->\nAfter.\n")
-    generator.build(results, tmp_path / "docs", readme)
+    results_page.build(results, tmp_path / "docs", readme)
     assert re.fullmatch(r"Before\.\n<!-- results -->\n[^<]*<!-- end of results -->\nAfter\.\n", readme.read_text())
     assert "Old." not in readme.read_text()
     pictures = sorted((tmp_path / "docs" / "figures").iterdir())

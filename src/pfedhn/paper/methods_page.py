@@ -1,4 +1,4 @@
-"""Writes the tables of docs/methods.md, docs/privacy.md and docs/deployment.md.
+"""Write the tables of docs/methods.md, docs/privacy.md and docs/deployment.md.
 
 What each method moves and keeps, what fewer bits cost, and all settings; accuracy against epsilon; accuracy against
 clients in flight. `make docs` runs it. A table stands between two markers and is made from a method's file and its row
@@ -28,7 +28,7 @@ from pfedhn.report.entries import to_reports
 from pfedhn.report.results import read_file
 from pfedhn.report.tables import bytes_text, number_text
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "methods.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "methods.md"
 NUM_CLIENTS = 50
 
 
@@ -59,7 +59,7 @@ def settings_table(method: Method) -> str:
     """All settings of a method, or, of a variant of another one, those that it changes."""
     said = meanings(method.algorithm)
     lines = ["| setting | default | meaning |", "|---|---|---|"]
-    for field in fields(method.algorithm):
+    for field in fields(method.algorithm):  # type: ignore[arg-type]
         usual = field.default if field.default_factory is MISSING else field.default_factory()
         if method.settings and method.settings.get(field.name, usual) == usual:
             continue

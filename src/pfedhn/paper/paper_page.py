@@ -1,4 +1,4 @@
-"""Writes docs/paper.md, docs/paper-numbers.md, parts of docs/networks.md and their figures from the lines in results/.
+"""Write docs/paper.md, docs/paper-numbers.md, parts of docs/networks.md and their figures from the lines in results/.
 
 `make results` runs it. Nothing of ours on the pages is typed in: a study without a stored run has no section yet.
 """
@@ -14,7 +14,7 @@ from pfedhn.report.tables import markdown_table
 from pfedhn.studies import findings
 from pfedhn.system.files import write_atomically
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 KINDS = (".svg#only-light", "-dark.svg#only-dark")  # of which the site shows one
 LONG = 21  # lines of a table, its heading too; a longer one stands on the page of numbers
 

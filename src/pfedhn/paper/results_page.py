@@ -1,0 +1,38 @@
+"""Write the results pages from results/: docs/results.md, docs/results-log.md, figures and results/results.csv.
+
+`make results` runs this module. No number on the pages is typed in. results/notes.md becomes a part of the log, and the
+README gets the sentences of the short page and a figure.
+"""
+
+from pathlib import Path
+
+from pfedhn.errors import UserError
+from pfedhn.paper.results_figures import draw
+from pfedhn.paper.results_log import page, read_tuning
+from pfedhn.paper.results_summary import README_BLOCK, readme_block, summary
+from pfedhn.paper.stored_tables import read_ladder, read_results, table_of_runs
+from pfedhn.system.files import write_atomically
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def build(results: Path, docs: Path, readme: Path) -> None:
+    reports, notes = read_results(results), (results / "notes.md").read_text()
+    figures = draw(reports)
+    for file in (docs / "figures").glob("results-*.*"):
+        if file.name not in figures:
+            file.unlink()
+    for name, content in figures.items():
+        write_atomically(docs / "figures" / name, content)
+    write_atomically(docs / "results.md", summary(reports).encode())
+    write_atomically(docs / "results-log.md", page(reports, notes, read_tuning(results)).encode())
+    write_atomically(results / "results.csv", table_of_runs(results).encode())
+    block = readme_block(reports, read_ladder(results))
+    write_atomically(readme, README_BLOCK.sub(lambda _: block, readme.read_text()).encode())
+
+
+if __name__ == "__main__":
+    try:
+        build(ROOT / "results", ROOT / "docs", ROOT / "README.md")
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
