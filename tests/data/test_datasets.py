@@ -689,6 +689,10 @@ def test_labels_of_a_table(labels: list[str], expected: list[float], kind: str, 
         ("who,what,a\n", "has no examples"),
         ("who,what,what\n1,2,3\n", "must name every column once"),
         ("", "must name every column once"),
+        ('who,what,a\n1,2,3\n1,2,"3\n', "a quotation mark opens a cell below line 2 of table.csv, and none closes it"),
+        ('who,what,a\n"1\n",2,3\n1,2,3,4\n', "line 4 of table.csv has 4 cells and the header 3"),
+        ("who,what,a\n1,2,3\n  \n1,2,3\n", "line 3 of table.csv has 1 cells and the header 3"),
+        ("who,what,\n1,2,3\n4,1,2,3\n", "line 3 of table.csv has 4 cells and the header 3"),
     ],
 )
 def test_from_table_refuses(text: str, sentence: str, tmp_path: Path) -> None:

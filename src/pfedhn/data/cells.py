@@ -1,14 +1,16 @@
 """The cells of a CSV, TSV or parquet file, column by column.
 
-Cells of a text file stay texts: `columns` decides which of them are numbers, so that an error can name the line and the
-column.
+pandas reads text files and pyarrow reads parquet. Cells of a text file stay texts: `columns` decides which of them are
+numbers, so that an error can name the line and the column.
 """
 
 import csv
+import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy
 
@@ -17,7 +19,7 @@ from pfedhn.errors import UserError, first_line
 from pfedhn.system.files import reading
 
 MAX_HEADER = 1_000_000  # characters of the first line that are searched for separators
-MAX_CELL = 1_000  # characters in a cell: a NumPy column reserves the length of its longest cell for every cell
+MAX_CELL = 1_000  # characters in a cell of a text file; numbers and names are shorter
 TABLES = (".csv", ".tsv", ".parquet")
 SEPARATORS = {";": "semicolons", "\t": "tabs"}
 MARKS = ("na", "n/a", "#n/a", "n.a.", "<na>", "nan", "null", "none", "?", "-", "--")  # of an empty cell among numbers
@@ -27,15 +29,21 @@ FEW = 0.1  # of a column's cells that are no numbers: they are mistakes, and mor
 class Columns(dict[str, Array]):
     """The columns of a table by name, and the place of each example in the file."""
 
-    def __init__(self, file: Path, columns: Mapping[str, Array], lines: Sequence[int] | None = None) -> None:
+    def __init__(self, file: Path, columns: Mapping[str, Array], separator: str | None = None) -> None:
         super().__init__(columns)
         self.file = file
-        self.lines = lines  # of a text file, that of each example
+        self.separator = separator  # of a text file
 
     def where(self, example: int) -> str:
         """The place of an example, counted from 0, as an editor or a table viewer shows it."""
-        place = f"row {example + 1}" if self.lines is None else f"line {self.lines[example]}"
+        place = f"row {example + 1}" if self.separator is None else f"line {self._lines[example + 1]}"
         return f"{place} of {self.file.name}"
+
+    @cached_property
+    def _lines(self) -> list[int]:
+        """The line of the header and of each example of a text file, which only errors ask for."""
+        assert self.separator is not None
+        return [line for line, cells in _records(self.file, _text(self.file), self.separator) if cells]
 
 
 def is_table(path: Path) -> bool:
@@ -61,47 +69,91 @@ def read_columns(
         raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
     if file.suffix.lower() == ".parquet":
         return _read_parquet(file, is_ignored, takes_empty, empty)
-    return _read_csv(file, is_ignored)
+    return _read_text(file, is_ignored)
 
 
-def _read_csv(file: Path, is_ignored: Callable[[str], bool]) -> Columns:
-    try:
-        with reading(file), file.open(newline="", encoding="utf-8-sig") as stream:
-            separator = _separator(file, stream)
-            reader = csv.reader(stream, delimiter=separator)
-            header = [name.strip() for name in next(reader, [])]
-            numbered = [(reader.line_num, line) for line in reader if line]
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save the table as UTF-8."
-        ) from error
-    except csv.Error as error:
-        raise UserError(f"{file} is not a table of cells ({error}); repair it.") from error
+def _read_text(file: Path, is_ignored: Callable[[str], bool]) -> Columns:
+    text = _text(file)
+    separator = _separator(file, text)
+    _, first = next(_records(file, text, separator), (0, []))
+    header = [name.strip() for name in first]
     if "\0" in "".join(header):
         raise UserError(f"{file} is not UTF-8 text (its header has null characters); save the table as UTF-8.")
     if len(set(header)) != len(header) or not header:
         raise UserError(f"the first line of {file.name} must name every column once.")
-    ignored = list(map(is_ignored, header))
-    for number, line in numbered:
-        if len(line) != len(header):
+    read = Columns(file, {}, separator)
+    for name, cells in zip(header, _parsed(file, text, separator, header), strict=True):
+        if is_ignored(name):
+            read[name] = _unread(len(cells))
+            continue
+        long = next((place for place, cell in enumerate(cells) if len(cell) > MAX_CELL), None)
+        if long is not None:
+            raise UserError(
+                f"{read.where(long)} has a cell of {len(cells[long]):,} characters; more than {MAX_CELL:,} are no "
+                f"number and no name: drop the column {name!r}, or {leave_it_out(name)}."
+            )
+        read[name] = _stripped(cells)
+    if separator == ";":
+        read.update(_with_points(file, read))
+    return read
+
+
+def _text(file: Path) -> str:
+    with reading(file):
+        content = file.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save the table as UTF-8."
+        ) from error
+
+
+def _parsed(file: Path, text: str, separator: str, header: Sequence[str]) -> list[list[str]]:
+    """The cells below the header, column by column; a line must have as many of them as the header."""
+    import pandas
+
+    try:
+        table = pandas.read_csv(
+            io.StringIO(text, newline=""),
+            sep=separator,
+            header=None,  # else a first column without a name would become an index
+            dtype=object,
+            na_filter=False,
+            skip_blank_lines=False,
+        )[1:]
+    except pandas.errors.ParserError:
+        last = _refuse_ragged(file, text, separator, header)
+        raise UserError(
+            f"a quotation mark opens a cell below line {last} of {file.name}, and none closes it; repair it."
+        ) from None
+    if (table[len(header) - 1] == "").any():  # pandas fills short lines up, and blank ones
+        _refuse_ragged(file, text, separator, header)
+        table = table[[bool(cells) for _, cells in _records(file, text, separator)][1:]]
+    return [table[place].tolist() for place in range(len(header))]
+
+
+def _refuse_ragged(file: Path, text: str, separator: str, header: Sequence[str]) -> int:
+    """Refuse a line with more or fewer cells than the header; the line above the last record if there is none."""
+    lines = [0]
+    for line, cells in _records(file, text, separator):
+        if cells and len(cells) != len(header):
             others = [word for sign, word in SEPARATORS.items() if sign != separator and sign in "".join(header)]
             hint = f", or separate all cells by commas if they are separated by {others[0]}" if others else ""
             raise UserError(
-                f"line {number} of {file.name} has {len(line)} cells and the header {len(header)}; repair it{hint}."
+                f"line {line} of {file.name} has {len(cells)} cells and the header {len(header)}; repair it{hint}."
             )
-        for place, cell in enumerate(line):
-            if len(cell) > MAX_CELL and not ignored[place]:
-                raise UserError(
-                    f"line {number} of {file.name} has a cell of {len(cell):,} characters; more than {MAX_CELL:,} are "
-                    f"no number and no name: drop the column {header[place]!r}, or {leave_it_out(header[place])}."
-                )
-    columns: dict[str, Array] = {
-        name: _unread(len(numbered)) if ignored[place] else _stripped([line[place] for _, line in numbered]).astype(str)
-        for place, name in enumerate(header)
-    }
-    if separator == ";":
-        columns = _with_points(file, columns)
-    return Columns(file, columns, [number for number, _ in numbered])
+        lines.append(line)
+    return lines[-2]
+
+
+def _records(file: Path, text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """(number of its last line, cells) of every record, for errors: pandas does not count lines."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    try:
+        yield from ((reader.line_num, cells) for cells in reader)
+    except csv.Error as error:
+        raise UserError(f"{file} is not a table of cells ({error}); repair it.") from error
 
 
 def _stripped(cells: Sequence[Any]) -> Array:
@@ -114,12 +166,11 @@ def _unread(count: int) -> Array:
     return numpy.full(count, None, dtype=object)
 
 
-def _separator(file: Path, stream: TextIO) -> str:
+def _separator(file: Path, text: str) -> str:
     """What separates cells; a spreadsheet of a country with decimal commas writes semicolons."""
     if file.suffix.lower() == ".tsv":
         return "\t"
-    header = stream.readline(MAX_HEADER)
-    stream.seek(0)
+    header = io.StringIO(text[:MAX_HEADER], newline="").readline()
     return ";" if ";" in header and "," not in header else ","
 
 
@@ -128,7 +179,7 @@ GROUPED = re.compile(r"\s*[+-]?\d{1,3}([. ]\d{3})+,\d+\s*")  # 1.234,5 or 1 234,
 
 def _with_points(file: Path, columns: Mapping[str, Array]) -> dict[str, Array]:
     """Columns of numbers that have decimal commas, with points instead; the others as they are."""
-    texts = {name: column for name, column in columns.items() if column.dtype.kind == "U"}
+    texts = {name: column for name, column in columns.items() if None not in column}
     commas = [name for name, column in texts.items() if _are_numbers(column, ",")]
     points = [name for name, column in texts.items() if _are_numbers(column, r"\.")]
     for name, column in texts.items():
@@ -143,7 +194,7 @@ def _with_points(file: Path, columns: Mapping[str, Array]) -> dict[str, Array]:
             "write them all with decimal points, and no sign between thousands."
         )
     return {
-        name: numpy.array([cell.replace(",", ".") if _is_number(cell, ",") else cell for cell in column.tolist()], str)
+        name: _stripped([cell.replace(",", ".") if _is_number(cell, ",") else cell for cell in column.tolist()])
         if name in commas
         else column
         for name, column in columns.items()

@@ -147,9 +147,15 @@ def encoded_like(columns: Columns, table: TableReading) -> NDArray[numpy.float32
 
 
 def _one_hot(cells: Sequence[str], texts: Sequence[str]) -> NDArray[numpy.float32]:
-    return numpy.array([[cell == text for text in texts] for cell in cells], dtype=numpy.float32).reshape(
-        len(cells), len(texts)
-    )
+    """[examples, texts]: 1 for the text of a cell; an empty cell has none."""
+    from sklearn.preprocessing import OneHotEncoder
+
+    encoder = OneHotEncoder(categories=[list(texts)], handle_unknown="ignore", sparse_output=False, dtype=numpy.float32)
+    encoder.fit(numpy.array(texts, dtype=object)[:, None])
+    if not cells:  # which scikit-learn refuses
+        return numpy.empty((0, len(texts)), dtype=numpy.float32)
+    hot: NDArray[numpy.float32] = encoder.transform(numpy.array(cells, dtype=object)[:, None])
+    return hot
 
 
 def _texts(column: Array) -> list[str]:
