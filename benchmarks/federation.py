@@ -21,7 +21,6 @@ import torch
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
 from pfedhn.deploy.party import Party
-from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.server import Arrival, Policy, Server
 from pfedhn.deploy.signing import new_key
 from pfedhn.deploy.state import Rules
@@ -76,7 +75,7 @@ def measure(num_parties: int, is_waiting: bool, seconds: float, steps: int) -> d
         algorithm, federation, network, steps=steps, cohort_size=cohort, batch_size=16, evaluate_every=10**9,
         device="cpu",
     )  # fmt: skip
-    plan, server_key = Plan.of(run), new_key()
+    plan, server_key = run, new_key()
     keys = {name: new_key() for name in data}
     policy = Policy(in_flight=None if is_waiting else num_parties, checkpoint_seconds=10.0)
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +111,7 @@ def bytes_per_party(num_parties: int) -> float:
     x, y = torch.randn(200, 64), torch.arange(200) % 10
     federation = Federation.from_clients({"one": (x, y), "two": (x, y)}, class_names=tuple(map(str, range(10))))
     algorithm = ALGORITHMS["pfedhn-pc"](embedding_dim=64)  # the widest that the number of clients would choose
-    rules = Rules(Plan.of(assemble(algorithm, federation, {"mlp-32": factory("mlp-32", 10, (64,))}, device="cpu")))
+    rules = Rules(assemble(algorithm, federation, {"mlp-32": factory("mlp-32", 10, (64,))}, device="cpu"))
     state = rules.initial()
     before = resident()
     for number in range(num_parties):

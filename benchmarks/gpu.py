@@ -107,7 +107,9 @@ def simulation(
     **settings: Any,
 ) -> Simulation:
     algorithm = ALGORITHMS[method](**settings).for_clients(federation.num_clients)
-    return Simulation(algorithm, {model.name: model for model in models}, federation, schedule, seed, executor)
+    return Simulation(
+        algorithm, {model.name: model for model in models}, schedule, seed, executor, federation=federation
+    )
 
 
 def relative_difference(left: Any, right: Any) -> float:

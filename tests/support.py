@@ -140,7 +140,7 @@ def simulate(
     models = {name: with_frozen(network, algorithm, seed) for name, network in models.items()}
     size = cohort if algorithm.communicates else federation.num_clients
     schedule = Schedule(rounds * size, cohort, batch_size, evaluate_every)
-    return Simulation(algorithm, models, federation, schedule, seed, **settings)
+    return Simulation(algorithm, models, schedule, seed, federation=federation, **settings)
 
 
 def finish(simulation: Simulation, state: State | None = None) -> State:

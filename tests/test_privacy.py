@@ -257,7 +257,7 @@ def test_a_run_says_what_was_spent_and_keeps_it(tmp_path: Path, federation: Fede
     cost = run.simulation.privacy_cost(0)
     assert run.epsilon[0] == privacy.spent(cost, run.state.num_updates[0])
     loaded = pfedhn.load(tmp_path)
-    assert loaded.simulation.privacy == privacy
+    assert loaded.plan.privacy == privacy
     assert loaded.state.num_updates == run.state.num_updates
     with pytest.raises(UserError, match="how many examples a client has"):
         _ = loaded.epsilon

@@ -14,10 +14,10 @@ from support import assert_close, make_federation, simulate
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
 from pfedhn.deploy.party import Party
-from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.server import Arrival, Policy, Server
 from pfedhn.deploy.signing import PrivateKey, new_key
 from pfedhn.deploy.wire import WireError
+from pfedhn.engine.plan import Plan
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.params import take
@@ -116,7 +116,7 @@ class Group:
 
     def __post_init__(self) -> None:
         federation = self.simulation.federation
-        self.plan = Plan.of(self.simulation, joining_rounds=3)
+        self.plan: Plan = replace(self.simulation, joining_rounds=3)
         self.events: list[Any] = []
         self.parties: dict[str, Party] = {}
         self.answers: dict[str, Callable[[bytes], bytes]] = {}
@@ -190,7 +190,7 @@ def assert_simulated(group: Group, expected: State) -> None:
 def received_by(group: Group, name: str) -> Any:
     member = group.server.state.members[name]
     model = group.plan.models[member.architecture]
-    return group.plan.exchange("training").publish(model, group.server.state.shared, group.server.state.rows[name])
+    return group.plan.exchange.publish(model, group.server.state.shared, group.server.state.rows[name])
 
 
 def with_cohorts(simulation: Simulation, rounds: list[list[str]]) -> State:

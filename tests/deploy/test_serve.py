@@ -342,5 +342,5 @@ def events(site: Site) -> list[Any]:
 @pytest.mark.parametrize("model", ["mlp-4", "mlp-200000"])
 def test_a_party_can_send_its_update_and_not_much_more(model: str) -> None:
     plan = to_plan(read_spec(SPEC.replace("mlp-4", model), Path("spec.toml")))
-    update = num_bytes(plan.start(model))
+    update = num_bytes(plan.initial_models()[model])
     assert 2 * update + SMALL_MESSAGE < max_body(plan) <= 4 * update + (4 << 20)

@@ -36,7 +36,7 @@ from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy import server as serving
 from pfedhn.deploy import state as server_state
 from pfedhn.deploy.party import SILENCE, Party
-from pfedhn.deploy.plan import Plan
+from pfedhn.deploy.plan import plan_digest
 from pfedhn.deploy.privacy import BudgetSpent, system_normal
 from pfedhn.deploy.server import Arrival, Policy, Server, _check_scores
 from pfedhn.deploy.signing import new_key, opened, sealed
@@ -467,7 +467,7 @@ def test_a_server_that_is_killed_between_the_parts_of_a_checkpoint_goes_on(
 def test_a_folder_serves_one_plan(expected: tuple[Simulation, State], tmp_path: Path) -> None:
     group = Group(expected[0], tmp_path, Policy(checkpoint_seconds=0.0))
     stop_after(group, "round", 1)
-    group.plan = Plan.of(replace(expected[0], seed=6))
+    group.plan = replace(expected[0], seed=6)
     with pytest.raises(RunError, match="another plan"):
         group.new_server()
 
@@ -946,7 +946,7 @@ def test_who_is_not_enrolled_is_sent_nothing(tmp_path: Path) -> None:
 
 def test_a_party_answers_its_server_alone(expected: tuple[Simulation, State], tmp_path: Path) -> None:
     party = Group(expected[0], tmp_path).parties["party-0"]
-    hello = Message("hello", RUN, "party-0", {"challenge": "", "plan": party.plan.digest})
+    hello = Message("hello", RUN, "party-0", {"challenge": "", "plan": plan_digest(party.plan)})
     assert opened(party.answer(sealed(hello, KEYS[0])), party.key.public_key()).kind == "hello"
     for message, key in (
         (hello, KEYS[1]), (replace(hello, run="other"), KEYS[0]), (replace(hello, party="party-1"), KEYS[0]),
@@ -1109,7 +1109,8 @@ def test_a_party_that_comes_after_the_end_learns_what_is_its_own(tmp_path: Path)
     data = alone(simulation.federation, 5)
     trained = [best.rows[f"party-{number}"] for number in range(4)]
     memories = simulation.initial_state().memories._replace(shared=best.shared, rows=stack(trained))
-    joining = simulation.joining(data, memories, 3, int(keys.fold(simulation.seed, "new client", 0)))
+    plan = simulation.joining(data.description, memories, 3, int(keys.fold(simulation.seed, "new client", 0)))
+    joining = Simulation.of(plan, data)
     joined = simulated(joining)
     assert_close(group.server.state.rows["party-5"], take(joined.memories.rows, 0))
     assert joined.best is not None

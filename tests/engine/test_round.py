@@ -242,7 +242,7 @@ def test_a_transform_may_remember(executor: str, federation: Federation) -> None
 def test_who_joins_moves_a_row_and_nothing_else(federation: Federation) -> None:
     trained = simulate(PFedHN(**small_settings()), federation, rounds=6)
     state = finish(trained)
-    joining = trained.joining(federation, state.memories, rounds=3, seed=11)
+    joining = Simulation.of(trained.joining(federation.description, state.memories, 3, 11), federation)
     before = [leaf.clone() for leaf in pytree.tree_leaves(memories_of(state))]
     joined = finish(joining)
     assert_same_bits(joined.memories.shared, state.memories.shared)
@@ -296,7 +296,7 @@ def test_publish_is_for_use_and_send_for_training(executor: str, federation: Fed
     outputs = target.outputs(doubled, federation.x[part])
     expected = target.per_example_loss(outputs, federation.y[part]).sum()
     assert_close(served.evaluate(states[1])["test"].loss[1], expected)
-    joining = served.joining(federation, memories, rounds=1, seed=1)
+    joining = served.joining(federation.description, memories, rounds=1, seed=1)
     offer = joining.exchange.offer(target, memories.shared, (), torch.tensor(0), torch.tensor(0))
     assert_same_bits(offer.weights, doubled)
 

@@ -62,7 +62,7 @@ def test_it_runs_resumes_loads_and_is_reported(file: Path, monkeypatch: pytest.M
     monkeypatch.chdir(file.parent)
     assert "3 of 3 runs are finished already" in invoke("run", "--resume", "out")
     run = pfedhn.load("out/FedProx-digits-5-strength=1.0-seed0")
-    assert type(run.simulation.algorithm).__name__ == "FedProx"
+    assert type(run.plan.algorithm).__name__ == "FedProx"
     assert run.personal_model(0) is not None
     (report,) = collect([file.parent / "out"])
     assert report.labels == ["fedavg", "FedProx strength=0.1", "FedProx strength=1.0"]

@@ -16,7 +16,7 @@ import numpy
 import pytest
 from rich.console import Console
 
-from pfedhn.data.absent import Description
+from pfedhn.data.description import Description
 from pfedhn.engine.state import Schedule
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory

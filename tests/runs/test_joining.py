@@ -166,7 +166,7 @@ def test_outputs_that_are_no_numbers_win_no_choice(choosy: Run, monkeypatch: pyt
 def test_where_every_choice_diverges_it_is_said_as_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     run = trained(Choosy())
     monkeypatch.setattr(Choosy, "choices_for_joining", lambda self: [DIVERGES, DIVERGES])
-    run.simulation = replace(run.simulation, algorithm=Choosy(**DIVERGES))
+    run.plan = replace(run.plan, algorithm=Choosy(**DIVERGES))
     with pytest.raises(Diverged, match="training diverged in round 0"):
         run.add_client(*examples(80, 1), rounds=12)
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import SMALL, assert_same_bits, resealed, resealed_json
+from torch._subclasses import FakeTensor
+from torch.utils import _pytree as pytree
 
 import pfedhn
 from pfedhn import models
@@ -211,20 +213,29 @@ def test_what_a_loaded_run_knows(trained: tuple[pfedhn.Run, Path]) -> None:
     assert loaded.result == run.result
     assert loaded.chosen.step == run.chosen.step
     assert (loaded.accuracy == run.accuracy).all()
-    assert loaded.simulation.algorithm == run.simulation.algorithm
-    assert loaded.simulation.schedule == run.simulation.schedule
+    assert loaded.plan.algorithm == run.simulation.algorithm
+    assert loaded.plan.schedule == run.simulation.schedule
 
 
 def test_a_loaded_run_says_that_it_has_no_examples(trained: tuple[pfedhn.Run, Path]) -> None:
-    federation = pfedhn.load(trained[1]).simulation.federation
-    assert federation.num_clients == 6
-    for ask in (
-        lambda: federation.examples(torch.tensor([0])),
-        lambda: federation.batches(torch.tensor([0]), 0, 1, 4),
-        lambda: federation.class_shares,
-    ):
-        with pytest.raises(UserError, match="does not have its clients' examples"):
-            ask()  # type: ignore[no-untyped-call]
+    loaded = pfedhn.load(trained[1])
+    assert loaded.plan.num_clients == 6
+    with pytest.raises(UserError, match="does not have its clients' examples"):
+        _ = loaded.simulation
+
+
+def test_loading_draws_no_hypernetwork(trained: tuple[pfedhn.Run, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    method, made = type(trained[0].plan.algorithm), []
+    init_shared = method.init_shared
+
+    def watched(*given: Any) -> Any:
+        made.append(init_shared(*given))
+        return made[-1]
+
+    monkeypatch.setattr(method, "init_shared", watched)
+    pfedhn.load(trained[1])
+    (shared,) = made
+    assert all(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(shared))
 
 
 def test_a_method_that_adapts_asks_for_the_clients_examples(tmp_path: Path) -> None:
@@ -268,7 +279,7 @@ def test_what_a_directory_cannot_name_is_given(tmp_path: Path, monkeypatch: pyte
     ):
         pfedhn.load(tmp_path)
     loaded = pfedhn.load(tmp_path, method=method)
-    assert loaded.simulation.algorithm == run.simulation.algorithm
+    assert loaded.plan.algorithm == run.simulation.algorithm
     assert_same_bits(loaded.personal_weights(1), run.personal_weights(1))  # which needs no loss
     federation = run.simulation.federation
     with pytest.raises(UserError, match=r"the loss .* defined inside a function, .* load\(\.\.\., loss=\.\.\.\)"):
@@ -292,8 +303,8 @@ class Rounded(Transform):
 def test_what_is_done_to_updates_is_kept(tmp_path: Path, upload: Any) -> None:
     run = train(tmp_path, upload=upload)
     loaded = pfedhn.load(tmp_path)
-    assert loaded.simulation.upload == run.simulation.upload == find_transform(upload)
-    assert loaded.simulation.download == find_transform("full")
+    assert loaded.plan.upload == run.simulation.upload == find_transform(upload)
+    assert loaded.plan.download == find_transform("full")
     assert_same_bits(loaded.personal_weights(1), run.personal_weights(1))
     with pytest.raises(UserError, match=r"holds another run: upload is '.*' there and 'full' here"):
         train(tmp_path)
@@ -305,8 +316,8 @@ def test_clients_are_known_by_their_names(tmp_path: Path) -> None:
     federation = pfedhn.Federation.from_clients(clients, class_names=["a", "b", "c", "d"])
     run = pfedhn.train(pfedhn.PerFedAvg(local_steps=2), federation, MLP, steps=6, progress=False, directory=tmp_path)
     loaded = pfedhn.load(tmp_path)
-    known = loaded.simulation.federation
-    assert (known.names, known.class_names) == (("Berlin", "Lyon", "Metz"), ("a", "b", "c", "d"))
+    known = loaded.plan.clients
+    assert (known.client_names, known.class_names) == (("Berlin", "Lyon", "Metz"), ("a", "b", "c", "d"))
     own = federation.examples(federation.splits["train"].of(1))
     assert_same_bits(loaded.personal_weights("Lyon", data=own), run.personal_weights("Lyon"))
     with pytest.raises(UserError, match="there is no client 'Leon'; there are Berlin, Lyon, Metz"):
@@ -343,7 +354,7 @@ def test_a_run_of_an_experiment_is_chosen_by_its_name(experiment: Path) -> None:
     with pytest.raises(UserError, match=r"there is no run 'pfedhn-digits-6-seed3' in .*; did you mean"):
         pfedhn.load(experiment, run="pfedhn-digits-6-seed3")
     run = pfedhn.load(experiment, run="pfedhn-digits-6-seed1")
-    assert run.simulation.seed == 1
+    assert run.plan.seed == 1
     assert run.personal_model(5)(torch.zeros(1, 64)).shape == (1, 10)
     again = pfedhn.load(experiment / "pfedhn-digits-6-seed1")
     assert_same_bits(run.personal_weights(2), again.personal_weights(2))
@@ -357,7 +368,7 @@ def test_models_of_equal_runs_are_equal(experiment: Path) -> None:
     """So that they share what was traced and compiled."""
     first, second = (pfedhn.load(experiment, run=f"pfedhn-digits-6-seed{seed}") for seed in (0, 1))
     assert models.factory("mlp-4", 10, (64,)) is models.factory("mlp-4", 10, (64,))
-    assert first.simulation.models["mlp-4"].shapes == second.simulation.models["mlp-4"].shapes
+    assert first.plan.models["mlp-4"].shapes == second.plan.models["mlp-4"].shapes
 
 
 def test_a_run_that_started_from_another_is_loaded_without_it(tmp_path: Path) -> None:
@@ -371,7 +382,7 @@ def test_a_run_that_started_from_another_is_loaded_without_it(tmp_path: Path) ->
     start = pfedhn.load(tmp_path, run=first.name).personal_weights(0, last=True)
     (tmp_path / first.name).rename(tmp_path.parent / "gone")
     loaded = pfedhn.load(tmp_path / second.name)
-    assert_same_bits(loaded.simulation.initial_models()["mlp-4"], start)
+    assert_same_bits(loaded.plan.initial_models()["mlp-4"], start)
     file = tmp_path / second.name / "start.safetensors"
     tensors = load_file(file)
     for other in ({name: value + 1 for name, value in tensors.items()}, {"another": torch.zeros(1)}):

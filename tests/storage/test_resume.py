@@ -206,9 +206,9 @@ def test_a_checkpoint_waits_for_the_card_that_computes(
 ) -> None:
     one, waited = simulation("fedavg", federation), Mock()
     monkeypatch.setattr(torch.cuda, "synchronize", waited)
-    there = Mock(clients_per_round=2, federation=Mock(x=Mock(is_cuda=True, device="cuda:1")))
+    there = Mock(clients_per_round=2, device=torch.device("cuda:1"))
     save_state(tmp_path, one.initial_state(), there)
-    waited.assert_called_once_with("cuda:1")
+    waited.assert_called_once_with(torch.device("cuda:1"))
 
 
 def test_a_state_that_is_not_finite_is_not_written(federation: Federation, tmp_path: Path) -> None:

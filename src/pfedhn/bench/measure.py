@@ -159,7 +159,7 @@ class Workload:
     def simulation(self, federation: Federation, model: Model, executor: str, seed: int = 0) -> Simulation:
         algorithm = PFedHN(local_steps=self.local_steps).for_clients(self.num_clients)
         schedule = Schedule(NUM_ROUNDS, 1, self.batch_size, EVALUATE_EVERY)
-        return Simulation(algorithm, {self.name: model}, federation, schedule, seed, executor)
+        return Simulation(algorithm, {self.name: model}, schedule, seed, executor, federation=federation)
 
 
 WORKLOADS = {"lenet": Workload(), "mlp": Workload("mlp", examples_per_client=18, local_steps=20, batch_size=16)}
@@ -452,7 +452,9 @@ def measure_clients(counts: Sequence[int], say: Say) -> list[dict[str, Any]]:
 def clients_line(variant: str, federation: Federation) -> dict[str, Any]:
     model = Model("mlp", lambda: MLP(64, 32, 10), cross_entropy, is_correct)
     algorithm = PFedHN(local_steps=1, embedding_dim=13)
-    simulation = Simulation(algorithm, {"mlp": model}, federation, Schedule(10_000, 1, 64, 10_000), 0, "traced")
+    simulation = Simulation(
+        algorithm, {"mlp": model}, Schedule(10_000, 1, 64, 10_000), 0, "traced", federation=federation
+    )
     state = simulation.initial_state()
     times = []
     for number in range(60):

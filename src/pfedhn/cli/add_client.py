@@ -73,8 +73,8 @@ def add_client(
     if out is not None:
         check_ending(out)
     trained = load(directory, run=run, device=device or "auto")
-    federation = trained.simulation.federation
-    given, y = read_client(data, label, federation.class_names, tuple(federation.x.shape[1:]), federation.reading)
+    clients = trained.plan.clients
+    given, y = read_client(data, label, clients.class_names, clients.shape, clients.reading)
     if trained.description.classes is None:
         y = y.astype("float32")  # whole numbers are no classes where the run predicts numbers
     x = trained.description.prepared(given)

@@ -78,8 +78,7 @@ def export(
         described = trained.description
         x, y = read_client(data, label, described.class_names, described.shape, described.reading)
         if described.reading is not None and described.reading.table is not None:
-            federation = trained.simulation.federation
-            x = filled_with(x, described.reading.table.fill_of(federation.name_of(federation.number_of(client))))
+            x = filled_with(x, described.reading.table.fill_of(described.name_of(described.number_of(client))))
         examples = described.prepared(x), y
     trained.export(client, to, data=examples)
     say(f"The model of client {client} is in {to}, and what it is in {to.with_suffix('.md')}.")

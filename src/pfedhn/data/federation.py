@@ -27,10 +27,11 @@ from pfedhn.data.arrays import (
 )
 from pfedhn.data.batches import Examples, as_examples, cohort, draw_examples, gather, sample_examples
 from pfedhn.data.dealing import check_split, share_out, split_clients
+from pfedhn.data.description import Description, number_of
 from pfedhn.data.palette import in_fast_order, stored
 from pfedhn.data.partition import Assignment, Partition
 from pfedhn.data.reading import Reading
-from pfedhn.errors import UserError, closest, short, some
+from pfedhn.errors import UserError, short, some
 from pfedhn.keys import Key
 from pfedhn.settings import check_seed
 from pfedhn.sgd import Batches
@@ -428,26 +429,17 @@ class Federation:
         Args:
             client: Its name, or its number, which may be text where no client's name is a number.
         """
-        if isinstance(client, str) and self.names is not None:
-            if client in self._places:
-                return self._places[client]
-            # Where names are numbers themselves, one that is no name is a slip.
-            if not client.isdecimal() or any(name.isdecimal() for name in self.names):
-                raise UserError(f"there is no client {client!r}; {closest(client, self.names)}")
-        first, last, number = 0, self.num_clients - 1, as_whole_numbers(client)
-        if isinstance(client, str):  # without a name it is called by its number
-            number = as_whole_numbers(int(client)) if client.isdecimal() else None
-            if self.names is None and self.identities is not None and number is not None:
-                first, last = int(self.identities.min()), int(self.identities.max())
-                places = (self.identities == int(number)).nonzero().flatten()
-                number = as_whole_numbers(int(places[0])) if len(places) else None
-        if number is None or number.ndim or not 0 <= number < self.num_clients:
-            raise UserError(f"there is no client {short(client)}; they are numbered from {first} to {last}.")
-        return int(number)
+        identities = None if self.identities is None or self.names is not None else self.identities.tolist()
+        return number_of(client, self.num_clients, self._places, identities)
 
     @cached_property
-    def _places(self) -> dict[str, int]:
-        return {name: place for place, name in enumerate(self.names or ())}
+    def _places(self) -> dict[str, int] | None:
+        return None if self.names is None else {name: place for place, name in enumerate(self.names)}
+
+    @cached_property
+    def description(self) -> Description:
+        """Who the clients are and what their examples look like."""
+        return Description.of(self)
 
     def identity(self, clients: Tensor) -> Tensor:
         """What these clients' draws are keyed by, on whatever machine they are made."""

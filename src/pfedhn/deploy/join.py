@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pfedhn.data.absent import Description
 from pfedhn.deploy import engine
 from pfedhn.deploy.invitations import Bundle, check_name
 from pfedhn.deploy.party import Party
@@ -30,7 +29,7 @@ from pfedhn.deploy.signing import (
     public_text,
     write_private,
 )
-from pfedhn.deploy.spec import listed, read_party, read_spec, to_plan
+from pfedhn.deploy.spec import read_party, read_spec, to_plan
 from pfedhn.deploy.wire import WireError
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.privacy import Privacy
@@ -177,26 +176,12 @@ def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
     module, chosen = party.personal_model(), party.chosen()
     loss, correct, count = chosen["scores"]["test"]
     spec = read_spec(json.loads(read_text(folder / ENROLLED))["spec"], folder / "spec.toml")
-    shape, model = party.data.x.shape[1:], party.model
-    scaling = None
-    if spec.data.mean is not None or spec.data.std is not None:
-        scaling = {"scale": 1.0, "mean": listed(spec.data.mean) or (0.0,), "std": listed(spec.data.std) or (1.0,)}
-    described = Description(
-        party.plan.num_clients,
-        tuple(shape),
-        str(model.dtype).removeprefix("torch."),
-        tuple(party.data.y.shape[1:]),
-        str(party.data.y.dtype).removeprefix("torch."),
-        int(party.size),
-        classes=None if spec.data.classes is None else spec.data.num_outputs,
-        class_names=spec.data.classes if isinstance(spec.data.classes, tuple) else None,
-        preprocessing=scaling,
-    )
+    model = party.model
     total = loss if correct is None else correct
     card = model_card(
         party.name,
         model,
-        described,
+        party.plan.clients,
         test_scores(total / count if count else None, count, correct is not None),
         run=party.run,
         method=spec.cell.method,
@@ -205,7 +190,8 @@ def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
         steps=party.plan.schedule.steps,
         seed=party.plan.seed,
     )
-    write_model(file, Portable(copy.deepcopy(model.testing_module), tuple(shape), model.dtype), module, card)
+    portable = Portable(copy.deepcopy(model.testing_module), party.plan.clients.shape, model.dtype)
+    write_model(file, portable, module, card)
     return party.name
 
 

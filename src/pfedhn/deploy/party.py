@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from pfedhn import keys
 from pfedhn.data.federation import Federation
-from pfedhn.deploy.plan import Phase, Plan
+from pfedhn.deploy.plan import Phase, exchange_of, plan_digest
 from pfedhn.deploy.privacy import Budget, BudgetSpent, system_key, system_normal
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
 from pfedhn.deploy.trees import SHA256, filled, named, read_tensors, write_tensors
 from pfedhn.deploy.wire import Message, WireError, from_envelope
 from pfedhn.engine.evaluate import sums
+from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Kept, Offer, all_finite
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.errors import RunError, UserError, first_line
@@ -92,7 +93,7 @@ class Party:
 
     def _try_private_steps(self, privacy: Privacy) -> None:
         """Train once on zeros: a method without private steps is refused now, and not in rounds that cost budget."""
-        exchange, start = self.plan.exchange("training"), self.plan.start(self.architecture)
+        exchange, start = self.plan.exchange, self.plan.initial_models()[self.architecture]
         shared = exchange.init_shared({self.architecture: self.model}, {self.architecture: start}, 0)
         row = in_dtype(self.plan.algorithm.init_row(torch.tensor(0), None), self.plan.dtype)
         offer = exchange.offer(self.model, shared, row, torch.tensor(0), self.identity)
@@ -171,7 +172,7 @@ class Party:
         return content[SHA256:] if content[:SHA256] == asked else None
 
     def _hello(self, message: Message) -> Message:
-        if message.values.get("plan") != self.plan.digest:
+        if message.values.get("plan") != plan_digest(self.plan):
             raise UserError(
                 "the server has another plan than this party; install the same version of pfedhn and of the network at "
                 "both, with the same frozen weights, and join anew."
@@ -192,7 +193,7 @@ class Party:
 
     def _train(self, message: Message) -> Message:
         number, base, phase = message.values["round"], message.values["base"], message.values["phase"]
-        exchange = self.plan.exchange(phase)
+        exchange = exchange_of(self.plan, phase)
         offer = Offer(message.tensors, torch.tensor(number), torch.tensor(message.values["version"]))
         received = self.plan.download.decode(offer.weights, self.model.dtype)
         kept = self._kept(phase, base, received)
@@ -296,7 +297,7 @@ class Party:
         return [loss, metric, len(examples)]
 
     def _personal_weights(self, phase: Phase, number: int, received: Params, kept: Kept, is_adapted: bool) -> Params:
-        exchange = self.plan.exchange(phase)
+        exchange = exchange_of(self.plan, phase)
         key = exchange.personalize_key(number)
         batches = self.data.batches(
             torch.tensor([0]), key, exchange.num_personal_batches(self.model, is_adapted), self.plan.schedule.batch_size
@@ -339,7 +340,7 @@ class Party:
         return kept
 
     def _first_contact(self, phase: Phase, received: Params) -> Kept:
-        exchange, start = self.plan.exchange(phase), self.plan.start(self.architecture)
+        exchange, start = exchange_of(self.plan, phase), self.plan.initial_models()[self.architecture]
         return exchange.first_contact(self.model, start, received, int(self.identity))
 
     def versions(self, phase: Phase) -> list[int]:

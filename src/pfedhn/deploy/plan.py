@@ -1,20 +1,11 @@
-"""What a server and its parties know alike before the first message: method, networks, schedule, seed."""
+"""How a server and its parties use the plan that they have in common."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from typing import Any, Literal, TypeAlias
-
-import torch
+from dataclasses import asdict, replace
+from typing import Literal, TypeAlias
 
 from pfedhn import keys
-from pfedhn.algorithm import Algorithm
+from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Exchange
-from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import Schedule
-from pfedhn.engine.transform import FULL, Transform
-from pfedhn.model import Model
-from pfedhn.params import Params
 from pfedhn.storage.identity import constants_digest, method_name, settings_of, transform_name
 from pfedhn.storage.seal import digest
 
@@ -22,74 +13,21 @@ Phase: TypeAlias = Literal["training", "joining"]
 """Of a party: it takes part in training, or joins when that has ended and the server's memory is frozen."""
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """One method, its networks and a schedule from one seed; a simulation without the data, which nobody has.
+def exchange_of(plan: Plan, phase: Phase) -> Exchange:
+    """The two halves of every round of a phase."""
+    if phase == "training":
+        return plan.exchange
+    return replace(plan.exchange, seed=int(keys.fold(plan.seed, "new client", 0)), is_frozen=True)
 
-    Args:
-        algorithm: The method, for as many clients as are expected.
-        models: The target networks by name.
-        schedule: How long the run is, and how often it is looked at.
-        seed: Of the run.
-        num_clients: How many parties are expected.
-        upload: What a party does to its update.
-        download: What the server does to the weights that it sends.
-        joining_rounds: How many rounds a party takes part in that joins when training has ended.
-    """
 
-    algorithm: Algorithm[Any, Any, Any]
-    models: Mapping[str, Model]
-    schedule: Schedule
-    seed: int
-    num_clients: int
-    upload: Transform = FULL
-    download: Transform = FULL
-    joining_rounds: int = 20
-    _starts: dict[str, Params] = field(default_factory=dict, init=False, repr=False)
-
-    @staticmethod
-    def of(simulation: Simulation, joining_rounds: int = 20) -> "Plan":
-        """The plan of a run that could be simulated."""
-        return Plan(
-            simulation.algorithm,
-            simulation.models,
-            simulation.schedule,
-            simulation.seed,
-            simulation.federation.num_clients,
-            simulation.upload,
-            simulation.download,
-            joining_rounds,
-        )
-
-    def exchange(self, phase: Phase) -> Exchange:
-        """The two halves of every round."""
-        is_frozen = phase == "joining"
-        seed = keys.fold(self.seed, "new client", 0) if is_frozen else self.seed
-        return Exchange(self.algorithm, int(seed), self.upload, self.download, is_frozen)
-
-    def start(self, architecture: str) -> Params:
-        """The initial model, which everybody makes from the seed."""
-        if architecture not in self._starts:
-            self._starts[architecture] = self.models[architecture].fresh(keys.fold(self.seed, "init"))
-        return self._starts[architecture]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.models.values())).dtype
-
-    @property
-    def num_rounds(self) -> int:
-        return self.schedule.num_rounds(self.num_clients, self.algorithm.communicates)
-
-    @cached_property
-    def digest(self) -> str:
-        """A name for all of it: two sides whose names differ would not compute the same."""
-        networks = {
-            name: [str(model.dtype), {part: list(shape) for part, shape in model.shapes.items()}]
-            for name, model in self.models.items()
-        }
-        wire = [[transform_name(transform), settings_of(transform)] for transform in (self.upload, self.download)]
-        method = [method_name(self.algorithm), settings_of(self.algorithm)]
-        parts = [method, networks, asdict(self.schedule), self.seed, self.num_clients, wire, self.joining_rounds]
-        constants = constants_digest(self.models)  # a base that the parties must have in common
-        return digest(parts if constants is None else [*parts, constants])
+def plan_digest(plan: Plan) -> str:
+    """A name for the whole plan: two sides whose names differ would not compute the same."""
+    networks = {
+        name: [str(model.dtype), {part: list(shape) for part, shape in model.shapes.items()}]
+        for name, model in plan.models.items()
+    }
+    wire = [[transform_name(transform), settings_of(transform)] for transform in (plan.upload, plan.download)]
+    method = [method_name(plan.algorithm), settings_of(plan.algorithm)]
+    parts = [method, networks, asdict(plan.schedule), plan.seed, plan.num_clients, wire, plan.joining_rounds]
+    constants = constants_digest(plan.models)  # a base that the parties must have in common
+    return digest(parts if constants is None else [*parts, constants])

@@ -17,9 +17,9 @@ import tomli_w
 from pfedhn.deploy import engine
 from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certificates
 from pfedhn.deploy.gate import Gate, make_app
-from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.signing import public_text
 from pfedhn.deploy.site import GAVE_UP, RUN, Site
+from pfedhn.engine.plan import Plan
 from pfedhn.errors import RunError
 from pfedhn.system.files import make_folder, read_text, write_atomically
 

@@ -19,11 +19,12 @@ import torch
 
 from pfedhn import keys
 from pfedhn.data.batches import cohort
-from pfedhn.deploy.plan import Phase, Plan
+from pfedhn.deploy.plan import Phase, exchange_of
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
 from pfedhn.deploy.state import Member, Rules, State, Store, Unfit, split_results, step_order
 from pfedhn.deploy.wire import REFUSALS, Message, WireError, is_finite, layout, norm, packed
 from pfedhn.engine.in_flight import next_of
+from pfedhn.engine.plan import Plan
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.errors import first_line
 from pfedhn.params import Params, num_bytes, zeros_like
@@ -242,7 +243,7 @@ class Server:
             standing = self.standings.setdefault(name, Standing())
             is_aside = standing.aside_until > self.clock()
             if not standing.is_greeted and not is_aside and (name, "hello") not in self.asked:
-                values = {"challenge": secrets.token_hex(16), "plan": self.plan.digest}
+                values = {"challenge": secrets.token_hex(16), "plan": self.store.rules.plan_digest}
                 self._ask(Message("hello", self.run_name, name, values), {"challenge": values["challenge"]})
 
     def _is_ready(self, name: str) -> bool:
@@ -378,7 +379,7 @@ class Server:
 
     def _offer(self, member: Member, number: int) -> None:
         state, phase = self.state, member.phase
-        exchange, model = self.plan.exchange(phase), self.plan.models[member.architecture]
+        exchange, model = exchange_of(self.plan, phase), self.plan.models[member.architecture]
         shared = state.shared
         if phase == "joining":
             assert state.best is not None
@@ -427,7 +428,7 @@ class Server:
             assert state.tested is not None
             shared, number = state.tested.shared, state.tested.round
             row, base = state.tested.rows[member.name], state.tested.bases[member.name]
-        weights = self.plan.exchange(member.phase).publish(model, shared, row)
+        weights = exchange_of(self.plan, member.phase).publish(model, shared, row)
         is_judged = is_last and self._is_judging and member.phase == "training"
         repeated = {
             "round": number, "base": base, "phase": member.phase,
@@ -570,7 +571,7 @@ class Server:
             return False
         try:
             row = self.plan.algorithm.init_row(torch.tensor(0), descriptor)
-            self.plan.exchange("training").sent(self.plan.models[architecture], self.state.shared, row)
+            self.plan.exchange.sent(self.plan.models[architecture], self.state.shared, row)
         except RuntimeError:  # of another length
             return False
         return is_finite(descriptor)

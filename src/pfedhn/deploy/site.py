@@ -12,9 +12,9 @@ from typing import Any
 
 from pfedhn.deploy.certificates import AUTHORITY
 from pfedhn.deploy.invitations import Bundle, Invitations
-from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.signing import PrivateKey, load_or_make_key
 from pfedhn.deploy.spec import Spec, read_spec, to_plan
+from pfedhn.engine.plan import Plan
 from pfedhn.errors import UserError
 from pfedhn.system.files import append, make_folder, read_text, write_atomically
 

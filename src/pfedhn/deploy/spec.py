@@ -30,12 +30,12 @@ from numpy.typing import NDArray
 from pfedhn import models
 from pfedhn.data.cells import read_columns
 from pfedhn.data.columns import to_numbers
+from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
 from pfedhn.data.folders import load_array
-from pfedhn.deploy.plan import Plan
 from pfedhn.deploy.server import Policy
-from pfedhn.engine.network import check_model, with_frozen
-from pfedhn.engine.state import Schedule
+from pfedhn.engine.network import check_model
+from pfedhn.engine.plan import Plan, make_plan
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest, short
 from pfedhn.experiments.build import cell_algorithm
@@ -176,16 +176,40 @@ def to_plan(spec: Spec) -> Plan:
         loss, metric = (cross_entropy, is_correct) if is_classes else (squared_error, None)
         made[name] = Model(name, _factory(network, data), loss, metric, "cpu", torch.float32)
     algorithm = cell_algorithm(cell).for_clients(cell.clients, data.num_outputs if is_classes else None)
-    if (cohort_size := cell.cohort_size) is None:
-        cohort_size = Schedule.default_cohort_size(algorithm, cell.clients)
-    if cohort_size > cell.clients:
-        raise UserError(f"a cohort of {cohort_size} cannot be drawn from {cell.clients} parties.")
     if spec.policy.in_flight is not None and not algorithm.communicates:
         raise UserError(f"parties of {cell.method} send nothing to wait for; leave in_flight out.")
-    schedule = Schedule(cell.steps, cohort_size, cell.batch_size, cell.evaluate_every)
-    wire = find_transform(cell.upload), find_transform(cell.download)
-    made = {name: with_frozen(network, algorithm, spec.seed) for name, network in made.items()}
-    return Plan(algorithm, made, schedule, spec.seed, cell.clients, *wire, spec.joining_rounds)
+    return make_plan(
+        algorithm,
+        made,
+        described(spec),
+        steps=cell.steps,
+        cohort_size=cell.cohort_size,
+        batch_size=cell.batch_size,
+        evaluate_every=cell.evaluate_every,
+        seed=spec.seed,
+        upload=find_transform(cell.upload),
+        download=find_transform(cell.download),
+        joining_rounds=spec.joining_rounds,
+    )
+
+
+def described(spec: Spec) -> Description:
+    """The parties that are expected and what their examples look like; nobody knows their names and sizes yet."""
+    data, scaling = spec.data, None
+    if data.mean is not None or data.std is not None:
+        scaling = {"scale": 1.0, "mean": listed(data.mean) or (0.0,), "std": listed(data.std) or (1.0,)}
+    is_classes = data.classes is not None
+    return Description(
+        spec.cell.clients,
+        data.example_shape,
+        "float32",
+        () if is_classes or data.outputs == 1 else (data.outputs,),
+        "int64" if is_classes else "float32",
+        spec.cell.batch_size,
+        classes=data.num_outputs if is_classes else None,
+        class_names=data.classes if isinstance(data.classes, tuple) else None,
+        preprocessing=scaling,
+    )
 
 
 def _factory(network: Any, data: Data) -> Factory:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from pfedhn import keys
 from pfedhn.deploy.journal import append_record, records
-from pfedhn.deploy.plan import Phase, Plan
+from pfedhn.deploy.plan import Phase, exchange_of, plan_digest
 from pfedhn.deploy.trees import filled, named, read_tensors, write_tensors
 from pfedhn.deploy.wire import Message, from_envelope, unpacked
 from pfedhn.engine.evaluate import SplitResult
+from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Reply, Returned
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.errors import RunError, first_line
@@ -141,9 +142,9 @@ class Rules:
     """How a record moves the state. Each function is named after the kind of its record."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        starts = {name: plan.start(name) for name in plan.models}
-        shared = plan.exchange("training").init_shared(plan.models, starts, keys.fold(plan.seed, "shared"))
+        self.plan, self.plan_digest = plan, plan_digest(plan)
+        starts = plan.initial_models()
+        shared = plan.exchange.init_shared(plan.models, starts, keys.fold(plan.seed, "shared"))
         self.start = copy(shared)
 
     def initial(self) -> State:
@@ -173,7 +174,7 @@ class Rules:
             key = torch.as_tensor(keys.fold(self.plan.seed, "row", member.identity))
             return in_dtype(algorithm.init_row(key, descriptor), self.plan.dtype)
         shared = state.best.shared if state.has_ended and state.best is not None else state.shared
-        served = self.plan.exchange("training").served(shared)
+        served = self.plan.exchange.served(shared)
         return in_dtype(algorithm.join_row(served, stack(trained), descriptor), self.plan.dtype)
 
     def _start(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
@@ -204,7 +205,7 @@ class Rules:
         """One round of a party that joins: the server's memory is frozen, and its row alone moves."""
         assert state.best is not None
         returned = Returned(self.plan.models[member.architecture], stack([state.rows[member.name]]), stack([reply]))
-        _, (rows,) = self.plan.exchange("joining").step(state.best.shared, [returned])
+        _, (rows,) = exchange_of(self.plan, "joining").step(state.best.shared, [returned])
         state.rows[member.name] = copy(take(rows, 0))
         member.round += 1
 
@@ -234,7 +235,7 @@ class Rules:
             for model, names in groups
         ]
         now = torch.tensor(state.round)
-        state.shared, moved = self.plan.exchange("training").step(state.shared, returned, now)
+        state.shared, moved = self.plan.exchange.step(state.shared, returned, now)
         for (_, names), rows in zip(groups, moved, strict=True):
             for place, name in enumerate(names):
                 state.rows[name] = copy(take(rows, place))
@@ -414,7 +415,7 @@ class Store:
         if not self._journal(self.number).exists():
             write_atomically(self._journal(self.number), b"", mode=0o600)
         write_atomically(self._journal(number), b"", mode=0o600)
-        table |= {"format": FORMAT, "plan": self.rules.plan.digest}
+        table |= {"format": FORMAT, "plan": self.rules.plan_digest}
         write_atomically(self.folder / f"checkpoint-{number:09d}.json", sealed_json(table), mode=0o600)
         self.number = number
         if len(kept := self._numbers()[:NUM_KEPT]) == NUM_KEPT:
@@ -438,7 +439,7 @@ class Store:
             table = unsealed_json(read_bytes(self.folder / f"checkpoint-{number:09d}.json"))
         except DamagedError:
             return None
-        if table.pop("format") != FORMAT or table.pop("plan") != self.rules.plan.digest:
+        if table.pop("format") != FORMAT or table.pop("plan") != self.rules.plan_digest:
             raise RunError(
                 f"{self.folder} holds a run of another plan or version of pfedhn; serve from a folder of its own."
             )

@@ -4,9 +4,9 @@ Axes: [N] clients, [C]lients of a cohort that share one architecture.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -14,32 +14,29 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.algorithm import Algorithm
 from pfedhn.data.batches import cohort
+from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
 from pfedhn.engine.crew import CohortShard, Trained, Trainer
 from pfedhn.engine.evaluate import Chunk, SplitResult, evaluate, plan, to_splits
 from pfedhn.engine.executors import EXECUTORS, Executor
 from pfedhn.engine.in_flight import check_in_flight, step_without_waiting
 from pfedhn.engine.network import choose_executor, draws_freely
-from pfedhn.engine.round import Exchange, Kept, Offer, Reply, Returned, bytes_down, bytes_of_starts, bytes_up
+from pfedhn.engine.plan import Joining, Plan
+from pfedhn.engine.round import Kept, Offer, Reply, Returned, bytes_down, bytes_of_starts, bytes_up
 from pfedhn.engine.state import (
     EVALUATED_SPLITS,
     Best,
     Diverged,
     Evaluation,
     Memories,
-    PrivateTable,
     Progress,
-    Schedule,
     State,
 )
-from pfedhn.engine.transform import FULL, Transform
-from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import Params, copy, in_dtype, put, stack, take
-from pfedhn.privacy import Cost, Privacy, Protection, keyed_normal, refuse_leaks
+from pfedhn.params import copy, in_dtype, put, stack, take
+from pfedhn.privacy import Cost, Protection, keyed_normal
 from pfedhn.sgd import Batches
 
 ROWS_AT_ONCE = 50_000  # made together: making one takes ten times its memory
@@ -58,79 +55,27 @@ class Inputs(NamedTuple):
     secret: Tensor  # the key of what protects its data
 
 
-class Joining(NamedTuple):
-    """What a trained federation gives to clients that join it."""
-
-    shared: Any
-    rows: Any  # [N, ...] of the clients that trained
-    starts: Mapping[str, Params]  # the initial models of its run
-
-
 @dataclass(frozen=True, eq=False)
-class Simulation:
-    """One method on one federation from one seed; a value, all of whose motion is in a `State`."""
+class Simulation(Plan):
+    """A plan and the data of its clients; a value, all of whose motion is in a `State`."""
 
-    algorithm: Algorithm[Any, Any, Any]
-    models: Mapping[str, Model]
-    federation: Federation
-    schedule: Schedule
-    seed: int = 0
-    executor: str = "auto"
-    starts: Mapping[str, Params] | None = None  # from a run before this one; fresh where None
-    upload: Transform = FULL
-    download: Transform = FULL
-    joins: Joining | None = None  # a trained federation that these clients join; its shared memory is frozen
-    resize_every: int | None = None  # communication steps after which every client goes on to the next network
-    privacy: Privacy | None = None  # what clients do to keep their data from those who see their updates
-    in_flight: int | None = None  # clients at work at once in a run that does not wait for its cohorts; None waits
+    clients: Description = field(init=False, repr=False)  # those of the federation
+    federation: Federation = field(kw_only=True)
     make_crew: Callable[["Simulation"], Trainer] | None = None  # who shares the clients of a round; nobody where None
     _chosen: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # which executor runs which network
     _executors: dict[str, Executor] = field(default_factory=dict, init=False, repr=False)  # they keep their graphs
 
     def __post_init__(self) -> None:
-        size, num_clients = self.schedule.cohort_size, self.federation.num_clients
-        if not 1 <= size <= num_clients and self.algorithm.communicates:
-            raise UserError(f"a cohort of {size} cannot be drawn from {num_clients} clients.")
-        if self.schedule.steps < 1 or self.schedule.evaluate_every < 1 or self.schedule.batch_size < 1:
-            raise UserError("steps, evaluate_every and batch_size must be at least 1.")
-        if self.download.init_state({}) != ():
-            raise UserError("a transform that remembers cannot be used for downloads; use it for uploads.")
+        object.__setattr__(self, "clients", self.federation.description)
+        super().__post_init__()
         if self.in_flight is not None:
             check_in_flight(self, self.in_flight)
-        has_statistics = any(model.statistics for model in self.models.values())
-        refuse_leaks(self.privacy, has_statistics, self.algorithm.needs_descriptors)
-        known = ("auto", *EXECUTORS, "captured")
-        if self.executor not in known:
-            raise UserError(f"there is no executor {self.executor!r}; there are {', '.join(known)}.")
 
-    def joining(self, federation: Federation, memories: Memories, rounds: int, seed: int) -> "Simulation":
-        """The clients of `federation` join this run as it stands in `memories`: all of them train in every round."""
-        num_clients = federation.num_clients
-        schedule = replace(
-            self.schedule, steps=rounds * num_clients, cohort_size=num_clients, evaluate_every=num_clients
-        )
-        joins = Joining(memories.shared, memories.rows, self.initial_models())
-        return replace(
-            self, federation=federation, schedule=schedule, seed=seed, joins=joins, in_flight=None, make_crew=None
-        )
-
-    @property
-    def exchange(self) -> Exchange:
-        """The two halves of every round."""
-        return Exchange(self.algorithm, self.seed, self.upload, self.download, self.joins is not None)
-
-    @property
-    def clients_per_round(self) -> int:
-        return self.schedule.clients_per_round(self.federation.num_clients, self.algorithm.communicates)
-
-    @property
-    def num_rounds(self) -> int:
-        return self.schedule.num_rounds(self.federation.num_clients, self.algorithm.communicates)
-
-    def model_of(self, client: int) -> Model:
-        if self.federation.architectures is None:
-            return next(iter(self.models.values()))
-        return self.models[self.federation.architectures[client]]
+    @staticmethod
+    def of(plan: Plan, federation: Federation) -> "Simulation":
+        """A plan with its clients' data."""
+        values = {item.name: getattr(plan, item.name) for item in fields(Plan) if item.name != "clients"}
+        return Simulation(**values, federation=federation)
 
     def initial_state(self) -> State:
         descriptors = self.descriptors()  # first: it says what is missing where clients cannot be described
@@ -145,62 +90,33 @@ class Simulation:
         down = 0
         if self.starts is not None:  # every client downloads the earlier run's model once
             down = bytes_of_starts(starts, Counter(self.model_of(i).name for i in range(self.federation.num_clients)))
-        return State(0, Memories(shared, rows, self._tables(starts, shared, rows)), bytes_down=down)
+        return State(0, Memories(shared, rows, self.private_tables(shared, rows)), bytes_down=down)
 
     def _first_rows(self, descriptors: Tensor) -> Any:
         """The server's memory of every client [N, ...] before the first round."""
         clients = torch.arange(self.federation.num_clients, device=self.federation.x.device)
         row_keys = torch.as_tensor(keys.fold(self.seed, "row", self.federation.identity(clients)))
-        init_row = self._in_model_dtype(self.algorithm.init_row)
-        rows = init_row(row_keys[0], descriptors[0])
+        rows = self.first_row(row_keys[0], descriptors[0])
         if not pytree.tree_leaves(rows):
             return rows
         rows = pytree.tree_map(lambda leaf: leaf.new_empty((len(clients), *leaf.shape)), rows)
         for start in range(0, len(clients), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
-            put(rows, part, torch.vmap(init_row)(row_keys[part], descriptors[part]))
+            put(rows, part, torch.vmap(self.first_row)(row_keys[part], descriptors[part]))
         return rows
 
     def _joining_rows(self, joins: Joining, descriptors: Tensor) -> Any:
-        join_row = self._in_model_dtype(self.algorithm.join_row)
         given = [value if self.algorithm.needs_descriptors else None for value in descriptors]
-        rows = [join_row(self.exchange.served(joins.shared), joins.rows, value) for value in given]
+        served = self.exchange.served(joins.shared)
+        rows = [in_dtype(self.algorithm.join_row(served, joins.rows, value), self.dtype) for value in given]
         return copy(stack(rows))  # rounds write rows in place, and one row alone may hold the server's own tensors
-
-    def _in_model_dtype(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        dtype = next(iter(self.models.values())).dtype
-
-        def made(*arguments: Any) -> Any:
-            return in_dtype(make(*arguments), dtype)
-
-        return made
 
     def descriptors(self) -> Tensor:
         """[N, D]; zeros of no width where nobody asks for them."""
-        dtype, device = next(iter(self.models.values())).dtype, self.federation.x.device
         if not self.algorithm.needs_descriptors:
-            return torch.zeros(self.federation.num_clients, 0, dtype=dtype, device=device)
+            return torch.zeros(self.num_clients, 0, dtype=self.dtype, device=self.device)
         given = self.federation.descriptors
-        return (self.federation.class_shares if given is None else given).to(device, dtype)
-
-    def initial_models(self) -> dict[str, Params]:
-        if self.joins is not None:
-            return dict(self.joins.starts)
-        if self.starts is not None:
-            return dict(self.starts)
-        return {name: model.fresh(keys.fold(self.seed, "init")) for name, model in self.models.items()}
-
-    def _tables(self, starts: Mapping[str, Params], shared: Any, rows: Any) -> dict[str, PrivateTable]:
-        def make(model: Model) -> Callable[[int], Any]:
-            received = cache(lambda: self.exchange.sent(model, shared, take(rows, 0)))
-
-            def first_contact(client: int) -> Kept:
-                identity = int(self.federation.identity(torch.tensor(client)))
-                return self.exchange.first_contact(model, starts[model.name], received(), identity)
-
-            return first_contact
-
-        return {name: PrivateTable(make(model)) for name, model in self.models.items()}
+        return (self.federation.class_shares if given is None else given).to(self.device, self.dtype)
 
     def rounds(self, state: State) -> Iterator[Progress]:
         """Run to the end from `state`, moving it along; evaluations come as they happen."""
@@ -274,15 +190,6 @@ class Simulation:
         state.bytes_up += bytes_up(part.replies for part in returned)
         for some, rows in zip(clients, new_rows, strict=True):
             put(state.memories.rows, torch.tensor(some, device=self.device), rows)
-
-    def form_of_work(self, state: State, client: int) -> tuple[Reply, Kept]:
-        """What a client at work has, all [1, ...]; only the form counts."""
-        model, memories = self.model_of(client), state.memories
-        zero = torch.zeros((), dtype=torch.int64, device=self.device)
-        kept = memories.private[model.name].make(client)
-        offer = self.exchange.offer(model, memories.shared, take(memories.rows, client), zero, zero)
-        update = self.download.decode(offer.weights, model.dtype)  # an update has the names that were sent
-        return stack([self.exchange.reply(offer, update, kept, zero, zero)])
 
     @cached_property
     def _crew(self) -> Trainer | None:
@@ -427,41 +334,11 @@ class Simulation:
         """Whether a network draws by other means than dropout layers: then clients are run one by one."""
         return any(draws_freely(model, self.federation) for model in self.models.values())
 
-    @property
-    def has_metric(self) -> bool:
-        return all(model.per_example_metric is not None for model in self.models.values())
+    def identity(self, client: int) -> int:
+        return int(self.federation.identity(torch.tensor(client, device=self.device)))
 
-    def embeddings(self, memories: Memories) -> Tensor | None:
-        """[N, D]: what the server knows of each client by now; None if the method has no embeddings."""
-        rows = memories.rows
-        if not isinstance(getattr(rows, "embedding", None), Tensor):
-            return None
-        if hasattr(self.algorithm, "up_to_date"):  # of embeddings that every step moves
-            rows = self.algorithm.up_to_date(rows, self.exchange.served(memories.shared))
-        embeddings: Tensor = rows.embedding
-        return embeddings
-
-    def personal_weights(
-        self, memories: Memories, model: Model, client: int, number: int, is_adapted: bool = False
-    ) -> Params:
-        """The weights that a client would use after round `number`, whose memories are given.
-
-        Args:
-            memories: After that round.
-            model: The client's network.
-            client: Its place.
-            number: Of the round.
-            is_adapted: Whether it takes its own adaptation steps first.
-        """
-        member = torch.tensor([client], device=self.federation.x.device)
-        count, size = self.exchange.num_personal_batches(model, is_adapted), self.schedule.batch_size
-        batches = self.federation.batches(member, self.personalize_key(number), count, size)
-        kept = take(memories.private[model.name].take([client]), 0)
-        noise = keys.fold(self.personalize_key(number), "noise", self.federation.identity(member))
-        with model.seeded(take(torch.as_tensor(noise), 0)):
-            return self.exchange.personal_weights(
-                model, memories.shared, take(memories.rows, client), kept, take(batches, 0), is_adapted
-            )
-
-    def personalize_key(self, number: int) -> Key:
-        return self.exchange.personalize_key(number)
+    def batches_of(self, client: int, key: Key, num_batches: int, data: Federation | None = None) -> Batches:
+        if data is not None:
+            return super().batches_of(client, key, num_batches, data)
+        member = torch.tensor([client], device=self.device)
+        return take(self.federation.batches(member, key, num_batches, self.schedule.batch_size), 0)

@@ -22,7 +22,7 @@ from pfedhn.runs.progress import Event, Failed, Finished, Said, watch_run
 from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import tracker
 from pfedhn.storage.history import read_result
-from pfedhn.storage.restore import to_simulation
+from pfedhn.storage.restore import to_plan
 from pfedhn.storage.schema import Cost, Result
 from pfedhn.storage.spec import Origin, read_spec
 
@@ -78,7 +78,7 @@ def refuse_changed_base(directory: Path, names: Iterable[str]) -> None:
     for name in names:
         spec = read_spec(directory / name)
         if spec is not None and "frozen" in spec.digests:
-            to_simulation(directory / name, spec)  # which refuses another base
+            to_plan(directory / name, spec)  # which refuses another base
 
 
 def _begun_alike(directory: Path, cell: Cell) -> list[str]:
@@ -98,12 +98,11 @@ def _pretrained(folder: Path, device: str) -> tuple[Cost, Params]:
         raise RunError(f"{folder}, which this run starts from, is not finished; run it first.")
     cost = Cost(result.name, result.steps, result.bytes_down, result.bytes_up, result.seconds)
     earlier = load(folder, device=device)
-    simulation, memories = earlier.simulation, earlier.memories(last=True)
-    algorithm = simulation.algorithm
-    model = simulation.model_of(0)
-    if simulation.exchange.num_personal_batches(model, is_adapted=True):  # it would adapt on examples what it publishes
-        shared = simulation.exchange.served(memories.shared)
-        return cost, algorithm.publish(model, shared, take(memories.rows, 0))
+    plan, memories = earlier.plan, earlier.memories(last=True)
+    model = plan.model_of(0)
+    if plan.exchange.num_personal_batches(model, is_adapted=True):  # it would adapt on examples what it publishes
+        shared = plan.exchange.served(memories.shared)
+        return cost, plan.algorithm.publish(model, shared, take(memories.rows, 0))
     return cost, earlier.personal_weights(0, last=True)
 
 

@@ -23,7 +23,7 @@ def compute(finished: Finished) -> Mapping[str, Any]:
     run = finished.run
     return {
         "hypernetwork": sum(leaf.numel() for leaf in pytree.tree_leaves(finished.shared().phi)),
-        "target": sum(shape.numel() for shape in run.simulation.model_of(0).shapes.values()),
+        "target": sum(shape.numel() for shape in run.plan.model_of(0).shapes.values()),
     }
 
 

@@ -62,7 +62,7 @@ def compute(finished: Finished) -> Mapping[str, Any]:
     found: dict[str, float] = {}
     for split in ("train", "test"):
         scores = [
-            finished.scores(run.simulation.model_of(client), run.personal_weights(client, last=True), client, split)
+            finished.scores(run.plan.model_of(client), run.personal_weights(client, last=True), client, split)
             for client in range(finished.federation.num_clients)
         ]
         found[f"{split}_loss"] = float(numpy.mean([loss / count for loss, _, count in scores]))

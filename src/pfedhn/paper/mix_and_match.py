@@ -24,7 +24,7 @@ def compute(finished: Finished) -> Mapping[str, Any]:
     """accuracy[i][j]: classifier of client i on features of client j, on the test examples of client i."""
     run, federation = finished.run, finished.federation
     number = federation.num_clients
-    memories, model = run.memories(), run.simulation.model_of(0)
+    memories, model = run.memories(), run.plan.model_of(0)
     whole = [run.personal_weights(client) for client in range(number)]
     heads = [take(memories.private[model.name].take([client]), 0).private.head for client in range(number)]
     accuracy = numpy.full((number, number), numpy.nan)

@@ -57,7 +57,7 @@ def compute(finished: Finished) -> Mapping[str, Any]:
     if finished.cell.part is not None or setting(finished.cell, "personal"):
         return {}
     accuracy: dict[str, list[float]] = {}
-    for name, model in run.simulation.models.items():
+    for name, model in run.plan.models.items():
         scores = [
             finished.scores(model, run.personal_weights(client, architecture=name), client)
             for client in range(federation.num_clients)

@@ -16,11 +16,11 @@ from pfedhn.engine.memory import refuse_too_large
 from pfedhn.engine.network import (
     build_model,
     refuse_single_rows,
-    with_frozen,
     with_num_outputs,
 )
+from pfedhn.engine.plan import make_plan
 from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import EVALUATED_SPLITS, Schedule
+from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.errors import UserError, closest, short
 from pfedhn.model import Factory, Model, PerExample
@@ -130,30 +130,29 @@ def assemble(
     if isinstance(federation, LazyFederation):
         federation = with_num_outputs(federation, networks.values())
     algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)
-    if cohort_size is None:
-        cohort_size = Schedule.default_cohort_size(algorithm, federation.num_clients)
-    cohort_size = whole_number("cohort_size", cohort_size)
-    networks = {name: with_frozen(network, algorithm, seed) for name, network in networks.items()}
     for network in networks.values():
         refuse_single_rows(network, federation, batch_size)
-    schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
     if not isinstance(executor, str):
         raise UserError(f"executor is {short(executor)}; give its name, such as 'auto'.")
-    wire = find_transform(upload), find_transform(download)
     if privacy is not None and not isinstance(privacy, Privacy):
         raise UserError(f"privacy is {short(privacy)}; give a pfedhn.Privacy(clip=..., noise=...).")
-    simulation = Simulation(
+    plan = make_plan(
         algorithm,
         networks,
-        federation,
-        schedule,
-        seed,
-        executor,
-        starts,
-        *wire,
+        federation.description,
+        steps=steps,
+        cohort_size=None if cohort_size is None else whole_number("cohort_size", cohort_size),
+        batch_size=batch_size,
+        evaluate_every=evaluate_every,
+        seed=seed,
+        executor=executor,
+        starts=starts,
+        upload=find_transform(upload),
+        download=find_transform(download),
         resize_every=resize_every,
         privacy=privacy,
         in_flight=None if in_flight is None else whole_number("in_flight", in_flight),
     )
+    simulation = Simulation.of(plan, federation)
     refuse_too_large(simulation)
     return simulation

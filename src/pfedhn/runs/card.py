@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from pfedhn.algorithm import Algorithm
-from pfedhn.data.absent import Description
+from pfedhn.data.description import Description
 from pfedhn.data.reading import reading_card
 from pfedhn.model import Model
 from pfedhn.runs.portable import Card

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pfedhn.data.arrays import Arrays
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.model import Model
@@ -24,8 +26,7 @@ def export(run: "Run", client: int | str, path: str | Path, last: bool, data: Ar
     if isinstance(client, str) and client in run.joined:
         return run.joined[client].export(file)
     model = run.personal_model(client, last, data=data)
-    simulation = run.simulation
-    network = portable_of(run, simulation.model_of(simulation.federation.number_of(client)).name)
+    network = portable_of(run, run.plan.model_of(run.plan.clients.number_of(client)).name)
     return write_model(file, network, model, card_of(run, client))
 
 
@@ -34,8 +35,7 @@ def export_all(run: "Run", folder: str | Path, ending: str, last: bool) -> dict[
     place = given_path(folder)
     check_ending(Path(f"model{ending}"))
     make_folder(place)
-    federation = run.simulation.federation
-    clients = [federation.name_of(number) for number in range(federation.num_clients)]
+    clients = [run.plan.clients.name_of(number) for number in range(run.plan.num_clients)]
     files = {client: place / f"{name}{ending}" for client, name in zip(clients, file_names(clients), strict=True)}
     for client, file in files.items():
         run.export(client, file, last=last)
@@ -48,27 +48,28 @@ def portable_of(run: "Run", architecture: str) -> Portable:
     """A target network ready to be written; it is traced once, however many clients run it."""
     made = run.portables
     if architecture not in made:
-        model, federation = run.simulation.models[architecture], run.simulation.federation
-        dtype = model.dtype if federation.dtype.is_floating_point else federation.dtype
-        made[architecture] = Portable(copy.deepcopy(model.testing_module).cpu(), tuple(federation.x.shape[1:]), dtype)
+        model, clients = run.plan.models[architecture], run.plan.clients
+        dtype: torch.dtype = getattr(torch, clients.dtype)
+        dtype = model.dtype if dtype.is_floating_point else dtype
+        made[architecture] = Portable(copy.deepcopy(model.testing_module).cpu(), clients.shape, dtype)
     return made[architecture]
 
 
 def card_of(run: "Run", client: int | str) -> Card:
     """The card of a client of the run."""
-    federation = run.simulation.federation
-    place = federation.number_of(client)
+    clients = run.plan.clients
+    place = clients.number_of(client)
     test = scores_of(run.chosen.splits["test"]) if run.result is None else run.result.test
     assert test.clients is not None
     assert test.client_examples is not None
     total, count = test.clients[place], test.client_examples[place]
-    table = None if federation.reading is None else federation.reading.table
+    table = None if clients.reading is None else clients.reading.table
     return _card(
         run,
-        federation.name_of(place),
-        run.simulation.model_of(place),
+        clients.name_of(place),
+        run.plan.model_of(place),
         test_scores(total / count if count else None, count, test.has_accuracy),
-        None if table is None else table.fill_of(federation.name_of(place)),
+        None if table is None else table.fill_of(clients.name_of(place)),
     )
 
 
@@ -80,7 +81,7 @@ def new_card(run: "Run", client: str, model: Model, test: SplitResult, fill: Seq
 
 
 def _card(run: "Run", client: str, model: Model, test: Mapping[str, Any], fill: Sequence[float] | None) -> Card:
-    simulation = run.simulation
+    plan = run.plan
     return model_card(
         client,
         model,
@@ -88,9 +89,9 @@ def _card(run: "Run", client: str, model: Model, test: Mapping[str, Any], fill: 
         test,
         run=run.origin.name,
         method=run.origin.method,
-        algorithm=simulation.algorithm,
+        algorithm=plan.algorithm,
         chosen_step=run.chosen.step,
-        steps=run.state.round * simulation.clients_per_round,
-        seed=simulation.seed,
+        steps=run.state.round * plan.clients_per_round,
+        seed=plan.seed,
         fill=fill,
     )

@@ -47,7 +47,7 @@ class Files:
     def save(self, run: Run) -> None:
         """Write a checkpoint, once everything that it vouches for is on the disk."""
         flush(self.directory / "metrics.jsonl")
-        save_state(self.directory, run.state, run.simulation, identity(self.spec), to_json(run.history))
+        save_state(self.directory, run.state, run.plan, identity(self.spec), to_json(run.history))
 
     def finish(self, run: Run, say: Callable[[str], None]) -> Result:
         """The result that is there, if it is sound and of this run, or else a new one."""

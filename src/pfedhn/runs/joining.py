@@ -21,6 +21,7 @@ from pfedhn.engine.network import (
     check_model,
     refuse_single_rows,
 )
+from pfedhn.engine.plan import Plan
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Memories, State
@@ -105,16 +106,16 @@ class NewClients:
         return self.simulation.model_of(place).with_weights(self.personal_weights(client))
 
 
-def network_named(simulation: Simulation, architecture: str) -> Model:
+def network_named(plan: Plan, architecture: str) -> Model:
     """One of the target networks of a run."""
-    models = simulation.models
+    models = plan.models
     if not isinstance(architecture, str) or architecture not in models:
         raise UserError(f"there is no architecture {short(architecture)}; {closest(architecture, models)}")
     return models[architecture]
 
 
 def one_client(
-    simulation: Simulation,
+    plan: Plan,
     model: Model,
     x: ArrayLike | Tensor,
     y: ArrayLike | Tensor,
@@ -124,7 +125,7 @@ def one_client(
     seed: int,
 ) -> tuple[Federation, tuple[float, ...] | None]:
     """A federation of one new client, and what its empty cells are filled with. Arguments as `Run.add_client`."""
-    seed, reading = check_seed(seed), simulation.federation.reading
+    seed, reading = check_seed(seed), plan.clients.reading
     data, fill = new_client(x, y, name, split, seed, None if reading is None else reading.table)
     if not sum(int(data.splits[part].size.sum()) for part in EVALUATED_SPLITS):
         raise UserError(
@@ -133,15 +134,15 @@ def one_client(
         )
     if name is None:
         data = replace(data, identities=torch.tensor([_identity(data)]))
-    if simulation.federation.architectures is not None:
+    if plan.clients.architectures is not None:
         data = data.with_architectures([model.name])
-    if (described := _descriptor(simulation, data, descriptor)) is not None:
+    if (described := _descriptor(plan, data, descriptor)) is not None:
         data = data.with_descriptors(described[None])
     return data, fill
 
 
 def join(
-    simulation: Simulation,
+    plan: Plan,
     memories: Memories,
     federation: Federation,
     *,
@@ -154,22 +155,22 @@ def join(
     """Let clients join; arguments as `Run.add_clients`.
 
     Args:
-        simulation: That they join.
+        plan: Of the run that they join.
         memories: Of the round that they join at.
         adapts: Whether the clients that are there take the method's adaptation steps.
     """
     rounds, trial_rounds = whole_number("rounds", rounds, least=0), whole_number("trial_rounds", trial_rounds)
     trial_rounds = min(trial_rounds, rounds)
     if settings is not None:
-        _refuse_other_form(simulation, memories, settings)
-    choices = [] if settings is not None else simulation.algorithm.choices_for_joining()
+        _refuse_other_form(plan, memories, settings)
+    choices = [] if settings is not None else plan.algorithm.choices_for_joining()
     can_choose = rounds > 0 and int(federation.splits["validation"].size.sum()) > 0
 
     def joined_with(choice: Mapping[str, Any], num_rounds: int) -> NewClients:
-        return _join(simulation, memories, federation, num_rounds, choice, seed, adapts)
+        return _join(plan, memories, federation, num_rounds, choice, seed, adapts)
 
     # With privacy, every trial would spend of the clients' budget.
-    if len(choices) < 2 or not can_choose or simulation.privacy is not None:
+    if len(choices) < 2 or not can_choose or plan.privacy is not None:
         return joined_with(settings or {}, rounds)
 
     def attempt(choice: Mapping[str, Any], num_rounds: int) -> NewClients | None:
@@ -194,7 +195,7 @@ def join(
 
 
 def _join(
-    simulation: Simulation,
+    plan: Plan,
     memories: Memories,
     federation: Federation,
     rounds: int,
@@ -202,47 +203,45 @@ def _join(
     seed: int,
     adapts: bool,
 ) -> NewClients:
-    simulation, seed = _with_settings(simulation, settings), check_seed(seed)
-    first = simulation.model_of(0)
-    if simulation.federation.architectures is not None and federation.architectures is None:
+    plan, seed = _with_settings(plan, settings), check_seed(seed)
+    first = plan.model_of(0)
+    if plan.clients.architectures is not None and federation.architectures is None:
         federation = federation.with_architectures([first.name] * (federation.num_clients + federation.num_joining))
-    data = federation.to(simulation.federation.x.device, first.dtype if federation.dtype.is_floating_point else None)
+    data = federation.to(plan.device, first.dtype if federation.dtype.is_floating_point else None)
     for name in dict.fromkeys(data.architectures or [first.name]):
-        network = network_named(simulation, name)
+        network = network_named(plan, name)
         check_model(network, data)
-        refuse_single_rows(network, data, simulation.schedule.batch_size)
+        refuse_single_rows(network, data, plan.schedule.batch_size)
     refuse_without_evaluation(data)
-    key = int(keys.fold(simulation.seed, "new client", seed))
-    joining = simulation.joining(data, memories, max(rounds, 1), key)
+    key = int(keys.fold(plan.seed, "new client", seed))
+    joining = Simulation.of(plan.joining(data.description, memories, max(rounds, 1), key), data)
     state = _joined_state(joining, rounds)
     assert state.best is not None
     chosen = state.best.evaluation
     if "adaptation_steps" in settings:
-        adapts = simulation.algorithm.adaptation_steps > 0
+        adapts = plan.algorithm.adaptation_steps > 0
     splits = scores_of_adapted(joining, state.best) if adapts else chosen.splits
     return NewClients(joining, state.best.memories, splits, chosen.round, dict(settings), adapts=adapts)
 
 
-def _with_settings(simulation: Simulation, settings: Mapping[str, Any]) -> Simulation:
-    algorithm: Any = simulation.algorithm
+def _with_settings(plan: Plan, settings: Mapping[str, Any]) -> Plan:
+    algorithm: Any = plan.algorithm
     if not isinstance(settings, Mapping):
         raise UserError(f"settings is {short(settings)}; give names and values, such as {{'local_lr': 0.01}}.")
     values = checked_method(type(algorithm), settings, method_name(algorithm))
-    return replace(simulation, algorithm=replace(algorithm, **values)) if values else simulation
+    return replace(plan, algorithm=replace(algorithm, **values)) if values else plan
 
 
-def _refuse_other_form(simulation: Simulation, memories: Memories, settings: Mapping[str, Any]) -> None:
+def _refuse_other_form(plan: Plan, memories: Memories, settings: Mapping[str, Any]) -> None:
     """Refuse settings under which the server's memory would not be of the form that was trained."""
-    changed = _with_settings(simulation, settings)
-    if changed is simulation:
+    changed = _with_settings(plan, settings)
+    if changed is plan:
         return
-    key, needs_descriptors = keys.fold(changed.seed, "form"), changed.algorithm.needs_descriptors
-    is_same = needs_descriptors == simulation.algorithm.needs_descriptors
+    is_same = changed.algorithm.needs_descriptors == plan.algorithm.needs_descriptors
     if is_same:
-        shared = changed.exchange.init_shared(changed.models, changed.initial_models(), key)
-        row = changed.algorithm.init_row(key, changed.descriptors()[0] if needs_descriptors else None)
         one = take(memories.rows, 0) if pytree.tree_leaves(memories.rows) else memories.rows
-        (old, old_form), (new, new_form) = map(pytree.tree_flatten, ((memories.shared, one), (shared, row)))
+        trained, other = (memories.shared, one), (changed.form.shared, changed.form.row)
+        (old, old_form), (new, new_form) = map(pytree.tree_flatten, (trained, other))
         is_same = old_form == new_form and [leaf.shape for leaf in old] == [leaf.shape for leaf in new]
     if not is_same:
         raise UserError(
@@ -251,18 +250,15 @@ def _refuse_other_form(simulation: Simulation, memories: Memories, settings: Map
         )
 
 
-def _descriptor(simulation: Simulation, data: Federation, given: ArrayLike | Tensor | None) -> Tensor | None:
-    wanted = simulation.descriptors()
-    if wanted.shape[1] == 0:
+def _descriptor(plan: Plan, data: Federation, given: ArrayLike | Tensor | None) -> Tensor | None:
+    if plan.descriptor_dim == 0:
         return None
     if given is None:
         labels = data.y[data.splits["train"].of(0)]
-        given = torch.bincount(labels, minlength=wanted.shape[1]) / len(labels)
-    value = torch.as_tensor(given).to(wanted)
-    if value.shape != wanted.shape[1:]:
-        raise UserError(
-            f"the descriptor has the shape {tuple(value.shape)}; this run's have {tuple(wanted.shape[1:])}."
-        )
+        given = torch.bincount(labels, minlength=plan.descriptor_dim) / len(labels)
+    value = torch.as_tensor(given).to(plan.device, plan.dtype)
+    if value.shape != (plan.descriptor_dim,):
+        raise UserError(f"the descriptor has the shape {tuple(value.shape)}; this run's have {(plan.descriptor_dim,)}.")
     return value
 
 

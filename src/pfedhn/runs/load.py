@@ -16,7 +16,7 @@ from pfedhn.runs.assemble import choose_device
 from pfedhn.runs.run import Run
 from pfedhn.storage.checkpoint import load_state
 from pfedhn.storage.history import read_result
-from pfedhn.storage.restore import to_simulation
+from pfedhn.storage.restore import to_plan
 from pfedhn.storage.schema import Moment, from_json
 from pfedhn.storage.spec import Origin, identity, read_spec
 from pfedhn.system.files import given_path
@@ -69,10 +69,8 @@ def load(
         check_factory(name, factory)
     spec = read_spec(path)
     assert spec is not None
-    simulation = to_simulation(
-        path, spec, model=model, method=method, loss=loss, metric=metric, device=choose_device(device)
-    )
-    stored = load_state(path, simulation, identity(spec))
+    plan = to_plan(path, spec, model=model, method=method, loss=loss, metric=metric, device=choose_device(device))
+    stored = load_state(path, plan, identity(spec))
     for sentence in stored.refused:
         logger.warning(sentence)
     if stored.state is None or stored.state.best is None:
@@ -84,7 +82,7 @@ def load(
     history = [from_json(Moment, table) for table in stored.history]
     origin = Origin(spec.name, spec.method.name, cell=spec.cell or {}, dataset=spec.data.name)
     seconds = history[-1].seconds if history else 0.0
-    return Run(simulation, stored.state, origin, history, seconds, read_result(path, spec))
+    return Run(plan, stored.state, origin, history, seconds, read_result(path, spec))
 
 
 def _run_directory(path: Path, name: str | None) -> Path:

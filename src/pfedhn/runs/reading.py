@@ -44,8 +44,7 @@ def read_examples(
     if isinstance(client, str) and client in run.joined:
         given = filled_with(given, run.joined[client].fill)
     elif how is not None and how.table is not None:
-        federation = run.simulation.federation
-        given = filled_with(given, how.table.fill_of(federation.name_of(federation.number_of(client))))
+        given = filled_with(given, how.table.fill_of(described.name_of(described.number_of(client))))
     x = torch.from_numpy(described.prepared(given))
     if tuple(x.shape[1:]) != described.shape:
         raise UserError(
@@ -55,5 +54,5 @@ def read_examples(
     dtype: torch.dtype = getattr(torch, described.dtype)
     if x.is_floating_point() and not (is_finite := x.flatten(1).isfinite().all(1)).all():
         raise UserError(f"example {int((~is_finite).nonzero()[0])} of {path} has a number that is not finite; fix it.")
-    dtype = run.simulation.model_of(0).dtype if dtype.is_floating_point else dtype
-    return GivenExamples(x.to(run.simulation.federation.x.device, dtype), answers, files)
+    dtype = run.plan.dtype if dtype.is_floating_point else dtype
+    return GivenExamples(x.to(run.plan.device, dtype), answers, files)

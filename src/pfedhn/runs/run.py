@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from pfedhn.data.absent import AbsentFederation, Description, with_examples
 from pfedhn.data.arrays import Arrays
+from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
+from pfedhn.engine.plan import NO_EXAMPLES, Plan
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Evaluation, Memories, State
 from pfedhn.errors import UserError, short
@@ -36,7 +38,7 @@ class Run:
     validation.
     """
 
-    simulation: Simulation
+    plan: Plan  # with its clients' data, a simulation; of a run that was loaded, without
     state: State
     origin: Origin
     history: list[Moment] = field(default_factory=list)  # every evaluation
@@ -45,10 +47,18 @@ class Run:
     joined: dict[str, "NewClient"] = field(default_factory=dict)  # those that `add_client` gave a name
 
     def __repr__(self) -> str:
-        method, state = self.simulation.algorithm, self.state
-        step = f"step {state.round * self.simulation.clients_per_round:,}"
+        method, plan = type(self.plan.algorithm).__name__, self.plan
+        step = f"step {self.state.round * plan.clients_per_round:,}"
         score = f", {score_text(self)}" if self.history else ""
-        return f"Run({self.origin.name!r}: {type(method).__name__}, {self.simulation.federation}, {step}{score})"
+        clients = plan.federation if isinstance(plan, Simulation) else f"{plan.num_clients} clients"
+        return f"Run({self.origin.name!r}: {method}, {clients}, {step}{score})"
+
+    @property
+    def simulation(self) -> Simulation:
+        """The plan with its clients' data; a run that was loaded has none."""
+        if not isinstance(self.plan, Simulation):
+            raise UserError(NO_EXAMPLES)
+        return self.plan
 
     @property
     def chosen(self) -> Evaluation:
@@ -75,18 +85,17 @@ class Run:
 
         They do not if all of them together were worse on validation after these steps.
         """
-        return self.simulation.algorithm.adaptation_steps > 0 and (self.result is None or self.result.adapted is None)
+        return self.plan.algorithm.adaptation_steps > 0 and (self.result is None or self.result.adapted is None)
 
     @property
     def epsilon(self) -> NDArray[numpy.float64]:
         """[clients]: the privacy that each has spent over all rounds; infinite without privacy."""
-        simulation, counts = self.simulation, self.state.num_updates
-        privacy, num_clients = simulation.privacy, simulation.federation.num_clients
+        plan, counts, privacy = self.plan, self.state.num_updates, self.plan.privacy
         if privacy is None:
-            return numpy.full(num_clients, numpy.inf)
-        if isinstance(simulation.federation, AbsentFederation):
+            return numpy.full(plan.num_clients, numpy.inf)
+        if not isinstance(plan, Simulation):
             raise UserError("what was spent depends on how many examples a client has, and a run's directory has none.")
-        costs = [simulation.privacy_cost(client) for client in range(num_clients)]
+        costs = [plan.privacy_cost(client) for client in range(plan.num_clients)]
         return numpy.array([privacy.spent(cost, counts[client]) for client, cost in enumerate(costs)])
 
     def to_frame(self) -> Any:
@@ -103,7 +112,7 @@ class Run:
         if not isinstance(last, bool):
             raise UserError(f"last is {short(last)}; it must be True or False.")
         assert self.state.best is not None
-        return self.state.memories if last else self.state.best.memories.to(self.simulation.federation.x.device)
+        return self.state.memories if last else self.state.best.memories.to(self.plan.device)
 
     def embeddings(self, last: bool = False) -> Tensor:
         """[clients, D]: the embedding of each client at the chosen round, or after the last one.
@@ -113,7 +122,7 @@ class Run:
 
         In double precision, on the CPU. Methods with a hypernetwork have embeddings; another method is refused.
         """
-        embeddings = self.simulation.embeddings(self.memories(last))
+        embeddings = self.plan.embeddings(self.memories(last))
         if embeddings is None:
             raise UserError(f"{self.origin.method} has no embeddings of clients; methods with a hypernetwork have.")
         return embeddings.detach().double().cpu()
@@ -122,15 +131,20 @@ class Run:
         self, client: int | str, last: bool = False, architecture: str | None = None, data: Arrays | None = None
     ) -> Params:
         """The weights of a client's own model; arguments as `personal_model`."""
-        simulation, memories = self.simulation, self.memories(last)
-        place = self._place(client)
-        model = simulation.model_of(place)
-        if architecture is not None:
-            model = network_named(self.simulation, architecture)
-        if data is not None:
-            simulation = replace(simulation, federation=with_examples(simulation.federation, place, data))
+        place = self.plan.clients.number_of(client)
+        model = self.plan.model_of(place) if architecture is None else network_named(self.plan, architecture)
+        given = None if data is None else self._examples_of(data)
         number = self.state.round if last else self.chosen.round
-        return simulation.personal_weights(memories, model, place, number, self.adapts)
+        return self.plan.personal_weights(self.memories(last), model, place, number, self.adapts, given)
+
+    def _examples_of(self, data: Arrays) -> Federation:
+        """One client's training examples, as the run's own are."""
+        plan, wanted = self.plan, self.plan.clients
+        dtype = plan.dtype if getattr(torch, wanted.dtype).is_floating_point else None
+        given = Federation.from_clients([{"train": data}]).to(plan.device, dtype)
+        if tuple(given.x.shape[1:]) != wanted.shape:
+            raise UserError(f"the examples have the shape {tuple(given.x.shape[1:])}; this run's have {wanted.shape}.")
+        return given
 
     def personal_model(
         self, client: int | str, last: bool = False, architecture: str | None = None, data: Arrays | None = None
@@ -147,11 +161,8 @@ class Run:
         if isinstance(client, str) and client in self.joined and architecture is None and data is None:
             return copy.deepcopy(self.joined[client].model)
         weights = self.personal_weights(client, last, architecture, data)
-        model = (
-            self.simulation.model_of(self._place(client))
-            if architecture is None
-            else network_named(self.simulation, architecture)
-        )
+        place = self.plan.clients.number_of(client)
+        model = self.plan.model_of(place) if architecture is None else network_named(self.plan, architecture)
         return model.with_weights(weights)
 
     def read(self, path: str | Path, client: int | str) -> Tensor:
@@ -209,19 +220,14 @@ class Run:
     @property
     def description(self) -> Description:
         """What is known of the clients and their examples without seeing one."""
-        federation = self.simulation.federation
-        if isinstance(federation, AbsentFederation):
-            return federation.description
-        described = Description.of(federation)
-        return replace(described, name=self.origin.dataset, preprocessing=self.origin.preprocessing)
+        clients = self.plan.clients
+        if not isinstance(self.plan, Simulation):
+            return clients
+        return replace(clients, name=self.origin.dataset, preprocessing=self.origin.preprocessing)
 
     def card(self, client: int | str) -> Card:
         """What a client's model was trained on and how good it is, as plain values."""
         return card_of(self, client)
-
-    def _place(self, client: int | str) -> int:
-        """Where a client stands in the tables."""
-        return self.simulation.federation.number_of(client)
 
     def add_client(
         self,
@@ -256,8 +262,8 @@ class Run:
             seed: Seed of its split and its random draws.
             last: Join the run as it was after its last round instead of the chosen one.
         """
-        model = self.simulation.model_of(0) if architecture is None else network_named(self.simulation, architecture)
-        data, fill = one_client(self.simulation, model, x, y, name, split, descriptor, seed)
+        model = self.plan.model_of(0) if architecture is None else network_named(self.plan, architecture)
+        data, fill = one_client(self.plan, model, x, y, name, split, descriptor, seed)
         joined = self.add_clients(data, rounds=rounds, settings=settings, seed=seed, last=last)
         weights, memories = joined.personal_weights(0), joined.memories
         kept = take(memories.private[model.name].take([0]), 0)
@@ -301,7 +307,7 @@ class Run:
             last: Join the run as it was after its last round instead of the chosen one.
         """
         return join(
-            self.simulation,
+            self.plan,
             self.memories(last),
             federation,
             rounds=rounds,

@@ -21,16 +21,16 @@ def settings(run: Any) -> dict[str, Any]:
     """What a run is, for a tracker's table of parameters."""
     from pfedhn.storage.identity import settings_of
 
-    simulation, schedule = run.simulation, run.simulation.schedule
+    plan, schedule = run.plan, run.plan.schedule
     return {
         "method": run.origin.method,
         "dataset": run.origin.dataset or "",
-        "clients": simulation.federation.num_clients,
-        "seed": simulation.seed,
+        "clients": plan.num_clients,
+        "seed": plan.seed,
         "steps": schedule.steps,
         "cohort_size": schedule.cohort_size,
         "batch_size": schedule.batch_size,
-        **settings_of(simulation.algorithm),
+        **settings_of(plan.algorithm),
     }
 
 

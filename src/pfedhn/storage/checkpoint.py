@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pfedhn.engine.evaluate import SplitResult
-from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import Best, Diverged, Evaluation, Flight, Memories, PrivateTable, State, Work, lower_rates
+from pfedhn.engine.plan import Plan
+from pfedhn.engine.state import Best, Diverged, Evaluation, Flight, Memories, State, Work, lower_rates
 from pfedhn.errors import RunError
 from pfedhn.params import take
 from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
 def save_state(
     directory: Path,
     state: State,
-    simulation: Simulation,
+    plan: Plan,
     run: Mapping[str, str] | None = None,
     history: Sequence[Any] = (),
 ) -> None:
@@ -55,21 +55,21 @@ def save_state(
     Args:
         directory: Of the run.
         state: Where it stands.
-        simulation: What it is.
+        plan: What it is.
         run: Names for what it is made of; a checkpoint of a run with other ones is refused.
         history: Its evaluations so far, as JSON can hold them.
     """
-    if simulation.federation.x.is_cuda:
+    if plan.device.type == "cuda":
         # A captured run writes on a stream of its own, which nothing here would wait for.
-        torch.cuda.synchronize(simulation.federation.x.device)
+        torch.cuda.synchronize(plan.device)
     if state.bad is not None and int(state.bad[0]) >= 0:
         return  # its rounds count on while its memories stand still; the next evaluation notices
     if not all(bool(leaf.isfinite().all()) for leaf in pytree.tree_leaves(state.memories.shared)):
         raise Diverged(
             f"training diverged before round {state.round}: the server's numbers are no longer finite; "
-            f"{lower_rates(simulation.algorithm)}. The last good checkpoint is kept."
+            f"{lower_rates(plan.algorithm)}. The last good checkpoint is kept."
         )
-    step = state.round * simulation.clients_per_round
+    step = state.round * plan.clients_per_round
     tensors, slots = _memories_to_tensors("now", state.memories)
     record: dict[str, Any] = {
         "format": FORMAT,
@@ -116,7 +116,7 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(found, reverse=True)
 
 
-def load_state(directory: Path, simulation: Simulation, run: Mapping[str, str] | None = None) -> Loaded:
+def load_state(directory: Path, plan: Plan, run: Mapping[str, str] | None = None) -> Loaded:
     """The newest checkpoint that is sound and of this run."""
     refused = []
     for path in checkpoints(directory):
@@ -126,7 +126,7 @@ def load_state(directory: Path, simulation: Simulation, run: Mapping[str, str] |
         except CheckpointError as error:
             refused.append(str(error))
             continue
-        return Loaded(_to_state(tensors, record, simulation), refused, record["history"])
+        return Loaded(_to_state(tensors, record, plan), refused, record["history"])
     if refused:
         raise CheckpointError(
             f"{refused[0]} No intact checkpoint is left in {directory}; move or remove that folder, and the same "
@@ -178,9 +178,8 @@ def _named(prefix: str, tree: Any) -> list[tuple[str, Tensor]]:
     return [(prefix + pytree.keystr(path), leaf) for path, leaf in pairs]
 
 
-def _to_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any], simulation: Simulation) -> State:
-    template = simulation.initial_state()
-    memories = _to_memories("now", tensors, record["slots"], template.memories)
+def _to_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any], plan: Plan) -> State:
+    memories = _to_memories("now", tensors, record["slots"], plan)
     best = None
     if record["best"] is not None:
         splits = {
@@ -192,9 +191,9 @@ def _to_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any], simulati
             for split in ("validation", "test")
         }
         evaluation = Evaluation(record["best"]["step"], record["best"]["round"], splits)
-        best = Best(evaluation, _to_memories("best", tensors, record["best"]["slots"], template.memories, on_host=True))
+        best = Best(evaluation, _to_memories("best", tensors, record["best"]["slots"], plan, on_host=True))
     num_updates = Counter(dict(record.get("num_updates", [])))
-    flight = _to_flight(tensors, record.get("flight"), simulation, template)
+    flight = _to_flight(tensors, record.get("flight"), plan, memories)
     return State(record["round"], memories, best, record["bytes_down"], record["bytes_up"], num_updates, flight)
 
 
@@ -206,13 +205,13 @@ def _flight_record(flight: Flight) -> dict[str, Any]:
 
 
 def _to_flight(
-    tensors: Mapping[str, Tensor], record: Mapping[str, Any] | None, simulation: Simulation, template: State
+    tensors: Mapping[str, Tensor], record: Mapping[str, Any] | None, plan: Plan, memories: Memories
 ) -> Flight:
     if record is None:
         return Flight()
     working = []
     for client, number, *rest in record["working"]:
-        form = simulation.form_of_work(template, client)
+        form = plan.form_of_work(memories, client)
         leaves = [tensors[name].clone().to(leaf.device) for name, leaf in _named(f"flight/{number}", form)]
         working.append(Work(client, number, *rest, *pytree.tree_unflatten(leaves, pytree.tree_structure(form))))
     return Flight(**{**record, "working": working})
@@ -222,18 +221,18 @@ def _to_memories(
     prefix: str,
     tensors: Mapping[str, Tensor],
     slots: Mapping[str, Sequence[int]],
-    template: Memories,
+    plan: Plan,
     on_host: bool = False,
 ) -> Memories:
-    def fill(part: str, tree: Any) -> Any:
+    def fill(part: str, form: Any) -> Any:
         # Cloned into memory of their own: libraries choose kernels by alignment, and a file's tensors lie anywhere.
-        leaves = [tensors[name].clone() for name, _ in _named(f"{prefix}/{part}", tree)]
-        if not on_host:
-            leaves = [value.to(leaf.device) for value, leaf in zip(leaves, pytree.tree_leaves(tree), strict=True)]
-        return pytree.tree_unflatten(leaves, pytree.tree_structure(tree))
+        leaves = [tensors[name].clone() for name, _ in _named(f"{prefix}/{part}", form)]
+        leaves = leaves if on_host else [leaf.to(plan.device) for leaf in leaves]
+        return pytree.tree_unflatten(leaves, pytree.tree_structure(form))
 
-    private = {}
-    for name, table in template.private.items():
-        tree = fill(f"private/{name}", table.make(slots[name][0])) if slots[name] else None
-        private[name] = PrivateTable(table.make, {client: slot for slot, client in enumerate(slots[name])}, tree)
-    return Memories(fill("shared", template.shared), fill("rows", template.rows), private)
+    shared, rows = fill("shared", plan.form.shared), fill("rows", plan.form.row)
+    private = plan.private_tables(shared, rows)
+    for name, table in private.items():
+        table.slots = {client: slot for slot, client in enumerate(slots[name])}
+        table.tree = fill(f"private/{name}", table.make(slots[name][0])) if slots[name] else None
+    return Memories(shared, rows, private)

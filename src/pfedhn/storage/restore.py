@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.data.absent import AbsentFederation
-from pfedhn.engine.network import with_frozen
-from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.plan import Plan, make_plan
 from pfedhn.engine.transform import TRANSFORMS, Transform
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.model import Factory, Model, PerExample
@@ -36,7 +34,7 @@ from pfedhn.storage.spec import (
 from pfedhn.system.reference import Code, find, find_code
 
 
-def to_simulation(
+def to_plan(
     directory: Path,
     spec: Spec,
     *,
@@ -45,11 +43,8 @@ def to_simulation(
     loss: PerExample | None = None,
     metric: PerExample | None = None,
     device: str = "cpu",
-) -> Simulation:
-    """The simulation of a run from its directory; what is given stands for what the directory names.
-
-    Its federation knows the clients and holds no examples.
-    """
+) -> Plan:
+    """The plan of a run from its directory; what is given stands for what the directory names."""
     dtype: torch.dtype = getattr(torch, spec.data.dtype)
     dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
     models = {}
@@ -61,25 +56,25 @@ def to_simulation(
             wanted = _function(directory, "metric", network.metric)
         models[name] = Model(name, factory, loss or _function(directory, "loss", network.loss), wanted, device, dtype)
     algorithm = _algorithm(directory, spec.method, method)
-    models = {name: with_frozen(network, algorithm, spec.seed) for name, network in models.items()}
-    if networks_digest(models) != spec.digests["networks"]:
-        raise UserError(f"the network has other weights than the one that {directory} was made with; give that one.")
-    refuse_other_base(directory, spec, constants_digest(models))
-    return Simulation(
+    plan = make_plan(
         algorithm,
         models,
-        AbsentFederation.of(spec.data, device),
-        spec.schedule,
-        spec.seed,
-        spec.executor,
-        _read_start(directory / "start.safetensors", spec.digests["start"], models, device)
-        if "start" in spec.digests
-        else None,
-        _transform(directory, "upload", spec.upload),
-        _transform(directory, "download", spec.download),
+        spec.data,
+        **asdict(spec.schedule),
+        seed=spec.seed,
+        executor=spec.executor,
+        upload=_transform(directory, "upload", spec.upload),
+        download=_transform(directory, "download", spec.download),
         privacy=None if spec.privacy is None else build(Privacy, spec.privacy, "privacy"),
         in_flight=spec.in_flight,
     )
+    if networks_digest(plan.models) != spec.digests["networks"]:
+        raise UserError(f"the network has other weights than the one that {directory} was made with; give that one.")
+    refuse_other_base(directory, spec, constants_digest(plan.models))
+    if "start" not in spec.digests:
+        return plan
+    starts = _read_start(directory / "start.safetensors", spec.digests["start"], plan.models, device)
+    return replace(plan, starts=starts)
 
 
 def _factory(directory: Path, name: str, code: Code) -> Factory:

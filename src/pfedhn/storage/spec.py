@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pfedhn.algorithm import Algorithm
-from pfedhn.data.absent import Description
+from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
@@ -131,7 +131,7 @@ def describe(simulation: Simulation, origin: Origin) -> Spec:
         Part(transform_name(simulation.download), settings_of(simulation.download)),
         simulation.schedule,
         networks,
-        replace(Description.of(simulation.federation), name=origin.dataset, preprocessing=origin.preprocessing),
+        replace(simulation.clients, name=origin.dataset, preprocessing=origin.preprocessing),
         digests_of(simulation),
         replace(environment(simulation.federation.x.device), finished=None),
         origin.cell or None,

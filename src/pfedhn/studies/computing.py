@@ -1,9 +1,9 @@
 """The first stage of a study: what is computed from finished runs, where their models and data are."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import RunError
 from pfedhn.experiments.analysis import Analysis, read_analysis, write_analysis
 from pfedhn.experiments.data import build_federation
@@ -47,5 +47,5 @@ def finished_run(folder: Path, run: RunSpec, options: Options) -> Finished:
     federation = build_federation(run.cell, run.seed, options.data_dir, options.device).to(options.device)
     if loaded.result is None or partition_digest(federation) != loaded.result.partition_sha256:
         raise RunError(f"{folder} was made with other data than {run.cell.dataset} is now; run it again.")
-    loaded.simulation = replace(loaded.simulation, federation=federation)
+    loaded.plan = Simulation.of(loaded.plan, federation)
     return Finished(loaded, run.cell, run.seed, options)
