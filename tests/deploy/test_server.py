@@ -58,12 +58,14 @@ SEED = 5
 def test_every_method_over_the_wire_is_the_simulator(method: str, tmp_path: Path) -> None:
     simulation = simulation_of(small(method), rounds=4, cohort=2)
     expected = simulated(simulation)
-    group = Group(simulation, tmp_path)
+    group = Group(replace(simulation, executor="auto"), tmp_path)
     group.server.run()
     assert_simulated(group, expected)
     for client, weights in enumerate(personal_at_best(simulation, expected)):
-        mine = group.parties[f"party-{client}"].personal_model().state_dict()
+        party = group.parties[f"party-{client}"]
+        mine = party.personal_model().state_dict()
         assert_close({name: mine[name] for name in weights}, weights)
+        assert party._executors["training"].scans  # its steps run from graphs, as the simulator's do
     assert not group.said("refused")
 
 

@@ -9,8 +9,10 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
 from pfedhn.deploy.trees import SHA256, filled, named, read_tensors, write_tensors
 from pfedhn.deploy.wire import Message, WireError, from_envelope
 from pfedhn.engine.evaluate import sums
+from pfedhn.engine.executors import EXECUTORS, Executor
+from pfedhn.engine.network import choose_executor
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Kept, Offer, all_finite
 from pfedhn.engine.state import EVALUATED_SPLITS
@@ -200,7 +204,8 @@ class Party:
         protection = self._paid_protection()
         scores = self._scores(phase, number, received, kept, ("validation",))
         batches = self._batches(keys.fold(exchange.seed, "batches", number))
-        with self.model.seeded(torch.as_tensor(keys.fold(exchange.seed, "noise", number, self.identity))):
+        noise = torch.as_tensor(keys.fold(exchange.seed, "noise", number, self.identity))
+        with self._computing(phase, "train", noise, (offer, kept, batches)):
             update, after = exchange.train(self.model, offer, kept, batches, protection)
         if protection is not None and not bool(all_finite(after, self.size.device)):
             after = kept  # a refusal would tell that the personal layers diverged on these data
@@ -302,8 +307,32 @@ class Party:
         batches = self.data.batches(
             torch.tensor([0]), key, exchange.num_personal_batches(self.model, is_adapted), self.plan.schedule.batch_size
         )
-        with self.model.seeded(torch.as_tensor(keys.fold(key, "noise", self.identity))):
-            return exchange.personalize(self.model, received, kept, take(batches, 0), is_adapted)
+        mine, noise = take(batches, 0), torch.as_tensor(keys.fold(key, "noise", self.identity))
+        with self._computing(phase, "personalize", noise, (received, kept, mine)):
+            return exchange.personalize(self.model, received, kept, mine, is_adapted)
+
+    @contextmanager
+    def _computing(self, phase: Phase, purpose: str, noise: Tensor, given: Any) -> Iterator[None]:
+        """Inside the block, the party's local steps run as in a simulation of it alone.
+
+        Args:
+            phase: Of the round.
+            purpose: "train" or "personalize".
+            noise: The key of the random numbers that the network draws by itself.
+            given: All tensors that the steps are given.
+        """
+        executor = self._executors[phase]
+        is_alone = executor.name == "loop"
+        with self.model.seeded(noise, is_alone), executor.running(self.architecture, purpose, given):
+            yield
+
+    @cached_property
+    def _executors(self) -> dict[str, Executor]:
+        # Noise that protects data comes from the operating system and must be drawn anew in every step, which a graph
+        # that is traced once would not do.
+        is_plain = self.plan.executor == "loop" or self.privacy is not None
+        name = choose_executor("loop" if is_plain else "auto", self.model, self.data, clients_per_round=1)
+        return {phase: EXECUTORS[name]() for phase in ("training", "joining")}
 
     def chosen(self) -> dict[str, Any]:
         """Which round was chosen when the run ended, and how good this party's model of it is."""
