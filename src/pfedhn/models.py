@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pfedhn import keys
 from pfedhn.errors import UserError, closest
 from pfedhn.kernels.conv import ConvBlock
 from pfedhn.kernels.linear import Linear
@@ -261,6 +262,42 @@ def _check_settings(name: str, settings: Mapping[str, Any]) -> None:
 def network_name(name: str) -> str:
     """What a network is called in a run: its name, or that of the function which makes it."""
     return name.rpartition(":")[2]
+
+
+def name_of(factory: Factory) -> str:
+    """The name that a file would give this network: a hypernetwork's initial weights depend on it.
+
+    It is one of ours, such as "mlp-32", or else the name of the function or class that makes the network.
+    """
+    maker: Any = factory
+    while isinstance(maker, partial):
+        maker = maker.func
+    if inspect.isfunction(maker) and maker.__name__.isidentifier() and maker is not build:
+        return maker.__name__
+    try:
+        with keys.seeded(0):
+            module = factory()
+    except Exception:
+        return "model"  # `check_factory` says what is wrong with it
+    return _name_of_ours(module) or type(module).__name__
+
+
+def _name_of_ours(module: Any) -> str | None:
+    kind = type(module)
+    if kind in (MLP, TabularMLP):
+        return "-".join(["mlp" if kind is MLP else "tabular", *(str(part.out_features) for part in module.layers[:-1])])
+    if kind is LeNet:
+        return {size: name for name, size in LENET_SIZES.items() if name != "lenet-m"}.get(module.fc1.in_features // 50)
+    if kind is ResNet:
+        with torch.device("meta"):
+            ours = {name: ResNet(norm=norm) for name, norm in RESNETS.items()}
+        return next((name for name, one in ours.items() if _layers(one) == _layers(module)), None)
+    return {OmniglotNet: "omniglot", LinearModel: "linear"}.get(kind)
+
+
+def _layers(module: nn.Module) -> list[str]:
+    """What tells networks of one class apart, whatever their inputs and outputs."""
+    return [repr(part) for part in list(module.modules())[2:-1] if not list(part.children())]
 
 
 def build(name: str, num_classes: int, shape: Sequence[int]) -> nn.Module:

@@ -77,9 +77,9 @@ def large(load: Any = None, **settings: Any) -> Simulation:
 def a_round(simulation: Simulation, trainer: Any) -> Any:
     memories, clients = simulation.initial_state().memories, simulation.cohort(0)
     rows = take(memories.rows, torch.tensor(clients))
-    return trainer.train(
-        CohortShard("model", 0, clients, memories.shared, rows, memories.private["model"].take(clients))
-    )
+    (name,) = simulation.models
+    kept = memories.private[name].take(clients)
+    return trainer.train(CohortShard(name, 0, clients, memories.shared, rows, kept))
 
 
 @pytest.mark.slow

@@ -253,10 +253,10 @@ def test_a_method_that_adapts_asks_for_the_clients_examples(tmp_path: Path) -> N
 def test_a_lambda_needs_the_network(tmp_path: Path) -> None:
     run = train(tmp_path, model=lambda: pfedhn.MLP(8, 5, 4))
     with pytest.raises(
-        UserError, match=r"network 'model' .* is a lambda, .*; give what makes it as load\(\.\.\., model=\.\.\.\)"
+        UserError, match=r"network 'mlp-5' .* is a lambda, .*; give what makes it as load\(\.\.\., model=\.\.\.\)"
     ):
         pfedhn.load(tmp_path)
-    for model in (MLP, {"model": MLP}):
+    for model in (MLP, {"mlp-5": MLP}):
         loaded = pfedhn.load(tmp_path, model=model)  # type: ignore[arg-type]
         assert_same_bits(loaded.personal_weights(3), run.personal_weights(3))
     with pytest.raises(UserError, match="has other weights than the one"):

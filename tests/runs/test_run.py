@@ -15,11 +15,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from support import assert_same_bits
 from torch import Tensor, nn
 
 import pfedhn
+from pfedhn import keys, models
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data import partition
+from pfedhn.deploy.spec import read_spec, to_plan
 from pfedhn.engine.state import Progress
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Options
@@ -27,6 +30,10 @@ from pfedhn.experiments.spec import Cell
 from pfedhn.runs import execute as execution
 from pfedhn.runs.assemble import assemble, choose_device
 from pfedhn.runs.execute import computing_on
+
+
+def a_network() -> nn.Module:
+    return pfedhn.MLP(8, 5, 4)
 
 
 def made_federation(**changes: object) -> pfedhn.Federation:
@@ -419,3 +426,43 @@ def test_ctrl_c_does_not_wait_for_another_run_s_work(tmp_path: Path, monkeypatch
     stop.set()
     with pytest.raises(KeyboardInterrupt):
         next(work)
+
+
+def test_an_unnamed_network_starts_as_the_same_network_in_a_federation_file() -> None:
+    """A hypernetwork draws its head by the network's name, so a network has one name wherever it is given."""
+    text = 'method = "pfedhn"\nmodel = "mlp-5"\nclients = 6\n[data]\nshape = [8]\nclasses = 4\n'
+    plan = to_plan(read_spec(text, Path("federation.toml")))
+    expected = plan.exchange.init_shared(plan.models, plan.initial_models(), keys.fold(plan.seed, "shared"))
+    for model in ("mlp-5", lambda: pfedhn.MLP(8, 5, 4), functools.partial(pfedhn.MLP, 8, 5, 4)):
+        simulation = assemble("pfedhn", made_federation(), model, steps=2, device="cpu")
+        assert_same_bits(simulation.initial_state().memories.shared, expected)
+
+
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [
+        (lambda: 1 / 0, "model"),  # refused elsewhere, under this name
+        (lambda: pfedhn.MLP(8, 5, 6, 4), "mlp-5-6"),
+        (lambda: models.TabularMLP(8, 4), "tabular"),
+        (functools.partial(models.build, "mlp-4", 3, (5,)), "mlp-4"),
+        (lambda: pfedhn.LeNet(100, 8), "lenet-s"),
+        (pfedhn.LeNet, "lenet"),
+        (models.ResNet, "resnet18"),
+        (lambda: models.ResNet(100, norm="group", in_channels=1), "resnet18-gn"),
+        (lambda: models.ResNet(width=4), "ResNet"),
+        (lambda: models.LinearModel(3), "linear"),
+        (models.OmniglotNet, "omniglot"),
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "Sequential"),
+        (a_network, "a_network"),
+    ],
+)
+def test_the_name_of_an_unnamed_network(factory: Any, name: str) -> None:
+    assert models.name_of(factory) == name
+
+
+def test_a_run_of_an_older_version_goes_on_under_its_name(tmp_path: Path) -> None:
+    network = functools.partial(pfedhn.MLP, 8, 5, 4)
+    before = train({"model": network}, directory=tmp_path)
+    again = train(network, directory=tmp_path)
+    assert list(again.simulation.models) == ["model"]
+    assert_same_bits(again.personal_weights(0), before.personal_weights(0))

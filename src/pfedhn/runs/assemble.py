@@ -107,7 +107,7 @@ def assemble(
                 "loaded when needed; give a function that makes the network, as lambda: pfedhn.MLP(8, 16, 6)."
             )
         model = {models.network_name(model): models.factory(model, federation.num_classes or 1, shape)}
-    factories = dict(model) if isinstance(model, Mapping) else {"model": model}
+    factories = dict(model) if isinstance(model, Mapping) else {models.name_of(model): model}
     if not factories:
         raise UserError("model names no target network; give a function that makes one.")
     if any(isinstance(factory, nn.Module) for factory in factories.values()):

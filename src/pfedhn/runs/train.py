@@ -18,7 +18,7 @@ from pfedhn.runs.execute import computing_on, drain, execute
 from pfedhn.runs.progress import bar
 from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import Callback
-from pfedhn.storage.spec import Origin
+from pfedhn.storage.spec import Origin, read_spec
 from pfedhn.system.files import given_path
 from pfedhn.system.process import advise_once
 from pfedhn.system.stopping import stop_on_signal
@@ -60,8 +60,8 @@ def train(
         federation: The clients and their data.
         model: A function that makes the target network, e.g. the class of an `nn.Module`; one of the package's by its
             name in experiment files, as "tabular-32" or "lenet-s"; or several functions by name, for clients of
-            different sizes (`federation.with_architectures` says who runs which). A hypernetwork's first weights are
-            drawn by the network's name: for the numbers of `pfedhn run`, give the name.
+            different sizes (`federation.with_architectures` says who runs which). A hypernetwork's first weights
+            depend on the network's name. A network without one gets the name that a file would give it.
         steps: Communication steps: one client taking part once. 5,000 rounds of one client, or 1,000 of five. The
             last round is complete: 6 steps with five clients per round are 10.
         cohort_size: Clients per round; 1 for pFedHN, 5 for the averaging methods by default.
@@ -114,7 +114,7 @@ def train(
     simulation = assemble(
         method,
         federation,
-        model,
+        _as_stored(model, directory),
         steps=steps,
         cohort_size=cohort_size,
         batch_size=batch_size,
@@ -161,3 +161,13 @@ def train(
             norms=norms,
         )
         return drain(work)
+
+
+def _as_stored(model: Any, directory: Any) -> Any:
+    """An unnamed network under the name "model" if the directory's run, of an older version, calls it so."""
+    if isinstance(model, str | Mapping) or not isinstance(directory, str | Path):
+        return model
+    if not (given_path(directory) / "spec.toml").exists():
+        return model
+    spec = read_spec(given_path(directory))
+    return {"model": model} if spec is not None and list(spec.networks) == ["model"] else model

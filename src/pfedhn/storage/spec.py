@@ -67,7 +67,7 @@ class Origin:
 
     @staticmethod
     def of(method: str | Algorithm[Any, Any, Any], directory: Path | None) -> "Origin":
-        """Of a run that no experiment made: it is called as its directory, or else as its method."""
+        """Describe a run that no experiment made: its name is that of its directory, or else of its method."""
         name = method_name(method)
         return Origin(directory.resolve().name if directory else name, name)
 
