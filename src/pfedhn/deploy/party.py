@@ -24,7 +24,6 @@ from pfedhn.data.federation import Federation
 from pfedhn.deploy.plan import Phase, exchange_of, plan_digest
 from pfedhn.deploy.privacy import Budget, BudgetSpent, system_key, system_normal
 from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
-from pfedhn.deploy.trees import SHA256, filled, named, read_tensors, write_tensors
 from pfedhn.deploy.wire import Message, WireError, from_envelope
 from pfedhn.engine.evaluate import sums
 from pfedhn.engine.executors import EXECUTORS, Executor
@@ -38,6 +37,7 @@ from pfedhn.params import Params, in_dtype, take
 from pfedhn.privacy import Privacy, Protection, refuse_leaks
 from pfedhn.sgd import Batches
 from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
+from pfedhn.storage.trees import SHA256, filled, named, read_tensors, write_tensors
 from pfedhn.system.files import make_folder, read_bytes, write_atomically
 
 logger = logging.getLogger("pfedhn")

@@ -15,7 +15,6 @@ from torch import Tensor
 from pfedhn import keys
 from pfedhn.deploy.journal import append_record, records
 from pfedhn.deploy.plan import Phase, exchange_of, plan_digest
-from pfedhn.deploy.trees import filled, named, read_tensors, write_tensors
 from pfedhn.deploy.wire import Message, from_envelope, unpacked
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.plan import Plan
@@ -26,6 +25,7 @@ from pfedhn.params import copy, in_dtype, num_bytes, stack, take
 from pfedhn.runs.scores import scores_of
 from pfedhn.storage.schema import Scores, is_worse
 from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
+from pfedhn.storage.trees import filled, named, read_tensors, write_tensors
 from pfedhn.system.files import make_folder, read_bytes, write_atomically
 
 FORMAT = 3
@@ -143,12 +143,12 @@ class Rules:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.plan_digest = plan, plan_digest(plan)
-        starts = plan.initial_models()
-        shared = plan.exchange.init_shared(plan.models, starts, keys.fold(plan.seed, "shared"))
-        self.start = copy(shared)
 
     def initial(self) -> State:
-        return State(copy(self.start))
+        plan = self.plan
+        return State(
+            copy(plan.exchange.init_shared(plan.models, plan.initial_models(), keys.fold(plan.seed, "shared")))
+        )
 
     def apply(self, state: State, table: Mapping[str, Any], message: bytes = b"") -> None:
         getattr(self, f"_{table['kind']}")(state, table, message)
@@ -449,20 +449,15 @@ class Store:
         if table["has_ended"] and "is_adapted" not in table:  # earlier versions decided nothing
             has_steps = self.rules.plan.algorithm.adaptation_steps > 0
             table["is_adapted"] = (True if table["final"] else None) if has_steps else False
+        form = self.rules.plan.form
         members = {one["name"]: Member(**one) for one in table.pop("members")}
         chosen = {part: table.pop(part) for part in ("best", "tested")}
-        state = State(filled("shared", self.rules.start, tensors), members=members, **table)
-        row = self._row_template()
-        state.rows = {name: filled(f"row/{name}", row, tensors) for name in members}
+        state = State(filled("shared", form.shared, tensors), members=members, **table)
+        state.rows = {name: filled(f"row/{name}", form.row, tensors) for name in members}
         for part, known in chosen.items():
             if known is not None:
-                rows = {name: filled(f"{part}/row/{name}", row, tensors) for name in known["rows"]}
-                shared = filled(f"{part}/shared", self.rules.start, tensors)
+                rows = {name: filled(f"{part}/row/{name}", form.row, tensors) for name in known["rows"]}
+                shared = filled(f"{part}/shared", form.shared, tensors)
                 score, results = float(known["score"]), known["results"]
                 setattr(state, part, Chosen(known["round"], shared, rows, known["bases"], score, results))
         return state
-
-    def _row_template(self) -> Any:
-        algorithm = self.rules.plan.algorithm
-        descriptor = torch.zeros(1) if algorithm.needs_descriptors else None
-        return algorithm.init_row(torch.tensor(0), descriptor)

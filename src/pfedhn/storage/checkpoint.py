@@ -22,6 +22,7 @@ from pfedhn.engine.state import Best, Diverged, Evaluation, Flight, Memories, St
 from pfedhn.errors import RunError
 from pfedhn.params import take
 from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
+from pfedhn.storage.trees import filled, named
 from pfedhn.system.files import read_bytes, write_atomically
 from pfedhn.system.fingerprint import differ
 
@@ -85,7 +86,7 @@ def save_state(
         "best": None,
     }
     for work in state.flight.working:
-        tensors |= dict(_named(f"flight/{work.number}", (work.reply, work.kept)))
+        tensors |= named(f"flight/{work.number}", (work.reply, work.kept))
     if state.best is not None:
         best_tensors, best_slots = _memories_to_tensors("best", state.best.memories)
         tensors |= best_tensors
@@ -170,12 +171,7 @@ def _memories_to_tensors(prefix: str, memories: Memories) -> tuple[dict[str, Ten
     for name, table in memories.private.items():
         slots[name] = sorted(table.slots, key=table.slots.__getitem__)
         trees[f"private/{name}"] = () if table.tree is None else take(table.tree, slice(len(table.slots)))
-    return {name: leaf for part, tree in trees.items() for name, leaf in _named(f"{prefix}/{part}", tree)}, slots
-
-
-def _named(prefix: str, tree: Any) -> list[tuple[str, Tensor]]:
-    pairs, _ = pytree.tree_flatten_with_path(tree)
-    return [(prefix + pytree.keystr(path), leaf) for path, leaf in pairs]
+    return {name: leaf for part, tree in trees.items() for name, leaf in named(f"{prefix}/{part}", tree).items()}, slots
 
 
 def _to_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any], plan: Plan) -> State:
@@ -212,8 +208,7 @@ def _to_flight(
     working = []
     for client, number, *rest in record["working"]:
         form = plan.form_of_work(memories, client)
-        leaves = [tensors[name].clone().to(leaf.device) for name, leaf in _named(f"flight/{number}", form)]
-        working.append(Work(client, number, *rest, *pytree.tree_unflatten(leaves, pytree.tree_structure(form))))
+        working.append(Work(client, number, *rest, *filled(f"flight/{number}", form, tensors, plan.device)))
     return Flight(**{**record, "working": working})
 
 
@@ -225,10 +220,7 @@ def _to_memories(
     on_host: bool = False,
 ) -> Memories:
     def fill(part: str, form: Any) -> Any:
-        # Cloned into memory of their own: libraries choose kernels by alignment, and a file's tensors lie anywhere.
-        leaves = [tensors[name].clone() for name, _ in _named(f"{prefix}/{part}", form)]
-        leaves = leaves if on_host else [leaf.to(plan.device) for leaf in leaves]
-        return pytree.tree_unflatten(leaves, pytree.tree_structure(form))
+        return filled(f"{prefix}/{part}", form, tensors, None if on_host else plan.device)
 
     shared, rows = fill("shared", plan.form.shared), fill("rows", plan.form.row)
     private = plan.private_tables(shared, rows)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -20,10 +21,11 @@ def named(prefix: str, tree: Any) -> dict[str, Tensor]:
     return {prefix + pytree.keystr(path): leaf for path, leaf in pairs}
 
 
-def filled(prefix: str, template: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """A tree of the template's form with the tensors that `named` took from one."""
-    leaves = [tensors[name].clone() for name in named(prefix, template)]
-    return pytree.tree_unflatten(leaves, pytree.tree_structure(template))
+def filled(prefix: str, form: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
+    """A tree of the given form with the tensors that `named` took from one, on a device or where they are."""
+    # Cloned into memory of their own: libraries choose kernels by alignment, and a file's tensors lie anywhere.
+    leaves = [tensors[name].clone().to(device) for name in named(prefix, form)]
+    return pytree.tree_unflatten(leaves, pytree.tree_structure(form))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
