@@ -43,7 +43,7 @@ from pfedhn.report.entries import collect
 from pfedhn.runs import execute as execution
 from pfedhn.runs import files
 from pfedhn.runs import train as training
-from pfedhn.runs.progress import Event, Failed, Finished, Said, Update
+from pfedhn.runs.progress import Event, RunFailed, RunFinished, Said, Update
 from pfedhn.runs.train import train
 from pfedhn.storage import history as storage_history
 from pfedhn.storage import identity as storage_identity
@@ -379,10 +379,10 @@ def test_side_by_side_gives_the_bits_of_one_after_the_other(tmp_path: Path, in_t
     assert name == "pfedhn-pc-digits-6-seed0"
     assert failure.sentence.startswith("training diverged in round 0 at client ")
     assert not failure.is_bad_input
-    assert {event.run for event in heard if isinstance(event, Finished)} == good
-    assert {event.run for event in heard if isinstance(event, Failed)} == {name}
+    assert {event.run for event in heard if isinstance(event, RunFinished)} == good
+    assert {event.run for event in heard if isinstance(event, RunFailed)} == {name}
     assert any(isinstance(event, Update) and event.score.startswith("validation ") for event in heard)
-    ends = [event.run for event in heard if isinstance(event, Finished)]
+    ends = [event.run for event in heard if isinstance(event, RunFinished)]
     assert ends.index("fedavg-digits-6-seed0") < ends.index("lg-fedavg-digits-6-seed0")
     starts = [e.run for e in heard if isinstance(e, Update) and e.score == "starting"]
     assert starts.count("fedavg-digits-6-seed0") == 1

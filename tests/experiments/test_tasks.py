@@ -24,7 +24,7 @@ from pfedhn.experiments.grid import with_assignments
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.experiments.tasks import MAX_LOSSES, Cluster, connected
-from pfedhn.runs.progress import Event, Failed, Finished, Said, Update
+from pfedhn.runs.progress import Event, RunFailed, RunFinished, Said, Update
 from pfedhn.system.files import LOCK
 
 pytestmark = pytest.mark.filterwarnings(  # Ray leaves files open
@@ -105,8 +105,8 @@ def test_a_cluster_gives_the_bits_of_one_machine(tmp_path: Path, cluster: Cluste
     assert [failure.has_diverged for failure in there.failures.values()] == [True]
     files = [sorted(file.name for file in (tmp_path / place).glob("*/*")) for place in ("there", "here")]
     assert files[0] == files[1]
-    assert {event.run for event in heard if isinstance(event, Finished)} == set(there.results)
-    assert {event.run for event in heard if isinstance(event, Failed)} == set(there.failures)
+    assert {event.run for event in heard if isinstance(event, RunFinished)} == set(there.results)
+    assert {event.run for event in heard if isinstance(event, RunFailed)} == set(there.failures)
     assert any(isinstance(event, Update) and event.score.startswith("validation ") for event in heard)
 
 

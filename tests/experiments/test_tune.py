@@ -31,7 +31,7 @@ from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import from_toml, grids_from_toml, with_assignments
 from pfedhn.experiments.rates import apply_rates, rates_for, read_rates, save_rates
 from pfedhn.experiments.spec import Cell, Experiment
-from pfedhn.experiments.tune import Findings, Study, plan, read_record, write_record
+from pfedhn.experiments.tune import Tuning, TuningResults, plan, read_record, write_record
 from pfedhn.paper import experiments as paper
 from pfedhn.paper.experiments import BEYOND_THE_PAPER, EXPERIMENTS
 from pfedhn.runs import execute as execution
@@ -94,18 +94,18 @@ local_steps = [1, 2, 3]
 
 def test_the_grid_of_an_experiment_file_is_tried_instead() -> None:
     Path("mine.toml").write_text(MINE + GRID)
-    study = plan(from_toml(Path("mine.toml")), ["method=fedavg"], own_grids=grids_from_toml(Path("mine.toml")))
-    points = [dict(point.rates) for point in study.points_of("fedavg")]
+    tuning = plan(from_toml(Path("mine.toml")), ["method=fedavg"], own_grids=grids_from_toml(Path("mine.toml")))
+    points = [dict(point.rates) for point in tuning.points_of("fedavg")]
     assert points == [{"local_lr": lr, "local_steps": steps} for lr in (0.3, 0.1) for steps in (1, 2, 3)]
-    assert dict(study.points_of("pfedhn")[0].rates) == {"lr": 0.1, "local_lr": 0.05}  # ours
+    assert dict(tuning.points_of("pfedhn")[0].rates) == {"lr": 0.1, "local_lr": 0.05}  # ours
 
 
 def test_a_method_of_ones_own_is_tuned_on_the_grid_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ALGORITHMS, "mine", Method("Mine", FedAvg, is_tuned=False))  # it brings no grid
     Path("mine.toml").write_text('method = ["mine"]\nclients = 4\nsteps = 10\n[tune.mine]\nlocal_lr = [0.3, 0.1]\n')
-    study = plan(from_toml(Path("mine.toml")), own_grids=grids_from_toml(Path("mine.toml")))
-    assert study.methods == ("mine",)  # though nobody named it
-    assert [point.cell.settings["local_lr"] for point in study.points] == [0.3, 0.1]
+    tuning = plan(from_toml(Path("mine.toml")), own_grids=grids_from_toml(Path("mine.toml")))
+    assert tuning.methods == ("mine",)  # though nobody named it
+    assert [point.cell.settings["local_lr"] for point in tuning.points] == [0.3, 0.1]
 
 
 @pytest.mark.parametrize(
@@ -135,44 +135,44 @@ def test_each_method_has_its_settings_on_the_grids_of_the_paper() -> None:
         "pfedhn": {"lr": rates, "local_lr": personal},
         "pfedhn-pc": {"lr": rates, "local_lr": personal},
     }
-    study = plan(TABLE1)
+    tuning = plan(TABLE1)
     for method, settings in expected.items():
-        points = study.points_of(method)
+        points = tuning.points_of(method)
         tried = {tuple(point.cell.settings[name] for name in settings) for point in points}
         assert len(tried) == len(points) == 4 ** len(settings), method
         for place, (name, values) in enumerate(settings.items()):
             assert {point[place] for point in tried} == values, (method, name)
     beyond = {method for method in BEYOND_THE_PAPER if ALGORITHMS[method].rates_from is None}
-    assert {point.method for point in study.points} == set(expected) | beyond  # lg-fedavg takes fedavg's
+    assert {point.method for point in tuning.points} == set(expected) | beyond  # lg-fedavg takes fedavg's
 
 
 def test_the_authors_rates_stay_unless_asked_and_fifty_clients_are_used() -> None:
-    study = plan(TABLE1)
-    of_the_paper = [method for method in study.methods if method not in BEYOND_THE_PAPER]
+    tuning = plan(TABLE1)
+    of_the_paper = [method for method in tuning.methods if method not in BEYOND_THE_PAPER]
     assert of_the_paper == ["local", "fedavg", "per-fedavg", "pfedme", "fedper"]
-    assert {point.cell.clients for point in study.points} == {50}
+    assert {point.cell.clients for point in tuning.points} == {50}
     assert plan(TABLE1, ["method=pfedhn,method=fedavg"]).methods == ("pfedhn", "fedavg")
-    assert plan(TABLE1, ["method=fedavg"]).points == study.points  # so that one directory holds both
+    assert plan(TABLE1, ["method=fedavg"]).points == tuning.points  # so that one directory holds both
     assert {point.cell.clients for point in plan(TABLE1, ["clients=10"]).points} == {10}
     assert {point.cell.clients for point in plan(from_toml(Path("mine.toml"))).points} == {6}
 
 
 def test_the_first_stage_has_a_fifth_of_every_cells_steps() -> None:
-    study = plan(TABLE1)
+    tuning = plan(TABLE1)
     steps = {
-        point.method: (study.steps("first", point), study.steps("finals", point), point.cell.steps)
-        for point in study.points
+        point.method: (tuning.steps("first", point), tuning.steps("finals", point), point.cell.steps)
+        for point in tuning.points
     }
     assert steps["fedavg"] == (1_000, 5_000, 5_000)
     assert steps["local"] == (400, 2_000, 2_000)
-    (run,) = study.runs("first", study.points_of("fedavg")[:1])
+    (run,) = tuning.runs("first", tuning.points_of("fedavg")[:1])
     assert (run.name, run.cell.steps) == ("fedavg-cifar10-50-local_lr=0.1-seed0", 1_000)
 
 
 def test_tuned_settings_of_the_file_do_not_matter_but_others_do() -> None:
     cells = tuple(Cell(method="fedavg", settings={"local_lr": rate}) for rate in (0.3, 0.4))
-    study = plan(Experiment("mine", cells))
-    assert [point.cell.settings for point in study.points] == [{"local_lr": rate} for rate in LEARNING_RATES]
+    tuning = plan(Experiment("mine", cells))
+    assert [point.cell.settings for point in tuning.points] == [{"local_lr": rate} for rate in LEARNING_RATES]
     other = replace(cells[0], batch_size=3)
     with pytest.raises(UserError, match=r"'mine' has 2 cells of fedavg with 50 clients.*choose one with --only\."):
         plan(Experiment("mine", (*cells, other)))
@@ -211,12 +211,12 @@ def test_bad_input_gets_one_sentence_and_code_2(sentence: str, arguments: str) -
 # Chosen by what
 
 
-def outcome(study: Study, stage: tune.Stage, scores: dict[float, float | None]) -> Outcome:
+def outcome(tuning: Tuning, stage: tune.Stage, scores: dict[float, float | None]) -> Outcome:
     """Results of FedAvg's points by rate; test scores say the opposite of validation."""
     found = Outcome()
-    for point in study.points_of("fedavg"):
+    for point in tuning.points_of("fedavg"):
         score = scores.get(point.rates["local_lr"])
-        for run in study.runs(stage, [point]):
+        for run in tuning.runs(stage, [point]):
             if score is not None:
                 found.results[run.name] = Mock(
                     validation=Scores(0.0, 1, score, score), test=Scores(0.0, 1, 1 - score, 1 - score)
@@ -225,30 +225,30 @@ def outcome(study: Study, stage: tune.Stage, scores: dict[float, float | None]) 
 
 
 def test_the_best_three_and_the_winner_are_those_of_validation() -> None:
-    study = plan(TABLE1, ["method=fedavg"])
-    found = Findings(study, outcome(study, "first", {0.1: 0.2, 0.05: 0.6, 0.01: 0.7, 0.005: 0.5}))
+    tuning = plan(TABLE1, ["method=fedavg"])
+    found = TuningResults(tuning, outcome(tuning, "first", {0.1: 0.2, 0.05: 0.6, 0.01: 0.7, 0.005: 0.5}))
     assert [point.rates["local_lr"] for point in found.finalists("fedavg")] == [0.01, 0.05, 0.005]
-    found = replace(found, finals=outcome(study, "finals", {0.05: 0.8, 0.01: 0.75, 0.005: 0.9}))
+    found = replace(found, finals=outcome(tuning, "finals", {0.05: 0.8, 0.01: 0.75, 0.005: 0.9}))
     assert found.rates() == {"fedavg": {"local_lr": 0.005}, "lg-fedavg": {"local_lr": 0.005}}
 
 
 def test_a_point_that_diverged_is_worse_than_any_other() -> None:
-    study = plan(TABLE1, ["method=fedavg"])
-    found = Findings(study, outcome(study, "first", {0.1: None, 0.05: 0.0, 0.01: None, 0.005: 0.5}))
+    tuning = plan(TABLE1, ["method=fedavg"])
+    found = TuningResults(tuning, outcome(tuning, "first", {0.1: None, 0.05: 0.0, 0.01: None, 0.005: 0.5}))
     assert [point.rates["local_lr"] for point in found.finalists("fedavg")] == [0.005, 0.05]
-    found = replace(found, finals=outcome(study, "finals", {0.05: 0.1, 0.005: None}))
+    found = replace(found, finals=outcome(tuning, "finals", {0.05: 0.1, 0.005: None}))
     assert found.rates()["fedavg"] == {"local_lr": 0.05}
     assert replace(found, finals=Outcome()).rates() == {}
 
 
 def test_with_several_seeds_the_mean_decides_and_one_that_diverged_spoils_it() -> None:
-    study = plan(TABLE1, ["method=fedavg"], [0, 1])
-    first = outcome(study, "first", {0.1: 0.5, 0.05: 0.6, 0.01: 0.7, 0.005: 0.1})
-    assert len(study.runs("first", study.points_of("fedavg"))) == 8
+    tuning = plan(TABLE1, ["method=fedavg"], [0, 1])
+    first = outcome(tuning, "first", {0.1: 0.5, 0.05: 0.6, 0.01: 0.7, 0.005: 0.1})
+    assert len(tuning.runs("first", tuning.points_of("fedavg"))) == 8
     first.results["fedavg-cifar10-50-local_lr=0.1-seed1"] = Mock(validation=Scores(0.0, 1, 0.8, 0.8))
     del first.results["fedavg-cifar10-50-local_lr=0.01-seed1"]
-    found = Findings(study, first)
-    assert found.score("first", study.points_of("fedavg")[0]) == pytest.approx(0.65)
+    found = TuningResults(tuning, first)
+    assert found.score("first", tuning.points_of("fedavg")[0]) == pytest.approx(0.65)
     assert [point.rates["local_lr"] for point in found.finalists("fedavg")] == [0.1, 0.05, 0.005]
 
 
@@ -400,8 +400,8 @@ def test_after_kill_9_the_finished_points_are_only_read() -> None:
 
 def test_another_tuning_in_the_folder_is_named_as_it_was_given() -> None:
     arguments = ["tune", "mine.toml", "--only", "method=fedavg", "--set", "steps=10", "--out", "tuning"]
-    study = plan(with_assignments(from_toml(Path("mine.toml")), {"steps": 10}), ["method=fedavg"])
-    for stage, experiment in study.stages.items():
+    tuning = plan(with_assignments(from_toml(Path("mine.toml")), {"steps": 10}), ["method=fedavg"])
+    for stage, experiment in tuning.stages.items():
         Directory(Path("tuning", stage)).open(experiment, [])
     refused("error: tuning holds another experiment, or other settings of it: ", *arguments, "--set", "steps=20")
     refused("error: tuning holds another experiment, or other settings of it: ", *arguments, "--fraction", "0.5")
@@ -503,9 +503,9 @@ def test_nothing_is_chosen_without_validation_examples() -> None:
     blind = with_assignments(from_toml(Path("mine.toml")), {"split": [0.7, 0.0, 0.3]})
     with pytest.raises(UserError, match="fedavg would be tuned on validation examples, and there are none; leave some"):
         plan(blind, ["method=fedavg"])
-    study = plan(TABLE1, ["method=fedavg"])
+    tuning = plan(TABLE1, ["method=fedavg"])
     for scores in (Scores(math.nan, 0, math.nan, math.nan), Scores(0.5, 10, math.nan, math.nan)):
-        first = outcome(study, "first", {0.1: 0.2, 0.05: 0.6})
+        first = outcome(tuning, "first", {0.1: 0.2, 0.05: 0.6})
         next(iter(first.results.values())).validation = scores
         with pytest.raises(UserError, match="has no score on validation examples, so that nothing can be chosen by it"):
-            Findings(study, first).finalists("fedavg")
+            TuningResults(tuning, first).finalists("fedavg")

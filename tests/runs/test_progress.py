@@ -7,7 +7,7 @@ import pytest
 from rich.progress import Task
 
 from pfedhn.runs import progress
-from pfedhn.runs.progress import Detail, Display, Failed, Update
+from pfedhn.runs.progress import Detail, Display, RunFailed, Update
 from pfedhn.system.screen import Screen
 
 
@@ -20,7 +20,7 @@ def lines_of(monkeypatch: pytest.MonkeyPatch, detail: Detail, num_runs: int = 1)
         for number in range(21):
             now = float(number)
             display(Update("mine", 2 * number, 40, "validation 50.0 %, best 60.0 %", number % 10 == 0, 2))
-        display(Failed("mine", "why"))
+        display(RunFailed("mine", "why"))
     return stream.getvalue().splitlines()
 
 

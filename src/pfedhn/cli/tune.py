@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.execute import Outcome
     from pfedhn.experiments.tasks import Cluster
-    from pfedhn.experiments.tune import Point, Stage, Study
+    from pfedhn.experiments.tune import Point, Stage, Tuning
 
 
 def tune(
@@ -92,7 +92,7 @@ def tune(
     from pfedhn.experiments.rates import rates_file, save_rates
     from pfedhn.experiments.registry import experiments
     from pfedhn.experiments.tasks import connected
-    from pfedhn.experiments.tune import Findings, plan, read_record, refuse_other, write_record
+    from pfedhn.experiments.tune import TuningResults, plan, read_record, refuse_other, write_record
     from pfedhn.settings import parse_assignments
     from pfedhn.system.files import given_path
 
@@ -101,14 +101,14 @@ def tune(
     chosen = with_assignments(chosen, values)
     numbers = whole_numbers(seeds)
     grids = grids_from_toml(Path(source)) if source.endswith(".toml") else {}
-    study = plan(chosen, only or [], numbers, fraction=fraction, finalists=finalists, assigned=values, own_grids=grids)
-    check(study.stages["finals"])  # those of the first stage differ in their steps alone
-    points = [point for method in study.methods for point in study.points_of(method)]
+    tuning = plan(chosen, only or [], numbers, fraction=fraction, finalists=finalists, assigned=values, own_grids=grids)
+    check(tuning.stages["finals"])  # those of the first stage differ in their steps alone
+    points = [point for method in tuning.methods for point in tuning.points_of(method)]
     refuse_without_effect(assignments or [], [point.cell for point in points])
     if save is None and experiment not in experiments():
         save = rates_file(Path(source))
     path = out or Path("runs") / f"{chosen.name}-tuning"
-    refuse_other(path, study)
+    refuse_other(path, tuning)
     files = [file for file in (path / "rates.toml", save) if file is not None]
     _check_files(files, save)
     read_record(path / "tuning.json")
@@ -117,21 +117,21 @@ def tune(
     options.check()
     with connected(on) as cluster:
         options = replace(options, device=choose_device_on(cluster, device))
-        found = Findings(study, _run_stage(study, "first", points, path, options, jobs, cluster))
-        points = [point for method in study.methods for point in found.finalists(method)]
-        found = replace(found, finals=_run_stage(study, "finals", points, path, options, jobs, cluster))
+        found = TuningResults(tuning, _run_stage(tuning, "first", points, path, options, jobs, cluster))
+        points = [point for method in tuning.methods for point in found.finalists(method)]
+        found = replace(found, finals=_run_stage(tuning, "finals", points, path, options, jobs, cluster))
     for table in found.tables():
         Screen().print(table)
     words = ["pfedhn", "tune", source, *(word for text in assignments or [] for word in ("--set", text))]
     words += [word for text in only or [] for word in ("--only", text)]
-    words += ["--seeds", ",".join(map(str, study.seeds)), "--fraction", f"{fraction:g}", "--finalists", str(finalists)]
+    words += ["--seeds", ",".join(map(str, tuning.seeds)), "--fraction", f"{fraction:g}", "--finalists", str(finalists)]
     words += [] if precision is None else ["--precision", precision]
     write_record(path / "tuning.json", chosen, found.record(shlex.join(words)))
     for file in files if found.rates() else []:
         save_rates(file, chosen.name, found.rates())
         say(f"Learning rates: {file}")
     present = {cell.method for cell in chosen.cells}
-    left = [method for method in study.grids if method in present and method not in study.methods]
+    left = [method for method in tuning.grids if method in present and method not in tuning.methods]
     if left and not any("method=" in text for text in only or []):  # who names methods knows
         how = ",".join(f"method={method}" for method in left)
         say(f"Not tuned, and kept as it was: {', '.join(left)} (--only {how} tunes it).")
@@ -139,7 +139,7 @@ def tune(
         is_found_by_itself = experiment not in experiments() and save == rates_file(Path(source))
         with_file = "" if is_found_by_itself else f" --rates {shlex.quote(str(path / 'rates.toml'))}"
         say(f"Next: `pfedhn run {shlex.quote(experiment)}{with_file}` uses them.")
-    if lost := [method for method in study.methods if found.winner(method) is None]:
+    if lost := [method for method in tuning.methods if found.winner(method) is None]:
         complain(f"every point of {', '.join(lost)} diverged; no rate was chosen for it.")
         raise typer.Exit(FAILED)
 
@@ -160,7 +160,7 @@ def _check_files(files: Sequence[Path], save: Path | None) -> None:
 
 
 def _run_stage(
-    study: "Study",
+    tuning: "Tuning",
     stage: "Stage",
     points: "Sequence[Point]",
     out: Path,
@@ -172,20 +172,20 @@ def _run_stage(
     from pfedhn.cli.running import displayed, end
     from pfedhn.experiments.execute import Outcome
     from pfedhn.experiments.runner import run_ready
-    from pfedhn.runs.progress import Event, Finished
+    from pfedhn.runs.progress import Event, RunFinished
     from pfedhn.storage.checkpoint import remove_old
 
     def listen(event: Event) -> None:
-        if isinstance(event, Finished):  # nobody uses the model of a point, and those of a large grid fill a disk
+        if isinstance(event, RunFinished):  # nobody uses the model of a point, and those of a large grid fill a disk
             remove_old(path / event.run, num_kept=0)
         ready.listen(event)
 
-    path, chosen = out / stage, study.stages[stage]
+    path, chosen = out / stage, tuning.stages[stage]
     options = replace(options, source=str((path / "experiment.toml").resolve()))
     Screen(stderr=True).print(f"[bold]{escape(chosen.title)}[/]", highlight=False)
     try:
         # No test score is shown: who sees it while choosing has chosen by it.
-        with displayed(chosen, study.runs(stage, points), path, options, jobs, cluster, split="validation") as ready:
+        with displayed(chosen, tuning.runs(stage, points), path, options, jobs, cluster, split="validation") as ready:
             outcome = run_ready(ready.runs, jobs=jobs, options=ready.options, listen=listen, cluster=cluster)
     except Stopped:
         raise Stopped("stopped; the same command continues.") from None

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
+from torch import Tensor
+
 from pfedhn.errors import UserError
 from pfedhn.storage.schema import Result, SchemaError, from_json, to_json
 from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
@@ -43,7 +46,7 @@ def identity(result: Result) -> str:
 
 def plain(value: Any) -> Any:
     """Values as JSON has them. A number that is not one, such as the accuracy of a client without examples, is null."""
-    if hasattr(value, "tolist"):  # of NumPy or PyTorch
+    if isinstance(value, Tensor | numpy.ndarray | numpy.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
         return {str(name): plain(part) for name, part in value.items()}

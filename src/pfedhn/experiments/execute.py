@@ -18,7 +18,7 @@ from pfedhn.models import network_name
 from pfedhn.params import Params, take
 from pfedhn.runs.execute import execute
 from pfedhn.runs.load import load
-from pfedhn.runs.progress import Event, Failed, Finished, Said, watch_run
+from pfedhn.runs.progress import Event, RunFailed, RunFinished, Said, watch_run
 from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import tracker
 from pfedhn.storage.history import read_result
@@ -151,10 +151,10 @@ class Queue:
     def end(self, name: str, ending: Result | Failure) -> None:
         if isinstance(ending, Failure):
             self.outcome.failures[name] = ending
-            self.listen(Failed(name, ending.sentence))
+            self.listen(RunFailed(name, ending.sentence))
         else:
             self.outcome.results[name] = ending
-            self.listen(Finished(name, ending))
+            self.listen(RunFinished(name, ending))
 
 
 def failure(error: Exception, folder: Path) -> Failure:

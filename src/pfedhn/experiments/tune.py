@@ -57,7 +57,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Study:
+class Tuning:
     """What is tried for an experiment, and by which rule one point of each method is chosen."""
 
     experiment: Experiment
@@ -102,22 +102,22 @@ class Study:
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What came of the stages of a study so far."""
+class TuningResults:
+    """What came of the stages of a tuning so far."""
 
-    study: Study
+    tuning: Tuning
     first: Outcome
     finals: Outcome = field(default_factory=Outcome)
 
     def score(self, stage: Stage, point: Point) -> float | None:
         """By validation, the mean over seeds; None if a run of the point diverged."""
-        runs, results = self.study.runs(stage, [point]), self._results(stage)
+        runs, results = self.tuning.runs(stage, [point]), self._results(stage)
         found = [_validation_score(results[run.name]) for run in runs if run.name in results]
         return fmean(found) if len(found) == len(runs) else None
 
     def finalists(self, method: str) -> list[Point]:
         """The points that are run in full."""
-        return self._ranked("first", self.study.points_of(method))[: self.study.finalists]
+        return self._ranked("first", self.tuning.points_of(method))[: self.tuning.finalists]
 
     def winner(self, method: str) -> Point | None:
         """The best finalist; None if all diverged."""
@@ -125,9 +125,9 @@ class Findings:
 
     def rates(self) -> Rates:
         """The rates of each method's winner, and of the methods that take them over."""
-        found = {method: self.winner(method) for method in self.study.methods}
+        found = {method: self.winner(method) for method in self.tuning.methods}
         rates: Rates = {method: dict(point.rates) for method, point in found.items() if point is not None}
-        present = {cell.method for cell in self.study.experiment.cells}
+        present = {cell.method for cell in self.tuning.experiment.cells}
         taken = {method: rates[known.rates_from] for method, known in ALGORITHMS.items() if known.rates_from in rates}
         return rates | {method: dict(part) for method, part in taken.items() if method in present}
 
@@ -141,15 +141,15 @@ class Findings:
 
     def tables(self) -> Iterator[Table]:
         """Every point with its validation scores, a table for each method."""
-        for method in self.study.methods:
-            points, finalists, winner = self.study.points_of(method), self.finalists(method), self.winner(method)
+        for method in self.tuning.methods:
+            points, finalists, winner = self.tuning.points_of(method), self.finalists(method), self.winner(method)
             title = f"{method_name(points[0].cell)}, {points[0].cell.clients} clients: validation score"
             table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
             table.min_width = len(title)  # else a narrow table breaks its own heading
-            for name in self.study.grids[method]:
+            for name in self.tuning.grids[method]:
                 table.add_column(name, justify="right")
             for stage in STAGES:
-                table.add_column(f"after {self.study.steps(stage, points[0]):,} steps", justify="right")
+                table.add_column(f"after {self.tuning.steps(stage, points[0]):,} steps", justify="right")
             table.add_column("")
             for point in points:
                 table.add_row(
@@ -163,12 +163,12 @@ class Findings:
 
     def record(self, command: str) -> dict[str, Any]:
         """What `tuning.json` says of each method that was tuned by a command."""
-        study = self.study
+        tuning = self.tuning
         methods: dict[str, Any] = {}
-        for method in study.methods:
-            points, finalists, winner = study.points_of(method), self.finalists(method), self.winner(method)
+        for method in tuning.methods:
+            points, finalists, winner = tuning.points_of(method), self.finalists(method), self.winner(method)
             base = points[0].cell
-            fixed = {name: value for name, value in base.settings.items() if name not in study.grids[method]}
+            fixed = {name: value for name, value in base.settings.items() if name not in tuning.grids[method]}
             methods[method] = {
                 "chosen": None if winner is None else dict(winner.rates),
                 "points": [
@@ -181,9 +181,9 @@ class Findings:
                     for point in points
                 ],
                 "cell": asdict(replace(base, settings=fixed)),
-                "seeds": list(study.seeds),
-                "fraction": study.fraction,
-                "finalists": study.finalists,
+                "seeds": list(tuning.seeds),
+                "fraction": tuning.fraction,
+                "finalists": tuning.finalists,
                 "command": command,
                 "environment": self._environment(winner),
             }
@@ -193,17 +193,17 @@ class Findings:
         """Where the winner was run, which need not be where this runs now."""
         if winner is None:
             return None
-        environment: Environment = self.finals.results[self.study.runs("finals", [winner])[0].name].environment
+        environment: Environment = self.finals.results[self.tuning.runs("finals", [winner])[0].name].environment
         table: dict[str, Any] = to_json(environment)
         return table
 
     def _stage_record(self, stage: Stage, point: Point) -> dict[str, Any]:
         results = self._results(stage)
-        names = [run.name for run in self.study.runs(stage, [point])]
+        names = [run.name for run in self.tuning.runs(stage, [point])]
         return {
             "runs": {name: _validation_score(results[name]) if name in results else "diverged" for name in names},
             "score": self.score(stage, point),
-            "steps": self.study.steps(stage, point),
+            "steps": self.tuning.steps(stage, point),
             "seconds": round(sum(results[name].seconds for name in names if name in results), 3),
         }
 
@@ -228,7 +228,7 @@ def plan(
     finalists: int = FINALISTS,
     assigned: Iterable[str] = (),
     own_grids: Mapping[str, Grid] | None = None,
-) -> Study:
+) -> Tuning:
     """The points to try for an experiment, at 50 clients, or at the middle one of its numbers of clients.
 
     Args:
@@ -273,7 +273,7 @@ def plan(
         if method in methods and bases[0].pretrain is not None:
             raise UserError(f"{method} starts from {bases[0].pretrain} here; only methods with no pretrain are tuned.")
         points += [point for base in bases if base.pretrain is None for point in _grid_points(base, grids[method])]
-    return Study(experiment, tuple(points), tuple(methods), grids, tuple(seeds or (0,)), fraction, finalists)
+    return Tuning(experiment, tuple(points), tuple(methods), grids, tuple(seeds or (0,)), fraction, finalists)
 
 
 def _methods_to_tune(
@@ -336,11 +336,11 @@ def read_record(file: Path) -> dict[str, Any]:
         raise UserError(f"{file} {error}; remove it and tune again: the runs are still there.") from None
 
 
-def refuse_other(directory: Path, study: Study) -> None:
+def refuse_other(directory: Path, tuning: Tuning) -> None:
     """Only a new or empty directory, or one of an earlier tuning of the same experiment, will do."""
     if is_empty(directory):
         return
     if not (directory / "first" / "experiment.toml").exists():
         raise UserError(f"{directory} is not empty and holds no tuning; give another --out.")
-    for stage, experiment in study.stages.items():
+    for stage, experiment in tuning.stages.items():
         Directory(directory / stage).refuse_other(experiment, named=directory)

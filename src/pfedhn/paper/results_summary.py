@@ -23,7 +23,7 @@ from pfedhn.paper.comparison import (
 )
 from pfedhn.paper.experiments import BEYOND_THE_PAPER
 from pfedhn.paper.results_figures import TRAFFIC, raced, said_of_bytes
-from pfedhn.paper.stored_tables import SEEDS, STRONGER
+from pfedhn.paper.stored_tables import SAME_TRAINING, SEEDS, STRONGER
 from pfedhn.report.entries import Column, Report, display_name
 from pfedhn.report.findings import Finding
 from pfedhn.report.pairs import interval_text
@@ -180,7 +180,7 @@ def _said_of_stronger(
             if report.title in shown and (gap := paired(report, column, mine, theirs)) is not None and gap.ends
         ]
         for mine, theirs in STRONGER.items()
-        if not mine.endswith("-ft")  # the same training
+        if mine not in SAME_TRAINING
     }
     parts = [
         f"{display_name(mine)} minus {display_name(theirs)} is {min(found):+.1f} to {max(found):+.1f} points, one "

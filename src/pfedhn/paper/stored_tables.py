@@ -28,6 +28,7 @@ STRONGER = {  # our rows, and the row of the paper that each makes stronger
     "pfedhn-plus-pc-ft": "pfedhn-pc",
     "pfedhn-shared": "pfedhn",
 }
+SAME_TRAINING = ("pfedhn-plus-ft", "pfedhn-plus-pc-ft")  # as pfedhn-plus and pfedhn-plus-pc, then fine-tuned
 
 
 def read_results(folder: Path) -> list[Report]:

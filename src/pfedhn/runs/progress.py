@@ -52,17 +52,17 @@ class Said(NamedTuple):
     sentence: str
 
 
-class Finished(NamedTuple):
+class RunFinished(NamedTuple):
     run: str
     result: Result
 
 
-class Failed(NamedTuple):
+class RunFailed(NamedTuple):
     run: str
     sentence: str
 
 
-Event: TypeAlias = Update | Said | Finished | Failed
+Event: TypeAlias = Update | Said | RunFinished | RunFailed
 """What runs report, also from one process to another."""
 
 
@@ -162,9 +162,9 @@ class Display:
                     self._say_from_time_to_time(run, f"round {number} of {total}, {score}")
             case Said(run, sentence):
                 self.console.print(f"{escape(run)}: {escape(sentence)}", highlight=False, soft_wrap=True)
-            case Finished(run, result):
+            case RunFinished(run, result):
                 self._end(run, f"[green]done[/]    {escape(run)}: {escape(result_text(result, self.split))}")
-            case Failed(run, _):  # why is said at the end, where it can be seen
+            case RunFailed(run, _):  # why is said at the end, where it can be seen
                 self._end(run, f"[red]failed[/]  {escape(run)}")
 
     def _say_from_time_to_time(self, run: str, state: str) -> None:
