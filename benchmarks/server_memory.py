@@ -33,7 +33,7 @@ def measure(head: str, size: float) -> None:
     width, layers = TARGETS[size]
     x = numpy.zeros((12, width), dtype="float32")
     federation = pfedhn.Federation.from_clients([(x, x)] * 4)
-    algorithm = pfedhn.PFedHN(head=head, local_steps=1).for_clients(50)
+    algorithm = pfedhn.ALGORITHMS["pfedhn"](head=head, local_steps=1).for_clients(50)
     model = Model("model", lambda: target(width, layers), squared_error)
     simulation = Simulation(algorithm, {"model": model}, Schedule(2, 1, 1, 1), executor="loop", federation=federation)
     remembered = bytes_of_shared(simulation)

@@ -30,6 +30,7 @@ from pfedhn.kernels.launch import INTERPRETED
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy, is_correct
 from pfedhn.params import Params, pack, take
+from pfedhn.settings import full_name, with_values
 from pfedhn.sgd import Batches, gradient, scan
 from pfedhn.storage.seal import sealed_json, sealed_text, unsealed_json, unsealed_text
 
@@ -294,6 +295,12 @@ def resealed_json(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     table = unsealed_json(file.read_bytes())
     change(table)
     file.write_bytes(sealed_json(table))
+
+
+def changed(spec: Any, settings: Mapping[str, Any]) -> Any:
+    """A method with those of the settings that it has, by their short names."""
+    full = {full_name(type(spec), name): value for name, value in settings.items()}
+    return with_values(spec, {name: value for name, value in full.items() if name is not None})
 
 
 def with_steps(method: str, number: int) -> Any:

@@ -46,6 +46,7 @@ from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.paper import methods_page
 from pfedhn.paper.experiments import DEMO, EXPERIMENTS
 from pfedhn.paper.studies import STUDIES
+from pfedhn.settings import names_to_set, settings_in, values_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -357,9 +358,10 @@ def test_tables_are_what_the_command_makes(page: str) -> None:
 def test_settings_tables_are_the_dataclasses(name: str) -> None:
     text = methods_page.PAGE.read_text()
     algorithm = ALGORITHMS[name]()
-    given = {item.name: getattr(algorithm, item.name) for item in fields(algorithm)}
-    if type(algorithm)() != algorithm:  # a variant of another method: only what it sets
-        given = {key: value for key, value in given.items() if value != defaults(type(algorithm))[key]}
+    usual = {key: setting.default for key, setting in settings_in(type(algorithm)).items()}
+    given = usual | values_of(algorithm)
+    if methods_page.is_variant(ALGORITHMS[name]):  # only what it sets
+        given = {key: value for key, value in given.items() if value != usual[key]}
     assert documented(text, f"\n`{name}`: ") == given
     assert name in [code(row[0]) for row in rows_after(text, "## What each moves")]
 
@@ -402,7 +404,7 @@ def test_toml_examples_are_experiments() -> None:
     assert len(own_data) == 5  # with a network of one's own, and grids for tuning
     for table in own_data:
         for method, grid in table.pop("tune", {}).items():
-            assert set(grid) <= {item.name for item in fields(ALGORITHMS[method]())}
+            assert set(grid) <= set(names_to_set(ALGORITHMS[method].widest))
         from_table(table, "mine")
 
 

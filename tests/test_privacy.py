@@ -278,7 +278,7 @@ def test_what_leaks_or_does_not_fit_is_refused(federation: Federation) -> None:
         simulate(FedAvg(), federation, "batchnorm", privacy=private)
     simulate(FedAvg(), federation, "batchnorm", privacy=Privacy(1.0, 1.0))
     with pytest.raises(UserError, match="which classes a client has"):
-        simulate(pfedhn.PFedHN(embedding="fixed"), federation, privacy=private)
+        simulate(pfedhn.ALGORITHMS["pfedhn"](embedding="fixed"), federation, privacy=private)
     with pytest.raises(UserError, match="give a pfedhn"):
         pfedhn.train("fedavg", federation, Small, steps=1, privacy=1.0, progress=False)  # type: ignore[arg-type]
     for table, sentence in (

@@ -23,6 +23,7 @@ from torch.func import functional_call
 
 import pfedhn
 from pfedhn import keys
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.ditto import Ditto
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedper import FedPer
@@ -195,7 +196,7 @@ def test_ditto_has_the_statistics_of_the_model_that_is_tested(federation: Federa
 
 @pytest.mark.slow
 def test_pfedhn_generates_the_affine_part_and_clients_keep_the_statistics(federation: Federation) -> None:
-    algorithm = PFedHN(hidden_dim=7, embedding_dim=3, local_steps=3, local_lr=0.1, personal=("out",))
+    algorithm = ALGORITHMS["pfedhn"](hidden_dim=7, embedding_dim=3, local_steps=3, local_lr=0.1, personal=("out",))
     simulation = simulate(algorithm, federation, "batchnorm", rounds=1)
     state = simulation.initial_state()
     (client,) = simulation.cohort(0)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from pfedhn.adamw import AdamW
+from pfedhn.algorithm import Method
 from pfedhn.algorithms import PLUS
-from pfedhn.algorithms.embeddings import AdamEmbeddings, Row
+from pfedhn.algorithms.embeddings import AdamRows, Row
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation
@@ -32,7 +33,7 @@ RATES = (6e-4, 6e-3, 6e-2)  # of the embeddings; the first is that of phi
 
 
 @dataclass(frozen=True)
-class DenseAdamEmbeddings(AdamEmbeddings):
+class DenseAdamRows(AdamRows):
     """`last_step` is the server's; the steps that a row missed are taken when somebody looks."""
 
     def at_rest(self, value: Tensor, step: Tensor) -> Row:
@@ -61,9 +62,9 @@ class DensePFedHN(PFedHN):
     """pFedHN whose embeddings all take an Adam step in every round."""
 
     @property
-    def embeddings(self) -> DenseAdamEmbeddings:
-        lazy = super().embeddings
-        return DenseAdamEmbeddings(*(getattr(lazy, item.name) for item in fields(lazy)))
+    def rows(self) -> DenseAdamRows:
+        lazy = super().rows
+        return DenseAdamRows(*(getattr(lazy, item.name) for item in fields(lazy)))
 
 
 def simulations(rate: float, kind: type[PFedHN]) -> Iterator[Simulation]:
@@ -71,7 +72,7 @@ def simulations(rate: float, kind: type[PFedHN]) -> Iterator[Simulation]:
     settings: dict[str, Any] = {**PLUS, "embedding_optimizer": "adam", "embedding_lr": rate, "embedding_momentum": 0.9}
     for seed in SEEDS:
         simulation = build_simulation(RunSpec(cell, seed, f"dense-adam-seed{seed}"), Options(executor="loop"))
-        algorithm = kind(**settings, local_steps=20).for_clients(cell.clients)
+        algorithm = Method("pFedHN", kind)(**settings, local_steps=20).for_clients(cell.clients)
         yield replace(simulation, algorithm=algorithm)
 
 

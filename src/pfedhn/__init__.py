@@ -8,8 +8,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "ALGORITHMS": "pfedhn.algorithms",
     "APFL": "pfedhn.algorithms.apfl",
+    "AdamW": "pfedhn.adamw",
     "ConvBlock": "pfedhn.kernels.conv",
     "Ditto": "pfedhn.algorithms.ditto",
+    "Embeddings": "pfedhn.algorithms.embeddings",
     "FedALA": "pfedhn.algorithms.fedala",
     "FedAvg": "pfedhn.algorithms.fedavg",
     "FedBABU": "pfedhn.algorithms.fedbabu",
@@ -25,10 +27,12 @@ _HOMES = {
     "NewClients": "pfedhn.runs.joining",
     "OmniglotNet": "pfedhn.models",
     "PFedHN": "pfedhn.algorithms.pfedhn",
+    "PFedHNShared": "pfedhn.algorithms.pfedhn_shared",
     "PFedMe": "pfedhn.algorithms.pfedme",
     "PerFedAvg": "pfedhn.algorithms.per_fedavg",
     "Privacy": "pfedhn.privacy",
     "Run": "pfedhn.runs.run",
+    "SGD": "pfedhn.sgd",
     "TabularMLP": "pfedhn.models",
     "UserError": "pfedhn.errors",
     "by_classes": "pfedhn.data.partition",
@@ -44,9 +48,11 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from pfedhn import datasets
+    from pfedhn.adamw import AdamW
     from pfedhn.algorithms import ALGORITHMS
     from pfedhn.algorithms.apfl import APFL
     from pfedhn.algorithms.ditto import Ditto
+    from pfedhn.algorithms.embeddings import Embeddings
     from pfedhn.algorithms.fedala import FedALA
     from pfedhn.algorithms.fedavg import FedAvg
     from pfedhn.algorithms.fedbabu import FedBABU
@@ -56,6 +62,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.local import Local
     from pfedhn.algorithms.per_fedavg import PerFedAvg
     from pfedhn.algorithms.pfedhn import PFedHN
+    from pfedhn.algorithms.pfedhn_shared import PFedHNShared
     from pfedhn.algorithms.pfedme import PFedMe
     from pfedhn.data.federation import Federation
     from pfedhn.data.partition import by_classes, by_coarse_class, by_group, dirichlet
@@ -68,13 +75,16 @@ if TYPE_CHECKING:
     from pfedhn.runs.load import load
     from pfedhn.runs.run import Run
     from pfedhn.runs.train import train
+    from pfedhn.sgd import SGD
     from pfedhn.system.process import set_up_process
 
 __all__ = [
     "ALGORITHMS",
     "APFL",
+    "AdamW",
     "ConvBlock",
     "Ditto",
+    "Embeddings",
     "FedALA",
     "FedAvg",
     "FedBABU",
@@ -90,10 +100,12 @@ __all__ = [
     "NewClients",
     "OmniglotNet",
     "PFedHN",
+    "PFedHNShared",
     "PFedMe",
     "PerFedAvg",
     "Privacy",
     "Run",
+    "SGD",
     "TabularMLP",
     "UserError",
     "by_classes",

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pfedhn.params import Params
+from pfedhn.params import Params, zeros_like
+from pfedhn.settings import Fraction
 from pfedhn.sgd import Rate
 
 
@@ -14,11 +15,12 @@ from pfedhn.sgd import Rate
 class AdamW:
     """torch.optim.AdamW without AMSGrad; `weight_decay=0` is Adam."""
 
-    lr: Rate
-    momentum: float = 0.9  # beta_1
-    square_momentum: float = 0.999  # beta_2
-    weight_decay: Rate = 0.0
-    epsilon: float = 1e-8
+    lr: Rate  # learning rate
+    momentum: Fraction = 0.9  # beta_1
+    square_momentum: Fraction = 0.999  # beta_2
+    weight_decay: Rate = 0.0  # weight decay, decoupled from the gradient
+    epsilon: float = 1e-8  # added to the root of the second moment
+    clip: float | None = None  # largest norm of the gradient, before its moments are taken; none: any
 
     def step(
         self, weights: Tensor, velocity: Tensor, square: Tensor, gradient: Tensor, number: Tensor
@@ -31,7 +33,10 @@ class AdamW:
         step = (velocity / first) / ((square / second).sqrt() + self.epsilon)
         return weights - self.lr * (step + self.weight_decay * weights), velocity, square
 
-    def step_all(
+    def first_squares(self, weights: Params) -> Params:
+        return zeros_like(weights)
+
+    def server_step(
         self, weights: Params, velocity: Params, square: Params, gradient: Params, number: Tensor
     ) -> tuple[Params, Params, Params]:
         """`step` for every name of `weights`."""

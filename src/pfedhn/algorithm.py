@@ -24,6 +24,7 @@ from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, weighted
+from pfedhn.settings import assembled, checked, checked_method, settings_in
 from pfedhn.sgd import SGD, Batches, Rate
 
 Rule: TypeAlias = Literal["mean", "sum", "size"]
@@ -178,6 +179,7 @@ class Method:
         rates_from: The method whose tuned rates this one takes over.
         color: Of its lines in figures; one that is free by default.
         dash: Of its lines, as Matplotlib takes it.
+        wider: A class with more settings, which takes over if one of those is given.
     """
 
     name: str
@@ -189,9 +191,24 @@ class Method:
     rates_from: str | None = None
     color: str | None = None
     dash: Any = "-"
+    wider: type[Algorithm[Any, Any, Any]] | None = None
 
     def __call__(self, **settings: Any) -> Algorithm[Any, Any, Any]:
-        return self.algorithm(**{**self.settings, **settings})
+        return self.made(settings, self.name)
+
+    @property
+    def widest(self) -> type[Algorithm[Any, Any, Any]]:
+        """The class that has every setting of this method."""
+        return self.wider or self.algorithm
+
+    def made(self, settings: Mapping[str, Any], what: str) -> Algorithm[Any, Any, Any]:
+        """The algorithm with some settings, by their short or full names; `what` is the method's name in errors."""
+        values = checked(self.widest, self.settings, what) | checked_method(self.widest, settings, what)
+        known, usual = settings_in(self.algorithm), settings_in(self.widest)
+        is_wide = any(name not in known and value != usual[name].default for name, value in values.items())
+        if is_wide:
+            return assembled(self.widest, values)
+        return assembled(self.algorithm, {name: value for name, value in values.items() if name in known})
 
     @property
     def description(self) -> str:

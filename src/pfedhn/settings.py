@@ -10,8 +10,9 @@ import math
 import operator
 import tomllib
 import types
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tomli_w
@@ -38,56 +39,220 @@ ZeroOrMore: TypeAlias = Annotated[int, Bounds(0)]
 Fraction: TypeAlias = Annotated[float, Bounds(0, 1)]
 
 
+SHORT_NAMES = {
+    "lr": "server.lr",
+    "optimizer": "server.optimizer",
+    "momentum": "server.momentum",
+    "weight_decay": "server.weight_decay",
+    "clip": "server.clip",
+    "embedding": "embeddings.kind",
+    "embedding_dim": "embeddings.dim",
+    "embedding_scale": "embeddings.scale",
+    "embedding_optimizer": "embeddings.optimizer",
+    "embedding_lr": "embeddings.lr",
+    "embedding_momentum": "embeddings.momentum",
+    "embedding_weight_decay": "embeddings.weight_decay",
+}
+"""Short names of settings that are inside a value. Files, command lines and stored runs may use either name."""
+
+CHOICE = "optimizer"  # names the class of a value that may be of several: server = {optimizer = "adamw", lr = 6e-4}
+
+
+class Setting(NamedTuple):
+    """One setting of a dataclass, or of a value inside it."""
+
+    hint: Any  # with its annotations
+    default: Any
+
+
+def settings_in(spec: type[Any]) -> dict[str, Setting]:
+    """All settings of a dataclass; a setting of the value `server` is called "server.lr"."""
+    return _settings_in(spec)
+
+
+def _find_settings(spec: type[Any]) -> dict[str, Setting]:
+    hints = get_type_hints(spec, include_extras=True)
+    found: dict[str, Setting] = {}
+    for item in fields(spec):
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        kinds = _kinds(hints[item.name])
+        if not kinds:
+            found[item.name] = Setting(hints[item.name], default)
+        if len(kinds) > 1:
+            found[f"{item.name}.{CHOICE}"] = Setting(Literal[tuple(kinds)], _kind_name(default))
+        for kind in kinds.values():
+            for name, setting in settings_in(kind).items():
+                usual = getattr(default, name, setting.default)
+                found.setdefault(f"{item.name}.{name}", setting._replace(default=usual))
+    return found
+
+
+# They are asked for in every round.
+_settings_in: Callable[[Any], dict[str, Setting]] = cache(_find_settings)
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+
+
+def _kinds(hint: Any) -> dict[str, type[Any]]:
+    """The dataclasses that a setting may be, by their names in a file; empty if it is a plain value."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return {option.__name__.lower(): option for option in options if isinstance(option, type) and is_dataclass(option)}
+
+
+def _kind_name(value: Any) -> str:
+    return type(value).__name__.lower()
+
+
+def full_name(spec: type[Any], name: str) -> str | None:
+    """The name of a setting in `settings_in(spec)`, from its short or its full name; None if there is none."""
+    known = settings_in(spec)
+    return next((option for option in (name, SHORT_NAMES.get(name)) if option in known), None)
+
+
+def short_names(spec: type[Any]) -> dict[str, str]:
+    """The shortest name of each setting, by its full name."""
+    known = settings_in(spec)
+    short = {full: name for name, full in SHORT_NAMES.items() if full in known and name not in known}
+    return {full: short.get(full, full) for full in known}
+
+
+def names_to_set(spec: type[Any]) -> dict[str, Any]:
+    """The type of each setting, by each of its names, and of each value that holds settings."""
+    names = {name: setting.hint for name, setting in settings_in(spec).items()}
+    return {**names, **{short: names[full] for full, short in short_names(spec).items()}}
+
+
+def in_short(spec: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their short names, tables of a value's settings taken apart; unknown names stay as they are."""
+    short = short_names(spec)
+    written = ((name, full_name(spec, name) or name, value) for name, value in _taken_apart(spec, values))
+    return {short.get(full, name): value for name, full, value in written}
+
+
+def _taken_apart(spec: type[Any], values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    hints = _hints(spec)
+    for name, value in values.items():
+        kinds = _kinds(hints.get(name))
+        if kinds and isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", part) for inner, part in value.items())
+        elif kinds and type(value) in kinds.values():
+            if len(kinds) > 1:
+                yield f"{name}.{CHOICE}", _kind_name(value)
+            yield from ((f"{name}.{item.name}", getattr(value, item.name)) for item in fields(value))
+        else:
+            yield name, value
+
+
+def values_of(spec: Any) -> dict[str, Any]:
+    """The settings of a frozen dataclass by their full names."""
+    return dict(_taken_apart(type(spec), {item.name: getattr(spec, item.name) for item in fields(spec)}))
+
+
+def values_in_short(spec: Any) -> dict[str, Any]:
+    """The settings of a frozen dataclass by their short names; what has none is left out if it is as usual."""
+    short, known = short_names(type(spec)), settings_in(type(spec))
+    return {
+        short[name]: value
+        for name, value in values_of(spec).items()
+        if "." not in short[name] or value != known[name].default
+    }
+
+
+def value_of(spec: Any, name: str) -> Any:
+    """One setting of a frozen dataclass, by its short or its full name."""
+    return values_of(spec)[full_name(type(spec), name) or name]
+
+
 def build(spec: type[Spec], values: Mapping[str, Any], what: str) -> Spec:
-    """`spec(**values)` after checking every name and type."""
-    return spec(**checked(spec, values, what))
+    """A dataclass from its settings, after checking every name and type."""
+    return assembled(spec, checked(spec, values, what))
+
+
+def assembled(spec: type[Spec], values: Mapping[str, Any]) -> Spec:
+    """A dataclass from settings by their full names; what is not named is as it is by default."""
+    return spec(**_arguments(spec, values, {item.name: item.default for item in fields(spec)}))  # type: ignore[arg-type]
+
+
+def with_values(spec: Spec, values: Mapping[str, Any]) -> Spec:
+    """The same dataclass with some settings changed, by their full names."""
+    return replace(spec, **_arguments(type(spec), values, {name: getattr(spec, name) for name in _hints(type(spec))}))  # type: ignore[type-var]
+
+
+def _arguments(spec: type[Any], values: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    hints = _hints(spec)
+    arguments: dict[str, Any] = {}
+    inside: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        owner, _, inner = name.partition(".")
+        if inner:
+            inside.setdefault(owner, {})[inner] = value
+        else:
+            arguments[name] = value
+    for owner, given in inside.items():
+        kinds, old = _kinds(hints[owner]), before[owner]
+        kind = kinds[given.pop(CHOICE) if len(kinds) > 1 and CHOICE in given else _kind_name(old)]
+        names = [item.name for item in fields(kind)]
+        if foreign := next((inner for inner in given if inner not in names), None):
+            raise UserError(f"{kind.__name__} has no setting {foreign!r}; {closest(foreign, names)}")
+        kept = {item.name: getattr(old, item.name) for item in fields(old) if item.name in names}
+        arguments[owner] = kind(**{**kept, **given})
+    return arguments
 
 
 def checked(spec: type[Any], values: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The values as `spec` takes them: lists become tuples, and "none" becomes None, for which TOML has no word."""
-    hints = get_type_hints(spec)
-    names = [item.name for item in fields(spec)]
-    ready: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in names:
-            raise UserError(f"{what} has no field {name!r}; {closest(name, names)}")
-        ready[name] = tuple(value) if isinstance(value, list) else value
-        if isinstance(value, str) and value == "none" and fits(None, hints[name]):
-            ready[name] = None
-        if not fits(ready[name], hints[name]):
-            raise UserError(f"{what}: {name} = {_shown(value)} does not fit; it must be {describe(hints[name])}.")
-    return ready
+    """Settings by their full names, as `assembled` takes them.
+
+    Lists become tuples, and "none" becomes None, for which TOML has no word.
+    """
+    return {name: value for name, _, value in _checked(spec, values, what)}
+
+
+def _checked(spec: type[Any], values: Mapping[str, Any], what: str) -> Iterator[tuple[str, str, Any]]:
+    """Each setting as its full name, the name that was written, and its value."""
+    owners = [name for name, hint in _hints(spec).items() if _kinds(hint)]
+    for written, value in _taken_apart(spec, values):
+        if written in owners:
+            first = next(name for name in settings_in(spec) if name.startswith(f"{written}."))
+            raise UserError(f"{what}: {written} = {_shown(value)} does not fit; it must be a table, as {first} = ...")
+        name = full_name(spec, written)
+        if name is None:
+            raise UserError(f"{what} has no field {written!r}; {closest(written, names_to_set(spec))}")
+        hint = settings_in(spec)[name].hint
+        ready = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, str) and value == "none" and fits(None, hint):
+            ready = None
+        if not fits(ready, hint):
+            raise UserError(f"{what}: {written} = {_shown(value)} does not fit; it must be {describe(hint)}.")
+        yield name, written, ready
 
 
 def checked_method(spec: type[Any], values: Mapping[str, Any], what: str) -> dict[str, Any]:
     """`checked`, for the settings of a method, whose numbers have bounds on every road to it."""
-    ready = checked(spec, values, what)
-    check_bounds(spec, ready, what)
+    ready = {}
+    for name, written, value in _checked(spec, values, what):
+        check_bounds(settings_in(spec)[name], value, f"{what}: {written}")
+        ready[name] = value
     return ready
 
 
-def check_bounds(spec: type[Any], values: Mapping[str, Any], what: str) -> None:
-    """Refuse numbers that no method can compute with.
+def check_bounds(setting: Setting, value: Any, what: str) -> None:
+    """Refuse a number that no method can compute with.
 
     A number is at least 0. Of what is counted there is at least one, unless there is none by default. A field that is
     otherwise says so in its type (`Bounds`).
     """
-    hints = get_type_hints(spec, include_extras=True)
-    for item in fields(spec):
-        value = values.get(item.name)
-        if isinstance(value, Tensor) and value.ndim:
-            raise UserError(f"{what}: {item.name} has the shape {tuple(value.shape)}; a rate is one number.")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        counts = int in (hints[item.name], *get_args(hints[item.name]))
-        usual = Bounds(1 if counts and item.default != 0 else 0, LARGEST_COUNT if counts else LARGEST_NUMBER)
-        options = (hints[item.name], *get_args(hints[item.name]))  # the type itself, or one of several
-        declared = [part for option in options for part in getattr(option, "__metadata__", ())]
-        bounds = next((part for part in declared if isinstance(part, Bounds)), usual)
-        if value < bounds.least:
-            raise UserError(f"{what}: {item.name} = {value} does not fit; it must be at least {bounds.least}.")
-        if value > bounds.most:
-            raise UserError(f"{what}: {item.name} = {value:.3g} does not fit; it must be at most {bounds.most:g}.")
+    if isinstance(value, Tensor) and value.ndim:
+        raise UserError(f"{what} has the shape {tuple(value.shape)}; a rate is one number.")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    options = (setting.hint, *get_args(setting.hint))  # the type itself, or one of several
+    counts = int in options
+    usual = Bounds(1 if counts and setting.default != 0 else 0, LARGEST_COUNT if counts else LARGEST_NUMBER)
+    declared = [part for option in options for part in getattr(option, "__metadata__", ())]
+    bounds = next((part for part in declared if isinstance(part, Bounds)), usual)
+    if value < bounds.least:
+        raise UserError(f"{what} = {value} does not fit; it must be at least {bounds.least}.")
+    if value > bounds.most:
+        raise UserError(f"{what} = {value:.3g} does not fit; it must be at most {bounds.most:g}.")
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
@@ -119,6 +284,8 @@ def _shown(value: Any) -> str:
 
 def fits(value: Any, hint: Any) -> bool:
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return fits(value, arguments[0])
     if origin in (Union, types.UnionType):
         return any(fits(value, option) for option in arguments)
     if origin is Literal:
@@ -145,6 +312,8 @@ def fits(value: Any, hint: Any) -> bool:
 
 def describe(hint: Any) -> str:
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return describe(arguments[0])
     if origin in (Union, types.UnionType):
         options = [describe(option) for option in arguments if option not in (type(None), Tensor)]
         return " or ".join(options + ['"none"'] * (type(None) in arguments))

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -17,13 +18,21 @@ from pfedhn.errors import UserError
 from pfedhn.keys import fold
 from pfedhn.params import Params, pack, pick, take
 from pfedhn.privacy import NO_GRADIENT, protected
-from pfedhn.settings import Bounds
+from pfedhn.settings import Bounds, Fraction
 from pfedhn.statistics import collecting, tracked
 
 Rate: TypeAlias = float | Tensor
 """A number that a grid varies; the engine passes it as a 0-d tensor so that a grid compiles once."""
 Share: TypeAlias = Annotated[Rate, Bounds(0, 1)]
 """Such a number that is a part of a whole."""
+
+
+def is_rate(hint: Any) -> bool:
+    """Whether the type of a setting is `Rate` or `Share`, or one of these or None."""
+    if get_origin(hint) not in (Annotated, UnionType, Union):
+        return False
+    return {float, Tensor} <= set(get_args(hint)) or any(map(is_rate, get_args(hint)))
+
 
 Carry = TypeVar("Carry")
 Loss: TypeAlias = Callable[[Params, "Batches"], Tensor]
@@ -101,10 +110,10 @@ def scanning(implementation: Scan) -> Iterator[None]:
 class SGD:
     """torch.optim.SGD without Nesterov or dampening: decay joins the gradient, then momentum, then the step."""
 
-    lr: Rate
-    momentum: float = 0.0
-    weight_decay: Rate = 0.0
-    clip: float | None = None
+    lr: Rate  # learning rate
+    momentum: Fraction = 0.0  # how much of the last step goes on
+    weight_decay: Rate = 0.0  # weight decay, which joins the gradient
+    clip: float | None = None  # largest norm of the gradient; none: any
 
     def step(self, weights: Tensor, velocity: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         # Scaled additions: on a CPU the time of a server step is the number of passes over all of phi.
@@ -121,6 +130,15 @@ class SGD:
         """`step` for every name of `weights`."""
         moved = {name: self.step(value, velocity[name], gradient[name]) for name, value in weights.items()}
         return {name: pair[0] for name, pair in moved.items()}, {name: pair[1] for name, pair in moved.items()}
+
+    def first_squares(self, weights: Params) -> Params:
+        return {}
+
+    def server_step(
+        self, weights: Params, velocity: Params, square: Params, gradient: Params, number: Tensor
+    ) -> tuple[Params, Params, Params]:
+        """`step_all` in the form of AdamW's, which has second moments and counts its steps."""
+        return *self.step_all(weights, velocity, gradient), square
 
     def run(
         self,

@@ -3,7 +3,7 @@
 import copy as python_copy
 import re
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from support import (
     ClosesOver,
     assert_close,
     assert_same_bits,
+    changed,
     finish,
     memories_of,
     model,
@@ -27,12 +28,12 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm, Group
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.engine.simulate import Simulation
 from pfedhn.params import copy, stack, take
+from pfedhn.settings import values_of, with_values
 from pfedhn.sgd import Batches
 
 SMALL = {
@@ -47,9 +48,9 @@ SMALL = {
 METHODS: dict[str, Callable[..., Any]] = {
     **ALGORITHMS,
     "closes-over": ClosesOver,
-    "pfedhn-added": partial(PFedHN, head="added"),
-    "pfedhn-low-rank": partial(PFedHN, generated=("last",), head="low-rank", rank=1),
-    "pfedhn-chunked": partial(PFedHN, head="chunked", chunk_size=7),
+    "pfedhn-added": partial(ALGORITHMS["pfedhn"], head="added"),
+    "pfedhn-low-rank": partial(ALGORITHMS["pfedhn"], generated=("last",), head="low-rank", rank=1),
+    "pfedhn-chunked": partial(ALGORITHMS["pfedhn"], head="chunked", chunk_size=7),
 }
 FINE_TUNED = ("fedavg-ft", "pfedhn-plus-ft", "pfedhn-plus-pc-ft", "pfedhn-shared")
 # Of what the others are, with other settings.
@@ -60,8 +61,7 @@ every_target = pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "m
 
 def small(method: str) -> Any:
     """The method as users get it by name, with fewer steps and a smaller hypernetwork where it has them."""
-    spec = METHODS[method]()
-    return replace(spec, **{field.name: SMALL[field.name] for field in fields(spec) if field.name in SMALL})
+    return changed(METHODS[method](), SMALL)
 
 
 class Parts:
@@ -181,8 +181,8 @@ def test_an_update_is_received_minus_trained(parts: Parts) -> None:
 
     For a client at first contact: one with a model of its own may send that, as FedALA's clients do.
     """
-    rates = {field.name: 0.0 for field in fields(parts.algorithm) if field.name.endswith("lr")}
-    parts.algorithm = replace(parts.algorithm, **rates)
+    rates = {name: 0.0 for name in values_of(parts.algorithm) if name.endswith("lr")}
+    parts.algorithm = with_values(parts.algorithm, rates)
     private = parts.algorithm.init_private(parts.model, parts.model.fresh(7), 7)
     update, _ = parts.algorithm.train(parts.model, parts.send(0), private, Batches(*take(parts.batches, 0)))
     assert all(bool((value == 0).all()) for value in update.values())
@@ -195,10 +195,7 @@ def test_a_client_that_joins_moves_as_one_that_trains(parts: Parts) -> None:
 
     Who joins trains from what it is served, also where others start from what is shared.
     """
-    if hasattr(parts.algorithm, "clip"):
-        parts.algorithm = replace(parts.algorithm, clip=None)
-    if hasattr(parts.algorithm, "local_start"):
-        parts.algorithm = replace(parts.algorithm, local_start="personal")
+    parts.algorithm = changed(parts.algorithm, {"clip": None, "local_start": "personal"})
     update, _ = parts.train(1)
     _, (rows,) = parts.receive([1])
     moved = parts.algorithm.move_row(parts.model, parts.shared, take(parts.rows, 1), update)

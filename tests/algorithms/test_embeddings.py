@@ -11,6 +11,7 @@ from torch import nn
 
 from pfedhn import keys
 from pfedhn.algorithm import Group
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.model import Model
@@ -51,8 +52,8 @@ def moved(lr: float, momentum: float, decay: float) -> torch.Tensor:
 @pytest.mark.slow
 def test_dense_is_lazy(settings: dict[str, Any], is_complex: bool, cohort: int) -> None:
     """1,000 server steps with random clients and random updates; torch.optim moves every row of the table each time."""
-    spec = PFedHN(**settings, embedding_dim=DIM, linear=True, clip=1.0, rule="sum")
-    eigenvalues = torch.linalg.eigvals(moved(float(spec.embeddings.lr), spec.momentum, spec.weight_decay))
+    spec = ALGORITHMS["pfedhn"](**settings, embedding_dim=DIM, linear=True, clip=1.0, rule="sum")
+    eigenvalues = torch.linalg.eigvals(moved(float(spec.rows.lr), spec.server.momentum, spec.server.weight_decay))
     assert bool((eigenvalues.imag != 0).any()) == is_complex
 
     model = Model("line", lambda: nn.Linear(3, 1, bias=False), squared_error, dtype=torch.float64)
@@ -63,10 +64,10 @@ def test_dense_is_lazy(settings: dict[str, Any], is_complex: bool, cohort: int) 
     ((name, start),) = shared.phi.items()
     weight = nn.Parameter(start.clone())
     dense = torch.optim.SGD(
-        [{"params": [weight]}, {"params": table.parameters(), "lr": spec.embeddings.lr}],
-        spec.lr,
-        spec.momentum,
-        weight_decay=spec.weight_decay,
+        [{"params": [weight]}, {"params": table.parameters(), "lr": spec.rows.lr}],
+        spec.server.lr,
+        spec.server.momentum,
+        weight_decay=spec.server.weight_decay,
     )
     gaps = torch.zeros(NUM_ROWS)
     longest = 0
@@ -95,26 +96,26 @@ def test_dense_is_lazy(settings: dict[str, Any], is_complex: bool, cohort: int) 
     now = spec.up_to_date(rows, shared)
     assert_close(shared.phi[name], weight.detach())
     assert_close(now.embedding, table.weight.detach())
-    if spec.momentum:  # else torch keeps none
+    if spec.server.momentum:  # else torch keeps none
         assert_close(now.velocity, dense.state[table.weight]["momentum_buffer"])
     assert now.last_step.tolist() == [NUM_STEPS] * NUM_ROWS
 
 
 @pytest.mark.parametrize("missed", [0, 1, 2, 3, 31, 1_000, 2**20 + 1])
 def test_catching_up_is_a_power(missed: int) -> None:
-    spec = PFedHN(embedding_dim=DIM, lr=0.01, weight_decay=0.05)
+    spec = ALGORITHMS["pfedhn"](embedding_dim=DIM, lr=0.01, weight_decay=0.05)
     model = Model("line", lambda: nn.Linear(3, 1), squared_error, dtype=torch.float64)
     shared = spec.init_shared({"line": model}, {"line": model.fresh(0)}, 0)
     row = spec.init_row(3, None)._replace(velocity=torch.tensor([0.3, -2.0], dtype=torch.float64))
     now = spec.up_to_date(row, shared._replace(step=row.last_step + missed))
-    step = moved(0.01, spec.momentum, 0.05)
+    step = moved(0.01, spec.server.momentum, 0.05)
     expected = torch.linalg.matrix_power(step, missed) @ torch.stack([row.velocity, row.embedding])
     assert_close(torch.stack([now.velocity, now.embedding]), expected, rtol=1e-9, atol=1e-15)
 
 
 def test_single_precision_rows_keep_up() -> None:
     """5,000 missed steps, as long as a whole run of the paper: the error is that of the numbers themselves."""
-    spec = PFedHN(embedding_dim=64)
+    spec = ALGORITHMS["pfedhn"](embedding_dim=64)
     model = Model("line", lambda: nn.Linear(3, 1), squared_error)
     shared = spec.init_shared({"line": model}, {"line": model.fresh(0)}, 0)
     row = spec.init_row(3, None)
@@ -122,15 +123,15 @@ def test_single_precision_rows_keep_up() -> None:
     now = spec.up_to_date(row, shared._replace(step=row.last_step + 5_000))
     value, velocity = row.embedding.double(), row.velocity.double()
     for _ in range(5_000):
-        velocity = spec.momentum * velocity + spec.weight_decay * value
-        value = value - float(spec.embeddings.lr) * velocity
+        velocity = spec.server.momentum * velocity + spec.server.weight_decay * value
+        value = value - float(spec.rows.lr) * velocity
     assert now.embedding.dtype == torch.float32
     assert_close(now.embedding.double(), value, rtol=1e-6)
 
 
 def test_a_row_ahead_of_the_server_stays_where_it_is() -> None:
     """A new client learns its embedding against a frozen server, whose step count stands still."""
-    spec = PFedHN(embedding_dim=DIM)
+    spec = ALGORITHMS["pfedhn"](embedding_dim=DIM)
     model = Model("line", lambda: nn.Linear(3, 1), squared_error, dtype=torch.float64)
     shared = spec.init_shared({"line": model}, {"line": model.fresh(0)}, 0)
     row = spec.init_row(3, None)
@@ -154,7 +155,7 @@ def test_sending_and_evaluating_do_not_store(federation: Federation) -> None:
 @pytest.mark.slow
 def test_unchosen_rows_do_move(federation: Federation) -> None:
     """What the closed form is for: an embedding that was never chosen is not what it was at the start."""
-    simulation = simulate(PFedHN(local_steps=2, hidden_dim=5, weight_decay=0.5), federation, rounds=3)
+    simulation = simulate(ALGORITHMS["pfedhn"](local_steps=2, hidden_dim=5, weight_decay=0.5), federation, rounds=3)
     state = finish(simulation)
     rows = state.memories.rows
     never = int((rows.last_step == 0).nonzero()[0])
@@ -171,7 +172,7 @@ def test_the_dense_adam_of_the_comparison_is_torchs() -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    embeddings = module.DenseAdamEmbeddings(DIM, 0.1, 0.9, 0.0)
+    embeddings = module.DenseAdamRows(DIM, 0.1, 0.9, 0.0)
     rows = copy(torch.vmap(lambda key: embeddings.start(key, None))(keys.fold(4, torch.arange(NUM_ROWS))))
     table = nn.Parameter(rows.embedding.clone())
     dense = torch.optim.Adam([table], 0.1)

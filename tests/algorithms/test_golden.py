@@ -6,11 +6,10 @@ method it writes those that are missing. Look at the diff before you commit it.
 
 import json
 import sys
-from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from support import make_federation, simulate
+from support import changed, make_federation, simulate
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
@@ -21,8 +20,7 @@ SMALLER = {"local_steps": 5, "outer_steps": 5, "mixture_steps": 3, "hidden_dim":
 
 
 def validation_losses(method: str, federation: Federation) -> list[float]:
-    spec = ALGORITHMS[method]()
-    spec = replace(spec, **{field.name: SMALLER[field.name] for field in fields(spec) if field.name in SMALLER})
+    spec = changed(ALGORITHMS[method](), SMALLER)
     simulation = simulate(spec, federation, "conv", rounds=NUM_ROUNDS, cohort=2, evaluate_every=1, executor="loop")
     progress = simulation.rounds(simulation.initial_state())
     return [each.evaluation.splits["validation"].mean_loss for each in progress if each.evaluation is not None]

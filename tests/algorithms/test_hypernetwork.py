@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn.functional import normalize
 
 from pfedhn import keys
-from pfedhn.algorithms.embeddings import embedding_dim
+from pfedhn.algorithms.embeddings import Embeddings
 from pfedhn.algorithms.hypernetwork import Hypernetwork
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.models import LeNet
@@ -129,13 +129,12 @@ def test_an_architecture_more_leaves_the_others_as_they_are() -> None:
 
 @pytest.mark.parametrize(("num_clients", "dim"), [(10, 3), (50, 13), (75, 19), (90, 23), (100, 26)])
 def test_embedding_dimension_is_the_papers(num_clients: int, dim: int) -> None:
-    assert embedding_dim(None, num_clients, None, False) == dim
-    assert PFedHN().for_clients(num_clients).embedding_dim == dim
-    assert PFedHN(embedding_dim=7).for_clients(num_clients).embedding_dim == 7
+    assert PFedHN().for_clients(num_clients).embeddings.dim == dim
+    assert PFedHN(embeddings=Embeddings(dim=7)).for_clients(num_clients).embeddings.dim == 7
 
 
 def test_embedding_dimension_stays_sane() -> None:
-    dims = [embedding_dim(None, num_clients, None, False) for num_clients in (1, 2, 1_000, 1_000_000)]
+    dims = [Embeddings().for_clients(num_clients, None).dim for num_clients in (1, 2, 1_000, 1_000_000)]
     assert dims == sorted(dims)
     assert dims[0] >= 1
     assert dims[-1] <= 64

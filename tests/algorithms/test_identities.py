@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.algorithm import Group
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.apfl import APFL
 from pfedhn.algorithms.ditto import Ditto
 from pfedhn.algorithms.fedala import FedALA
@@ -34,7 +35,6 @@ from pfedhn.algorithms.fedrep import FedRep
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
-from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedme import PFedMe
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
@@ -60,7 +60,7 @@ def start_at(simulation: Simulation, start: Params) -> State:
 def test_lookup_table_is_local(federation: Federation, target: str) -> None:
     """With one-hot descriptors W v_i is column i of W: every client has a model of its own."""
     local = {"local_lr": 0.1, "local_steps": 3, "local_momentum": 0.0, "local_weight_decay": 0.01, "local_clip": None}
-    table = PFedHN(**PLAIN_SERVER, **local, embedding_dim=NUM_CLIENTS, rule="sum")
+    table = ALGORITHMS["pfedhn"](**PLAIN_SERVER, **local, embedding_dim=NUM_CLIENTS, rule="sum")
     with_descriptors = federation.with_descriptors(torch.eye(NUM_CLIENTS)).to("cpu", torch.float64)
     alone = simulate(Local(**local), federation, target, rounds=4)
     ours = simulate(table, with_descriptors, target, rounds=4, cohort=NUM_CLIENTS)
@@ -72,7 +72,7 @@ def test_lookup_table_is_local(federation: Federation, target: str) -> None:
 def test_constant_hypernetwork_is_fedavg(federation: Federation, rule: Any) -> None:
     """With the descriptor 1 for everybody W v_i is one shared model."""
     local = {"local_lr": 0.1, "local_steps": 3, "local_momentum": 0.9, "local_weight_decay": 0.01, "local_clip": 0.7}
-    constant = PFedHN(**PLAIN_SERVER, **local, embedding_dim=1, rule=rule)
+    constant = ALGORITHMS["pfedhn"](**PLAIN_SERVER, **local, embedding_dim=1, rule=rule)
     with_descriptors = federation.with_descriptors(torch.ones(NUM_CLIENTS, 1)).to("cpu", torch.float64)
     average = simulate(FedAvg(**local, rule=rule), federation, cohort=3)
     ours = simulate(constant, with_descriptors, cohort=3)
@@ -250,7 +250,7 @@ def test_proposition_1_linear_hypernetwork_is_uncentered_pca() -> None:
     assert tail > 0.01 * solutions.square().sum()  # not a perfect fit, or any method would pass
 
     # One full step of size n/2 lands on the client's own solution, so the update is theta_i - solution_i.
-    spec = PFedHN(
+    spec = ALGORITHMS["pfedhn"](
         lr=0.03,
         weight_decay=0.0,
         clip=None,
@@ -280,7 +280,7 @@ def test_a_head_that_adds_nothing_is_fedavg(federation: Federation, head: Any, l
     local = {"local_steps": 3, "local_lr": 0.1, "local_clip": None, "rule": "size"}
     still = {"lr": 0.0, "shared_lr": 1.0, "hidden_dim": 4}
     own = {"added": {}, "low-rank": {"rank": 1}, "chunked": {"chunk_size": 7}}[head]
-    spec = PFedHN(**local, **still, head=head, local_start=local_start, **own)
+    spec = ALGORITHMS["pfedhn"](**local, **still, head=head, local_start=local_start, **own)
     simulations = [simulate(one, federation, target, rounds=6, cohort=3) for one in (spec, FedAvg(**local))]
     states = [finish(simulation) for simulation in simulations]
     assert_close(*(personal(simulation, state) for simulation, state in zip(simulations, states, strict=True)))
@@ -294,7 +294,7 @@ def test_clients_that_start_from_the_shared_model_teach_the_hypernetwork_where_t
     """One server step is a gradient step on half the squared distance of what is served from where clients ended."""
     local = {"local_steps": 3, "local_lr": 0.1, "local_clip": None}
     server = {"lr": 0.2, "momentum": 0.0, "weight_decay": 0.0, "shared_lr": 0.3, "hidden_dim": 4, "clip": None}
-    spec = PFedHN(**local, **server, head="added", local_start="shared")
+    spec = ALGORITHMS["pfedhn"](**local, **server, head="added", local_start="shared")
     simulation = simulate(spec, federation, "mlp", rounds=1, cohort=cohort)
     state = simulation.initial_state()
     shared = state.memories.shared
@@ -324,7 +324,10 @@ def test_fixed_layers_are_what_is_neither_generated_nor_trained(federation: Fede
     settings = {"local_steps": 3, "local_lr": 0.1, "hidden_dim": 4, "head": head, "adaptation_steps": 2}
     rest = [name for name in model("conv").shapes if not name.startswith("out.")]
     named = tuple(dict.fromkeys(name.partition(".")[0] for name in rest))
-    specs = PFedHN(**settings, fixed_layers=("last",)), PFedHN(**settings, generated=named, rest="frozen")
+    specs = (
+        ALGORITHMS["pfedhn"](**settings, fixed_layers=("last",)),
+        ALGORITHMS["pfedhn"](**settings, generated=named, rest="frozen"),
+    )
     simulations = [simulate(spec, federation, "conv", rounds=6, cohort=2) for spec in specs]
     roles = [simulation.algorithm.roles(simulation.models["conv"]) for simulation in simulations]
     assert roles[0] == roles[1]
@@ -336,7 +339,9 @@ def test_fixed_layers_are_what_is_neither_generated_nor_trained(federation: Fede
 @pytest.mark.parametrize("local_start", ["personal", "shared"])
 def test_an_update_that_counts_in_part_moves_the_server_by_that_part(federation: Federation, local_start: Any) -> None:
     server = {"lr": 0.2, "momentum": 0.0, "weight_decay": 0.0, "hidden_dim": 4, "clip": None}
-    simulation = simulate(PFedHN(**server, head="added", local_start=local_start), federation, "mlp", rounds=1)
+    simulation = simulate(
+        ALGORITHMS["pfedhn"](**server, head="added", local_start=local_start), federation, "mlp", rounds=1
+    )
     state, algorithm, network = simulation.initial_state(), simulation.algorithm, simulation.models["mlp"]
     shared, row = state.memories.shared, take(state.memories.rows, slice(0, 1))
     drawn = {name: keys.normal(keys.fold(3, name), value.numel()) for name, value in shared.phi.items()}
@@ -362,7 +367,7 @@ def test_an_update_that_counts_in_part_moves_the_server_by_that_part(federation:
 def test_layers_that_are_one_for_all_move_as_fedavgs(federation: Federation) -> None:
     """With nothing generated but a layer whose writer stands still, and stays with what it wrote."""
     local = {"local_steps": 3, "local_lr": 0.1, "local_clip": None}
-    spec = PFedHN(**local, lr=0.0, shared_lr=0.3, generated=("out",), hidden_dim=4)
+    spec = ALGORITHMS["pfedhn"](**local, lr=0.0, shared_lr=0.3, generated=("out",), hidden_dim=4)
     simulation = simulate(spec, federation, "conv", rounds=1, cohort=3)
     state = simulation.initial_state()
     before = personal(simulation, state)

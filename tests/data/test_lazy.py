@@ -70,7 +70,7 @@ def test_a_million_clients() -> None:
 
     before = peak_memory_mb()
     federation = Federation.lazy(1_000_000, load, train=20, validation=5, test=5).evaluating(10)
-    algorithm = pfedhn.PFedHN(embedding_dim=13)
+    algorithm = pfedhn.ALGORITHMS["pfedhn"](embedding_dim=13)
     run = pfedhn.train(algorithm, federation, mlp, steps=20, evaluate_every=10, progress=False)
     assert len(set(asked)) <= 1 + 10 + 20  # client 0, those tested, those trained
     assert int((run.chosen.splits["test"].count > 0).sum()) == 10
@@ -176,7 +176,10 @@ def test_labels_of_a_later_client_that_the_network_does_not_have(
 
 def test_fixed_descriptors_must_be_given() -> None:
     federation = Federation.lazy(5, splits_of, **SIZES)
-    for algorithm in (pfedhn.PFedHN(embedding="fixed", embedding_dim=3), pfedhn.PFedHN(embedding="fixed")):
+    for algorithm in (
+        pfedhn.ALGORITHMS["pfedhn"](embedding="fixed", embedding_dim=3),
+        pfedhn.ALGORITHMS["pfedhn"](embedding="fixed"),
+    ):
         with pytest.raises(ValueError, match="with_descriptors"):
             pfedhn.train(algorithm, federation, mlp, steps=1, progress=False)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, make_federation, simulate
+from support import assert_close, changed, make_federation, simulate
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
@@ -29,8 +29,7 @@ KEYS = [new_key() for _ in range(8)]  # to make one takes time
 
 def small(method: str) -> Any:
     """A method with little to compute."""
-    algorithm = ALGORITHMS[method]()
-    return replace(algorithm, **{name: value for name, value in SMALL.items() if hasattr(algorithm, name)})  # type: ignore[type-var]
+    return changed(ALGORITHMS[method](), SMALL)
 
 
 def named_federation() -> Federation:

@@ -10,7 +10,7 @@ import torch
 from support import CHANNELS, NUM_CLASSES, SIDE, assert_close, make_federation, memories_of, personal, simulate
 from torch import Tensor, nn
 
-from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.engine.network import build_model
 from pfedhn.engine.rounds import rounds
@@ -125,7 +125,7 @@ class Heard(logging.Handler):
 def road(target: str, executor: str) -> Any:
     """All that a run leaves behind, in float64, and what it said; or the sentence that refuses it."""
     federation = make_federation().to(DEVICE)
-    algorithm = PFedHN(local_steps=3, hidden_dim=4, embedding_dim=3, local_lr=0.1, personal=("last",))
+    algorithm = ALGORITHMS["pfedhn"](local_steps=3, hidden_dim=4, embedding_dim=3, local_lr=0.1, personal=("last",))
     heard, logger = Heard(), logging.getLogger("pfedhn")
     logger.addHandler(heard)
     try:

@@ -1,12 +1,12 @@
 """What the engine offers to every method: an average of what is served, and a client's own steps at the end."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import assert_close, assert_same_bits, finish, model, mostly_slow, personal, simulate
+from support import assert_close, assert_same_bits, changed, finish, model, mostly_slow, personal, simulate
 from torch.nn.functional import cross_entropy
 
 import pfedhn
@@ -26,8 +26,7 @@ SMALL = {"local_steps": 3, "hidden_dim": 7, "embedding_dim": 3, "local_lr": 0.1,
 
 
 def small(method: str, **settings: Any) -> Any:
-    spec = ALGORITHMS[method](**settings)
-    return replace(spec, **{field.name: SMALL[field.name] for field in fields(spec) if field.name in SMALL})
+    return changed(ALGORITHMS[method](**settings), SMALL)
 
 
 def offering(setting: str) -> list[str]:

@@ -474,7 +474,8 @@ def test_divergence_keeps_the_round_before(federation: Federation) -> None:
 def test_runs_side_by_side_are_the_runs_alone(federation: Federation) -> None:
     def some() -> list[Simulation]:
         return [
-            simulate(PFedHN(local_steps=2, lr=lr), federation, rounds=4, seed=seed) for lr, seed in ((0.1, 1), (0.3, 2))
+            simulate(ALGORITHMS["pfedhn"](local_steps=2, lr=lr), federation, rounds=4, seed=seed)
+            for lr, seed in ((0.1, 1), (0.3, 2))
         ]
 
     alone = [captured(simulation)[0] for simulation in some()]
@@ -488,10 +489,12 @@ def test_runs_side_by_side_are_the_runs_alone(federation: Federation) -> None:
 
 def test_rates_are_data() -> None:
     """A grid over learning rates runs from one graph: no rate is written into it."""
-    always = {"lr", "local_lr", "weight_decay", "embedding_scale", "shared_lr"}
+    always = {"server.lr", "local_lr", "server.weight_decay", "embeddings.scale"}
     assert set(rates(PFedHN(), torch.float32, torch.device("cpu"))) == always
-    given = PFedHN(embedding_lr=1.0, averaging=0.9)
-    assert set(rates(given, torch.float32, torch.device("cpu"))) == always | {"embedding_lr", "averaging"}
+    given = ALGORITHMS["pfedhn"](embedding_lr=1.0, averaging=0.9)
+    assert set(rates(given, torch.float32, torch.device("cpu"))) == always | {"embeddings.lr", "averaging"}
+    on_shared = ALGORITHMS["pfedhn"](head="added")
+    assert set(rates(on_shared, torch.float32, torch.device("cpu"))) == always | {"shared_lr"}
 
 
 @pytest.mark.slow

@@ -206,7 +206,9 @@ def test_a_run_that_stopped_goes_on(federation: Federation, tmp_path: Path) -> N
 
 def test_runs_side_by_side_are_the_runs_alone(federation: Federation) -> None:
     def some() -> list[Simulation]:
-        return [on_card(PFedHN(local_steps=4, lr=0.1 * n), federation, rounds=20, seed=n) for n in range(1, 9)]
+        return [
+            on_card(ALGORITHMS["pfedhn"](local_steps=4, lr=0.1 * n), federation, rounds=20, seed=n) for n in range(1, 9)
+        ]
 
     alone = [memories_of(captured(simulation)) for simulation in some()]
     states = [simulation.initial_state() for simulation in some()]

@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
-from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.data.federation import Federation
 from pfedhn.engine.round import Exchange, Kept, Offer, Reply, Returned
 from pfedhn.engine.simulate import Simulation
@@ -240,7 +239,7 @@ def test_a_transform_may_remember(executor: str, federation: Federation) -> None
 
 
 def test_who_joins_moves_a_row_and_nothing_else(federation: Federation) -> None:
-    trained = simulate(PFedHN(**small_settings()), federation, rounds=6)
+    trained = simulate(ALGORITHMS["pfedhn"](**small_settings()), federation, rounds=6)
     state = finish(trained)
     joining = Simulation.of(trained.joining(federation.description, state.memories, 3, 11), federation)
     before = [leaf.clone() for leaf in pytree.tree_leaves(memories_of(state))]
@@ -259,7 +258,7 @@ def small_settings() -> dict[str, Any]:
 
 def test_the_row_of_who_joins_moves_as_in_training(federation: Federation) -> None:
     """Without clipping, whose norm is over all that moves, a joining row takes the step that it takes in `receive`."""
-    simulation = simulate(PFedHN(**small_settings()), federation, rounds=6)
+    simulation = simulate(ALGORITHMS["pfedhn"](**small_settings()), federation, rounds=6)
     memories = finish(simulation).memories
     row, exchange = take(memories.rows, 2), simulation.exchange
     offer = exchange.offer(model(), memories.shared, row, torch.tensor(9), torch.tensor(2))

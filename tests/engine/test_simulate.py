@@ -158,10 +158,10 @@ def test_a_run_can_stop_and_go_on(federation: Federation, method: str) -> None:
 
 def test_divergence_names_the_rates_to_lower_and_labels_that_need_scaling() -> None:
     federation = Federation.from_clients([(torch.ones(4, 1), torch.full((4,), value)) for value in (0.5, 1400.0)])
-    message = str(Diverged.at(3, "Oslo", PFedHN(local_lr=0.02, lr=0.5), federation))
+    message = str(Diverged.at(3, "Oslo", ALGORITHMS["pfedhn"](local_lr=0.02, lr=0.5), federation))
     assert message == (
         "training diverged in round 3 at client Oslo: its weights are no longer finite; scale the labels, whose mean "
-        "is 700.2, or lower the learning rates (local_lr = 0.02, lr = 0.5, shared_lr = 0.5), for example with --set "
+        "is 700.2, or lower the learning rates (local_lr = 0.02, lr = 0.5), for example with --set "
         "local_lr=0.002. The run stands as it was before that round."
     )
     assert "at client Oslo: its weights are no longer finite; lower the learning rates (lr = 0.005, pe" in str(
@@ -212,7 +212,10 @@ def test_divergence_in_the_second_group_of_a_round_leaves_the_state_too(federati
     kinds = ["mlp"] * 3 + ["conv"] * 3
     models = {"mlp": model("mlp"), "conv": model("conv")}
     simulation = simulate(
-        PFedHN(**SMALL, local_clip=None), poisoned(federation, 4).with_architectures(kinds), models, cohort=3
+        ALGORITHMS["pfedhn"](**SMALL, local_clip=None),
+        poisoned(federation, 4).with_architectures(kinds),
+        models,
+        cohort=3,
     )
     expected = next(r for r in range(8) if 4 in simulation.cohort(r))
     assert {kinds[client] for client in simulation.cohort(expected)} == {"mlp", "conv"}
@@ -273,7 +276,7 @@ def num_bytes(shapes: Any, names: Any = None) -> int:
     ("spec", "per_client"),
     [
         (FedAvg(local_steps=1), num_bytes(model().shapes)),
-        (PFedHN(**SMALL), num_bytes(model().shapes)),
+        (ALGORITHMS["pfedhn"](**SMALL), num_bytes(model().shapes)),
         (ALGORITHMS["pfedhn-pc"](**SMALL), num_bytes(model().shapes, {"1.weight", "1.bias"})),
         (LGFedAvg(local_steps=1), num_bytes(model().shapes, {"3.weight", "3.bias"})),
         (Local(local_steps=1), 0),
@@ -295,7 +298,9 @@ def test_the_download_of_an_earlier_runs_model_is_counted(federation: Federation
 def test_bytes_follow_the_architecture(federation: Federation) -> None:
     kinds = ["mlp", "conv", "wide"] * 2
     models = {name: model(name) for name in ("mlp", "conv", "wide")}
-    simulation = simulate(PFedHN(**SMALL), federation.with_architectures(kinds), models, cohort=2, rounds=5)
+    simulation = simulate(
+        ALGORITHMS["pfedhn"](**SMALL), federation.with_architectures(kinds), models, cohort=2, rounds=5
+    )
     expected = sum(num_bytes(models[kinds[c]].shapes) for r in range(5) for c in simulation.cohort(r))
     assert finish(simulation).bytes_up == expected
 
@@ -305,7 +310,7 @@ def test_bytes_follow_the_architecture(federation: Federation) -> None:
 
 @pytest.mark.slow
 def test_the_best_round_is_the_first_strictly_best_on_validation(federation: Federation) -> None:
-    spec = PFedHN(hidden_dim=8, local_steps=5, local_lr=0.1, lr=0.3)
+    spec = ALGORITHMS["pfedhn"](hidden_dim=8, local_steps=5, local_lr=0.1, lr=0.3)
     simulation = simulate(spec, federation, rounds=25, evaluate_every=1, seed=2)
     state = simulation.initial_state()
     scores, seen = [], []
@@ -329,7 +334,7 @@ def test_the_best_round_is_the_first_strictly_best_on_validation(federation: Fed
 @pytest.mark.parametrize("averaging", [None, 0.9])
 def test_the_best_round_keeps_nothing_that_only_training_needs(averaging: float | None, federation: Federation) -> None:
     """A copy of it crosses to the host whenever a round is the best so far, which is often at first."""
-    spec = PFedHN(hidden_dim=8, local_steps=2, optimizer="adamw", averaging=averaging)
+    spec = ALGORITHMS["pfedhn"](hidden_dim=8, local_steps=2, optimizer="adamw", averaging=averaging)
     simulation = simulate(spec, federation, rounds=4, evaluate_every=1)
     state = finish(simulation)
     assert state.best is not None
@@ -516,7 +521,7 @@ def foreign(kind: str) -> tuple[Federation, dict[str, Model]]:
 @pytest.mark.parametrize("kind", mostly_slow(FOREIGN, "regressor"))
 def test_any_module_learns_under_pfedhn(foreign: tuple[Federation, dict[str, Model]]) -> None:
     federation, models = foreign
-    spec = PFedHN(lr=0.02, local_lr=0.05, local_steps=10, hidden_dim=20, num_hidden=1)
+    spec = ALGORITHMS["pfedhn"](lr=0.02, local_lr=0.05, local_steps=10, hidden_dim=20, num_hidden=1)
     simulation = simulate(spec, federation, models, rounds=40, batch_size=16)
     state = simulation.initial_state()
     losses = [p.evaluation.splits["validation"].mean_loss for p in simulation.rounds(state) if p.evaluation]
@@ -648,7 +653,7 @@ def test_frozen_parameters_and_buffers_are_constants(federation: Federation) -> 
     partly = Model("partly", Partly, cross_entropy, is_correct, dtype=torch.float64)
     assert set(partly.shapes) == {"out.weight", "out.bias"}
     before = python_copy.deepcopy(partly.training_module.state_dict())
-    simulation = simulate(PFedHN(**SMALL), federation, {"partly": partly}, rounds=3)
+    simulation = simulate(ALGORITHMS["pfedhn"](**SMALL), federation, {"partly": partly}, rounds=3)
     weights = personal(simulation, finish(simulation))[0]
     assert set(weights) == {"out.weight", "out.bias"}
     assert_same_bits(partly.training_module.state_dict(), before)

@@ -50,7 +50,7 @@ def test_a_backbone_is_frozen_and_its_adapters_start_at_nothing(tmp_path: Path) 
     assert trained[-2:] == ["fc.weight", "fc.bias"]
     federation = pfedhn.Federation.from_clients([(x, y), (x + 1, y)])
     factory = partial(adapted, 4, str(folder), rank=2)
-    method = pfedhn.PFedHN(head="low-rank", local_steps=2, hidden_dim=4)
+    method = pfedhn.ALGORITHMS["pfedhn"](head="low-rank", local_steps=2, hidden_dim=4)
     adapters = pfedhn.train(method, federation, factory, steps=2, batch_size=8, progress=False, executor="loop")
     mine = adapters.personal_model(1)
     assert torch.equal(mine.layer1[0].conv1.base.weight, base.layer1[0].conv1.weight)

@@ -121,7 +121,7 @@ def test_set_reaches_fields_settings_and_one_method() -> None:
     assert (fedavg.steps, fedavg.batch_size, fedavg.settings) == (7, 4, {"local_steps": 3})
     assert (pfedhn.steps, pfedhn.batch_size) == (7, 8)
     assert pfedhn.settings == {"local_steps": 3, "lr": 0.5, "clip": "none"}
-    assert cell_algorithm(pfedhn).clip is None  # type: ignore[attr-defined]
+    assert cell_algorithm(pfedhn).server.clip is None  # type: ignore[attr-defined]
 
 
 def test_set_another_partition_rule_drops_the_settings_of_the_old_one() -> None:

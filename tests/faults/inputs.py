@@ -539,7 +539,7 @@ class Calls:
                 | {"upload": "full", "download": "full", "precision": "tf32", "checkpoint_every": None},
             ),
             "method": (
-                lambda **settings: pfedhn.train(**{**small, "method": pfedhn.PFedHN(**settings)}),
+                lambda **settings: pfedhn.train(**{**small, "method": pfedhn.ALGORITHMS["pfedhn"](**settings)}),
                 {
                     "lr": 0.1,
                     "local_lr": 0.1,

@@ -9,7 +9,7 @@ import pytest
 from support import allow_parts, encoded, images, write_table
 from typer.testing import CliRunner
 
-from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.algorithms.pfedhn_shared import PFedHNShared
 from pfedhn.cli import app as cli
 from pfedhn.data.catalogue import DATASETS
 from pfedhn.experiments import directory as directory_module
@@ -103,5 +103,5 @@ def test_pfedhn_shared_is_as_it_was_chosen_for_each_data_set(experiment: str, ex
     cells = [cell for cell in EXPERIMENTS[experiment].cells if cell.method == "pfedhn-shared"]
     (cell,) = (cell for cell in cells if cell.clients == 50)
     found = build_algorithm(cell.method, cell.settings).for_clients(50)
-    assert isinstance(found, PFedHN)
-    assert (found.fixed_layers, found.embedding_scale, found.embedding_dim, found.num_hidden) == expected
+    assert isinstance(found, PFedHNShared)
+    assert (found.fixed_layers, found.embeddings.scale, found.embeddings.dim, found.num_hidden) == expected

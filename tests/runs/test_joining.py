@@ -10,7 +10,7 @@ import torch
 from support import assert_same_bits
 
 import pfedhn
-from pfedhn.algorithms.pfedhn import JOINING_FACTORS
+from pfedhn.algorithms.embeddings import JOINING_FACTORS
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged
@@ -171,7 +171,9 @@ def test_where_every_choice_diverges_it_is_said_as_of_training(monkeypatch: pyte
         run.add_client(*examples(80, 1), rounds=12)
 
 
-@pytest.mark.parametrize("method", ["fedper", pfedhn.PFedHN(embedding="fixed", local_steps=3)], ids=["fedper", "fixed"])
+@pytest.mark.parametrize(
+    "method", ["fedper", pfedhn.ALGORITHMS["pfedhn"](embedding="fixed", local_steps=3)], ids=["fedper", "fixed"]
+)
 def test_a_method_without_choices_joins_once(method: str | AnyAlgorithm, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trained(method)
     assert run.simulation.algorithm.choices_for_joining() == [{}]
@@ -195,7 +197,7 @@ def test_pfedhn_tries_larger_rates_of_the_embedding(method: str, rate: float) ->
 
 
 def test_an_embedding_that_stood_still_in_training_has_no_rate_to_multiply() -> None:
-    assert pfedhn.PFedHN(embedding_lr=0.0).for_clients(4).choices_for_joining() == [{}]
+    assert pfedhn.ALGORITHMS["pfedhn"](embedding_lr=0.0).for_clients(4).choices_for_joining() == [{}]
 
 
 @pytest.mark.slow
@@ -205,7 +207,7 @@ def test_a_larger_rate_serves_a_client_whose_embedding_has_far_to_go() -> None:
     who = numpy.arange(480) // 4 % 8
     federation = Federation.from_arrays(x, (y + who % 2 * 2) % 4, pfedhn.by_group(), groups=who)
     sizes = {"embedding_dim": 4, "hidden_dim": 20, "num_hidden": 1}
-    method = pfedhn.PFedHN(lr=0.1, local_lr=0.1, embedding_lr=1e-3, local_steps=10, **sizes)
+    method = pfedhn.ALGORITHMS["pfedhn"](lr=0.1, local_lr=0.1, embedding_lr=1e-3, local_steps=10, **sizes)
     run = pfedhn.train(
         method, federation, lambda: pfedhn.MLP(4, 4), steps=160, cohort_size=4, executor="loop", progress=False
     )

@@ -97,7 +97,7 @@ cases = {
     "own-method": (mynet.Slower(local_steps=3, factor=0.25), plain, small, {}),
     "adapting": (pfedhn.PerFedAvg(local_steps=3), plain, small, {}),
     "several": (pfedhn.PFedHN(local_steps=3), both, {"small": small, "deep": mynet.deep}, {}),
-    "fixed": (pfedhn.PFedHN(embedding="fixed", local_steps=3), plain, small, {}),
+    "fixed": (pfedhn.ALGORITHMS["pfedhn"](embedding="fixed", local_steps=3), plain, small, {}),
     "regression": (
         pfedhn.FedPer(local_steps=3), pfedhn.Federation.from_clients(parts), mynet.One, {"loss": mynet.absolute_error}
     ),

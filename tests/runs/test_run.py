@@ -197,7 +197,7 @@ def test_clients_join_together_each_with_draws_of_its_own() -> None:
     assert federation.joining is not None
     joined = run.add_clients(federation.joining, rounds=2, settings={"embedding_lr": 0.1})
     assert joined.accuracy.shape == (3,)
-    assert joined.simulation.algorithm.embedding_lr == 0.1  # type: ignore[attr-defined]
+    assert joined.simulation.algorithm.embeddings.lr == 0.1  # type: ignore[attr-defined]
     shared, kept = (memories.shared for memories in (run.memories(), joined.memories))
     assert all(one.equal(other) for one, other in zip(shared.phi.values(), kept.phi.values(), strict=True))
     start = run.add_clients(federation.joining, rounds=0)
@@ -247,7 +247,13 @@ def test_layers_that_are_frozen_stay_at_their_start_and_are_never_sent(tmp_path:
     settings = {"generated": ("head",), "rest": "frozen", "local_steps": 3, "hidden_dim": 8}
     runs = [
         pfedhn.train(
-            pfedhn.PFedHN(**settings), federation, Tower, steps=6, seed=seed, progress=False, directory=tmp_path / name
+            pfedhn.ALGORITHMS["pfedhn"](**settings),
+            federation,
+            Tower,
+            steps=6,
+            seed=seed,
+            progress=False,
+            directory=tmp_path / name,
         )
         for seed, name in ((0, "a"), (1, "b"))
     ]
@@ -267,9 +273,9 @@ def test_a_server_that_is_too_large_says_what_would_fit(monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=sentence):
         train(lambda: pfedhn.MLP(8, 30_000, 60, 4))
     for head in ("low-rank", "chunked"):  # they fit
-        pfedhn.PFedHN(head=head).for_clients(6)
+        pfedhn.ALGORITHMS["pfedhn"](head=head).for_clients(6)
         with pytest.raises(UserError, match="goes with neither linear nor spectral_norm"):
-            pfedhn.PFedHN(head=head, linear=True).for_clients(6)
+            pfedhn.ALGORITHMS["pfedhn"](head=head, linear=True).for_clients(6)
 
 
 @pytest.mark.slow
@@ -288,7 +294,7 @@ def test_what_is_needed_counts_the_cohort_the_head_and_what_clients_keep(monkeyp
     refuse(pfedhn.Local(local_steps=2), 100, keeping)
     refuse(pfedhn.FedAvg(local_steps=2), 100, None, cohort_size=1)
     refuse(pfedhn.FedAvg(local_steps=2), 100, r"the server's model, .* would need 0\.\d GB", cohort_size=50)
-    chunked = pfedhn.PFedHN(local_steps=2, head="chunked")
+    chunked = pfedhn.ALGORITHMS["pfedhn"](local_steps=2, head="chunked")
     refuse(chunked, 4, None)
     large = replace(chunked, chunk_size=100_000)
     refuse(large, 4, r"would need 0\.\d GB .* has 0\.1 GB; .* or take chunk_size = (500|2000|10000) \(0\.0 GB\)")
@@ -317,7 +323,7 @@ def test_what_is_needed_counts_the_cohort_the_head_and_what_clients_keep(monkeyp
 )
 def test_settings_without_effect_are_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(pfedhn.UserError, match=re.escape(sentence)):
-        pfedhn.PFedHN(**settings).for_clients(6)
+        pfedhn.ALGORITHMS["pfedhn"](**settings).for_clients(6)
 
 
 def test_clients_that_are_described_need_embeddings_of_that_length() -> None:
@@ -325,7 +331,7 @@ def test_clients_that_are_described_need_embeddings_of_that_length() -> None:
     with pytest.raises(pfedhn.UserError, match="set embedding_dim to None"):
         pfedhn.ALGORITHMS["pfedhn-shared"](embedding="fixed").for_clients(20, 5)
     described: Any = pfedhn.ALGORITHMS["pfedhn-shared"](embedding="fixed", embedding_dim=None)
-    assert described.for_clients(20, 5).embedding_dim == 5
+    assert described.for_clients(20, 5).embeddings.dim == 5
 
 
 @pytest.mark.parametrize(
@@ -339,7 +345,7 @@ def test_clients_that_are_described_need_embeddings_of_that_length() -> None:
     ],
 )
 def test_settings_with_effect_are_taken(settings: dict[str, Any]) -> None:
-    assert pfedhn.PFedHN(**settings).for_clients(6).embedding_dim == 2
+    assert pfedhn.ALGORITHMS["pfedhn"](**settings).for_clients(6).embeddings.dim == 2
 
 
 def test_a_result_says_who_the_clients_are() -> None:
@@ -348,7 +354,12 @@ def test_a_result_says_who_the_clients_are() -> None:
     clients = {**halves, "Rome": (x, y)}
     federation = pfedhn.Federation.from_clients(clients, class_names=("cat", "dog", "cow", "hen"))
     run = pfedhn.train(
-        pfedhn.PFedHN(embedding_dim=5), federation, lambda: pfedhn.MLP(3, 4), steps=6, progress=False, device="cpu"
+        pfedhn.ALGORITHMS["pfedhn"](embedding_dim=5),
+        federation,
+        lambda: pfedhn.MLP(3, 4),
+        steps=6,
+        progress=False,
+        device="cpu",
     )
     assert run.result is not None
     found = run.result.clients

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import pfedhn
 from pfedhn import ALGORITHMS, MLP, Federation, PFedHN, UserError
 from pfedhn.models import cross_entropy
+from pfedhn.settings import short_names, values_of, with_values
 
 X = numpy.random.default_rng(0).normal(size=(60, 4)).astype(numpy.float32)
 Y = numpy.arange(60) % 3
@@ -81,20 +82,19 @@ def test_training_refuses(changes: dict[str, Any], sentence: str) -> None:
 
 def settings_out_of_bounds() -> list[tuple[str, str, float]]:
     """Of every method, every number it has: one below what makes sense."""
-    from dataclasses import fields
-
     found = []
     for method, known in ALGORITHMS.items():
-        for item in fields(known.algorithm):  # type: ignore[arg-type]
-            if isinstance(item.default, int | float) and not isinstance(item.default, bool):
-                found.append((method, item.name, -1 if isinstance(item.default, int) else -0.5))
+        for name, value in values_of(known()).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                found.append((method, name, -1 if isinstance(value, int) else -0.5))
     return found
 
 
 @pytest.mark.parametrize(("method", "name", "value"), settings_out_of_bounds())
 def test_no_method_takes_a_negative_number(method: str, name: str, value: float) -> None:
-    algorithm = ALGORITHMS[method](**{name: value})
-    with pytest.raises(UserError, match=rf"{name} = {value} does not fit; it must be at least [01]\."):
+    algorithm: Any = with_values(ALGORITHMS[method](), {name: value})
+    written = short_names(type(algorithm))[name]
+    with pytest.raises(UserError, match=rf"{written} = {value} does not fit; it must be at least [01]\."):
         train(method=algorithm)
 
 
@@ -120,7 +120,7 @@ def test_no_method_takes_a_negative_number(method: str, name: str, value: float)
 )
 def test_a_method_built_in_python_has_the_bounds_of_the_command_line(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        train(method=PFedHN(**settings))
+        train(method=ALGORITHMS["pfedhn"](**settings))
 
 
 def test_weights_that_no_seed_changes_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +129,7 @@ def test_weights_that_no_seed_changes_are_told_of(caplog: pytest.LogCaptureFixtu
 
 
 def test_what_may_be_none_at_all_may_be_zero() -> None:
-    assert train(method=PFedHN(local_steps=1, num_hidden=0, weight_decay=0)).result is not None
+    assert train(method=ALGORITHMS["pfedhn"](local_steps=1, num_hidden=0, weight_decay=0)).result is not None
     assert ALGORITHMS["fedbabu"](adaptation_steps=0)
 
 

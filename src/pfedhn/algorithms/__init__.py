@@ -15,6 +15,7 @@ from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.algorithms.pfedhn_shared import PFedHNShared
 from pfedhn.algorithms.pfedme import PFedMe
 from pfedhn.errors import UserError, closest
 from pfedhn.system.reference import find_code
@@ -54,7 +55,7 @@ SHARED_GRID = PLUS_GRID | {"fixed_layers": ((), ("last",))}
 
 # Colors of Okabe and Ito, which color-blind people can tell apart, and a dash of its own for each besides.
 ALGORITHMS: dict[str, Method] = {
-    "pfedhn": Method("pFedHN", PFedHN, grid=TWO_LEVELS, is_tuned=False, color="#D55E00"),
+    "pfedhn": Method("pFedHN", PFedHN, grid=TWO_LEVELS, is_tuned=False, color="#D55E00", wider=PFedHNShared),
     "pfedhn-pc": Method(
         "pFedHN-PC",
         PFedHN,
@@ -63,6 +64,7 @@ ALGORITHMS: dict[str, Method] = {
         grid=TWO_LEVELS,
         is_tuned=False,
         color="#CC79A7",
+        wider=PFedHNShared,
     ),
     "pfedhn-plus": Method(
         "pFedHN+",
@@ -71,6 +73,7 @@ ALGORITHMS: dict[str, Method] = {
         summary="pFedHN with a stronger recipe of ours: AdamW on the server, small embeddings, an average of phi.",
         grid=PLUS_GRID,
         color="#8E1B1B",
+        wider=PFedHNShared,
     ),
     "pfedhn-plus-pc": Method(
         "pFedHN+-PC",
@@ -80,6 +83,7 @@ ALGORITHMS: dict[str, Method] = {
         grid=PLUS_GRID,
         color="#B3478F",
         dash=(0, (6, 1)),
+        wider=PFedHNShared,
     ),
     # Fine-tuning changes nothing in training, so that its rates are those of what it starts from.
     "pfedhn-plus-ft": Method(
@@ -90,6 +94,7 @@ ALGORITHMS: dict[str, Method] = {
         rates_from="pfedhn-plus",
         color="#E3554A",
         dash=(0, (5, 1.5, 1, 1.5)),
+        wider=PFedHNShared,
     ),
     "pfedhn-plus-pc-ft": Method(
         "pFedHN+-PC-FT",
@@ -99,10 +104,11 @@ ALGORITHMS: dict[str, Method] = {
         rates_from="pfedhn-plus-pc",
         color="#D98CC0",
         dash=(0, (6, 1, 1, 1)),
+        wider=PFedHNShared,
     ),
     "pfedhn-shared": Method(
         "pFedHN-S",
-        PFedHN,
+        PFedHNShared,
         settings=PLUS | FINE_TUNED | ON_SHARED,
         summary="pFedHN+-FT on top of a shared model, which is what all clients train from; embeddings are standard "
         "normal at first.",

@@ -1,4 +1,4 @@
-"""The server's memory of each client: an embedding, and how its optimizer moves it.
+"""The server's memory: a hypernetwork for all clients, an embedding of each, and how its optimizer moves that.
 
 SGD: the published code decays EVERY embedding at every server step and lets its left-over momentum move it, chosen or
 not. A row that gets no gradient follows (velocity, value) -> A (velocity, value) with a fixed 2x2 matrix A, so n missed
@@ -6,8 +6,8 @@ steps are A^n: a row is brought up to date only when somebody looks.
 Adam: a row moves only when its client is chosen, and counts its own steps.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,24 @@ from pfedhn import keys
 from pfedhn.adamw import AdamW
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
+from pfedhn.params import Params
+from pfedhn.settings import Fraction
 from pfedhn.sgd import SGD, Rate
 
 NUM_POWERS = 32  # as many bits as a count of missed steps has
+JOINING_FACTORS = (1, 10, 100, 1_000, 10_000)  # of the embedding's learning rate, while a client joins
+
+
+class Shared(NamedTuple):
+    """The server's memory for all clients."""
+
+    phi: Params
+    velocity: Params
+    square: Params  # second moments, only with AdamW
+    spectral: Params  # left singular vectors, only with spectral_norm
+    powers: Tensor  # of the matrix that moves an unchosen row by one step
+    step: Tensor  # server steps so far
+    common: Params  # layers that all clients share, by "network/parameter"; pFedHN has none (see pfedhn_shared)
 
 
 class Row(NamedTuple):
@@ -59,7 +74,43 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """How a server starts and moves its rows: trained by SGD, or fixed to what describes each client."""
+    """How a server starts and trains the embeddings of its clients."""
+
+    kind: Literal["trained", "fixed"] = "trained"  # "fixed": the federation's descriptors, or class shares
+    dim: int | None = None  # length of an embedding; none: int(1 + clients / 4), at most 64
+    scale: Rate = 1.0  # initial standard deviation of the embeddings
+    optimizer: Literal["sgd", "adam"] = "sgd"  # with Adam, only those of chosen clients move
+    lr: Rate | None = None  # learning rate of the server's steps on the embeddings; that of phi by default
+    momentum: Fraction | None = None  # momentum of the steps on the embeddings; that of phi by default
+    weight_decay: Rate | None = None  # weight decay of the embeddings; that of phi by default
+
+    def for_clients(self, num_clients: int, descriptor_dim: int | None) -> "Embeddings":
+        """The same with their length filled in: as given, as a client is described, or as the authors choose it.
+
+        They take int(1 + n / 4); here it is at most 64 in large federations.
+        """
+        is_fixed = self.kind == "fixed"
+        if is_fixed and self.dim and descriptor_dim not in (None, self.dim):
+            raise UserError(
+                f"embedding_dim is {self.dim}, but the federation describes a client by {descriptor_dim} numbers; set "
+                'embedding_dim to None ("none" in a file), which takes as many.'
+            )
+        dim = self.dim or (descriptor_dim if is_fixed else min(int(1 + num_clients / 4), 64))
+        return replace(self, dim=dim)
+
+    def rows(self, server: SGD | AdamW) -> "Rows":
+        """What moves the rows; settings that are None are those of the server's optimizer."""
+        assert self.dim is not None, "for_clients fills in the length of an embedding"
+        lr = server.lr if self.lr is None else self.lr
+        momentum = server.momentum if self.momentum is None else self.momentum
+        decay = server.weight_decay if self.weight_decay is None else self.weight_decay
+        kind = Rows if self.optimizer == "sgd" else AdamRows
+        return kind(self.dim, lr, momentum, decay, self.scale, self.kind == "fixed")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that are trained by SGD, or fixed to what describes each client."""
 
     dim: int
     lr: Rate
@@ -81,6 +132,14 @@ class Embeddings:
         value = self.at(rows, powers, step).embedding.mean(0) if descriptor is None else descriptor
         return self.at_rest(value, step)
 
+    def rates_for_joining(self) -> list[float]:
+        """Learning rates to try while a client joins; none if its embedding does not move.
+
+        In training a client's weights move mostly by phi. While a client joins, phi stands still and its embedding has
+        to go all the way alone: how much faster it must be depends on the run.
+        """
+        return [] if self.is_fixed or not float(self.lr) else [float(self.lr) * factor for factor in JOINING_FACTORS]
+
     def at_rest(self, value: Tensor, step: Tensor) -> Row:
         return Row(value, torch.zeros_like(value), step)
 
@@ -88,13 +147,15 @@ class Embeddings:
         return rows if self.is_fixed else caught_up(rows, powers, step)
 
     def moved(self, row: Row, gradient: Tensor, step: Tensor) -> Row:
+        if self.is_fixed:
+            return row
         sgd = SGD(self.lr, self.momentum, self.weight_decay)
         return Row(*sgd.step(row.embedding, row.velocity, gradient), step.expand_as(row.last_step))
 
 
 @dataclass(frozen=True)
-class AdamEmbeddings(Embeddings):
-    """How Adam moves them; `weight_decay` is decoupled."""
+class AdamRows(Rows):
+    """Rows that are trained by Adam; `weight_decay` is decoupled."""
 
     def at_rest(self, value: Tensor, step: Tensor) -> Row:
         return Row(value, torch.zeros_like(value), torch.zeros_like(step), torch.zeros_like(value))
@@ -103,21 +164,10 @@ class AdamEmbeddings(Embeddings):
         return rows
 
     def moved(self, row: Row, gradient: Tensor, step: Tensor) -> Row:
+        if self.is_fixed:
+            return row
         assert isinstance(row.square, Tensor)
         adam = AdamW(self.lr, self.momentum, weight_decay=self.weight_decay)
         number = row.last_step + 1
         embedding, velocity, square = adam.step(row.embedding, row.velocity, row.square, gradient, number[..., None])
         return Row(embedding, velocity, number, square)
-
-
-def embedding_dim(given: int | None, num_clients: int, descriptor_dim: int | None, is_fixed: bool) -> int | None:
-    """The dimension of the rows: as given, as a client is described, or as the authors choose it.
-
-    They take int(1 + n / 4); here it is held at 64 for large federations.
-    """
-    if is_fixed and given and descriptor_dim not in (None, given):
-        raise UserError(
-            f"embedding_dim is {given}, but the federation describes a client by {descriptor_dim} numbers; set "
-            'embedding_dim to None ("none" in a file), which takes as many.'
-        )
-    return given or (descriptor_dim if is_fixed else min(int(1 + num_clients / 4), 64))

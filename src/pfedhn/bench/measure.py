@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, TensorDataset
 
 from pfedhn import keys
+from pfedhn.algorithms.embeddings import Embeddings
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.bench import textbook
 from pfedhn.data.batches import Examples
@@ -451,7 +452,7 @@ def measure_clients(counts: Sequence[int], say: Say) -> list[dict[str, Any]]:
 
 def clients_line(variant: str, federation: Federation) -> dict[str, Any]:
     model = Model("mlp", lambda: MLP(64, 32, 10), cross_entropy, is_correct)
-    algorithm = PFedHN(local_steps=1, embedding_dim=13)
+    algorithm = PFedHN(local_steps=1, embeddings=Embeddings(dim=13))
     simulation = Simulation(
         algorithm, {"mlp": model}, Schedule(10_000, 1, 64, 10_000), 0, "traced", federation=federation
     )

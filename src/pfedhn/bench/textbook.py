@@ -49,8 +49,9 @@ def rounds(simulation: Simulation, state: State, data: Dataset[Any]) -> Iterator
     assert isinstance(spec, PFedHN)
     target = model.with_weights({}).train()
     h = Hypernetwork(target, state.memories.shared.phi, state.memories.rows.embedding).to(model.device)
-    groups = [{"params": p, "lr": spec.embeddings.lr if p is h.embedding.weight else spec.lr} for p in h.parameters()]
-    server = optim.SGD(groups, momentum=spec.momentum, weight_decay=spec.weight_decay)
+    rates = {h.embedding.weight: spec.rows.lr}
+    groups = [{"params": p, "lr": rates.get(p, spec.server.lr)} for p in h.parameters()]
+    server = optim.SGD(groups, momentum=spec.server.momentum, weight_decay=spec.server.weight_decay)
     rows = replace(simulation.federation, x=torch.arange(len(simulation.federation.x)))
     for number in range(simulation.num_rounds):
         client = torch.tensor(simulation.cohort(number))
@@ -67,6 +68,6 @@ def rounds(simulation: Simulation, state: State, data: Dataset[Any]) -> Iterator
         server.zero_grad()
         distances = [(theta[name] - value.detach()).square().sum() for name, value in target.named_parameters()]
         (torch.stack(distances).sum() / 2).backward()  # along theta - theta~ into phi and every embedding
-        nn.utils.clip_grad_norm_(h.parameters(), spec.clip or torch.inf)
+        nn.utils.clip_grad_norm_(h.parameters(), spec.server.clip or torch.inf)
         server.step()
         yield h

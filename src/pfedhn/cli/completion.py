@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from pfedhn.system.files import cache_folder, write_atomically
 
@@ -43,11 +42,12 @@ def _generated() -> dict[str, list[str]]:
     from pfedhn.data.catalogue import DATASETS
     from pfedhn.experiments.registry import experiments
     from pfedhn.experiments.spec import Cell
+    from pfedhn.settings import names_to_set
     from pfedhn.studies import studies
 
-    kinds: dict[str, Any] = {name: known.algorithm for name, known in ALGORITHMS.items()}
-    settings = dict.fromkeys(item.name for kind in kinds.values() for item in fields(kind))
-    of_methods = [f"{name}.{item.name}" for name, kind in kinds.items() for item in fields(kind)]
+    by_method = {name: names_to_set(known.widest) for name, known in ALGORITHMS.items()}
+    settings = dict.fromkeys(setting for names in by_method.values() for setting in names)
+    of_methods = [f"{method}.{setting}" for method, names in by_method.items() for setting in names]
     return {
         "experiments": [*experiments(), *studies()],
         "methods": list(ALGORITHMS),

@@ -336,7 +336,7 @@ class Federation:
         return stored(self.x, device) if self.palette is None else (self.x, self.palette)
 
     def with_descriptors(self, descriptors: ArrayLike | Tensor) -> "Federation":
-        """The same federation with a fixed description of every client, for `PFedHN(embedding="fixed")`.
+        """The same federation with a fixed description of every client, for `PFedHN(embeddings=Embeddings("fixed"))`.
 
         Args:
             descriptors: [N, D], those of clients that join later last.

@@ -6,7 +6,7 @@ Axes: [C]lients of a cohort.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias, get_type_hints
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.kernels import launch as kernels
 from pfedhn.model import Model
 from pfedhn.params import Params, take
-from pfedhn.sgd import Batches, Rate
+from pfedhn.settings import settings_in, values_of, with_values
+from pfedhn.sgd import Batches, is_rate
 
 MIN_ROUNDS = 8192  # the schedule's length: runs of other lengths, as in tuning, are not compiled for anew
 
@@ -32,12 +33,9 @@ Signature: TypeAlias = tuple[tuple[str, int], ...]
 
 def rates(algorithm: Any, dtype: torch.dtype, device: torch.device) -> Params:
     """The settings that a grid varies, as tensors: graphs take them as data, so that a grid compiles once."""
-    hints = get_type_hints(type(algorithm))
-    names = [name for name, hint in hints.items() if hint in (Rate, Rate | None)]
-    given = {name: getattr(algorithm, name) for name in names}
-    return {
-        name: torch.as_tensor(value, dtype=dtype, device=device) for name, value in given.items() if value is not None
-    }
+    values, settings = values_of(algorithm), settings_in(type(algorithm))
+    given = {name: value for name, value in values.items() if is_rate(settings[name].hint) and value is not None}
+    return {name: torch.as_tensor(value, dtype=dtype, device=device) for name, value in given.items()}
 
 
 def exchange_with_rates(exchange: Exchange, rates: Mapping[str, Any]) -> Exchange:
@@ -45,8 +43,7 @@ def exchange_with_rates(exchange: Exchange, rates: Mapping[str, Any]) -> Exchang
 
 
 def with_rates(algorithm: Algorithm[Any, Any, Any], rates: Mapping[str, Any]) -> Algorithm[Any, Any, Any]:
-    changed: Algorithm[Any, Any, Any] = replace(algorithm, **rates)  # type: ignore[type-var]
-    return changed
+    return with_values(algorithm, rates)
 
 
 def offers_to_all(

@@ -1,15 +1,19 @@
 """What a run needs of memory, worked out before anything is made or written."""
 
 from collections import Counter
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
+from pfedhn.algorithms.hypernetwork import Hypernetwork
+from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.algorithms.pfedhn_shared import PFedHNShared
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS
+from pfedhn.settings import values_of
 from pfedhn.system.process import check_memory
 
 LARGE_SETTING = 2_000  # no method makes much of less
@@ -43,10 +47,8 @@ def refuse_too_large(simulation: Simulation) -> None:
     numbers = algorithm.num_batches * width * simulation.clients_per_round
     example = federation.first(1).nbytes + federation.y[:1].nbytes + 8  # and its number
     check_memory(numbers * example, "the minibatches of a round (clients x local steps x batch size)")
-    settings: list[Any] = (
-        [getattr(algorithm, item.name) for item in fields(algorithm)] if is_dataclass(algorithm) else []
-    )
-    is_large = any(isinstance(value, int) and value > LARGE_SETTING for value in settings)
+    settings: dict[str, Any] = values_of(algorithm) if is_dataclass(algorithm) else {}
+    is_large = any(isinstance(value, int) and value > LARGE_SETTING for value in settings.values())
     num_weights = _num_weights(simulation)
     server = bytes_needed(simulation) if is_large or num_weights > LARGE_TARGET else 0
     kept = bytes_of_kept(simulation) if num_weights * federation.num_clients > LARGE_CROWD else 0
@@ -74,16 +76,20 @@ def bytes_needed(simulation: Simulation) -> int:
     shared = bytes_of_shared(simulation)
     if simulation.federation.x.is_cuda:
         return COPIES_ON_GPU * shared
-    algorithm: Any = simulation.algorithm
-    copies = COPIES.get(getattr(algorithm, "head", ""), Copies())
+    algorithm, hypernetwork = simulation.algorithm, _hypernetwork(simulation)
+    copies = Copies() if hypernetwork is None else COPIES[hypernetwork.head]
     size = next(iter(simulation.models.values())).dtype.itemsize
     target = size * _num_weights(simulation) / len(simulation.models)
     num_members = simulation.clients_per_round if algorithm.communicates else 0
     needed = copies.shared * shared + (copies.target + copies.member * num_members) * target
-    if getattr(algorithm, "head", "") == "chunked":  # all pieces of a client's weights go through the trunk at once
-        num_pieces = target / size / algorithm.chunk_size
-        needed += num_members * num_pieces * algorithm.hidden_dim * (1 + algorithm.num_hidden) * size
+    if hypernetwork is not None and hypernetwork.head == "chunked":  # all pieces go through the trunk at once
+        num_pieces = target / size / hypernetwork.chunk_size
+        needed += num_members * num_pieces * hypernetwork.hidden_dim * (1 + hypernetwork.num_hidden) * size
     return int(needed)
+
+
+def _hypernetwork(simulation: Simulation) -> Hypernetwork | None:
+    return simulation.algorithm.hypernetwork if isinstance(simulation.algorithm, PFedHN) else None
 
 
 def bytes_of_kept(simulation: Simulation) -> int:
@@ -103,19 +109,20 @@ def bytes_of_kept(simulation: Simulation) -> int:
 
 def _way_out(simulation: Simulation) -> str:
     """What would fit, for a method whose heads are a choice."""
-    algorithm: Any = simulation.algorithm
-    head = getattr(algorithm, "head", None)
+    algorithm, hypernetwork = simulation.algorithm, _hypernetwork(simulation)
+    if hypernetwork is None or not isinstance(algorithm, PFedHN):
+        return "make it smaller"
 
     def needed(**settings: Any) -> float:
-        return bytes_needed(replace(simulation, algorithm=replace(algorithm, **settings)))
+        return bytes_needed(replace(simulation, algorithm=PFedHNShared.like(algorithm, **settings)))
 
-    if head == "chunked":
+    if hypernetwork.head == "chunked":
         sizes = {size: needed(chunk_size=size) for size in CHUNK_SIZES}
         best = min(sizes, key=sizes.__getitem__)
         if sizes[best] < bytes_needed(simulation):
             return f"make it smaller, or take chunk_size = {best} ({sizes[best] / 1e9:,.1f} GB)"
         return "make it smaller, or take fewer clients at a time; another chunk_size would help little"
-    if head not in ("dense", "added") or algorithm.linear or algorithm.spectral_norm:
+    if hypernetwork.head == "low-rank" or hypernetwork.linear or hypernetwork.spectral_norm:
         return "make it smaller"
     return f"make it smaller, or take head = 'low-rank' ({needed(head='low-rank') / 1e9:,.1f} GB)"
 

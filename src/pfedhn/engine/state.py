@@ -5,7 +5,7 @@ Axes: [N] clients.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.round import Kept, Reply
 from pfedhn.errors import RunError
 from pfedhn.params import copy, put, stack, take
+from pfedhn.settings import values_in_short
 
 EVALUATED_SPLITS = ("validation", "test")
 
@@ -38,9 +39,8 @@ class Diverged(RunError):
 
 def lower_rates(algorithm: object) -> str:
     """What to do about training that diverged, by the names that the method has for its learning rates."""
-    settings = fields(algorithm) if is_dataclass(algorithm) else ()
-    given = {item.name: getattr(algorithm, item.name) for item in settings if item.name.endswith("lr")}
-    rates = {name: float(rate) for name, rate in given.items() if rate is not None}
+    settings = values_in_short(algorithm) if is_dataclass(algorithm) else {}
+    rates = {name: float(rate) for name, rate in settings.items() if name.endswith("lr") and rate is not None}
     if not rates:
         return "lower the learning rates"
     first = "local_lr" if "local_lr" in rates else next(iter(rates))

@@ -5,10 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms import ALGORITHMS, find_method
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.spec import Experiment, distinct
-from pfedhn.runs.assemble import build_algorithm
 from pfedhn.settings import checked, parse_toml, to_toml
 from pfedhn.storage.seal import SEAL, DamagedError, sealed_text, unsealed_text
 from pfedhn.system.files import make_folder, one_at_a_time, read_text, write_atomically
@@ -43,7 +42,7 @@ def read_rates(file: Path) -> dict[str, Rates]:
         for method, settings in by_method.items():
             if ":" not in method and method not in ALGORITHMS:
                 raise UserError(f"{file}: [{experiment}.{method}] names no method; {closest(method, ALGORITHMS)}")
-            checked(type(build_algorithm(method)), settings, f"{file}: [{experiment}.{method}]")
+            checked(find_method(method).widest, settings, f"{file}: [{experiment}.{method}]")
     return table
 
 

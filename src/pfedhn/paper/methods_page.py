@@ -12,10 +12,9 @@ import json
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch.utils import _pytree as pytree
@@ -27,6 +26,7 @@ from pfedhn.models import LeNet, cross_entropy
 from pfedhn.report.entries import to_reports
 from pfedhn.report.results import read_file
 from pfedhn.report.tables import bytes_text, number_text
+from pfedhn.settings import CHOICE, settings_in, values_of
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "methods.md"
 NUM_CLIENTS = 50
@@ -55,21 +55,35 @@ def toml(value: Any) -> str:
     return repr(value) if isinstance(value, float) else json.dumps("none" if value is None else value)
 
 
+def meaning_of(algorithm: type[Any], name: str) -> str:
+    """What a setting means; "server.lr" is one of a value, by whose class it is explained."""
+    owner, _, inner = name.partition(".")
+    if not inner or (inner == CHOICE and owner == "server"):
+        return meanings(algorithm).get(owner, "")
+    hint = get_type_hints(algorithm)[owner]
+    found = [meanings(kind).get(inner, "") for kind in (get_args(hint) or (hint,))]
+    return "; AdamW: ".join(dict.fromkeys(part for part in found if part))
+
+
+def is_variant(method: Method) -> bool:
+    """Whether an earlier row of the table has the same class."""
+    return next((row for row in ALGORITHMS.values() if row.algorithm is method.algorithm), method) is not method
+
+
 def settings_table(method: Method) -> str:
     """All settings of a method, or, of a variant of another one, those that it changes."""
-    said = meanings(method.algorithm)
-    lines = ["| setting | default | meaning |", "|---|---|---|"]
-    for field in fields(method.algorithm):  # type: ignore[arg-type]
-        usual = field.default if field.default_factory is MISSING else field.default_factory()
-        if method.settings and method.settings.get(field.name, usual) == usual:
+    values, lines = values_of(method()), ["| setting | default | meaning |", "|---|---|---|"]
+    for name, setting in settings_in(method.algorithm).items():
+        value = values.get(name, setting.default)
+        if is_variant(method) and value == setting.default:
             continue
-        if not said[field.name]:
+        meaning = meaning_of(method.algorithm, name).replace("|", r"\|")
+        if not meaning:
             raise SystemExit(
-                f"{method.algorithm.__name__}.{field.name} needs a comment behind it that says what it means: "
+                f"{method.algorithm.__name__}.{name} needs a comment behind it that says what it means: "
                 "docs/methods.md is made from it."
             )
-        default, meaning = toml(method.settings.get(field.name, usual)), said[field.name].replace("|", r"\|")
-        lines.append(f"| `{field.name}` | `{default}` | {meaning} |")
+        lines.append(f"| `{name}` | `{toml(value)}` | {meaning} |")
     return "\n".join(lines)
 
 
@@ -87,7 +101,7 @@ def pseudo_code(method: Method) -> str:
 def section(name: str, method: Method) -> str:
     title = f"### {method.name}\n\n"
     place = f"`{name}`: `{method.algorithm.__module__}.{method.algorithm.__qualname__}`"
-    if method.settings:
+    if is_variant(method):
         return f"{title}{place} with other defaults.\n\n{method.description}\n\n{settings_table(method)}"
     return f"{title}{place}\n\n{pseudo_code(method)}\n\n{settings_table(method)}"
 

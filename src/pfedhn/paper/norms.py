@@ -10,6 +10,7 @@ from pfedhn.experiments.spec import Cell
 from pfedhn.paper.experiments import table1_cell
 from pfedhn.report.entries import Entry
 from pfedhn.report.findings import Finding
+from pfedhn.settings import value_of
 from pfedhn.studies import drawing
 from pfedhn.studies.study import Finished, Found, Study, setting, varied
 from pfedhn.studies.sweep import mean_curve
@@ -53,7 +54,7 @@ def called(entry: Entry) -> str:
     """The method, and what of the recipe is not as the method has it."""
     usual = ALGORITHMS[entry.cell.method]()
     values = {name: setting(entry.cell, name) for name in VARIED}
-    changed = [f"{VARIED[name]} {value:g}" for name, value in values.items() if value != getattr(usual, name)]
+    changed = [f"{VARIED[name]} {value:g}" for name, value in values.items() if value != value_of(usual, name)]
     return ", ".join([entry.label, *changed])
 
 

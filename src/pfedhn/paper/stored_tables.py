@@ -16,6 +16,7 @@ from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.report.entries import Report, to_reports
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs, read_file
+from pfedhn.storage.identity import settings_of
 from pfedhn.storage.schema import Curve, Result
 from pfedhn.studies import findings
 
@@ -107,8 +108,7 @@ def _are_other_defaults(cell: Cell, settings: Mapping[str, Any]) -> bool:
 
     What is none follows from the federation; what a run was not asked for did not exist when it was made.
     """
-    method: Any = cell_algorithm(cell)
-    today = {name: value for name, value in json.loads(json.dumps(asdict(method))).items() if value is not None}
+    today = {name: value for name, value in settings_of(cell_algorithm(cell)).items() if value is not None}
     return any(settings[name] != value for name, value in today.items() if name in settings)
 
 

@@ -1,7 +1,7 @@
 """Build a run from data, network, method, schedule and seed."""
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from pfedhn.errors import UserError, closest, short
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
-from pfedhn.settings import check_seed, checked_method, whole_number
+from pfedhn.settings import check_seed, checked_method, values_in_short, whole_number
 
 AnyAlgorithm = Algorithm[Any, Any, Any]
 
@@ -38,13 +38,10 @@ def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | No
     if not isinstance(method, str) and not (isinstance(method, Algorithm) and is_dataclass(method)):
         raise UserError(f"method is {short(method)}; give a name of pfedhn.ALGORITHMS, or a method such as PFedHN().")
     if not isinstance(method, str):
-        values = {item.name: getattr(method, item.name) for item in fields(method)}
-        checked_method(type(method), values, type(method).__name__)
+        checked_method(type(method), values_in_short(method), type(method).__name__)
         return method
     known = find_method(method)
-    what = method if method in ALGORITHMS else known.name
-    algorithm: AnyAlgorithm = known(**checked_method(known.algorithm, settings or {}, what))
-    return algorithm
+    return known.made(settings or {}, method if method in ALGORITHMS else known.name)
 
 
 def choose_device(name: str | torch.device) -> str:

@@ -30,7 +30,7 @@ from pfedhn.model import Model
 from pfedhn.params import Params, take
 from pfedhn.runs.assemble import refuse_without_evaluation
 from pfedhn.runs.portable import Card, Portable, write_model
-from pfedhn.settings import check_seed, checked_method, whole_number
+from pfedhn.settings import check_seed, checked_method, whole_number, with_values
 from pfedhn.storage.identity import method_name
 
 TRIAL_ROUNDS = 10  # for which settings are tried before a client joins
@@ -229,7 +229,7 @@ def _with_settings(plan: Plan, settings: Mapping[str, Any]) -> Plan:
     if not isinstance(settings, Mapping):
         raise UserError(f"settings is {short(settings)}; give names and values, such as {{'local_lr': 0.01}}.")
     values = checked_method(type(algorithm), settings, method_name(algorithm))
-    return replace(plan, algorithm=replace(algorithm, **values)) if values else plan
+    return replace(plan, algorithm=with_values(algorithm, values)) if values else plan
 
 
 def _refuse_other_form(plan: Plan, memories: Memories, settings: Mapping[str, Any]) -> None:

@@ -56,7 +56,7 @@ def train(
     """Train a personal model for every client of a federation.
 
     Args:
-        method: One of `pfedhn.ALGORITHMS` ("pfedhn", "fedavg", ...) or an algorithm such as `pfedhn.PFedHN(lr=0.01)`.
+        method: One of `pfedhn.ALGORITHMS` ("pfedhn", "fedavg", ...) or one such as `pfedhn.PFedHN(local_lr=0.01)`.
         federation: The clients and their data.
         model: A function that makes the target network, e.g. the class of an `nn.Module`; one of the package's by its
             name in experiment files, as "tabular-32" or "lenet-s"; or several functions by name, for clients of

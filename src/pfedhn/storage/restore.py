@@ -25,6 +25,7 @@ from pfedhn.settings import build
 from pfedhn.storage.identity import (
     constants_digest,
     networks_digest,
+    registered,
 )
 from pfedhn.storage.spec import (
     Part,
@@ -89,7 +90,10 @@ def _factory(directory: Path, name: str, code: Code) -> Factory:
 def _algorithm(directory: Path, method: Part, given: type[Any] | None) -> Algorithm[Any, Any, Any]:
     with _naming("the method", directory, "; give its class as load(..., method=...)"):
         known = ALGORITHMS.get(method.name)
-        algorithm = _built(method, given or (find_code(method.name) if known is None else known.algorithm))
+        kind = given or (find_code(method.name) if known is None else known.algorithm)
+        if not isinstance(kind, type) or not is_dataclass(kind):
+            raise UserError(f"{method.name} is no method.")
+        algorithm = replace(registered(kind), settings={}).made(method.settings, method.name)
         if not isinstance(algorithm, Algorithm):
             raise UserError(f"{method.name} is no method.")
         return algorithm

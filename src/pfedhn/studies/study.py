@@ -25,6 +25,7 @@ from pfedhn.report.entries import Entry, display_name
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs
 from pfedhn.runs.run import Run
+from pfedhn.settings import value_of
 from pfedhn.storage.schema import Curve, Result
 
 SMALL = "-small"
@@ -185,13 +186,13 @@ def known(*methods: str) -> list[str]:
 def varied(cell: Cell, **settings: Any) -> Cell:
     """A cell with other settings of its method; one that is the default is left out, so that equal cells are equal."""
     usual = cell_algorithm(cell)
-    changed = {name: value for name, value in settings.items() if getattr(usual, name) != value}
+    changed = {name: value for name, value in settings.items() if value_of(usual, name) != value}
     return replace(cell, settings={**cell.settings, **changed})
 
 
 def setting(cell: Cell, name: str) -> Any:
     """A setting of a cell's method, also one that is left at its default."""
-    return getattr(cell_algorithm(cell), name)
+    return value_of(cell_algorithm(cell), name)
 
 
 def on_digits(cell: Cell) -> Cell:
