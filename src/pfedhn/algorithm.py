@@ -141,6 +141,10 @@ class Algorithm(Protocol[Shared, Row, Private]):
         """The server's memory for those who use it and train it no more; what only a step needs may be zeros."""
         return shared
 
+    def up_to_date(self, rows: Row, shared: Shared) -> Row:
+        """Rows [N, ...] as of the server's last step, for a method whose every step moves the rows of all clients."""
+        return rows
+
     def move_row(self, model: Model, shared: Shared, row: Row, update: Params) -> Row:
         """The row of ONE client that joins a trained federation, after its update; `shared` is frozen."""
         return row

@@ -206,8 +206,7 @@ class Plan:
         rows = memories.rows
         if not isinstance(getattr(rows, "embedding", None), Tensor):
             return None
-        if hasattr(self.algorithm, "up_to_date"):  # of embeddings that every step moves
-            rows = self.algorithm.up_to_date(rows, self.exchange.served(memories.shared))
+        rows = self.algorithm.up_to_date(rows, self.exchange.served(memories.shared))
         embeddings: Tensor = rows.embedding
         return embeddings
 

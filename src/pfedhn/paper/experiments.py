@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.experiments.rates import apply_rates, rates_for, read_rates
 from pfedhn.experiments.spec import Cell, Experiment
 
@@ -194,7 +196,7 @@ def table1(name: str, title: str, numbers: Mapping[str, Mapping[int, tuple[float
 
 
 def _table1_cell(method: str, clients: int, common: Cell) -> Cell:
-    settings = dict(common.settings) if method.startswith("pfedhn") else {}
+    settings = dict(common.settings) if issubclass(ALGORITHMS[method].algorithm, PFedHN) else {}
     if method == "pfedhn-shared" and common.dataset == "cifar10":
         settings = SHARED_AS_PLUS | settings
     cell = replace(common, method=method, clients=clients, settings=settings)

@@ -81,7 +81,7 @@ def _clients(run: Run) -> Clients | None:
     if federation.num_classes is not None and len(federation.y):
         counts = federation.class_counts.tolist()
         classes = tuple({str(label): count for label, count in enumerate(row) if count} for row in counts)
-    if hasattr(run.memories().rows, "embedding"):
+    if run.plan.embeddings(run.memories()) is not None:
         place, share = _plane(run.embeddings())
     return Clients(federation.names, federation.class_names, classes, place, share)
 
