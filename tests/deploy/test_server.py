@@ -28,6 +28,7 @@ from support import BATCH_SIZE, TRAIN_SIZES, assert_close, assert_same_bits, mod
 
 from pfedhn import keys
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.embeddings import Embeddings
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedper import FedPer
 from pfedhn.cli.federation import sayer
@@ -1202,7 +1203,7 @@ def test_models_are_tested_again_when_all_who_were_asked_have_left(tmp_path: Pat
 
 def test_fixed_descriptions_travel(tmp_path: Path) -> None:
     """Of the length that the method needs: one of another length is refused before it becomes a row."""
-    simulation = simulation_of(replace(small("pfedhn"), embedding="fixed", embedding_dim=None), rounds=2, cohort=2)
+    simulation = simulation_of(replace(small("pfedhn"), embeddings=Embeddings("fixed", dim=None)), rounds=2, cohort=2)
     group = Group(simulation, tmp_path)
     party = group.parties["party-2"]
     wrong = iter([torch.zeros(99), torch.zeros(99).double(), torch.full((4,), torch.inf).double(), ()])
@@ -1440,7 +1441,7 @@ def test_noise_is_not_forgotten_and_its_cost_is_of_all_runs(tmp_path: Path) -> N
 
 def test_privacy_refuses_what_leaks_beside_it(tmp_path: Path) -> None:
     privacy = Privacy(clip=1.0, noise=1.0, epsilon=1.0, level="example")
-    group = Group(simulation_of(replace(small("pfedhn"), embedding="fixed", embedding_dim=None)), tmp_path)
+    group = Group(simulation_of(replace(small("pfedhn"), embeddings=Embeddings("fixed", dim=None))), tmp_path)
     with pytest.raises(UserError, match="which classes a client has"):
         replace(group.parties["party-0"], privacy=privacy)
     with pytest.raises(UserError, match="say how much epsilon"):

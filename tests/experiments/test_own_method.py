@@ -34,7 +34,7 @@ local_lr = [0.1, 0.01]
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """An experiment file beside the tutorial's FedProx."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python[^\n]*\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "mine.py").write_text(next(block for block in blocks if "class FedProx" in block))
     (tmp_path / "mine.toml").write_text(GRID)
     return tmp_path / "mine.toml"

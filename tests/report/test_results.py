@@ -32,6 +32,7 @@ from pfedhn.report.figures import figures_of
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs, export, read, read_file, to_line, without_folders
 from pfedhn.report.tables import caption, grid, to_csv, to_latex, to_markdown
+from pfedhn.storage.identity import settings_of
 from pfedhn.storage.schema import Cost, Curve, Environment, Measures, Moment, Result, Scores, SplitScores
 from pfedhn.system.files import write_atomically
 
@@ -430,7 +431,7 @@ def pretended(accuracies: dict[str, dict[int, float]], **more: Any) -> Runs:
                     name,
                     "table1-cifar10",
                     asdict(cell),
-                    asdict(cell_algorithm(cell)),  # type: ignore[call-overload]
+                    settings_of(cell_algorithm(cell)),
                     seed,
                     chosen_step=0,
                     steps=cell.steps,

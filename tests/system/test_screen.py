@@ -8,7 +8,7 @@ import pytest
 from rich.table import Table
 
 from pfedhn.errors import printable
-from pfedhn.runs.progress import Display, Failed, Said
+from pfedhn.runs.progress import Display, RunFailed, Said
 from pfedhn.system.screen import Screen, say
 
 EVIL = "a\x1b[31m\x07\rb\x9b\u202ec"
@@ -39,7 +39,7 @@ def test_no_word_of_a_file_is_obeyed(capsys: pytest.CaptureFixture[str]) -> None
     screen.print(EVIL, markup=False)
     with Display(1, Screen(file=stream, color_system=None, width=200)) as display:
         display(Said(EVIL, EVIL))
-        display(Failed(EVIL, EVIL))
+        display(RunFailed(EVIL, EVIL))
     assert stream.getvalue().count(r"\x1b") >= 6
     assert is_clean(stream.getvalue())
     say(EVIL)
