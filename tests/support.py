@@ -240,8 +240,8 @@ def scores(directory: Path, name: str) -> Any:
     result = json.loads((directory / name / "result.json").read_text())
     tensors = (directory / name / f"checkpoint-{result['steps']:09d}.safetensors").read_bytes()
     for line in metrics:
-        del line["seconds"], line["sha256"]  # which depends on the seconds
-    for key in ("seconds", "environment", "command", "history", "sha256"):
+        del line["seconds"]
+    for key in ("seconds", "environment", "command", "history", "sha256"):  # digests depend on the seconds
         del result[key]
     result.get("pretrain", {}).pop("seconds", None)
     return metrics, result, tensors

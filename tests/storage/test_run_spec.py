@@ -1,6 +1,7 @@
 """A run's directory is of one run, and no file of it can be changed, lost or mixed up unnoticed."""
 
 import functools
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pfedhn.errors import RunError, UserError
 from pfedhn.report.results import read_run
 from pfedhn.storage import history as storage_history
 from pfedhn.storage.checkpoint import CheckpointError, checkpoints
+from pfedhn.storage.seal import digest
 
 MLP = functools.partial(pfedhn.MLP, 4, 3, 2)
 
@@ -125,7 +127,7 @@ def test_the_files_of_another_run_are_refused(tmp_path: Path) -> None:
         train(tmp_path / str(seed), seed=seed)
     for name, sentence in (
         ("result.json", r"result\.json is of another run \(its seed differ\)"),
-        ("metrics.jsonl", "is damaged in line 1; start the run again, which mends it"),
+        ("metrics.jsonl", "was changed or has lost lines; start the run again, which mends it"),
     ):
         whole = (tmp_path / "0" / name).read_bytes()
         shutil.copy(tmp_path / "1" / name, tmp_path / "0")
@@ -162,12 +164,42 @@ def test_damaged_metrics_are_refused_and_mended(finished: Path, how: str, is_fin
     whole = file.read_bytes()
     file.write_bytes(DAMAGE[how](whole))
     assert file.read_bytes() != whole
-    with pytest.raises(RunError, match=r"metrics\.jsonl (is damaged in line|has lost lines)"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl (is damaged|was changed or has lost lines)"):
         read_run(finished)
     run = train(finished)
     assert file.read_bytes() == whole
     assert [moment.step for moment in run.history] == [0, 1, 2, 3, 4]
     read_run(finished)
+
+
+def chain(folder: Path) -> None:
+    """Write the metrics as earlier versions did: each line with a digest of itself and all lines before it."""
+    file, lines, before = folder / "metrics.jsonl", [], ""
+    for table in map(json.loads, file.read_text().splitlines()):
+        before = digest([before, table])
+        lines.append(json.dumps({**table, "sha256": before}) + "\n")
+    file.write_text("".join(lines))
+    if (folder / "result.json").exists():
+        resealed_json(folder / "result.json", lambda table: table.update(history=before))
+
+
+def test_a_finished_run_with_chained_metrics_is_read_and_left_as_it_is(finished: Path) -> None:
+    chain(finished)
+    before = {file.name: file.read_bytes() for file in finished.iterdir()}
+    read_run(finished)
+    assert [moment.step for moment in train(finished).history] == [0, 1, 2, 3, 4]
+    assert {file.name: file.read_bytes() for file in finished.iterdir()} == before
+    lines = before["metrics.jsonl"].splitlines(keepends=True)
+    (finished / "metrics.jsonl").write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(RunError, match="was changed or has lost lines"):
+        read_run(finished)
+
+
+def test_a_run_with_chained_metrics_goes_on(unfinished: Path) -> None:
+    chain(unfinished)
+    assert len(storage_history.read_history(unfinished)) == 5
+    assert [moment.step for moment in train(unfinished).history] == [0, 1, 2, 3, 4]
+    read_run(unfinished)
 
 
 def test_half_a_last_line_of_a_run_that_goes_on_does_not_count(unfinished: Path) -> None:

@@ -1,10 +1,8 @@
 """Files that carry a digest of themselves."""
 
-import json
-
 import pytest
 
-from pfedhn.storage.seal import DamagedError, chained, digest, sealed_json, sealed_text, unsealed_json, unsealed_text
+from pfedhn.storage.seal import DamagedError, sealed_json, sealed_text, unsealed_json, unsealed_text
 
 
 def test_every_changed_byte_of_a_sealed_file_is_noticed() -> None:
@@ -27,16 +25,3 @@ def test_other_content_is_damage(content: bytes) -> None:
     for unsealed in (unsealed_json, unsealed_text):
         with pytest.raises(DamagedError):
             unsealed(content)
-
-
-def test_a_chain_changes_with_every_link() -> None:
-    links = [{"step": step} for step in range(3)]
-
-    def end(values: list[dict[str, int]]) -> str:
-        name = digest("start")
-        for value in values:
-            name = chained(name, value)
-        return name
-
-    assert end(links) == end(json.loads(json.dumps(links)))
-    assert len({end(links), end(links[:2]), end(links[1:]), end(links[::-1])}) == 4

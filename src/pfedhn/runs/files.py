@@ -8,9 +8,17 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.runs.result import result_of
 from pfedhn.runs.run import Run
 from pfedhn.storage.checkpoint import load_state, remove_old, save_state
-from pfedhn.storage.history import MendableError, append_moment, read_result, write_history, write_result
+from pfedhn.storage.history import (
+    METRICS,
+    MendableError,
+    append_moment,
+    has_whole_history,
+    history_digest,
+    read_result,
+    write_history,
+    write_result,
+)
 from pfedhn.storage.schema import Moment, Result, from_json, to_json
-from pfedhn.storage.seal import digest
 from pfedhn.storage.spec import DIVERGED, Spec, identity, open_directory
 from pfedhn.system.files import flush, write_atomically, writing
 
@@ -21,7 +29,6 @@ class Files:
 
     directory: Path
     spec: Spec
-    last: str  # the digest of the last line of metrics.jsonl
 
     @staticmethod
     def open(directory: Path, simulation: Simulation, run: Run, say: Callable[[str], None]) -> "Files":
@@ -36,30 +43,31 @@ class Files:
             run.state = stored.state
         run.history = [from_json(Moment, table) for table in stored.history]
         run.seconds = run.history[-1].seconds if run.history else 0.0
-        return Files(directory, spec, write_history(directory, run.history, digest(identity(spec))))
+        write_history(directory, run.history)
+        return Files(directory, spec)
 
     def append(self, moment: Moment) -> None:
-        self.last = append_moment(self.directory, moment, self.last)
+        append_moment(self.directory, moment)
 
     def tell_divergence(self, sentence: str) -> None:
         write_atomically(self.directory / DIVERGED, f"{sentence}\n".encode())
 
     def save(self, run: Run) -> None:
         """Write a checkpoint, once everything that it vouches for is on the disk."""
-        flush(self.directory / "metrics.jsonl")
+        flush(self.directory / METRICS)
         save_state(self.directory, run.state, run.plan, identity(self.spec), to_json(run.history))
 
     def finish(self, run: Run, say: Callable[[str], None]) -> Result:
         """The result that is there, if it is sound and of this run, or else a new one."""
         try:
             result = read_result(self.directory, self.spec)
-            if result is not None and result.history == self.last:
+            if result is not None and has_whole_history(self.directory, result):
                 return result
         except MendableError as error:
             say(f"{error} It was written anew from the last checkpoint.")
             result = None
         is_made_elsewhere = (self.directory / "result.json").exists()
-        made = result_of(run, identity(self.spec), self.last)
+        made = result_of(run, identity(self.spec), history_digest(self.directory))
         if is_made_elsewhere:  # by an earlier process, of whose environment the spec tells
             made = replace(made, environment=replace(self.spec.environment, finished=made.environment.finished))
         self.save(run)

@@ -1,7 +1,9 @@
 """What a run found: metrics.jsonl and result.json, written and read back."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ from pfedhn.storage.checkpoint import CheckpointError, checkpoints, differences,
 from pfedhn.storage.schema import Moment, Result, SchemaError, from_json, to_json
 from pfedhn.storage.seal import (
     DamagedError,
-    chained,
     digest,
     parsed,
     sealed_json,
@@ -19,32 +20,34 @@ from pfedhn.storage.seal import (
 from pfedhn.storage.spec import LOST, Spec, identity, read_spec
 from pfedhn.system.files import append, read_bytes, write_atomically
 
-
-def metrics_line(moment: Moment, before: str) -> tuple[str, str]:
-    """An evaluation as a line of metrics.jsonl after another one, by whose digest it is known; and its own digest."""
-    table = to_json(moment)
-    own = chained(before, table)
-    return json.dumps({**table, "sha256": own}) + "\n", own
+METRICS = "metrics.jsonl"
+CHAIN = "sha256"  # a field of each line that earlier versions wrote: a digest of this line and all before it
 
 
-def append_moment(directory: Path, moment: Moment, before: str) -> str:
-    """Write an evaluation down; the digest that the next one takes as `before`, the first that of the run."""
-    line, own = metrics_line(moment, before)
-    append(directory / "metrics.jsonl", line)
-    return own
+def append_moment(directory: Path, moment: Moment) -> None:
+    append(directory / METRICS, json.dumps(to_json(moment)) + "\n")
 
 
-def write_history(directory: Path, history: Sequence[Moment], run: str) -> str:
-    """Write the evaluations so far anew: what a run that goes on has not seen, it will write again."""
-    lines, before = [], run
-    for moment in history:
-        line, before = metrics_line(moment, before)
-        lines.append(line)
-    content = "".join(lines).encode()
-    file = directory / "metrics.jsonl"
-    if content != (read_bytes(file) if file.exists() else b""):
-        write_atomically(file, content)
-    return before
+def write_history(directory: Path, history: Sequence[Moment]) -> None:
+    """Write these evaluations, unless the file holds them already; a resumed run writes later ones again."""
+    tables, content = to_json(list(history)), _metrics(directory)
+    with suppress(DamagedError):
+        if digest(_tables(content)) == digest(tables) and content[-1:] in (b"", b"\n"):
+            return
+    write_atomically(directory / METRICS, "".join(json.dumps(table) + "\n" for table in tables).encode())
+
+
+def history_digest(directory: Path) -> str:
+    """The SHA-256 of metrics.jsonl, by which a result knows that its evaluations are complete."""
+    return hashlib.sha256(_metrics(directory)).hexdigest()
+
+
+def has_whole_history(directory: Path, result: Result) -> bool:
+    """Whether metrics.jsonl is as it was when this result was written."""
+    if result.history == history_digest(directory):
+        return True
+    last = _metrics(directory).split(b"\n")[-2:]  # earlier versions kept the end of the chain
+    return len(last) == 2 and not last[1] and parsed(last[0]).get(CHAIN) == result.history
 
 
 def write_result(directory: Path, result: Result) -> None:
@@ -59,39 +62,50 @@ MENDS = "start the run again, which mends it"
 
 
 def read_history(directory: Path) -> list[Moment]:
-    """Every evaluation so far, if each is as it was written and none is missing that others vouch for.
+    """Read every evaluation so far, and refuse a file that the result or the newest checkpoint contradicts.
 
     A run that goes on or was killed may have half a last line, which does not count.
     """
-    file = directory / "metrics.jsonl"
-    vouched: Sequence[Any]
-    if (result := read_result(directory)) is not None:
-        before, vouched = digest(result.digests), ()
-    elif not file.exists() and not any(directory.glob("checkpoint-*")):
-        return []
-    elif (spec := read_spec(directory)) is not None:
-        before, vouched = digest(identity(spec)), _history_of_newest(directory, identity(spec))
-    else:
-        raise RunError(LOST.format(directory))
-    moments: list[Moment] = []
-    lines = read_bytes(file).split(b"\n") if file.exists() else [b""]
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            moment, before = _moment_of(line, before)
-        except DamagedError:
-            raise MendableError(f"{file} is damaged in line {number}; {MENDS}.") from None
-        moments.append(moment)
-    if len(moments) < len(vouched) or (result is not None and (before != result.history or lines[-1])):
-        raise MendableError(f"{file} has lost lines; {MENDS}.")
+    file, result = directory / METRICS, read_result(directory)
+    known: Sequence[Any] = ()
+    if result is None:
+        if not file.exists() and not any(directory.glob("checkpoint-*")):
+            return []
+        if (spec := read_spec(directory)) is None:
+            raise RunError(LOST.format(directory))
+        known = _history_of_newest(directory, identity(spec))
+    try:
+        tables = _tables(_metrics(directory))
+        moments = [from_json(Moment, table) for table in tables]
+        if result is None:
+            is_whole = digest(tables[: len(known)]) == digest(known)
+        else:
+            is_whole = has_whole_history(directory, result)
+    except DamagedError as error:
+        raise MendableError(f"{file} {error}; {MENDS}.") from None
+    except SchemaError as error:
+        raise MendableError(f"{file} is damaged ({error}); {MENDS}.") from None
+    if not is_whole:
+        raise MendableError(f"{file} was changed or has lost lines; {MENDS}.")
     return moments
 
 
-def _moment_of(line: bytes, before: str) -> tuple[Moment, str]:
-    table = parsed(line)
-    own = table.pop("sha256", None)
-    if own != chained(before, table):
-        raise DamagedError("was changed after it was written")
-    return from_json(Moment, table), str(own)
+def _metrics(directory: Path) -> bytes:
+    file = directory / METRICS
+    return read_bytes(file) if file.exists() else b""
+
+
+def _tables(content: bytes) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl."""
+    tables = []
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            table = parsed(line)
+        except DamagedError:
+            raise DamagedError(f"is damaged in line {number}") from None
+        table.pop(CHAIN, None)
+        tables.append(table)
+    return tables
 
 
 def _history_of_newest(directory: Path, run: Mapping[str, str]) -> Sequence[Any]:

@@ -221,7 +221,7 @@ class Result:
     unadapted: SplitScores | None = None  # where clients adapt: before their steps
     adapted: SplitScores | None = None  # after them, where these are not used, since they did not help on validation
     digests: Mapping[str, str] | None = None  # names for all that the run was made of
-    history: str | None = None  # the digest of the last line of metrics.jsonl
+    history: str | None = None  # SHA-256 of metrics.jsonl
     clients: Clients | None = None  # earlier versions did not say who they are
 
     def __post_init__(self) -> None:

@@ -17,11 +17,6 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def chained(before: str, value: Any) -> str:
-    """A name for a value that follows others: it changes with every one of them and with their order."""
-    return digest([before, value])
-
-
 def sealed_json(table: Mapping[str, Any], indent: int | None = None) -> bytes:
     """A table as a JSON file that carries its digest."""
     return json.dumps({**table, "sha256": digest(table)}, indent=indent).encode()

@@ -7,9 +7,9 @@ start.safetensors  the weights it started from, if these are another run's
 result.json        what it found; written last, so that it says: finished (history.py)
 diverged.txt       in words, that it diverged, and where; gone when it is started again
 
-Every file but the last carries a digest of itself; the checkpoints and the result also carry names for all that the run
-is made of (`identity`), the lines of metrics.jsonl one that follows from these and from the lines before. So what was
-changed, cut or mixed up is refused, or mended from the newest checkpoint when the run is started again.
+spec.toml, the checkpoints and the result carry a digest of themselves; the latter two also carry names for all that the
+run is made of (`identity`), and what metrics.jsonl must hold. So what was changed, cut or mixed up is refused, or
+mended from the newest checkpoint when the run is started again.
 """
 
 import tomllib
