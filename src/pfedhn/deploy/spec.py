@@ -175,7 +175,7 @@ def to_plan(spec: Spec) -> Plan:
     for name, network in (spec.sizes or {cell.model: cell.model}).items():
         loss, metric = (cross_entropy, is_correct) if is_classes else (squared_error, None)
         made[name] = Model(name, _factory(network, data), loss, metric, "cpu", torch.float32)
-    algorithm = cell_algorithm(cell).for_clients(cell.clients, data.num_outputs if is_classes else None)
+    algorithm = cell_algorithm(cell)
     if spec.policy.in_flight is not None and not algorithm.communicates:
         raise UserError(f"parties of {cell.method} send nothing to wait for; leave in_flight out.")
     return make_plan(
@@ -208,6 +208,7 @@ def described(spec: Spec) -> Description:
         spec.cell.batch_size,
         classes=data.num_outputs if is_classes else None,
         class_names=data.classes if isinstance(data.classes, tuple) else None,
+        descriptor_dim=data.num_outputs if is_classes else None,
         preprocessing=scaling,
     )
 

@@ -277,8 +277,10 @@ def make_plan(
     """Assemble a plan, for Python, experiments, stored runs and networks alike; other settings as in `Plan`.
 
     Args:
+        algorithm: The method; settings that depend on the size of the federation are filled in.
         cohort_size: Clients per round; the method's usual number by default.
     """
+    algorithm = algorithm.for_clients(clients.clients, clients.descriptor_dim)
     if cohort_size is None:
         cohort_size = Schedule.default_cohort_size(algorithm, clients.clients)
     frozen = {name: with_frozen(model, algorithm, seed) for name, model in models.items()}

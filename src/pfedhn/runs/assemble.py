@@ -126,7 +126,7 @@ def assemble(
     }
     if isinstance(federation, LazyFederation):
         federation = with_num_outputs(federation, networks.values())
-    algorithm = build_algorithm(method).for_clients(federation.num_clients, federation.descriptor_dim)
+    algorithm = build_algorithm(method)
     for network in networks.values():
         refuse_single_rows(network, federation, batch_size)
     if not isinstance(executor, str):
