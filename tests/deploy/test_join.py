@@ -28,9 +28,9 @@ from pfedhn.deploy.gate import Gate, make_app
 from pfedhn.deploy.invitations import Bundle, Invitations
 from pfedhn.deploy.join import ENROLLED, Joined, enroll, load_party, remember
 from pfedhn.deploy.journal import append_record
+from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.relay import write_message
 from pfedhn.deploy.serve import Service
-from pfedhn.deploy.server import Policy
 from pfedhn.deploy.signing import load_or_make_key, public_text, write_private
 from pfedhn.deploy.site import Site
 from pfedhn.errors import RunError, UserError

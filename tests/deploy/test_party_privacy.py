@@ -8,7 +8,7 @@ from parties import Group, simulation_of, small
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.deploy import privacy as secrets
-from pfedhn.deploy.server import Policy
+from pfedhn.deploy.policy import Policy
 from pfedhn.errors import UserError
 from pfedhn.privacy import Privacy
 

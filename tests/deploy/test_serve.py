@@ -27,8 +27,8 @@ from starlette.routing import Route
 from pfedhn.deploy import engine, flower, serve
 from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certificates
 from pfedhn.deploy.gate import Gate
+from pfedhn.deploy.questions import SMALL_MESSAGE
 from pfedhn.deploy.serve import IN_USE, Service, max_body
-from pfedhn.deploy.server import SMALL_MESSAGE
 from pfedhn.deploy.signing import KEY_HEADER, key_text, public_text
 from pfedhn.deploy.site import RUN, Site
 from pfedhn.deploy.spec import read_spec, to_plan

@@ -33,15 +33,18 @@ from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedper import FedPer
 from pfedhn.cli.federation import sayer
 from pfedhn.data.federation import Federation
+from pfedhn.deploy import checks
 from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy import server as serving
 from pfedhn.deploy import state as server_state
+from pfedhn.deploy.checks import check_scores
 from pfedhn.deploy.party import SILENCE, Party
 from pfedhn.deploy.plan import plan_digest
+from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.privacy import BudgetSpent, system_normal
-from pfedhn.deploy.server import Arrival, Policy, Server, _check_scores
 from pfedhn.deploy.signing import new_key, opened, sealed
 from pfedhn.deploy.state import Rules, Store
+from pfedhn.deploy.transport import Arrival
 from pfedhn.deploy.wire import TYPES, Message, WireError, from_envelope, is_finite, unpacked
 from pfedhn.engine.rounds import scores_of_adapted
 from pfedhn.engine.simulate import Simulation
@@ -768,23 +771,23 @@ def test_no_party_chooses_the_round_alone(tmp_path: Path) -> None:
 def test_scores_that_no_examples_can_give_are_refused(change: Callable[[Message], Message]) -> None:
     good = scored(1.0, 1.0, 1)(Message("evaluate", RUN, "party-2"))
     examples = {"validation": 1, "test": 1}
-    _check_scores(good, examples, has_metric=True)
-    _check_scores(scored(0.0, 0.0, 0)(good), examples, has_metric=True)  # it keeps them to itself
+    check_scores(good, examples, has_metric=True)
+    check_scores(scored(0.0, 0.0, 0)(good), examples, has_metric=True)  # it keeps them to itself
     with pytest.raises(WireError) as refused:
-        _check_scores(change(good), examples, has_metric=True)
+        check_scores(change(good), examples, has_metric=True)
     assert refused.value.reason == "scores"
 
 
 def test_an_error_while_an_answer_is_checked_is_that_partys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was not thought of: who sent it is named and counted, and the others go on."""
-    whole = Server._check_update
+    whole = checks.check_update
 
-    def check(server: Server, message: Message, asked: Any) -> None:
+    def check(message: Message, *rest: Any) -> None:
         if message.party == "party-2":
             raise ZeroDivisionError("what nobody thought of")
-        whole(server, message, asked)
+        whole(message, *rest)
 
-    monkeypatch.setattr(Server, "_check_update", check)
+    monkeypatch.setattr(checks, "check_update", check)
     group = Group(simulation_of(small("fedavg"), rounds=1, cohort=6, evaluate_every=1_000), tmp_path)
     group.server.run()
     assert [(event["party"], event["reason"]) for event in group.said("refused")] == [("party-2", "form")]
@@ -1133,7 +1136,7 @@ def test_models_are_tested_a_few_at_a_time(
     class Counting(Virtual):
         def post(self, party: str, kind: str, content: bytes) -> None:
             has_ended = group.server.state.has_ended
-            most[has_ended] = max(most[has_ended], sum(kind == "evaluate" for _, kind in group.server.asked))
+            most[has_ended] = max(most[has_ended], sum(kind == "evaluate" for _, kind in group.server.contacts.asked))
             super().post(party, kind, content)
 
     group = Group(expected[0], tmp_path, make_transport=Counting, seconds=lambda party: 1.0)

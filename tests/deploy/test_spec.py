@@ -11,8 +11,9 @@ import torch
 from pyarrow import csv, parquet
 
 from pfedhn.data.files import read_federation
+from pfedhn.deploy.examples import read_examples
 from pfedhn.deploy.plan import plan_digest
-from pfedhn.deploy.spec import Spec, read_party, read_spec, to_plan
+from pfedhn.deploy.spec import Spec, read_spec, to_plan
 from pfedhn.errors import UserError
 from pfedhn.models import squared_error
 
@@ -67,7 +68,7 @@ def write_arrays(folder: Path, y: Any, width: int = 2) -> None:
                 ("in_flight = 0", "at least 1"),
                 ("in_flight = -3", "at least 1"),
                 ("start_with = 0", "at least 1"),
-                ("start_with = 99", "50 parties are expected"),
+                ("start_with = 99", "at most 50, the number of clients, got 99"),
                 ("patience = 0", "at least 1"),
                 ("max_staleness = -1", "at least 0"),
                 ("reply_seconds = -1.0", "above 0"),
@@ -147,7 +148,7 @@ def test_a_party_has_the_split_that_a_simulation_gives_it(tmp_path: Path) -> Non
     together = read_federation(tmp_path)
     given = spec(ARRAYS)
     for client, name in enumerate(("lyon", "paris")):
-        alone = read_party(tmp_path / name, name, given, to_plan(given))
+        alone = read_examples(tmp_path / name, name, given, to_plan(given))
         assert alone.num_classes == 3
         assert int(alone.identity(torch.tensor(0))) == int(together.identity(torch.tensor(client)))
         for split, part in together.splits.items():
@@ -160,7 +161,7 @@ def test_a_table_is_read_by_its_columns_and_scaled(tmp_path: Path) -> None:
     lines = [f"{'well' if i % 3 else 'ill'},{40 + i},note{i},{0.5 * (i % 4)}" for i in range(20)]
     (tmp_path / "visits.csv").write_text("\n".join(["outcome,age,comment,dose", *lines]))
     given = spec(TABLE)
-    data = read_party(tmp_path / "visits.csv", "lyon", given, to_plan(given))
+    data = read_examples(tmp_path / "visits.csv", "lyon", given, to_plan(given))
     ages, doses = (40 + torch.arange(20.0) - 50) / 10, (0.5 * (torch.arange(20) % 4) - 1) / 0.5
     expected = torch.stack([ages, doses], 1)
     numbers = torch.cat([data.splits[split].of(0) for split in ("train", "validation", "test")]).sort().values
@@ -170,7 +171,7 @@ def test_a_table_is_read_by_its_columns_and_scaled(tmp_path: Path) -> None:
     kept = csv.read_csv(tmp_path / "visits.csv")
     notes = kept.set_column(2, "comment", pyarrow.array([None, *(["seen"] * 19)]))  # nobody reads it
     parquet.write_table(notes, tmp_path / "visits.parquet")
-    same = read_party(tmp_path / "visits.parquet", "lyon", given, to_plan(given))
+    same = read_examples(tmp_path / "visits.parquet", "lyon", given, to_plan(given))
     torch.testing.assert_close(same.x, expected)
 
 
@@ -178,14 +179,14 @@ def test_data_that_do_not_fit_stay_out(tmp_path: Path) -> None:
     table, arrays = spec(TABLE), spec(ARRAYS)
     (tmp_path / "visits.csv").write_text("outcome,age,dose\n" + "dead,3,1\n" * 9)
     with pytest.raises(UserError, match="has the label 'dead'; there are ill, well"):
-        read_party(tmp_path / "visits.csv", "lyon", table, to_plan(table))
+        read_examples(tmp_path / "visits.csv", "lyon", table, to_plan(table))
     (tmp_path / "other.csv").write_text("outcome,age,does\n" + "ill,3,1\n" * 9)
     with pytest.raises(UserError, match="no column 'dose'; did you mean 'does'"):
-        read_party(tmp_path / "other.csv", "lyon", table, to_plan(table))
+        read_examples(tmp_path / "other.csv", "lyon", table, to_plan(table))
     with pytest.raises(UserError, match="names no columns"):
-        read_party(tmp_path / "other.csv", "lyon", arrays, to_plan(arrays))
+        read_examples(tmp_path / "other.csv", "lyon", arrays, to_plan(arrays))
     with pytest.raises(UserError, match="does not exist"):
-        read_party(tmp_path / "nothing", "lyon", arrays, to_plan(arrays))
+        read_examples(tmp_path / "nothing", "lyon", arrays, to_plan(arrays))
     for y, sentence in (
         ([0, 1, 3] * 5, "label 3; .* from 0 to 2"),
         ([0.5, 1, 2] * 5, "label 0.5"),
@@ -193,7 +194,7 @@ def test_data_that_do_not_fit_stay_out(tmp_path: Path) -> None:
     ):
         write_arrays(tmp_path / "own", y)
         with pytest.raises(UserError, match=sentence):
-            read_party(tmp_path / "own", "lyon", arrays, to_plan(arrays))
+            read_examples(tmp_path / "own", "lyon", arrays, to_plan(arrays))
     write_arrays(tmp_path / "own", [0, 1, 2] * 5, width=3)
     with pytest.raises(UserError, match=r"shape \(3,\); .* \(2,\)"):
-        read_party(tmp_path / "own", "lyon", arrays, to_plan(arrays))
+        read_examples(tmp_path / "own", "lyon", arrays, to_plan(arrays))

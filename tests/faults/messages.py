@@ -19,9 +19,10 @@ from faults.table import Row, row_of
 
 from pfedhn.deploy import state as server_state
 from pfedhn.deploy.party import logger
-from pfedhn.deploy.server import Arrival, Policy
+from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.signing import opened, sealed
 from pfedhn.deploy.state import Rules, Store, step_order
+from pfedhn.deploy.transport import Arrival
 from pfedhn.deploy.wire import Message, WireError
 
 ROUNDS = 4

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pfedhn.deploy import engine
+from pfedhn.deploy.examples import read_examples
 from pfedhn.deploy.invitations import Bundle, check_name
 from pfedhn.deploy.party import Party
 from pfedhn.deploy.relay import read_message, write_message
@@ -29,7 +30,7 @@ from pfedhn.deploy.signing import (
     public_text,
     write_private,
 )
-from pfedhn.deploy.spec import read_party, read_spec, to_plan
+from pfedhn.deploy.spec import read_spec, to_plan
 from pfedhn.deploy.wire import WireError
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.privacy import Privacy
@@ -156,7 +157,7 @@ def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None =
     plan, name, size = to_plan(spec), own["name"], own["size"]
     if size and size not in plan.models:
         raise UserError(f"there is no size {size!r}; there are {', '.join(plan.models)}.")
-    federation = read_party(data or own["data"], name, spec, plan, size)
+    federation = read_examples(data or own["data"], name, spec, plan, size)
     key, server, run = load_or_make_key(folder / enrolled["key"]), public_key(enrolled["server"]), enrolled["run"]
     kept, ledger = folder / "kept" / run, folder / "privacy.json"
     return Party(plan, run, name, federation, kept, key, server, size, privacy, ledger)

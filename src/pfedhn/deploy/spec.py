@@ -13,7 +13,7 @@ features = ["age", "dose"]        # and those of the features, in this order
 mean = [51.0, 1.2]                # what features are scaled by, if they are
 std = [17.0, 0.4]
 
-[policy]                          # how the server deals with parties (`pfedhn.deploy.server.Policy`)
+[policy]                          # how the server deals with parties (`pfedhn.deploy.policy.Policy`)
 reply_seconds = 300.0
 """
 
@@ -23,28 +23,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
-from numpy.typing import NDArray
 
 from pfedhn import models
-from pfedhn.data.cells import read_columns
-from pfedhn.data.columns import to_numbers
 from pfedhn.data.description import Description
-from pfedhn.data.federation import Federation
-from pfedhn.data.folders import load_array
-from pfedhn.deploy.server import Policy
-from pfedhn.engine.network import check_model
+from pfedhn.deploy.policy import Policy, check_policy
 from pfedhn.engine.plan import Plan, make_plan
 from pfedhn.engine.transform import find_transform
-from pfedhn.errors import UserError, closest, short
+from pfedhn.errors import UserError, short
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell
 from pfedhn.model import Factory, Model
 from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.settings import build, parse_toml
-from pfedhn.system.files import given_path, reading
 from pfedhn.system.reference import find
 
 
@@ -145,21 +137,7 @@ def _check(spec: Spec) -> None:
     for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size"):
         if (value := getattr(cell, name)) is not None and value < 1:
             raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
-    _check_policy(spec.policy, cell.clients)
-
-
-def _check_policy(policy: Policy, num_clients: int) -> None:
-    """Refuse what would stop a server from ever asking anybody, or from ever believing an answer."""
-    one, zero = ("start_with", "patience", "in_flight"), ("max_staleness", "aside_seconds", "return_seconds")
-    for least, names in ((1, one), (0, (*zero, "checkpoint_seconds"))):
-        for name in names:
-            if (value := getattr(policy, name)) is not None and value < least:
-                raise UserError(f"{name} = {value} does not fit; it must be at least {least}.")
-    for name in ("reply_seconds", "max_update"):
-        if (value := getattr(policy, name)) <= 0:
-            raise UserError(f"{name} = {value} does not fit; it must be above 0.")
-    if policy.start_with is not None and policy.start_with > num_clients:
-        raise UserError(f"start_with = {policy.start_with} does not fit; {num_clients} parties are expected.")
+    check_policy(spec.policy, cell.clients)
 
 
 def listed(value: tuple[float, ...] | float | None) -> Sequence[float]:
@@ -221,81 +199,3 @@ def _factory(network: Any, data: Data) -> Factory:
         raise UserError(f"{short(network)} names no network; give a text, such as mlp-32.")
     models.check_name(network)
     return models.factory(network, data.num_outputs, data.example_shape)
-
-
-def read_party(path: str | Path, name: str, spec: Spec, plan: Plan, architecture: str = "") -> Federation:
-    """A party's own examples: a folder with x.npy and y.npy, or a table; split as a simulation would split them."""
-    place, data = given_path(path), spec.data
-    with reading(place):
-        if not place.exists():
-            raise UserError(f"{place} does not exist; give a folder with x.npy and y.npy, or a table.")
-        is_folder = place.is_dir()
-    if is_folder:
-        x, y = load_array(place / "x.npy", "biuf"), load_array(place / "y.npy", "biufUS")
-    else:
-        x, y = _of_table(place, data)
-    if tuple(x.shape[1:]) != data.example_shape:
-        raise UserError(
-            f"{place} has examples of shape {tuple(x.shape[1:])}; this federation's have {data.example_shape}."
-        )
-    if len(x) != len(y) or not len(x):
-        raise UserError(f"{place} has {len(x)} examples and {len(y)} labels; give one label for each example.")
-    class_names = tuple(map(str, range(data.classes))) if isinstance(data.classes, int) else data.classes
-    federation = Federation.from_clients(
-        {name: (_scaled(x, data), _labels(y, data, place))},
-        split=spec.cell.split,
-        stratify=spec.cell.stratify,
-        seed=spec.data_seed,
-        class_names=class_names,
-    )
-    check_model(plan.models[architecture or next(iter(plan.models))], federation)
-    return federation
-
-
-def _of_table(file: Path, data: Data) -> tuple[NDArray[Any], NDArray[Any]]:
-    if data.label is None or not data.features:
-        raise UserError(f"{file} is a table, and [data] of this federation names no columns; give x.npy and y.npy.")
-    columns = read_columns(file, is_ignored=lambda name: name not in {data.label, *data.features})
-    for wanted in (data.label, *data.features):
-        if wanted not in columns:
-            raise UserError(f"{file.name} has no column {wanted!r}; {closest(wanted, columns)}")
-    x = numpy.stack([to_numbers(columns, name) for name in data.features], axis=1)
-    return x, columns[data.label]
-
-
-def _scaled(x: NDArray[Any], data: Data) -> NDArray[Any]:
-    if data.mean is None and data.std is None:
-        return x
-    lengths = {len(x.shape) > 1 and x.shape[1], 1}  # features of a table, channels of an image
-
-    def fitting(values: tuple[float, ...] | float | None, default: float) -> NDArray[numpy.float32]:
-        numbers = numpy.array(listed(values) or (default,), dtype=numpy.float32)
-        if len(numbers) not in lengths:
-            raise UserError(f"[data] scales by {len(numbers)} numbers, and an example has {x.shape[1]}; give as many.")
-        return numbers.reshape(-1, *[1] * (x.ndim - 2))
-
-    scaled: NDArray[Any] = (x.astype(numpy.float32) - fitting(data.mean, 0.0)) / fitting(data.std, 1.0)
-    return scaled
-
-
-def _labels(y: NDArray[Any], data: Data, place: Path) -> NDArray[Any]:
-    if data.classes is None:
-        try:
-            return y.astype(numpy.float32)
-        except ValueError:
-            raise UserError(f"the labels of {place} are no numbers, and this federation predicts numbers.") from None
-    if isinstance(data.classes, int):
-        try:
-            whole: NDArray[Any] = y.astype(numpy.float64)
-        except ValueError:
-            raise UserError(f"the labels of {place} are texts, and this federation's are class numbers.") from None
-        if not ((whole == numpy.floor(whole)) & (whole >= 0) & (whole < data.classes)).all():
-            wrong = whole[~((whole == numpy.floor(whole)) & (whole >= 0) & (whole < data.classes))][0]
-            raise UserError(f"{place} has the label {wrong:g}; this federation's go from 0 to {data.classes - 1}.")
-        return whole.astype(numpy.int64)
-    numbers = {name: number for number, name in enumerate(data.classes)}
-    texts = [str(label.decode() if isinstance(label, bytes) else label) for label in y.tolist()]
-    unknown = [text for text in texts if text not in numbers]
-    if unknown:
-        raise UserError(f"{place} has the label {unknown[0]!r}; {closest(unknown[0], data.classes)}")
-    return numpy.array([numbers[text] for text in texts], dtype=numpy.int64)

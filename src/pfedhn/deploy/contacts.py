@@ -1,0 +1,136 @@
+"""Which parties are present, what each is asked, and how it has behaved; found out anew when the server restarts."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pfedhn.deploy.policy import Policy
+from pfedhn.deploy.questions import Question
+from pfedhn.deploy.signing import PublicKey
+from pfedhn.deploy.transport import Arrival, Transport
+
+SECONDS_BETWEEN_LOOKS = 0.2
+MAX_DOUBLINGS = 6  # of the time that a party is set aside
+
+
+@dataclass
+class Standing:
+    """How a party has behaved since the server started."""
+
+    is_greeted: bool = False
+    failures: int = 0  # since its last accepted update
+    times_aside: int = 0
+    aside_until: float = 0.0
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+
+
+class Contacts:
+    """The server's contacts with parties.
+
+    Args:
+        roster: Gives the public keys of enrolled parties by name; parties may come and go while the server runs.
+        transport: Carries messages.
+        policy: How the server deals with parties.
+        log: Called with every event.
+        clock: Seconds, from any beginning.
+    """
+
+    def __init__(
+        self,
+        roster: Callable[[], Mapping[str, PublicKey]],
+        transport: Transport,
+        policy: Policy,
+        log: Callable[[Mapping[str, Any]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.roster, self.transport, self.policy, self.log, self.clock = roster, transport, policy, log, clock
+        self.standings: dict[str, Standing] = {}
+        self.asked: dict[tuple[str, str], Question] = {}  # by party and kind
+        self.present: set[str] = set()
+        self.failed: set[str] = set()  # parties whose update will not come in the open round
+
+    def look(self, hello: Callable[[str], Question]) -> None:
+        """Find out who is present, and greet newcomers."""
+        enrolled = self.roster()
+        self.present = self.transport.members() & enrolled.keys()
+        for name, standing in self.standings.items():
+            if name not in self.present and standing.is_greeted:
+                standing.is_greeted = False
+                self.log({"event": "gone", "party": name})
+        for name in sorted(self.present):
+            standing = self.standings.setdefault(name, Standing())
+            if not standing.is_greeted and not self.is_aside(name) and not self.is_asked(name, "hello"):
+                self.ask(hello(name))
+
+    def is_aside(self, name: str) -> bool:
+        return name in self.standings and self.standings[name].aside_until > self.clock()
+
+    def is_ready(self, name: str) -> bool:
+        """Whether a party is present, has been greeted and is not set aside."""
+        standing = self.standings.get(name)
+        return name in self.present and standing is not None and standing.is_greeted and not self.is_aside(name)
+
+    def ask(self, question: Question) -> None:
+        num_before = sum(party == question.party for party, _ in self.asked)  # a party does one thing after the other
+        question.deadline = self.clock() + (1 + num_before) * self.policy.reply_seconds
+        self.asked[question.party, question.kind] = question
+        self.transport.post(question.party, question.kind, question.content)
+
+    def is_asked(self, name: str, kind: str) -> bool:
+        return (name, kind) in self.asked
+
+    def num_asked(self, *kinds: str) -> int:
+        """The number of open questions of these kinds."""
+        return sum(kind in kinds for _, kind in self.asked)
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """The answers that have arrived; overdue questions are given up afterwards."""
+        for arrival in self.transport.arrivals(SECONDS_BETWEEN_LOOKS):
+            if arrival.content is None:
+                self._lost(arrival)
+            else:
+                yield arrival
+        now = self.clock()
+        for question in [question for question in self.asked.values() if question.deadline <= now]:
+            self.give_up(question, "silent", "has not answered in time")
+
+    def _lost(self, arrival: Arrival) -> None:
+        """Send a message a second time; a party that has answered gives the same answer again."""
+        name, question = arrival.party, self.asked.get((arrival.party, arrival.kind))
+        if question is None:
+            return
+        sentence = arrival.fault or "cannot be reached"
+        if question.has_been_repeated or name not in self.transport.members():
+            self.give_up(question, "lost", sentence)
+            return
+        question.has_been_repeated = True
+        self.refuse(name, "lost", sentence)
+        self.transport.post(name, question.kind, question.content)
+
+    def give_up(self, question: Question, reason: str, sentence: str) -> None:
+        """Close a question without an answer, and count that as a failure of the party."""
+        self.asked.pop((question.party, question.kind), None)
+        if question.kind == "train":
+            self.failed.add(question.party)
+        self.count_failure(question.party, reason, sentence)
+
+    def count_failure(self, name: str, reason: str, sentence: str) -> None:
+        """Set a party aside for a while if it fails too often."""
+        self.refuse(name, reason, sentence)
+        if name not in self.transport.members():  # to leave is no failure: it may come back at once
+            return
+        standing = self.standings.setdefault(name, Standing())
+        standing.failures += 1
+        if standing.failures >= self.policy.patience:
+            seconds = self.policy.aside_seconds * 2 ** min(standing.times_aside, MAX_DOUBLINGS)
+            standing.aside_until = self.clock() + seconds
+            standing.times_aside += 1
+            standing.failures = self.policy.patience - 1  # after its return, one failure sets it aside again
+            standing.is_greeted = False
+            self.log({"event": "set aside", "party": name, "seconds": seconds})
+
+    def refuse(self, name: str, reason: str, sentence: str) -> None:
+        """Count and log something that is not accepted."""
+        self.standings.setdefault(name, Standing()).refused[reason] += 1
+        self.log({"event": "refused", "party": name, "reason": reason, "sentence": f"{name} {sentence}."})
