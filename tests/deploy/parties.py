@@ -173,7 +173,7 @@ def assert_simulated(group: Group, expected: State) -> None:
         party, member = group.parties[name], state.members[name]
         table = expected.memories.private[party.architecture]
         if client in table.slots and member.base is not None:
-            kept = party._kept("training", member.base, received_by(group, name))
+            kept = party.kept("training", member.base, received_by(group, name))
             assert_close(kept, take(table.tree, table.slots[client]))
     assert (state.bytes_down, state.bytes_up) == (expected.bytes_down, expected.bytes_up)
     assert state.best is not None

@@ -19,8 +19,7 @@ from parties import Group, simulation_of, small
 
 from pfedhn.cli import join as join_command
 from pfedhn.cli.federation import standing
-from pfedhn.deploy import engine, join
-from pfedhn.deploy import party as party_module
+from pfedhn.deploy import engine, join, party_folder
 from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
 from pfedhn.deploy.engine import end_orphan, free_port, is_alive
@@ -251,7 +250,7 @@ def test_a_party_whose_disk_is_full_says_so_and_answers(tmp_path: Path, monkeypa
     """Its process goes on, its owner and the server are told, and with room on the disk it takes part."""
     group = Group(simulation_of(small("pfedhn-pc"), rounds=2, cohort=1), tmp_path, Policy(start_with=1), clients=[0])
     party, num_full = group.parties["party-0"], 0
-    whole = party_module.write_atomically
+    whole = party_folder.write_atomically
 
     def full(path: Path, *given: Any, **named: Any) -> None:
         nonlocal num_full
@@ -261,7 +260,7 @@ def test_a_party_whose_disk_is_full_says_so_and_answers(tmp_path: Path, monkeypa
                 raise OSError(errno.ENOSPC, "No space left on device")
         whole(path, *given, **named)
 
-    monkeypatch.setattr(party_module, "write_atomically", full)
+    monkeypatch.setattr(party_folder, "write_atomically", full)
     group.server.run()
     assert num_full == 1
     (said,) = [event for event in party.heard if event["kind"] == "refusal"]

@@ -69,7 +69,7 @@ def test_every_method_over_the_wire_is_the_simulator(method: str, tmp_path: Path
         party = group.parties[f"party-{client}"]
         mine = party.personal_model().state_dict()
         assert_close({name: mine[name] for name in weights}, weights)
-        assert party._executors["training"].scans  # its steps run from graphs, as the simulator's do
+        assert party.local.executors["training"].scans  # its steps run from graphs, as the simulator's do
     assert not group.said("refused")
 
 
@@ -571,7 +571,7 @@ def test_a_party_that_never_answers_costs_the_others_nothing(tmp_path: Path) -> 
     accepted = [event["round"] for event in group.said("accepted") if event["party"] == "party-2"]
     assert accepted
     assert state.members["party-2"].base == accepted[-1]
-    assert group.parties["party-2"].versions("training")[-1] == accepted[-1]
+    assert group.parties["party-2"].files.versions("training")[-1] == accepted[-1]
 
 
 @pytest.mark.slow
@@ -601,7 +601,7 @@ def test_a_lost_reply_changes_nothing(tmp_path: Path) -> None:
     for party in group.parties:
         assert_same_bits(group.server.state.rows[party], absent.server.state.rows[party])
         assert group.server.state.members[party].base == 2
-        assert_same_bits(*(g.parties[party]._kept("training", 2, received_by(g, party)) for g in (group, absent)))
+        assert_same_bits(*(g.parties[party].kept("training", 2, received_by(g, party)) for g in (group, absent)))
 
 
 @pytest.mark.slow
@@ -1404,13 +1404,13 @@ def test_a_party_with_noise_does_not_tell_how_its_examples_do(
     looks = {"is_adapted": False, "best": None, "is_last": False}
     assert ask("evaluate", sound, **looks).values == ask("evaluate", wild, **looks).values
     sayer(as_json=False)({"event": "heard", **party.heard[-2]})
-    assert "could not test its model: the weights that came give no finite loss" in capsys.readouterr().out
+    assert "could not test its model: the received weights give no finite loss" in capsys.readouterr().out
     trains = {"version": 0, "keep": []}
     answers = [ask("train", weights, **trains) for weights in (sound, wild)]
     assert answers[0].kind == answers[1].kind == "train"
     assert answers[0].values == answers[1].values
     assert is_finite(answers[1].tensors)
-    assert is_finite(party._kept("training", 7, sound))  # what diverged is not kept
+    assert is_finite(party.kept("training", 7, sound))  # what diverged is not kept
 
     def raising(*_: Any) -> None:
         raise ValueError("the example of Mrs. Miller does not fit")

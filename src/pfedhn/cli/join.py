@@ -99,7 +99,7 @@ def join(
         remember(own, given.name, given_path(data, is_resolved=True), size)
         party = load_party(own, privacy=privacy)
         spent = "none" if party.budget is None else str(party.budget)
-        show({"event": "taking part", "party": given.name, "examples": int(party.size), "privacy": spent})
+        show({"event": "taking part", "party": given.name, "examples": int(party.local.size), "privacy": spent})
         Joined(party, given, own, show).run(stop, stay)
-    if not as_json and (party.folder / "chosen.json").exists():
+    if not as_json and party.files.has_chosen:
         say(f"Your model: pfedhn export {own} --to model.safetensors")

@@ -177,7 +177,7 @@ def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
     module, chosen = party.personal_model(), party.chosen()
     loss, correct, count = chosen["scores"]["test"]
     spec = read_spec(json.loads(read_text(folder / ENROLLED))["spec"], folder / "spec.toml")
-    model = party.model
+    model = party.local.model
     total = loss if correct is None else correct
     card = model_card(
         party.name,
@@ -257,8 +257,10 @@ class Joined:
         silence = time.monotonic() - self.last_heard
         if self.is_told:
             return silence > SECONDS_AFTER_THE_END
-        has_model = (self.party.folder / "chosen.json").exists()
-        if not has_model or time.monotonic() - max(self._asked, self.last_heard) < SECONDS_TO_HEAR_AGAIN:
+        if (
+            not self.party.files.has_chosen
+            or time.monotonic() - max(self._asked, self.last_heard) < SECONDS_TO_HEAR_AGAIN
+        ):
             return False
         self._asked = time.monotonic()
         try:

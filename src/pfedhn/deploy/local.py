@@ -1,0 +1,151 @@
+"""The client half of the round on a party's own examples, computed as in a simulation of this client."""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pfedhn import keys
+from pfedhn.data.federation import Federation
+from pfedhn.deploy.plan import Phase, exchange_of
+from pfedhn.deploy.privacy import system_key
+from pfedhn.engine.evaluate import sums
+from pfedhn.engine.executors import EXECUTORS, Executor
+from pfedhn.engine.network import choose_executor
+from pfedhn.engine.plan import Plan
+from pfedhn.engine.round import Kept, Offer, Reply, all_finite
+from pfedhn.errors import RunError, UserError
+from pfedhn.model import Model
+from pfedhn.params import Params, in_dtype, take
+from pfedhn.privacy import Privacy, Protection
+from pfedhn.sgd import Batches
+
+Scores = dict[str, list[float | int | None]]
+"""By split: summed loss, summed metric (None if the task has none), number of examples."""
+
+
+class LocalClient:
+    """A client with its own examples.
+
+    Args:
+        plan: Of the run.
+        data: A federation of this client alone.
+        architecture: Which of the plan's networks it trains; the first by default.
+        privacy: How its data are protected, if they are.
+    """
+
+    def __init__(self, plan: Plan, data: Federation, architecture: str = "", privacy: Privacy | None = None) -> None:
+        self.plan, self.data, self.privacy = plan, data, privacy
+        self.architecture = architecture or next(iter(plan.models))
+        if self.architecture not in plan.models:
+            raise UserError(f"there is no size {self.architecture!r}; there are {', '.join(plan.models)}.")
+
+    @property
+    def model(self) -> Model:
+        return self.plan.models[self.architecture]
+
+    @property
+    def identity(self) -> Tensor:
+        return self.data.identity(torch.tensor(0))
+
+    @property
+    def size(self) -> Tensor:
+        return self.data.splits["train"].size[0]
+
+    @property
+    def descriptor(self) -> Any:
+        """What describes this client to a method that asks for it; else nothing."""
+        if not self.plan.algorithm.needs_descriptors:
+            return ()
+        given = self.data.descriptors
+        return (self.data.class_shares if given is None else given)[0].to(self.plan.dtype)
+
+    def first_contact(self, phase: Phase, received: Params) -> Kept:
+        """The client's private state before its first round."""
+        exchange, start = exchange_of(self.plan, phase), self.plan.initial_models()[self.architecture]
+        return exchange.first_contact(self.model, start, received, int(self.identity))
+
+    def train(self, phase: Phase, offer: Offer, kept: Kept, protection: Protection | None) -> tuple[Reply, Kept]:
+        """One round: the reply and the client's private state after it."""
+        exchange, number = exchange_of(self.plan, phase), int(offer.round)
+        batches = self._batches(keys.fold(exchange.seed, "batches", number))
+        noise = torch.as_tensor(keys.fold(exchange.seed, "noise", number, self.identity))
+        with self._computing(phase, "train", noise, (offer, kept, batches)):
+            update, after = exchange.train(self.model, offer, kept, batches, protection)
+        if protection is not None and not bool(all_finite(after, self.size.device)):
+            after = kept  # a refusal would reveal that the personal layers diverged on these data
+        reply, kept = exchange.reply(offer, update, after, self.size, self.identity)
+        if not bool(reply.metrics["is_finite"]):
+            raise RunError(f"training diverged in round {number}; lower the learning rates.")
+        return reply, kept
+
+    def try_private_steps(self, privacy: Privacy) -> None:
+        """Train once on zeros, so that a method without private steps is refused before a round costs budget."""
+        exchange, start = self.plan.exchange, self.plan.initial_models()[self.architecture]
+        shared = exchange.init_shared({self.architecture: self.model}, {self.architecture: start}, 0)
+        row = in_dtype(self.plan.algorithm.init_row(torch.tensor(0), None), self.plan.dtype)
+        offer = exchange.offer(self.model, shared, row, torch.tensor(0), self.identity)
+        kept = self.first_contact("training", self.plan.download.decode(offer.weights, self.model.dtype))
+        shape = self.plan.algorithm.num_batches, 2
+        x, y = (values.new_zeros(*shape, *values.shape[1:]) for values in self.data.examples(torch.tensor([0])))
+        protection = Protection(privacy, 2.0, lambda count, like: like.new_zeros(count), is_stepwise=True)
+        exchange.train(self.model, offer, kept, Batches(x, y, torch.ones(shape, dtype=torch.bool)), protection)
+
+    def _batches(self, key: keys.Key) -> Batches:
+        """The minibatches of a round; those of private steps must stay as secret as the noise."""
+        is_secret = self.privacy is not None and self.privacy.level == "example"
+        draw = self.data.sampled_batches if is_secret else self.data.batches
+        key = system_key() if is_secret else key
+        return take(draw(torch.tensor([0]), key, self.plan.algorithm.num_batches, self.plan.schedule.batch_size), 0)
+
+    def personal_weights(self, phase: Phase, number: int, received: Params, kept: Kept, is_adapted: bool) -> Params:
+        """The weights that this client would use after a round."""
+        exchange = exchange_of(self.plan, phase)
+        key = exchange.personalize_key(number)
+        num_batches = exchange.num_personal_batches(self.model, is_adapted)
+        batches = take(self.data.batches(torch.tensor([0]), key, num_batches, self.plan.schedule.batch_size), 0)
+        noise = torch.as_tensor(keys.fold(key, "noise", self.identity))
+        with self._computing(phase, "personalize", noise, (received, kept, batches)):
+            return exchange.personalize(self.model, received, kept, batches, is_adapted)
+
+    def scores(self, weights: Params, splits: Iterable[str]) -> Scores:
+        """The scores of these weights on this client's examples."""
+        found: Scores = {}
+        for split in splits:
+            examples = self.data.splits[split].of(0)
+            loss, metric = sums(self.model, weights, self.data, examples)
+            if not math.isfinite(loss):
+                raise RunError("the received weights give no finite loss on this party's examples.")
+            found[split] = [loss, metric, len(examples)]
+        return found
+
+    def no_scores(self, splits: Iterable[str]) -> Scores:
+        """The scores of a client that keeps them to itself."""
+        return {split: [0.0, None if self.model.per_example_metric is None else 0.0, 0] for split in splits}
+
+    @contextmanager
+    def _computing(self, phase: Phase, purpose: str, noise: Tensor, given: Any) -> Iterator[None]:
+        """Run the local steps inside the block as a simulation of this client does.
+
+        Args:
+            phase: Of the round.
+            purpose: "train" or "personalize".
+            noise: The key of the random numbers that the network draws by itself.
+            given: All tensors that the steps are given.
+        """
+        executor = self.executors[phase]
+        is_alone = executor.name == "loop"
+        with self.model.seeded(noise, is_alone), executor.running(self.architecture, purpose, given):
+            yield
+
+    @cached_property
+    def executors(self) -> dict[str, Executor]:
+        # Noise that protects data comes from the operating system and must be drawn anew in every step, which a graph
+        # that is traced once would not do.
+        is_plain = self.plan.executor == "loop" or self.privacy is not None
+        name = choose_executor("loop" if is_plain else "auto", self.model, self.data, clients_per_round=1)
+        return {phase: EXECUTORS[name]() for phase in ("training", "joining")}
