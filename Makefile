@@ -6,11 +6,12 @@ SETUP := $(VENV)/.installed
 NEWEST := .venv-newest
 AUDIT := .venv-audit
 
-.PHONY: help venv demo test test-all test-faults soak test-newest check audit docs results clean
+.PHONY: help venv demo test test-slow test-all test-faults soak test-newest check audit docs results clean
 
 help:
 	@echo "make demo        train on the embedded digits and draw what came out (under a minute after the install)"
-	@echo "make test        run the tests that are fast"
+	@echo "make test        run the fast tests"
+	@echo "make test-slow   run the slow tests"
 	@echo "make test-all    run all tests"
 	@echo "make test-faults damage files, kill commands and federations, generate inputs: a table of what came of it (20 minutes)"
 	@echo "make soak        a federation of real parties whose processes are killed at random for 20 minutes"
@@ -34,8 +35,10 @@ demo: $(SETUP)
 test: $(SETUP)
 	$(BIN)/pytest -n 2 -m "not slow"
 
-test-all: $(SETUP)
-	$(BIN)/pytest -n 2
+test-slow: $(SETUP)
+	$(BIN)/pytest -n 2 -m slow
+
+test-all: test test-slow
 
 # Not part of .ci/run, which has to end within 30 minutes.
 soak: $(SETUP)
