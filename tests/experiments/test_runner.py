@@ -30,10 +30,10 @@ from pfedhn.experiments import directory as directory_module
 from pfedhn.experiments import runner as module
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.directory import Directory, Options
-from pfedhn.experiments.execute import Outcome, Queue
 from pfedhn.experiments.grid import from_table, from_toml, select, with_assignments
 from pfedhn.experiments.preflight import build_each_cell
 from pfedhn.experiments.provenance import rerun_command
+from pfedhn.experiments.queue import Outcome, Queue
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Experiment, RunSpec, pretraining_run, with_pretraining
 from pfedhn.experiments.workers import run_side_by_side

@@ -19,8 +19,8 @@ from support import SMALL, scores
 import pfedhn
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory, Options
-from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import with_assignments
+from pfedhn.experiments.queue import Outcome
 from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.experiments.tasks import MAX_LOSSES, Cluster, connected

@@ -27,8 +27,8 @@ from pfedhn.errors import UserError
 from pfedhn.experiments import directory as directory_module
 from pfedhn.experiments import tune
 from pfedhn.experiments.directory import Directory
-from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import from_toml, grids_from_toml, with_assignments
+from pfedhn.experiments.queue import Outcome
 from pfedhn.experiments.rates import apply_rates, rates_for, read_rates, save_rates
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.experiments.tune import Tuning, TuningResults, plan, read_record, write_record

@@ -3,27 +3,14 @@
 The modules of commands import what they need when they run, so that help comes at once, without PyTorch.
 """
 
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 import pfedhn
-from pfedhn.cli.add_client import add_client
-from pfedhn.cli.bench import bench
 from pfedhn.cli.data import data
-from pfedhn.cli.demo import demo
-from pfedhn.cli.doctor import doctor
 from pfedhn.cli.endings import Commands
-from pfedhn.cli.export import export
-from pfedhn.cli.invite import invite
-from pfedhn.cli.join import join
-from pfedhn.cli.list import list_all
-from pfedhn.cli.predict import predict
-from pfedhn.cli.report import report
-from pfedhn.cli.run import run
-from pfedhn.cli.serve import serve
-from pfedhn.cli.status import status
-from pfedhn.cli.tune import tune
 from pfedhn.system.screen import say
 
 app = typer.Typer(
@@ -56,18 +43,24 @@ def all_commands(
     """
 
 
-app.command()(demo)
-app.command("list")(list_all)
-app.command()(run)
-app.command()(tune)
-app.command()(report)
-app.command("add-client")(add_client)
-app.command()(export)
-app.command()(predict)
-app.command()(bench)
-app.command()(doctor)
-app.command()(serve)
-app.command()(invite)
-app.command()(join)
-app.command()(status)
+# Each is a function in the module of the same name.
+COMMANDS = {
+    "demo": "demo",
+    "list": "list_all",
+    "run": "run",
+    "tune": "tune",
+    "report": "report",
+    "add-client": "add_client",
+    "export": "export",
+    "predict": "predict",
+    "bench": "bench",
+    "doctor": "doctor",
+    "serve": "serve",
+    "invite": "invite",
+    "join": "join",
+    "status": "status",
+}
+
+for command, name in COMMANDS.items():
+    app.command(command)(getattr(import_module(f"pfedhn.cli.{name}"), name))
 app.add_typer(data, name="data")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from pfedhn.cli import completion
-from pfedhn.cli.list import listing
+from pfedhn.cli.list_all import listing
 from pfedhn.cli.options import DataDirOption, SetOption
 from pfedhn.system.screen import Screen, say
 

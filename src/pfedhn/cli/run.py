@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from pfedhn.cli import completion
 from pfedhn.cli.options import (
@@ -19,11 +18,8 @@ from pfedhn.cli.options import (
     SetOption,
 )
 from pfedhn.errors import UserError
-from pfedhn.system.screen import Screen, say, table_screen
 
 if TYPE_CHECKING:
-    from pfedhn.experiments.directory import Options
-    from pfedhn.experiments.spec import Experiment, RunSpec
     from pfedhn.runs.progress import Detail
 
 
@@ -135,17 +131,12 @@ def run(
       dataset = "visits.csv"    a table (.csv, .tsv, .parquet), and with it
       columns = {client = "clinic", label = "outcome"}
     """
-    from pfedhn.cli.find import find_study
+    from pfedhn.cli.choosing import chosen_runs, stored_runs
     from pfedhn.cli.running import choose_device_on, displayed, end
+    from pfedhn.cli.showing import show_results
     from pfedhn.experiments.runner import run_ready
     from pfedhn.experiments.tasks import connected
-    from pfedhn.report.entries import asked_for, collect
-    from pfedhn.report.findings import to_terminal as finding_to_terminal
-    from pfedhn.report.results import read
-    from pfedhn.report.tables import to_terminal
     from pfedhn.storage.history import MendableError
-    from pfedhn.studies import findings
-    from pfedhn.studies.computing import compute_missing
     from pfedhn.system.files import given_path
 
     if resume is not None:
@@ -153,11 +144,11 @@ def run(
         given |= {"--rates": rates, "--small": "--small" if small else None}
         if clash := [name for name, value in given.items() if value]:
             raise UserError(f"--resume continues what {resume} holds, so {clash[0]} cannot be given with it.")
-        chosen, runs, options = _stored(resume)
+        chosen, runs, options = stored_runs(resume)
     elif experiment is None:
         raise UserError("give the name or the file of an experiment, or --resume DIR; `pfedhn list` shows the names.")
     else:
-        chosen, runs, options = _asked_for(experiment, assignments or [], only or [], seeds, rates, small)
+        chosen, runs, options = chosen_runs(experiment, assignments or [], only or [], seeds, rates, small)
     if data_dir is not None:
         options = replace(options, data_dir=given_path(data_dir, is_resolved=True))
     options = replace(
@@ -188,59 +179,8 @@ def run(
             outcome = run_ready(ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster)
     if outcome.results:
         try:
-            tables = [to_terminal(asked_for(found)) for found in collect([path])]
+            show_results(path, ready.runs.runs, ready.options, quiet)
         except MendableError:
             end(outcome)  # a run that could not be mended is in no table, and why is said there
             raise
-        study = find_study(ready.options.source)
-        if not quiet:
-            for table in tables:
-                table_screen().print(table)
-        if study is not None:
-            tell = (lambda text: None) if quiet else (lambda text: say(text, is_error=True))
-            compute_missing(study, path, ready.runs.runs, ready.options, tell)
-        if study is not None and not quiet:
-            for finding in findings(read(path), [study]):
-                Screen().print(finding_to_terminal(finding))
     end(outcome)
-
-
-def _stored(resume: Path) -> "tuple[Experiment, list[RunSpec], Options]":
-    """What a directory holds, which of its runs were asked for, and how they were started."""
-    from pfedhn.experiments.build import check
-    from pfedhn.experiments.directory import Directory
-
-    directory = Directory(resume)
-    chosen, runs = directory.read()
-    check(chosen)
-    return chosen, runs, directory.options()
-
-
-def _asked_for(
-    name: str, assignments: list[str], only: list[str], seeds: list[str] | None, rates: Path | None, small: bool
-) -> "tuple[Experiment, list[RunSpec], Options]":
-    """The experiment with what the person changed in it, the runs chosen of it, and how a later command names it."""
-    from pfedhn.cli.find import find_experiment, find_study, rates_beside, whole_numbers
-    from pfedhn.experiments.build import check
-    from pfedhn.experiments.directory import Options
-    from pfedhn.experiments.grid import refuse_without_effect, select, with_assignments
-    from pfedhn.experiments.spec import with_pretraining
-    from pfedhn.paper.experiments import with_rates_of
-    from pfedhn.settings import parse_assignments
-    from pfedhn.system.files import given_path, reading
-
-    chosen, source = find_experiment(name, small)
-    if rates is not None:
-        rates = given_path(rates, is_resolved=True)
-        with reading(rates):
-            if not rates.is_file():
-                raise UserError(f"there is no file {rates}.")
-        chosen = with_rates_of(chosen, rates)
-    if (file := rates or rates_beside(source)) is not None:
-        Screen(stderr=True).print(f"Learning rates: {escape(str(file))}", highlight=False, soft_wrap=True)
-    chosen = with_assignments(chosen, parse_assignments(assignments))
-    check(chosen)
-    runs = select(chosen, only, whole_numbers(seeds))
-    refuse_without_effect(assignments, [run.cell for run in with_pretraining(chosen, runs)])
-    norms = (study := find_study(name)) is not None and study.norms
-    return chosen, runs, Options(source=source, small=small, assignments=tuple(assignments), rates=rates, norms=norms)

@@ -13,8 +13,8 @@ from pfedhn.cli.endings import BAD_INPUT, FAILED, Stopped, complain
 from pfedhn.data import catalogue
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory, Options
-from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.preflight import Preflight, build_each_cell, preflight
+from pfedhn.experiments.queue import Outcome
 from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.experiments.tasks import Cluster
 from pfedhn.runs.assemble import choose_device

@@ -1,15 +1,13 @@
 """`pfedhn tune`: learning rates, chosen on validation."""
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from pfedhn.cli.endings import FAILED, Stopped, complain
+from pfedhn.cli.endings import FAILED, complain
 from pfedhn.cli.options import (
     DataDirOption,
     DeviceOption,
@@ -19,14 +17,7 @@ from pfedhn.cli.options import (
     PrecisionOption,
     SetOption,
 )
-from pfedhn.errors import UserError
 from pfedhn.system.screen import Screen, say
-
-if TYPE_CHECKING:
-    from pfedhn.experiments.directory import Options
-    from pfedhn.experiments.execute import Outcome
-    from pfedhn.experiments.tasks import Cluster
-    from pfedhn.experiments.tune import Point, Stage, Tuning
 
 
 def tune(
@@ -86,6 +77,7 @@ def tune(
     """
     from pfedhn.cli.find import find_experiment, whole_numbers
     from pfedhn.cli.running import choose_device_on
+    from pfedhn.cli.stages import check_files, run_stage
     from pfedhn.experiments.build import check
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.grid import grids_from_toml, refuse_without_effect, with_assignments
@@ -110,16 +102,16 @@ def tune(
     path = out or Path("runs") / f"{chosen.name}-tuning"
     refuse_other(path, tuning)
     files = [file for file in (path / "rates.toml", save) if file is not None]
-    _check_files(files, save)
+    check_files(files, save)
     read_record(path / "tuning.json")
     options = Options(data_dir=None if data_dir is None else given_path(data_dir, is_resolved=True))
     options = options if precision is None else replace(options, precision=precision)
     options.check()
     with connected(on) as cluster:
         options = replace(options, device=choose_device_on(cluster, device))
-        found = TuningResults(tuning, _run_stage(tuning, "first", points, path, options, jobs, cluster))
+        found = TuningResults(tuning, run_stage(tuning, "first", points, path, options, jobs, cluster))
         points = [point for method in tuning.methods for point in found.finalists(method)]
-        found = replace(found, finals=_run_stage(tuning, "finals", points, path, options, jobs, cluster))
+        found = replace(found, finals=run_stage(tuning, "finals", points, path, options, jobs, cluster))
     for table in found.tables():
         Screen().print(table)
     words = ["pfedhn", "tune", source, *(word for text in assignments or [] for word in ("--set", text))]
@@ -142,52 +134,3 @@ def tune(
     if lost := [method for method in tuning.methods if found.winner(method) is None]:
         complain(f"every point of {', '.join(lost)} diverged; no rate was chosen for it.")
         raise typer.Exit(FAILED)
-
-
-def _check_files(files: Sequence[Path], save: Path | None) -> None:
-    """Refuse now, not after hours, what could not be written in the end."""
-    from pfedhn.experiments.rates import read_rates
-    from pfedhn.system.files import reading, write_trouble
-
-    for file in files:
-        with reading(file):
-            if file.is_dir():
-                raise UserError(f"{file} is a folder; the rates need a file.")
-            if file.exists():
-                read_rates(file)
-    if save is not None and (trouble := write_trouble(save.parent)) is not None:
-        raise UserError(f"{save} cannot be written ({trouble}); give another file as --save.")
-
-
-def _run_stage(
-    tuning: "Tuning",
-    stage: "Stage",
-    points: "Sequence[Point]",
-    out: Path,
-    options: "Options",
-    jobs: int | None,
-    cluster: "Cluster | None",
-) -> "Outcome":
-    """Run some points; one that diverges is a finding, any other failure ends the command."""
-    from pfedhn.cli.running import displayed, end
-    from pfedhn.experiments.execute import Outcome
-    from pfedhn.experiments.runner import run_ready
-    from pfedhn.runs.progress import Event, RunFinished
-    from pfedhn.storage.checkpoint import remove_old
-
-    def listen(event: Event) -> None:
-        if isinstance(event, RunFinished):  # nobody uses the model of a point, and those of a large grid fill a disk
-            remove_old(path / event.run, num_kept=0)
-        ready.listen(event)
-
-    path, chosen = out / stage, tuning.stages[stage]
-    options = replace(options, source=str((path / "experiment.toml").resolve()))
-    Screen(stderr=True).print(f"[bold]{escape(chosen.title)}[/]", highlight=False)
-    try:
-        # No test score is shown: who sees it while choosing has chosen by it.
-        with displayed(chosen, tuning.runs(stage, points), path, options, jobs, cluster, split="validation") as ready:
-            outcome = run_ready(ready.runs, jobs=jobs, options=ready.options, listen=listen, cluster=cluster)
-    except Stopped:
-        raise Stopped("stopped; the same command continues.") from None
-    end(Outcome(failures={name: why for name, why in outcome.failures.items() if not why.has_diverged}))
-    return outcome

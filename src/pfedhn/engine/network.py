@@ -447,8 +447,10 @@ def choose_executor(asked: str, model: Model, federation: Federation, clients_pe
     return "traced"
 
 
-def with_num_outputs(federation: LazyFederation, models: Iterable[Model]) -> LazyFederation:
+def with_num_outputs(federation: Federation, models: Iterable[Model]) -> Federation:
     """Note how many classes the networks tell apart: the labels of clients that are loaded later are checked then."""
+    if not isinstance(federation, LazyFederation):
+        return federation
     x, _ = _first_examples(federation)
     classifiers = [model for model in models if model.per_example_loss is cross_entropy]
     found = [model.outputs(model.fresh(0), x).shape[-1] for model in classifiers]

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm
-from pfedhn.data.batches import draw_examples
+from pfedhn.data.batches import cohort, draw_examples
 from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
 from pfedhn.engine.executors import EXECUTORS
@@ -23,7 +23,6 @@ from pfedhn.engine.round import Exchange, Kept, Reply
 from pfedhn.engine.state import Memories, PrivateTable, Schedule
 from pfedhn.engine.transform import FULL, Transform
 from pfedhn.errors import UserError
-from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, copy, in_dtype, stack, take
 from pfedhn.privacy import Privacy, refuse_leaks
@@ -113,6 +112,10 @@ class Plan:
     def clients_per_round(self) -> int:
         return self.schedule.clients_per_round(self.num_clients, self.algorithm.communicates)
 
+    def cohort(self, number: int) -> list[int]:
+        """The clients that take part in a round."""
+        return cohort(keys.fold(self.seed, "rounds"), number, self.num_clients, self.clients_per_round).tolist()
+
     @property
     def num_rounds(self) -> int:
         return self.schedule.num_rounds(self.num_clients, self.algorithm.communicates)
@@ -153,7 +156,7 @@ class Plan:
     def _fresh_models(self) -> dict[str, Params]:
         return {name: model.fresh(keys.fold(self.seed, "init")) for name, model in self.models.items()}
 
-    def first_row(self, key: Key, descriptor: Tensor | None) -> Any:
+    def first_row(self, key: keys.Key, descriptor: Tensor | None) -> Any:
         """The server's memory of ONE client before its first round."""
         return in_dtype(self.algorithm.init_row(key, descriptor), self.dtype)
 
@@ -238,7 +241,7 @@ class Plan:
                 model, memories.shared, take(memories.rows, client), kept, batches, is_adapted
             )
 
-    def batches_of(self, client: int, key: Key, num_batches: int, data: Federation | None = None) -> Batches:
+    def batches_of(self, client: int, key: keys.Key, num_batches: int, data: Federation | None = None) -> Batches:
         """Minibatches [K, B, ...] of ONE client, drawn as among the others, from its own examples in `data`."""
         # As wide a minibatch as among the others: with another width, sums round otherwise.
         width = min(self.schedule.batch_size, self.clients.largest_train_size)
@@ -258,7 +261,7 @@ class Plan:
             torch.zeros(shape, dtype=torch.bool, device=self.device),
         )
 
-    def personalize_key(self, number: int) -> Key:
+    def personalize_key(self, number: int) -> keys.Key:
         return self.exchange.personalize_key(number)
 
 

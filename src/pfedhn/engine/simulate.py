@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.data.batches import cohort
 from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
 from pfedhn.engine.crew import CohortShard, Trained, Trainer
@@ -33,7 +32,6 @@ from pfedhn.engine.state import (
     Progress,
     State,
 )
-from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import copy, in_dtype, put, stack, take
 from pfedhn.privacy import Cost, Protection, keyed_normal
@@ -131,10 +129,6 @@ class Simulation(Plan):
             state.round = number + 1
             is_evaluated = self.schedule.is_evaluated(before, after)
             yield Progress(after, self.choose(state, self.evaluate(state)) if is_evaluated else None)
-
-    def cohort(self, number: int) -> list[int]:
-        key = keys.fold(self.seed, "rounds")
-        return cohort(key, number, self.federation.num_clients, self.clients_per_round).tolist()
 
     def privacy_cost(self, client: int) -> Cost:
         """What a round costs a client."""
@@ -337,7 +331,7 @@ class Simulation(Plan):
     def identity(self, client: int) -> int:
         return int(self.federation.identity(torch.tensor(client, device=self.device)))
 
-    def batches_of(self, client: int, key: Key, num_batches: int, data: Federation | None = None) -> Batches:
+    def batches_of(self, client: int, key: keys.Key, num_batches: int, data: Federation | None = None) -> Batches:
         if data is not None:
             return super().batches_of(client, key, num_batches, data)
         member = torch.tensor([client], device=self.device)

@@ -17,11 +17,16 @@ from pfedhn.data.describe import large_labels
 from pfedhn.data.federation import Federation
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.round import Kept, Reply
-from pfedhn.errors import RunError
+from pfedhn.errors import RunError, UserError
 from pfedhn.params import copy, put, stack, take
 from pfedhn.settings import values_in_short
 
 EVALUATED_SPLITS = ("validation", "test")
+
+
+def refuse_without_evaluation(federation: Federation) -> None:
+    if not sum(int(federation.splits[split].size.sum()) for split in EVALUATED_SPLITS):
+        raise UserError("no client has validation or test examples; leave some out of training to judge the models by.")
 
 
 class Diverged(RunError):

@@ -5,7 +5,7 @@ import logging
 import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -19,12 +19,11 @@ from pfedhn.data.describe import LARGE, large_labels
 from pfedhn.data.federation import Federation
 from pfedhn.data.files import read_federation
 from pfedhn.data.folders import is_client_folder
-from pfedhn.data.palette import stored
+from pfedhn.data.loaded import examples_on, loaded
 from pfedhn.data.tables import count_clients
 from pfedhn.errors import UserError, closest, short
 from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, is_made, is_own_data
 from pfedhn.settings import describe, fits
-from pfedhn.system import fingerprint
 from pfedhn.system.files import given_path, reading
 from pfedhn.system.reference import find_code
 
@@ -68,29 +67,6 @@ def build_partition(cell: Cell) -> partition.Partition:
     if missing:
         raise UserError(f"partition {rule} needs {', '.join(missing)}.")
     return PARTITIONS[rule](**settings)
-
-
-@lru_cache(maxsize=2)
-def _dataset(name: str, data_dir: Path | None) -> datasets.Dataset:
-    return datasets.load(name, data_dir)
-
-
-@lru_cache(maxsize=16)  # two for each of as many GPUs as a machine has
-def _examples_on(name: str, data_dir: Path | None, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """All examples of a data set, those for testing last, on a device: runs side by side share them.
-
-    On a GPU images are bytes, and with them comes their palette.
-    """
-    data = _dataset(name, data_dir)
-    x = data.x if data.test_x is None else torch.cat([data.x, data.test_x])
-    x, palette = stored(x, device)
-    return fingerprint.remember(x), palette
-
-
-def forget_datasets() -> None:
-    """Let go of the data sets that were read; worker processes read their own."""
-    _dataset.cache_clear()
-    _examples_on.cache_clear()
 
 
 def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device: str = "cpu") -> Federation:
@@ -254,7 +230,7 @@ def reading_options(cell: Cell) -> dict[str, Any]:
 
 
 def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:
-    data = _dataset(cell.dataset, data_dir)
+    data = loaded(cell.dataset, data_dir)
     labels = data.y
     if cell.labels == "within-group":
         if data.within is None:
@@ -272,7 +248,7 @@ def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str)
         stratify=cell.stratify,
     )
     y = labels if data.test_y is None else torch.cat([labels, data.test_y])
-    x, palette = _examples_on(cell.dataset, data_dir, device)
+    x, palette = examples_on(cell.dataset, data_dir, device)
     return Federation.from_assignment(x, y, assignment, palette=palette).with_training_examples()
 
 

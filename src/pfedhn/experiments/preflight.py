@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pfedhn.data.files import file_digest
+from pfedhn.data.loaded import forget_datasets
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import CheckedNetworks, build_simulation, refuse_unused_start
-from pfedhn.experiments.data import build_federation, forget_datasets
+from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.directory import Directory, Options, finished
 from pfedhn.experiments.execute import refuse_changed_base
 from pfedhn.experiments.spec import Experiment, RunSpec, is_own_data, with_pretraining

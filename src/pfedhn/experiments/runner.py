@@ -11,8 +11,9 @@ import torch
 from pfedhn.engine.state import Schedule
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.directory import Options, num_jobs
-from pfedhn.experiments.execute import Listener, Outcome, Queue, failure, start
+from pfedhn.experiments.execute import start
 from pfedhn.experiments.preflight import Preflight, survey
+from pfedhn.experiments.queue import Listener, Outcome, Queue, failure
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_run
 from pfedhn.experiments.tasks import Cluster
 from pfedhn.experiments.workers import run_side_by_side
@@ -71,17 +72,17 @@ def run_ready(
         if jobs > 1:
             run_side_by_side(queue, directory, jobs, options)
             return queue.outcome
-    cards = gpus_of(options.device)
-    limit = jobs or MAX_RUNS_ON_DEVICE * len(cards)
-    num_runs = -(-min(len(queue.waiting), limit) // len(cards))
+    devices = gpus_of(options.device)
+    limit = jobs or MAX_RUNS_ON_DEVICE * len(devices)
+    num_runs = -(-min(len(queue.waiting), limit) // len(devices))
     going: dict[str, Generator[bool, None, Run]] = {}
     waiting: set[str] = set()
-    card_of: dict[str, str] = {}
+    device_of: dict[str, str] = {}
     with computing_on(options.device, options.precision, options.deterministic, num_runs), stop_on_signal() as stop:
         while queue.waiting or going:
             # One at a time: its first round shows how much room a run takes.
-            card = min(cards, key=[card_of[name] for name in going].count)  # where the fewest runs are
-            is_seen = not waiting and (card not in map(card_of.get, going) or _has_memory(card))
+            device = min(devices, key=[device_of[name] for name in going].count)  # where the fewest runs are
+            is_seen = not waiting and (device not in map(device_of.get, going) or _has_memory(device))
             has_room = len(going) < limit and (jobs or is_seen)
             run = queue.take() if has_room and not stop.is_set() else None
             turns = list(going) if run is None else [run.name]
@@ -90,21 +91,21 @@ def run_ready(
             for name in turns:
                 try:
                     if run is not None:
-                        card_of[name] = card
-                    with _using(card_of[name]):
+                        device_of[name] = device
+                    with _using(device_of[name]):
                         if run is not None:
-                            going[name] = start(directory, experiment, run, options, listen, stop, card)
+                            going[name] = start(directory, experiment, run, options, listen, stop, device)
                         is_waiting = next(going[name])  # a round, queued on a stream of its own
                     (waiting.add if is_waiting else waiting.discard)(name)
                     continue
                 except StopIteration as end:
                     queue.end(name, end.value.result)
                 except KeyboardInterrupt:  # it wrote its checkpoint; the others have yet to write theirs
-                    _wait_for(card_of[name])
+                    _wait_for(device_of[name])
                     if not stop.is_set():
                         raise
                 except Exception as error:
-                    _wait_for(card_of[name])
+                    _wait_for(device_of[name])
                     queue.end(name, failure(error, directory / name))
                 going.pop(name, None)
                 waiting.discard(name)
@@ -121,9 +122,9 @@ def gpus_of(device: str) -> list[str]:
     return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
 
 
-def _using(card: str) -> AbstractContextManager[Any]:
+def _using(device: str) -> AbstractContextManager[Any]:
     """Inside the block, what is made on a GPU without saying on which is made on this one."""
-    return torch.cuda.device(card) if card.startswith("cuda:") else nullcontext()
+    return torch.cuda.device(device) if device.startswith("cuda:") else nullcontext()
 
 
 def _line_up(ready: Preflight, listen: Listener) -> Queue:
@@ -143,11 +144,11 @@ def _num_rounds(cell: Cell) -> float:
     return cell.steps / (size if algorithm.communicates else cell.clients)
 
 
-def _wait_for(card: str) -> None:
+def _wait_for(device: str) -> None:
     """What a run holds is freed together with its error. Rounds that it has in line on a GPU may still use it."""
-    if card.startswith("cuda"):
+    if device.startswith("cuda"):
         with suppress(RuntimeError):  # of the two errors, the run's own says more
-            torch.cuda.synchronize(card)
+            torch.cuda.synchronize(device)
 
 
 def _give_memory_back(device: str) -> None:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Options
-from pfedhn.experiments.execute import Failure, Queue, failure, start
+from pfedhn.experiments.execute import start
+from pfedhn.experiments.queue import Failure, Queue, failure
 from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.runs.cluster import Software, connection, submit, why_it_failed
 from pfedhn.runs.execute import computing_on

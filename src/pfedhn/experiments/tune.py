@@ -19,8 +19,8 @@ from rich.table import Table
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.directory import Directory
-from pfedhn.experiments.execute import Outcome
 from pfedhn.experiments.grid import select
+from pfedhn.experiments.queue import Outcome
 from pfedhn.experiments.rates import Rates
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest, is_own_data, method_name
 from pfedhn.storage.schema import Result, to_json

@@ -12,7 +12,8 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from pfedhn.experiments.directory import Options
-from pfedhn.experiments.execute import Failure, Queue, failure, start
+from pfedhn.experiments.execute import start
+from pfedhn.experiments.queue import Failure, Queue, failure
 from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.runs.execute import drain
 from pfedhn.runs.progress import Event, Said, Update

@@ -20,7 +20,8 @@ from pfedhn.paper.experiments import table1_cell
 from pfedhn.report.entries import summarize
 from pfedhn.report.findings import Finding
 from pfedhn.studies import drawing
-from pfedhn.studies.study import Finished, Found, Study, known, on_digits, setting, varied
+from pfedhn.studies.finished import Finished
+from pfedhn.studies.study import Found, Study, known, on_digits, setting, varied
 
 NUM_SHUFFLES = 1_000
 EMBEDDING_RATES = (0.3, 1.0)

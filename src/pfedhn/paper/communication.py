@@ -13,7 +13,8 @@ from pfedhn.report.entries import Entry, summarize
 from pfedhn.report.figures import make_logarithmic
 from pfedhn.report.findings import Finding
 from pfedhn.studies import drawing
-from pfedhn.studies.study import Finished, Found, Study, known, on_digits, setting, varied
+from pfedhn.studies.finished import Finished
+from pfedhn.studies.study import Found, Study, known, on_digits, setting, varied
 
 WIDTHS = (10, 100, 1_000)  # of the trunk; the head, nearly all of it, grows alike. The paper's is 100.
 

@@ -21,7 +21,8 @@ from pfedhn.experiments.spec import Cell
 from pfedhn.report.entries import Summary, summarize
 from pfedhn.report.findings import Finding
 from pfedhn.studies import drawing
-from pfedhn.studies.study import Finished, Found, Study, setting
+from pfedhn.studies.finished import Finished
+from pfedhn.studies.study import Found, Study, setting
 
 Floats = NDArray[numpy.float64]
 

@@ -13,7 +13,8 @@ from pfedhn.paper.experiments import table1_cell
 from pfedhn.params import take
 from pfedhn.report.findings import Finding
 from pfedhn.studies import drawing
-from pfedhn.studies.study import Finished, Found, Study, known, on_digits
+from pfedhn.studies.finished import Finished
+from pfedhn.studies.study import Found, Study, known, on_digits
 
 CLASS_NAMES = {
     "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),

@@ -126,7 +126,8 @@ def draw_adapters(found: Found) -> Finding:
     )
 
 
-STUDIES = tuple(
-    Study(name, EXPERIMENTS[name].title, (*EXPERIMENTS[name].cells, *more), draw, seeds=EXPERIMENTS[name].seeds)
+DRAWN = {
+    name: Study(name, EXPERIMENTS[name].title, (*EXPERIMENTS[name].cells, *more), draw, seeds=EXPERIMENTS[name].seeds)
     for name, more, draw in (("resnet-cifar100", (TABLE1,), draw_resnet), ("adapters-cifar100", (), draw_adapters))
-)
+}
+"""Drawn from experiments that are run by their own name."""

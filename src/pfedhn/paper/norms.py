@@ -12,7 +12,8 @@ from pfedhn.report.entries import Entry
 from pfedhn.report.findings import Finding
 from pfedhn.settings import value_of
 from pfedhn.studies import drawing
-from pfedhn.studies.study import Finished, Found, Study, setting, varied
+from pfedhn.studies.finished import Finished
+from pfedhn.studies.study import Found, Study, setting, varied
 from pfedhn.studies.sweep import mean_curve
 
 NAMES = {

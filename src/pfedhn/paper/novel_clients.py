@@ -23,7 +23,8 @@ from pfedhn.report.entries import Summary, summarize
 from pfedhn.report.findings import Finding
 from pfedhn.runs.run import Run
 from pfedhn.studies import drawing
-from pfedhn.studies.study import Finished, Found, Study, known, on_digits
+from pfedhn.studies.finished import Finished
+from pfedhn.studies.study import Found, Study, known, on_digits
 
 ALPHAS = (0.1, 0.25, 0.5, 1.0)
 NUM_NOVEL = 10

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pfedhn.errors import UserError
-from pfedhn.paper.studies import DRAWN, STUDIES
+from pfedhn.paper.networks import DRAWN
+from pfedhn.paper.studies import STUDIES
 from pfedhn.report.findings import Finding, svgs
 from pfedhn.report.results import read_file
 from pfedhn.report.tables import markdown_table

@@ -12,15 +12,13 @@ from pfedhn.paper import (
     linear,
     local_steps,
     mix_and_match,
-    networks,
     norms,
     novel_clients,
     spectral_norm,
     table2,
 )
-from pfedhn.studies.study import Study
 
-STUDIES: dict[str, Study] = {
+STUDIES = {
     study.name: study
     for study in (
         communication.STUDY,
@@ -40,6 +38,3 @@ STUDIES: dict[str, Study] = {
         *ablation.STUDIES,
     )
 }
-
-DRAWN: dict[str, Study] = {study.name: study for study in networks.STUDIES}
-"""What is drawn of experiments that are run by their own name."""

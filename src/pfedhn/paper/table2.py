@@ -18,7 +18,8 @@ from pfedhn.paper.experiments import table1_cell
 from pfedhn.report.entries import Entry, Summary, display_name, summarize
 from pfedhn.report.findings import Finding
 from pfedhn.studies import drawing
-from pfedhn.studies.study import Finished, Found, Study, known, on_digits, setting
+from pfedhn.studies.finished import Finished
+from pfedhn.studies.study import Found, Study, known, on_digits, setting
 
 SIZES = ("lenet-s", "lenet-m", "lenet-l")
 CLIENTS = 75

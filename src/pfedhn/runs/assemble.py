@@ -11,7 +11,6 @@ from pfedhn import models
 from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS, find_method
 from pfedhn.data.federation import Federation
-from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.memory import refuse_too_large
 from pfedhn.engine.network import (
     build_model,
@@ -20,7 +19,7 @@ from pfedhn.engine.network import (
 )
 from pfedhn.engine.plan import make_plan
 from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import EVALUATED_SPLITS
+from pfedhn.engine.state import refuse_without_evaluation
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.errors import UserError, closest, short
 from pfedhn.model import Factory, Model, PerExample
@@ -57,11 +56,6 @@ def choose_device(name: str | torch.device) -> str:
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError("PyTorch finds no GPU here; take the device 'cpu', which works anywhere.")
     return str(name)
-
-
-def refuse_without_evaluation(federation: Federation) -> None:
-    if not sum(int(federation.splits[split].size.sum()) for split in EVALUATED_SPLITS):
-        raise UserError("no client has validation or test examples; leave some out of training to judge the models by.")
 
 
 def assemble(
@@ -124,8 +118,7 @@ def assemble(
         name: made if isinstance(made, Model) else build_model(name, made, federation, loss, metric)
         for name, made in factories.items()
     }
-    if isinstance(federation, LazyFederation):
-        federation = with_num_outputs(federation, networks.values())
+    federation = with_num_outputs(federation, networks.values())
     algorithm = build_algorithm(method)
     for network in networks.values():
         refuse_single_rows(network, federation, batch_size)

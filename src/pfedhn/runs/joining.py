@@ -24,11 +24,10 @@ from pfedhn.engine.network import (
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Memories, State
+from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Memories, State, refuse_without_evaluation
 from pfedhn.errors import UserError, closest, short, some
 from pfedhn.model import Model
 from pfedhn.params import Params, take
-from pfedhn.runs.assemble import refuse_without_evaluation
 from pfedhn.runs.portable import Card, Portable, write_model
 from pfedhn.settings import check_seed, checked_method, whole_number, with_values
 from pfedhn.storage.identity import method_name

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Progress as RunProgress
+from pfedhn.runs.scores import score_text
 from pfedhn.storage.schema import Result, Scores
 from pfedhn.system.screen import Screen
 
@@ -83,15 +84,6 @@ def watch_run(run: str, simulation: Simulation, tell: Callable[[Update], None]) 
         tell(Update(run, progress.step, total, score, is_evaluation, simulation.clients_per_round))
 
     return watch
-
-
-def score_text(run: Any) -> str:
-    """The newest evaluation and the best one, short enough for a line."""
-    validation: Scores = run.history[-1].validation
-    best = run.state.best.evaluation.splits["validation"].score
-    if not validation.has_accuracy:
-        return f"validation loss {validation.loss:.4f}, best {-best:.4f}"
-    return f"validation {100 * validation.score:.1f} %, best {100 * best:.1f} %"
 
 
 def result_text(result: Result, split: str = "test") -> str:

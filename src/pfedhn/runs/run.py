@@ -23,9 +23,8 @@ from pfedhn.params import Params, take
 from pfedhn.runs.exporting import card_of, export, export_all, new_card, portable_of
 from pfedhn.runs.joining import TRIAL_ROUNDS, NewClient, NewClients, join, network_named, one_client
 from pfedhn.runs.portable import Card, Portable
-from pfedhn.runs.progress import score_text
 from pfedhn.runs.reading import read_examples
-from pfedhn.runs.scores import scores_of
+from pfedhn.runs.scores import score_text, scores_of
 from pfedhn.storage.schema import Moment, Result
 from pfedhn.storage.spec import Origin
 

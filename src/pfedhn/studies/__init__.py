@@ -6,9 +6,10 @@ from functools import cache
 
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs
-from pfedhn.studies.study import SMALL, Finished, Found, Study
+from pfedhn.studies.finished import Finished
+from pfedhn.studies.study import SMALL, Found, Study
 
-PAPER = "pfedhn.paper.studies"
+PAPER = "pfedhn.paper"
 
 __all__ = ["Finding", "Finished", "Found", "Study", "findings", "studies"]
 
@@ -16,13 +17,13 @@ __all__ = ["Finding", "Finished", "Found", "Study", "findings", "studies"]
 @cache
 def studies() -> Mapping[str, Study]:
     """Every named study of the package."""
-    found: Mapping[str, Study] = importlib.import_module(PAPER).STUDIES
+    found: Mapping[str, Study] = importlib.import_module(f"{PAPER}.studies").STUDIES
     return found
 
 
 def findings(runs: Sequence[Runs], own: Sequence[Study] = ()) -> list[Finding]:
     """Draw the findings of the package's studies, found by the experiment's name, and of the user's own."""
-    drawn: Mapping[str, Study] = importlib.import_module(PAPER).DRAWN
+    drawn: Mapping[str, Study] = importlib.import_module(f"{PAPER}.networks").DRAWN
     known = {**studies(), **drawn, **{study.name: study for study in own}}
     found: list[Finding] = []
     for name in dict.fromkeys(part.experiment.name for part in runs):

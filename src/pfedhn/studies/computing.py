@@ -13,7 +13,8 @@ from pfedhn.runs.execute import computing_on
 from pfedhn.runs.load import load
 from pfedhn.storage.history import read_result
 from pfedhn.storage.identity import partition_digest
-from pfedhn.studies.study import Finished, Study
+from pfedhn.studies.finished import Finished
+from pfedhn.studies.study import Study
 
 
 def compute_missing(

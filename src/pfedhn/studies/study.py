@@ -9,61 +9,19 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
-
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.data.federation import Federation
-from pfedhn.engine.evaluate import sums
 from pfedhn.experiments.build import cell_algorithm
-from pfedhn.experiments.data import build_federation
-from pfedhn.experiments.directory import Options
 from pfedhn.experiments.registry import experiments
 from pfedhn.experiments.spec import Cell, Experiment, cell_digest, distinct, method_name
-from pfedhn.model import Model
-from pfedhn.params import Params
 from pfedhn.report.entries import Entry, display_name
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs
-from pfedhn.runs.run import Run
 from pfedhn.settings import value_of
 from pfedhn.storage.schema import Curve, Result
+from pfedhn.studies.finished import Finished
 
 SMALL = "-small"
 SMALL_NETWORKS = {"lenet": "mlp-16", "lenet-s": "mlp-8", "lenet-m": "mlp-16", "lenet-l": "mlp-32"}
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A finished run, with its clients' data: what `compute` is given."""
-
-    run: Run
-    cell: Cell
-    seed: int
-    options: Options
-
-    @property
-    def federation(self) -> Federation:
-        return self.run.simulation.federation
-
-    def another_federation(self, **changes: Any) -> Federation:
-        """The federation of a cell that differs in some fields, such as its partition."""
-        cell = replace(self.cell, **changes)
-        federation = build_federation(cell, self.seed, self.options.data_dir, self.options.device)
-        return federation.to(self.options.device)
-
-    def shared(self, last: bool = False) -> Any:
-        """The server's memory for all as clients use it, at the chosen round or after the last one."""
-        return self.run.plan.exchange.served(self.run.memories(last).shared)
-
-    def embeddings(self, last: bool = False) -> Tensor:
-        """[N, D]: what the server knows of each client at the chosen round, or after the last one."""
-        return self.run.embeddings(last)
-
-    def scores(self, model: Model, weights: Params, client: int, split: str = "test") -> tuple[float, float, int]:
-        """Summed loss and metric of some weights on a client's examples of a split, and the number of those."""
-        numbers = self.federation.splits[split].of(client)
-        loss, metric = sums(model, weights, self.federation, numbers)
-        return loss, metric or 0.0, len(numbers)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,37 @@
+"""The results of runs in a terminal: tables, and the findings of a study."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pfedhn.cli.find import find_study
+from pfedhn.experiments.directory import Options
+from pfedhn.experiments.spec import RunSpec
+from pfedhn.report.entries import asked_for, collect
+from pfedhn.report.findings import to_terminal as finding_to_terminal
+from pfedhn.report.results import read
+from pfedhn.report.tables import to_terminal
+from pfedhn.studies import findings
+from pfedhn.studies.computing import compute_missing
+from pfedhn.system.screen import Screen, say, table_screen
+
+
+def show_results(path: Path, runs: Sequence[RunSpec], options: Options, quiet: bool) -> None:
+    """Print the tables of an experiment; for a study, compute what its findings need and print them too.
+
+    Args:
+        path: The experiment's directory.
+        runs: Its runs that were wanted.
+        options: How they were run.
+        quiet: Compute, and print nothing.
+    """
+    tables = [to_terminal(asked_for(found)) for found in collect([path])]
+    study = find_study(options.source)
+    if not quiet:
+        for table in tables:
+            table_screen().print(table)
+    if study is not None:
+        tell = (lambda text: None) if quiet else (lambda text: say(text, is_error=True))
+        compute_missing(study, path, runs, options, tell)
+    if study is not None and not quiet:
+        for finding in findings(read(path), [study]):
+            Screen().print(finding_to_terminal(finding))
