@@ -24,6 +24,7 @@ from parties import (
     simulation_of,
     small,
 )
+from safetensors.torch import load_file
 from support import BATCH_SIZE, TRAIN_SIZES, assert_close, assert_same_bits, model, mostly_slow
 
 from pfedhn import keys
@@ -36,14 +37,15 @@ from pfedhn.data.federation import Federation
 from pfedhn.deploy import checks
 from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy import server as serving
-from pfedhn.deploy import state as server_state
+from pfedhn.deploy import store as server_store
 from pfedhn.deploy.checks import check_scores
 from pfedhn.deploy.party import SILENCE, Party
 from pfedhn.deploy.plan import plan_digest
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.privacy import BudgetSpent, system_normal
 from pfedhn.deploy.signing import new_key, opened, sealed
-from pfedhn.deploy.state import Rules, Store
+from pfedhn.deploy.state import Rules
+from pfedhn.deploy.store import Store
 from pfedhn.deploy.transport import Arrival
 from pfedhn.deploy.wire import TYPES, Message, WireError, from_envelope, is_finite, unpacked
 from pfedhn.engine.rounds import scores_of_adapted
@@ -53,7 +55,9 @@ from pfedhn.engine.transform import TRANSFORMS
 from pfedhn.errors import RunError, UserError
 from pfedhn.params import stack, take
 from pfedhn.privacy import Cost, Privacy, Protection
+from pfedhn.storage import checkpoint
 from pfedhn.storage.seal import sealed_json, unsealed_json
+from pfedhn.storage.trees import write_tensors
 
 SEED = 5
 
@@ -424,6 +428,22 @@ def test_what_another_server_left_after_a_checkpoint_is_not_taken_in(tmp_path: P
     assert group.new_server().state.num_accepted == 6
 
 
+def test_a_folder_of_an_earlier_version_goes_on(expected: tuple[Simulation, State], tmp_path: Path) -> None:
+    """Its tensors were in a file without an ending that carried its own digest."""
+    group = Group(expected[0], tmp_path, Policy(checkpoint_seconds=0.0))
+    stop_after(group, "round", 2)
+    for file in (tmp_path / "server").glob("checkpoint-*.json"):
+        table = {**unsealed_json(file.read_bytes()), "format": 3}
+        del table["tensors_sha256"]
+        file.write_bytes(sealed_json(table))
+        tensors = file.with_suffix(".safetensors")
+        write_tensors(file.with_suffix(""), load_file(tensors))
+        tensors.unlink()
+    group.new_server().run()
+    assert_simulated(group, expected[1])
+    assert all(file.suffix for file in (tmp_path / "server").glob("checkpoint-*"))
+
+
 def test_journals_alone_are_no_state(tmp_path: Path) -> None:
     group = Group(
         simulation_of(small("fedavg"), rounds=4, cohort=6, evaluate_every=1_000),
@@ -460,8 +480,8 @@ def test_a_server_that_is_killed_between_the_parts_of_a_checkpoint_goes_on(
 
     group = Group(expected[0], tmp_path, Policy(checkpoint_seconds=0.0))
     with monkeypatch.context() as patch:
-        for name in ("write_tensors", "write_atomically"):
-            patch.setattr(server_state, name, dying(getattr(server_state, name)))
+        for module in (server_store, checkpoint):
+            patch.setattr(module, "write_atomically", dying(module.write_atomically))
         with pytest.raises(Killed):
             group.server.run()
     group.transport._waiting.clear()

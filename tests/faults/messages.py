@@ -17,13 +17,15 @@ import torch
 from deploy.parties import KEYS, Group, Killed, Virtual, assert_simulated, simulation_of, small, with_cohorts
 from faults.table import Row, row_of
 
-from pfedhn.deploy import state as server_state
+from pfedhn.deploy import store as server_store
 from pfedhn.deploy.party import logger
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.signing import opened, sealed
-from pfedhn.deploy.state import Rules, Store, step_order
+from pfedhn.deploy.state import Rules, step_order
+from pfedhn.deploy.store import Store
 from pfedhn.deploy.transport import Arrival
 from pfedhn.deploy.wire import Message, WireError
+from pfedhn.storage import checkpoint
 
 ROUNDS = 4
 STRANGER = KEYS[7]
@@ -277,9 +279,9 @@ def killed_at_checkpoint(case: Case) -> set[str]:
     case.group.policy = replace(POLICY, checkpoint_seconds=0.0)
     case.group.new_server()
     with (
-        dying(case, server_state, "write_tensors"),
-        dying(case, server_state, "write_atomically"),
-        dying(case, Store, "_remove"),
+        dying(case, checkpoint, "write_atomically"),
+        dying(case, server_store, "write_atomically"),
+        dying(case, server_store, "remove_old"),
     ):
         case.run()
     return set()

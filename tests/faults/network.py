@@ -27,7 +27,8 @@ from pfedhn.deploy.join import load_party
 from pfedhn.deploy.serve import CONNECTION
 from pfedhn.deploy.signing import load_or_make_key, public_text
 from pfedhn.deploy.site import Site
-from pfedhn.deploy.state import Rules, Store
+from pfedhn.deploy.state import Rules
+from pfedhn.deploy.store import Store
 from pfedhn.params import take
 from pfedhn.runs.assemble import assemble, build_algorithm
 

@@ -19,7 +19,8 @@ from pfedhn.deploy.plan import Phase
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.questions import Question, Questions
 from pfedhn.deploy.signing import PrivateKey, PublicKey
-from pfedhn.deploy.state import Member, Rules, State, Store, Unfit, split_results, step_order
+from pfedhn.deploy.state import Member, Rules, State, split_results, step_order
+from pfedhn.deploy.store import Store, Unfit
 from pfedhn.deploy.transport import Arrival, Transport
 from pfedhn.deploy.wire import REFUSALS, Message, WireError
 from pfedhn.engine.in_flight import next_of

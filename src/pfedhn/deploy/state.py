@@ -1,35 +1,25 @@
-"""Everything a server remembers, as a value: what moves it is a record, and a checkpoint plus its journal is the state.
+"""The state of a server as a value, and the rules by which records change it.
 
-The rules here draw nothing and ask nobody, so that the same records always give the same state.
+The rules draw no random numbers and ask nobody: the same records always give the same state.
 """
 
-import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pfedhn import keys
-from pfedhn.deploy.journal import append_record, records
 from pfedhn.deploy.plan import Phase, exchange_of, plan_digest
 from pfedhn.deploy.wire import Message, from_envelope, unpacked
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Reply, Returned
 from pfedhn.engine.state import EVALUATED_SPLITS
-from pfedhn.errors import RunError, first_line
 from pfedhn.params import copy, in_dtype, num_bytes, stack, take
 from pfedhn.runs.scores import scores_of
 from pfedhn.storage.schema import Scores, is_worse
-from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
-from pfedhn.storage.trees import filled, named, read_tensors, write_tensors
-from pfedhn.system.files import make_folder, read_bytes, write_atomically
-
-FORMAT = 3
-NUM_KEPT = 2  # checkpoints, with their journals
 
 
 @dataclass
@@ -327,137 +317,3 @@ def reply_from(message: Message) -> Reply:
         torch.tensor(values["round"]),
         torch.tensor(values["version"]),
     )
-
-
-class Unfit(Exception):
-    """A record that the state cannot take; it is not on the disk."""
-
-
-@dataclass
-class Store:
-    """A server's folder: checkpoints, and for each the journal of what came after it."""
-
-    folder: Path
-    rules: Rules
-    number: int = 0  # of the checkpoint that the journal follows
-
-    def __post_init__(self) -> None:
-        make_folder(self.folder, mode=0o700)
-
-    def commit(self, state: State, table: Mapping[str, Any], message: bytes = b"") -> None:
-        """Move the state, then write the record; nobody hears of it before it is written.
-
-        In this order, since a record that cannot be applied would stop every server that reads it again. Where it
-        cannot, the state may have moved in part: load it again.
-        """
-        try:
-            self.rules.apply(state, table, message)
-        except Exception as error:
-            raise Unfit(f"the record {table['kind']!r} cannot be applied: {first_line(error)}") from error
-        append_record(self._journal(self.number), table, message)
-
-    def can_step(self, name: str) -> bool:
-        """Whether the state on the disk can take a step with the update of this party alone."""
-        state = self.load()
-        state.replies = {name: state.replies[name]}
-        try:
-            self.rules.apply(state, {"kind": "step"})
-        except Exception:
-            return False
-        return True
-
-    def load(self) -> State:
-        """The newest intact checkpoint, with every record since then applied."""
-        state = None
-        for number in self._numbers():
-            state = self._read(number)
-            if state is not None:
-                self.number = number
-                break
-        # A checkpoint that is damaged, gone or half written is made up for: journals follow each other without a gap.
-        newest = max([self.number, *self._numbers(), *self._numbers("journal-*")])
-        missing = [number for number in range(self.number, newest + 1) if not self._journal(number).exists()]
-        if newest and missing:
-            if state is None:
-                raise RunError(f"no checkpoint in {self.folder} is sound; bring the folder back from a backup.")
-            raise RunError(f"{self._journal(missing[0])} is missing; bring the folder back from a backup.")
-        if state is None:
-            state = self.rules.initial()
-        for number in range(self.number, newest + 1):
-            for table, message in records(self._journal(number), is_last=number == newest):
-                self.rules.apply(state, table, message)
-            self.number = number
-        return state
-
-    def save(self, state: State) -> None:
-        """Write a checkpoint; the journal begins anew."""
-        assert not state.replies, "a checkpoint is written between rounds"
-        tensors = named("shared", state.shared)
-        for name, row in state.rows.items():
-            tensors |= named(f"row/{name}", row)
-        skipped = ("shared", "rows", "members", "replies", "best", "tested", "cohort", "attempt", "is_open")
-        table = {name: value for name, value in vars(state).items() if name not in skipped}
-        table["members"] = [asdict(member) for member in state.members.values()]
-        for part, chosen in (("best", state.best), ("tested", state.tested)):
-            table[part] = None
-            if chosen is not None:
-                tensors |= named(f"{part}/shared", chosen.shared)
-                for name, row in chosen.rows.items():
-                    tensors |= named(f"{part}/row/{name}", row)
-                table[part] = {
-                    "round": chosen.round, "score": repr(chosen.score), "results": chosen.results,
-                    "rows": list(chosen.rows), "bases": chosen.bases,
-                }  # fmt: skip
-        number = self.number + 1
-        write_tensors(self.folder / f"checkpoint-{number:09d}", tensors)
-        # Before the checkpoint counts: what an older server left there did not come after it, and one that is missing
-        # is missed, the very first too.
-        if not self._journal(self.number).exists():
-            write_atomically(self._journal(self.number), b"", mode=0o600)
-        write_atomically(self._journal(number), b"", mode=0o600)
-        table |= {"format": FORMAT, "plan": self.rules.plan_digest}
-        write_atomically(self.folder / f"checkpoint-{number:09d}.json", sealed_json(table), mode=0o600)
-        self.number = number
-        if len(kept := self._numbers()[:NUM_KEPT]) == NUM_KEPT:
-            for old in {*self._numbers(), *self._numbers("journal-*")}:
-                if old < kept[-1]:
-                    self._remove(old)
-
-    def _remove(self, number: int) -> None:
-        for file in (f"checkpoint-{number:09d}.json", f"checkpoint-{number:09d}", self._journal(number).name):
-            (self.folder / file).unlink(missing_ok=True)
-
-    def _numbers(self, pattern: str = "checkpoint-*.json") -> list[int]:
-        found = (re.fullmatch(r"[a-z]+-(\d+)", file.stem) for file in self.folder.glob(pattern))
-        return sorted((int(match[1]) for match in found if match), reverse=True)
-
-    def _journal(self, number: int) -> Path:
-        return self.folder / f"journal-{number:09d}"
-
-    def _read(self, number: int) -> State | None:
-        try:
-            table = unsealed_json(read_bytes(self.folder / f"checkpoint-{number:09d}.json"))
-        except DamagedError:
-            return None
-        if table.pop("format") != FORMAT or table.pop("plan") != self.rules.plan_digest:
-            raise RunError(
-                f"{self.folder} holds a run of another plan or version of pfedhn; serve from a folder of its own."
-            )
-        tensors = read_tensors(self.folder / f"checkpoint-{number:09d}")
-        if tensors is None:
-            return None
-        if table["has_ended"] and "is_adapted" not in table:  # earlier versions decided nothing
-            has_steps = self.rules.plan.algorithm.adaptation_steps > 0
-            table["is_adapted"] = (True if table["final"] else None) if has_steps else False
-        form = self.rules.plan.form
-        members = {one["name"]: Member(**one) for one in table.pop("members")}
-        chosen = {part: table.pop(part) for part in ("best", "tested")}
-        state = State(filled("shared", form.shared, tensors), members=members, **table)
-        state.rows = {name: filled(f"row/{name}", form.row, tensors) for name in members}
-        for part, known in chosen.items():
-            if known is not None:
-                rows = {name: filled(f"{part}/row/{name}", form.row, tensors) for name in known["rows"]}
-                shared = filled(f"{part}/shared", form.shared, tensors)
-                score, results = float(known["score"]), known["results"]
-                setattr(state, part, Chosen(known["round"], shared, rows, known["bases"], score, results))
-        return state

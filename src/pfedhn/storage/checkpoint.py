@@ -1,7 +1,7 @@
-"""A run's state on disk: tensors in safetensors, the rest in JSON, written atomically and verified on load.
+"""Checkpoints: tensors in safetensors, the rest in JSON, written atomically and verified on load.
 
-The JSON file is written last and carries a digest of both files and the name of its run: where it is missing or does
-not match, the checkpoint does not count and the one before it is used.
+The JSON file is written last and carries digests of both files: if it is missing or does not match, the checkpoint does
+not count and the one before it is used. Runs and servers of a federation (`deploy.store`) write the same two files.
 """
 
 import hashlib
@@ -27,8 +27,7 @@ from pfedhn.system.files import read_bytes, write_atomically
 from pfedhn.system.fingerprint import differ
 
 FORMAT = 3
-
-
+CHECKPOINT = re.compile(r"checkpoint-\d+")
 NUM_KEPT = 2  # the newest, and the one before it in case the newest is damaged
 
 
@@ -96,25 +95,60 @@ def save_state(
             for name in ("loss", "metric", "count"):
                 if (value := getattr(result, name)) is not None:
                     tensors[f"evaluation/{split}/{name}"] = value
-    content = save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
-    record["tensors_sha256"] = hashlib.sha256(content).hexdigest()
-    name = f"checkpoint-{step:09d}"
-    write_atomically(directory / f"{name}.safetensors", content)
-    write_atomically(directory / f"{name}.json", sealed_json(record))
+    write_checkpoint(directory, step, record, tensors)
     remove_old(directory, NUM_KEPT)
 
 
+def write_checkpoint(
+    directory: Path, number: int, record: Mapping[str, Any], tensors: Mapping[str, Tensor], mode: int = 0o666
+) -> None:
+    """Write the two files of a checkpoint.
+
+    Args:
+        directory: Of the checkpoints.
+        number: Of this one; the highest is the newest.
+        record: What JSON can hold.
+        tensors: By name.
+        mode: Who may read and write the files, as in `write_atomically`.
+    """
+    content = save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
+    record = {**record, "tensors_sha256": hashlib.sha256(content).hexdigest()}
+    name = f"checkpoint-{number:09d}"
+    write_atomically(directory / f"{name}.safetensors", content, mode=mode)
+    write_atomically(directory / f"{name}.json", sealed_json(record), mode=mode)
+
+
 def remove_old(directory: Path, num_kept: int) -> None:
-    """Only the newest stay. They are large: four times a hypernetwork, or twice a model."""
-    for old in checkpoints(directory)[num_kept:]:
-        old.unlink()
-        old.with_suffix(".safetensors").unlink(missing_ok=True)
+    """Remove all but the newest checkpoints, which are large: four times a hypernetwork, or twice a model."""
+    oldest = min((path.stem for path in checkpoints(directory)[:num_kept]), default=None)
+    for file in sorted(directory.glob("checkpoint-*")):  # the JSON file first: without it a checkpoint does not count
+        if CHECKPOINT.fullmatch(file.stem) and (oldest is None or file.stem < oldest):
+            file.unlink(missing_ok=True)
 
 
 def checkpoints(directory: Path) -> list[Path]:
     """The JSON files of the checkpoints, newest first."""
-    found = [path for path in directory.glob("checkpoint-*.json") if re.fullmatch(r"checkpoint-\d+", path.stem)]
+    found = [path for path in directory.glob("checkpoint-*.json") if CHECKPOINT.fullmatch(path.stem)]
     return sorted(found, reverse=True)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The JSON file of a checkpoint, if it is intact."""
+    try:
+        return unsealed_json(read_bytes(path))
+    except DamagedError as error:
+        raise CheckpointError(f"{path.name} {error} and was not used.") from None
+
+
+def read_checkpoint_tensors(path: Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors beside the JSON file of a checkpoint, if they are intact."""
+    file = path.with_suffix(".safetensors")
+    if not file.exists():
+        raise CheckpointError(f"{file.name} is missing, so its checkpoint was not used.")
+    content = read_bytes(file)
+    if hashlib.sha256(content).hexdigest() != record["tensors_sha256"]:
+        raise CheckpointError(f"{file.name} is truncated or was changed, and was not used.")
+    return load(content)
 
 
 def load_state(directory: Path, plan: Plan, run: Mapping[str, str] | None = None) -> Loaded:
@@ -123,7 +157,7 @@ def load_state(directory: Path, plan: Plan, run: Mapping[str, str] | None = None
     for path in checkpoints(directory):
         try:
             record = verified(path, run)
-            tensors = _verified_tensors(path.with_suffix(".safetensors"), record["tensors_sha256"])
+            tensors = read_checkpoint_tensors(path, record)
         except CheckpointError as error:
             refused.append(str(error))
             continue
@@ -137,11 +171,8 @@ def load_state(directory: Path, plan: Plan, run: Mapping[str, str] | None = None
 
 
 def verified(path: Path, run: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What the JSON file of a checkpoint says, if every byte of it is as it was written, for this run."""
-    try:
-        record = unsealed_json(read_bytes(path))
-    except DamagedError as error:
-        raise CheckpointError(f"{path.name} {error} and was not used.") from None
+    """The JSON file of a checkpoint, if it is intact and of this run."""
+    record = read_record(path)
     if record.get("format") != FORMAT:
         raise CheckpointError(f"{path.name} has format {record.get('format')}; this version of pfedhn reads {FORMAT}.")
     if f"checkpoint-{record['step']:09d}" != path.stem:
@@ -154,15 +185,6 @@ def verified(path: Path, run: Mapping[str, str] | None = None) -> dict[str, Any]
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     """The parts in which two runs differ, by names for what they are made of."""
     return [part for part in dict.fromkeys([*one, *other]) if differ(one.get(part, ""), other.get(part, ""))]
-
-
-def _verified_tensors(file: Path, sha256: str) -> dict[str, Tensor]:
-    if not file.exists():
-        raise CheckpointError(f"{file.name} is missing, so its checkpoint was not used.")
-    content = read_bytes(file)
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise CheckpointError(f"{file.name} is truncated or was changed, and was not used.")
-    return load(content)
 
 
 def _memories_to_tensors(prefix: str, memories: Memories) -> tuple[dict[str, Tensor], dict[str, list[int]]]:

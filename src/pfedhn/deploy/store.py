@@ -1,0 +1,178 @@
+"""A server's folder: checkpoints, and after each the journal of later records. Together they give the state."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pfedhn.deploy.journal import append_record, records
+from pfedhn.deploy.state import Chosen, Member, Rules, State
+from pfedhn.errors import RunError, first_line
+from pfedhn.storage.checkpoint import (
+    NUM_KEPT,
+    CheckpointError,
+    checkpoints,
+    read_checkpoint_tensors,
+    read_record,
+    remove_old,
+    write_checkpoint,
+)
+from pfedhn.storage.trees import filled, named, read_tensors
+from pfedhn.system.files import make_folder, write_atomically
+
+FORMAT = 4
+OLD_FORMAT = 3  # has its tensors in a file without an ending, which carries its own digest
+
+
+class Unfit(Exception):
+    """A record that the state cannot take; it is not on the disk."""
+
+
+@dataclass
+class Store:
+    """A server's folder.
+
+    Args:
+        folder: Where it is.
+        rules: By which records change the state.
+        number: Of the checkpoint that the current journal follows.
+    """
+
+    folder: Path
+    rules: Rules
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        make_folder(self.folder, mode=0o700)
+
+    def commit(self, state: State, table: Mapping[str, Any], message: bytes = b"") -> None:
+        """Apply a record to the state, then write it; nobody hears of it before it is written.
+
+        In this order, since a record that cannot be applied would stop every server that reads it again. A record that
+        fails may leave the state half changed: load it again.
+        """
+        try:
+            self.rules.apply(state, table, message)
+        except Exception as error:
+            raise Unfit(f"the record {table['kind']!r} cannot be applied: {first_line(error)}") from error
+        append_record(self._journal(self.number), table, message)
+
+    def can_step(self, name: str) -> bool:
+        """Whether the state on the disk can take a step with the update of this party alone."""
+        state = self.load()
+        state.replies = {name: state.replies[name]}
+        try:
+            self.rules.apply(state, {"kind": "step"})
+        except Exception:
+            return False
+        return True
+
+    def load(self) -> State:
+        """The newest intact checkpoint, with all later records applied."""
+        state, found = None, checkpoints(self.folder)
+        for path in found:
+            try:
+                state = self._read(path)
+            except CheckpointError:
+                continue
+            self.number = _number(path)
+            break
+        # Older checkpoints make up for a damaged one: journals follow each other without a gap.
+        newest = max([self.number, *map(_number, found), *map(_number, self._journals())])
+        missing = [number for number in range(self.number, newest + 1) if not self._journal(number).exists()]
+        if newest and missing:
+            if state is None:
+                raise RunError(f"no checkpoint in {self.folder} is sound; restore the folder from a backup.")
+            raise RunError(f"{self._journal(missing[0])} is missing; restore the folder from a backup.")
+        if state is None:
+            state = self.rules.initial()
+        for number in range(self.number, newest + 1):
+            for table, message in records(self._journal(number), is_last=number == newest):
+                self.rules.apply(state, table, message)
+            self.number = number
+        return state
+
+    def save(self, state: State) -> None:
+        """Write a checkpoint and begin a new journal."""
+        number = self.number + 1
+        # Both journals must exist before the checkpoint counts, since a missing one is an error. The new one is
+        # emptied: in a folder that was restored from a copy, its records did not come after this checkpoint.
+        if not self._journal(self.number).exists():
+            write_atomically(self._journal(self.number), b"", mode=0o600)
+        write_atomically(self._journal(number), b"", mode=0o600)
+        table, tensors = _to_record(state)
+        table |= {"format": FORMAT, "plan": self.rules.plan_digest}
+        tensors = {name: value.clone() for name, value in tensors.items()}  # the format refuses shared memory
+        write_checkpoint(self.folder, number, table, tensors, mode=0o600)
+        self.number = number
+        remove_old(self.folder, NUM_KEPT)
+        if len(kept := checkpoints(self.folder)) == NUM_KEPT:
+            for journal in self._journals():
+                if _number(journal) < _number(kept[-1]):
+                    journal.unlink(missing_ok=True)
+
+    def _read(self, path: Path) -> State:
+        table = read_record(path)
+        format_, plan = table.pop("format"), table.pop("plan")
+        if format_ not in (OLD_FORMAT, FORMAT) or plan != self.rules.plan_digest:
+            raise RunError(f"{self.folder} holds a run of another plan or version of pfedhn; give another folder.")
+        if format_ == FORMAT:
+            tensors = read_checkpoint_tensors(path, table)
+            del table["tensors_sha256"]
+        elif (old := read_tensors(path.with_suffix(""))) is not None:
+            tensors = old
+        else:
+            raise CheckpointError(f"{path.stem} is missing or damaged, and was not used.")
+        if table["has_ended"] and "is_adapted" not in table:  # earlier versions decided nothing
+            has_steps = self.rules.plan.algorithm.adaptation_steps > 0
+            table["is_adapted"] = (True if table["final"] else None) if has_steps else False
+        return _to_state(table, tensors, self.rules)
+
+    def _journals(self) -> list[Path]:
+        return sorted(self.folder.glob("journal-*"))
+
+    def _journal(self, number: int) -> Path:
+        return self.folder / f"journal-{number:09d}"
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
+
+
+def _to_record(state: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A state between rounds: what JSON can hold, and tensors by name."""
+    assert not state.replies, "a checkpoint is written between rounds"
+    tensors = named("shared", state.shared)
+    for name, row in state.rows.items():
+        tensors |= named(f"row/{name}", row)
+    skipped = ("shared", "rows", "members", "replies", "best", "tested", "cohort", "attempt", "is_open")
+    table = {name: value for name, value in vars(state).items() if name not in skipped}
+    table["members"] = [asdict(member) for member in state.members.values()]
+    for part, chosen in (("best", state.best), ("tested", state.tested)):
+        table[part] = None
+        if chosen is not None:
+            tensors |= named(f"{part}/shared", chosen.shared)
+            for name, row in chosen.rows.items():
+                tensors |= named(f"{part}/row/{name}", row)
+            table[part] = {
+                "round": chosen.round, "score": repr(chosen.score), "results": chosen.results,
+                "rows": list(chosen.rows), "bases": chosen.bases,
+            }  # fmt: skip
+    return table, tensors
+
+
+def _to_state(table: dict[str, Any], tensors: Mapping[str, Tensor], rules: Rules) -> State:
+    form = rules.plan.form
+    members = {one["name"]: Member(**one) for one in table.pop("members")}
+    chosen = {part: table.pop(part) for part in ("best", "tested")}
+    state = State(filled("shared", form.shared, tensors), members=members, **table)
+    state.rows = {name: filled(f"row/{name}", form.row, tensors) for name in members}
+    for part, known in chosen.items():
+        if known is not None:
+            rows = {name: filled(f"{part}/row/{name}", form.row, tensors) for name in known["rows"]}
+            shared = filled(f"{part}/shared", form.shared, tensors)
+            score, results = float(known["score"]), known["results"]
+            setattr(state, part, Chosen(known["round"], shared, rows, known["bases"], score, results))
+    return state
