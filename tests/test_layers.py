@@ -4,7 +4,7 @@ import pytest
 from support import model
 
 from pfedhn.errors import UserError
-from pfedhn.layers import Roles, assign_roles, last_layer
+from pfedhn.layers import Roles, assign_roles
 
 
 def names(roles: Roles) -> dict[str, list[str]]:
@@ -24,7 +24,7 @@ def test_every_parameter_has_one_role_and_keeps_its_place() -> None:
 
 def test_what_is_not_named_is_the_rest() -> None:
     target = model("conv")
-    assert last_layer(target) == "out"
+    assert target.last_layer == "out"
     roles = assign_roles(target, rest="shared", personal=("out.bias",))
     assert names(roles)["shared"] == ["conv.weight", "conv.bias", "out.weight"]
     assert sum(len(part) for part in roles) == len(target.shapes)

@@ -12,9 +12,11 @@ Axes: [C]lients of a cohort that share one architecture.
 """
 
 import inspect
+import math
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import torch
@@ -35,6 +37,46 @@ Row = TypeVar("Row")
 Private = TypeVar("Private")
 
 
+LABEL_COUNTS = "label_counts"
+"""The name under which `init_private` finds its client's label counts, beside the initial weights."""
+
+
+class Extra(NamedTuple):
+    """A tensor that a client sends beside its update, in the network's floating-point type."""
+
+    shape: tuple[int, ...]
+    max_norm: float  # the largest that a deployed server accepts
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a method uses besides weights: named tensors on the wire, and label counts.
+
+    Args:
+        down: The shapes of the tensors that `send` adds to the weights. `train` and `personalize` receive them.
+        up: The tensors that `train` adds to its update. `receive` gets them unchanged, as `Group.extras`.
+        num_labels: The number of classes, if `init_private` needs its client's label counts. They are in `start`, as
+            [num_labels] training examples per class. They stay on the client.
+    """
+
+    down: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    up: Mapping[str, Extra] = field(default_factory=dict)
+    num_labels: int | None = None
+
+    @property
+    def num_values(self) -> tuple[int, int]:
+        """How many numbers travel beside the weights, down and up."""
+        return sum(map(math.prod, self.down.values())), sum(math.prod(extra.shape) for extra in self.up.values())
+
+    @property
+    def unprotected(self) -> list[str]:
+        """What the method computes from a client's examples besides gradients; noise on gradients does not hide it."""
+        return [*self.up, *([] if self.num_labels is None else [LABEL_COUNTS])]
+
+
+NO_EXTRAS = Extras()
+
+
 class Group(NamedTuple):
     """What came back from the clients of one architecture in one round."""
 
@@ -43,6 +85,7 @@ class Group(NamedTuple):
     updates: Params  # [C, ...], received minus trained
     sizes: Tensor  # [C], training examples of each client
     parts: Tensor | None = None  # [C], how much of each update is here, which is less where it comes late; None for all
+    extras: Mapping[str, Tensor] = MappingProxyType({})  # [C, ...], as each client sent them, late ones too
 
 
 @runtime_checkable
@@ -95,6 +138,10 @@ class Algorithm(Protocol[Shared, Row, Private]):
     def frozen(self, model: Model) -> Collection[str]:
         """Parameters that nobody trains: they stay at their start, are stored once and never sent."""
         return ()
+
+    def extras(self, model: Model) -> Extras:
+        """What the method uses besides weights; their names must differ from those of the network's parameters."""
+        return NO_EXTRAS
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Shared:
         """The server's memory at round 0, from one initial model per architecture."""

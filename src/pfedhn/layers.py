@@ -54,15 +54,10 @@ def _parameters(model: Model, layers: Sequence[str], setting: str) -> list[str]:
         raise UserError(f"{setting} = {layers!r} does not fit; it must be a list of layers, such as [{layers!r}].")
     chosen: list[str] = []
     for layer in layers:
-        layer = last_layer(model) if layer == "last" else layer
+        layer = model.last_layer if layer == "last" else layer
         owned = [name for name in model.shapes if name == layer or name.startswith(layer + ".")]
         if not owned:
             known = ", ".join(dict.fromkeys(name.rsplit(".", 1)[0] for name in model.shapes))
             raise UserError(f"{setting} names the layer {layer!r}, which {model.name} does not have; it has {known}.")
         chosen += owned
     return chosen
-
-
-def last_layer(model: Model) -> str:
-    """The layer that holds the last parameter: the classifier of an ordinary network."""
-    return list(model.shapes)[-1].rpartition(".")[0] or list(model.shapes)[-1]

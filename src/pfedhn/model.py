@@ -4,6 +4,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -22,6 +23,8 @@ from pfedhn.sgd import Batches
 from pfedhn.statistics import collecting, copied, masked, statistics_of, training_pass
 
 Factory: TypeAlias = Callable[[], nn.Module]
+
+UNFUSED = "_pfedhn_unfused"  # on a class whose forward pass was rewritten: the class before that
 
 
 PerExample: TypeAlias = Callable[[Any, Tensor], Tensor]
@@ -135,15 +138,52 @@ class Model:
 
     def loss(self, weights: Params, batch: Batches) -> Tensor:
         """Mean loss over the examples of one batch [B, ...] that the mask keeps."""
+        return self.mean_loss(self._training_outputs(self.training_module, weights, batch), batch)
+
+    def mean_loss(self, outputs: Any, batch: Batches) -> Tensor:
+        """`loss`, given the network's outputs."""
+        values = self.per_example_loss(outputs, batch.y)
+        return torch.where(batch.mask, values, 0.0).sum() / batch.mask.sum()
+
+    def features(self, weights: Params, batch: Batches) -> tuple[Tensor, Any]:
+        """The input of the last layer on one batch [B, ...], and the network's outputs, in one training pass."""
+        noted: list[Tensor] = []
+        token = _noted.set(noted)
+        try:
+            outputs = self._training_outputs(self._watched_module, weights, batch)
+        finally:
+            _noted.reset(token)
+        if not noted:
+            raise UserError(
+                f"the forward pass of {self.name} does not call its last layer {self.last_layer!r} as a module, so its "
+                "input is unknown; use another method, or call the layer in `forward`."
+            )
+        return noted[-1], outputs
+
+    @property
+    def last_layer(self) -> str:
+        """The layer that holds the last parameter: the classifier of an ordinary network."""
+        return list(self.shapes)[-1].rpartition(".")[0] or list(self.shapes)[-1]
+
+    @cached_property
+    def _watched_module(self) -> nn.Module:
+        """As `training_module`, with a last layer that notes its input; tensors are shared, so a trace may make it."""
+        module = self.training_module
+        tensors = [*module.parameters(), *module.buffers()]
+        module = copy.deepcopy(module, {id(value): value for value in tensors})
+        module.__class__ = getattr(type(module), UNFUSED, type(module))
+        layers = dict(module.named_modules())
+        if self.last_layer in layers:
+            layers[self.last_layer].register_forward_pre_hook(_note_input)
+        return module
+
+    def _training_outputs(self, module: nn.Module, weights: Params, batch: Batches) -> Any:
         if protected() is not None and batch.mask.shape[0] > 1:
             raise UserError(NO_GRADIENT)  # a method of one's own may differentiate it in its own way
         if self.statistics:
             with training_pass(self.statistics, batch.mask):
-                outputs = self._forward(self.training_module, weights, batch.x)
-        else:
-            outputs = self._forward(self.training_module, weights, batch.x)
-        values = self.per_example_loss(outputs, batch.y)
-        return torch.where(batch.mask, values, 0.0).sum() / batch.mask.sum()
+                return self._forward(module, weights, batch.x)
+        return self._forward(module, weights, batch.x)
 
     def statistics_from(self, weights: Params, batches: Batches) -> Params:
         """The batch statistics of these weights on some minibatches [K, B, ...]: the mean over batches."""
@@ -173,6 +213,15 @@ class Model:
         module = copy.deepcopy(self.testing_module)
         module.load_state_dict({name: value.detach() for name, value in weights.items()}, strict=False)
         return module
+
+
+_noted: ContextVar[list[Tensor] | None] = ContextVar("noted", default=None)
+
+
+def _note_input(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    noted = _noted.get()
+    if noted is not None:
+        noted.append(inputs[0])
 
 
 _CUDNN = threading.RLock()

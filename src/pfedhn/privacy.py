@@ -221,8 +221,17 @@ def keyed_normal(key: Key) -> Normal:
     return normal
 
 
-def refuse_leaks(privacy: Privacy | None, has_statistics: bool, needs_descriptors: bool) -> None:
-    """Refuse what would tell of the data beside what is noised."""
+def refuse_leaks(
+    privacy: Privacy | None, has_statistics: bool, needs_descriptors: bool, unprotected: Sequence[str] = ()
+) -> None:
+    """Refuse what would tell of the data beside what is noised.
+
+    Args:
+        privacy: What the client does.
+        has_statistics: Whether its network has batch statistics.
+        needs_descriptors: Whether the server needs a description of it.
+        unprotected: What the method computes from its examples besides gradients, by name.
+    """
     if privacy is None:
         return
     if needs_descriptors:
@@ -231,6 +240,11 @@ def refuse_leaks(privacy: Privacy | None, has_statistics: bool, needs_descriptor
         raise UserError(
             "BatchNorm mixes the examples of a minibatch, so that no example has a gradient of its own to clip; use "
             "GroupNorm or LayerNorm, or level = 'client'."
+        )
+    if privacy.level == "example" and unprotected:
+        raise UserError(
+            f"this method uses {', '.join(unprotected)} of a client's examples, which noise on gradients does not "
+            "protect; use level = 'client'."
         )
 
 

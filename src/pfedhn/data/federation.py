@@ -267,12 +267,17 @@ class Federation:
         """[N, classes]: how many training examples of each class a client has."""
         if self.num_classes is None:
             raise UserError("this federation has no class labels to describe clients by; give it descriptors.")
-        return torch.stack(
-            [
-                torch.bincount(self.labels_of(self.splits["train"].of(i)), minlength=self.num_classes)
-                for i in range(self.num_clients)
-            ]
-        )
+        return torch.stack([self.label_counts(client, self.num_classes) for client in range(self.num_clients)])
+
+    def label_counts(self, client: int, num_labels: int) -> Tensor:
+        """[num_labels]: how many training examples of each class a client has."""
+        if self.y.is_floating_point() or self.y.ndim > 1:
+            raise UserError("this method counts the examples of each class, and the labels here are not classes.")
+        counts = torch.bincount(self.labels_of(self.splits["train"].of(client)), minlength=num_labels)
+        if len(counts) > num_labels:
+            label = len(counts) - 1
+            raise UserError(f"client {self.name_of(client)} has the label {label}; labels must be below {num_labels}.")
+        return counts
 
     @property
     def class_shares(self) -> Tensor:

@@ -5,12 +5,15 @@ from typing import Any
 
 import torch
 
+from pfedhn.algorithm import Extra
 from pfedhn.deploy.questions import Question
 from pfedhn.deploy.signing import PublicKey, opened
 from pfedhn.deploy.state import State
 from pfedhn.deploy.wire import Message, WireError, is_finite, layout, norm
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.state import EVALUATED_SPLITS
+from pfedhn.model import Model
+from pfedhn.params import Params
 
 MAX_COUNT = 1 << 40  # of examples and rounds
 MAX_LOSS = 1e300  # summed over examples; a sum over parties stays finite
@@ -99,17 +102,44 @@ def _is_descriptor(descriptor: Any, architecture: str, plan: Plan, state: State)
 
 def check_update(message: Message, question: Question, plan: Plan, state: State, max_staleness: int | None) -> None:
     """Refuse an update of another layout, one that is not finite or too large, and one that is too old."""
+    model = plan.models[state.members[message.party].architecture]
+    extras = plan.extras[model.name].up
     if layout(message.tensors) != question.layout:
+        _refuse_layout_of_extras(message.tensors, model, extras)
         raise WireError("layout", "sent an update of other shapes or types than the network has")
+    update = plan.upload.decode(message.tensors, model.dtype)
+    _check_extras(update, extras)
     if not is_finite(message.tensors):
         raise WireError("finite", "sent an update that is not finite")
-    model = plan.models[state.members[message.party].architecture]
-    update = plan.upload.decode(message.tensors, model.dtype)
+    update = {name: value for name, value in update.items() if name not in extras}
     if not (length := norm(update)) <= question.max_norm:
         raise WireError("norm", f"sent an update of norm {length:.3g} where {question.max_norm:.3g} is the most")
     stale = state.round - question.values["version"]
     if max_staleness is not None and stale > max_staleness:
         raise WireError("stale", f"answered weights that are {stale} steps old")
+
+
+def _refuse_layout_of_extras(tensors: Any, model: Model, extras: Mapping[str, Extra]) -> None:
+    """Name the extra that makes the layout of an update wrong, if it is one."""
+    found = tensors if isinstance(tensors, dict) else {}
+    for name, value in found.items():
+        if name not in extras and name not in model.shapes and name not in model.statistics:
+            raise WireError("extra", f"sent the extra {name!r:.80}, which this run does not have")
+        if name in extras and isinstance(value, torch.Tensor) and value.shape != extras[name].shape:
+            shapes = f"{tuple(value.shape)!s:.80} where {tuple(extras[name].shape)}"
+            raise WireError("extra", f"sent the extra {name!r} of shape {shapes} was asked")
+    if found and (missing := [name for name in extras if name not in found]):
+        raise WireError("extra", f"did not send the extra {missing[0]!r}")
+
+
+def _check_extras(update: Params, extras: Mapping[str, Extra]) -> None:
+    """Refuse extras that are not finite or too large."""
+    for name, extra in extras.items():
+        if not is_finite(update[name]):
+            raise WireError("extra", f"sent the extra {name!r}, which is not finite")
+        if (length := norm(update[name])) > extra.max_norm:
+            norms = f"{length:.3g} where {extra.max_norm:.3g} is the most"
+            raise WireError("extra", f"sent the extra {name!r} of norm {norms}")
 
 
 def check_scores(message: Message, examples: Mapping[str, int], has_metric: bool) -> None:

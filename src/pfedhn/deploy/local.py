@@ -67,7 +67,9 @@ class LocalClient:
     def first_contact(self, phase: Phase, received: Params) -> Kept:
         """The client's private state before its first round."""
         exchange, start = exchange_of(self.plan, phase), self.plan.initial_models()[self.architecture]
-        return exchange.first_contact(self.model, start, received, int(self.identity))
+        num_labels = self.plan.extras[self.architecture].num_labels
+        counts = None if num_labels is None else self.data.label_counts(0, num_labels)
+        return exchange.first_contact(self.model, start, received, int(self.identity), counts)
 
     def train(self, phase: Phase, offer: Offer, kept: Kept, protection: Protection | None) -> tuple[Reply, Kept]:
         """One round: the reply and the client's private state after it."""

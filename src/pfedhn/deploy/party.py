@@ -68,7 +68,8 @@ class Party:
         self.files = PartyFolder(self.folder)
         self.local = LocalClient(self.plan, self.data, self.architecture, self.privacy)
         self.architecture = self.local.architecture
-        refuse_leaks(self.privacy, bool(self.local.model.statistics), self.plan.algorithm.needs_descriptors)
+        has_statistics, unprotected = bool(self.local.model.statistics), self.plan.extras[self.architecture].unprotected
+        refuse_leaks(self.privacy, has_statistics, self.plan.algorithm.needs_descriptors, unprotected)
         if self.privacy is not None and self.privacy.level == "example":
             self.local.try_private_steps(self.privacy)
         self.ledger = self.ledger or self.folder / "privacy.json"

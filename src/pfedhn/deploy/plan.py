@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 from typing import Literal, TypeAlias
 
 from pfedhn import keys
+from pfedhn.algorithm import NO_EXTRAS
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Exchange
 from pfedhn.storage.identity import constants_digest, method_name, settings_of, transform_name
@@ -30,4 +31,6 @@ def plan_digest(plan: Plan) -> str:
     method = [method_name(plan.algorithm), settings_of(plan.algorithm)]
     parts = [method, networks, asdict(plan.schedule), plan.seed, plan.num_clients, wire, plan.joining_rounds]
     constants = constants_digest(plan.models)  # a base that the parties must have in common
-    return digest(parts if constants is None else [*parts, constants])
+    parts += [] if constants is None else [constants]
+    extras = {name: asdict(one) for name, one in plan.extras.items() if one != NO_EXTRAS}
+    return digest([*parts, {"extras": extras}] if extras else parts)

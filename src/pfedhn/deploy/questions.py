@@ -66,8 +66,9 @@ class Questions:
         identity = torch.tensor(member.identity)
         exchange = exchange_of(self.plan, phase)
         offer = exchange.offer(model, shared, state.rows[member.name], torch.tensor(number), identity)
-        weights = self.plan.download.decode(offer.weights, model.dtype)
-        form, size = self._update_form(member, weights)
+        received = self.plan.download.decode(offer.weights, model.dtype)
+        weights = {name: value for name, value in received.items() if name not in self.plan.extras[model.name].down}
+        form, size = self._update_form(member, received)
         version = number if phase == "joining" else state.round
         repeated = {"round": number, "version": version, "base": member.base, "phase": phase}
         tested_base = None if state.tested is None else state.tested.bases.get(member.name)
@@ -84,11 +85,11 @@ class Questions:
             bytes_down=num_bytes(offer.weights),
         )
 
-    def _update_form(self, member: Member, weights: Params) -> tuple[str, int]:
-        """The layout of an update of these weights, and its bytes on the wire."""
+    def _update_form(self, member: Member, received: Params) -> tuple[str, int]:
+        """The layout of an update of what was sent, and its bytes on the wire."""
         key = member.architecture, member.phase
         if key not in self._layouts:
-            update = zeros_like(weights)
+            update = zeros_like(self.plan.exchange.update_form(self.plan.models[member.architecture], received))
             encoded, _ = self.plan.upload.encode(update, 0, self.plan.upload.init_state(update))
             self._layouts[key] = layout(encoded), len(packed(Message("train", "", "", {}, encoded)))
         return self._layouts[key]

@@ -39,7 +39,10 @@ SECONDS_TO_LEAVE = 20.0  # that a run may take to write what it knows
 
 def max_body(plan: Plan) -> int:
     """Bytes that a party may send at once: far above its update, which the engine sends whole, and its own messages."""
-    largest = max(sum(shape.numel() for shape in model.shapes.values()) for model in plan.models.values())
+    largest = max(
+        sum(shape.numel() for shape in model.shapes.values()) + plan.extras[name].num_values[1]
+        for name, model in plan.models.items()
+    )
     return 4 * largest * plan.dtype.itemsize + SMALL_BODY
 
 

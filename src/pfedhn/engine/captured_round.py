@@ -184,7 +184,7 @@ def bytes_of_rounds(
     for name, tree in private.items():
         model = simulation.models[name]
         offer = exchange.offer(model, shared, take(rows, 0), number, one)
-        update = exchange.download.decode(offer.weights, model.dtype)  # an update has the names that were sent
+        update = exchange.update_form(model, exchange.download.decode(offer.weights, model.dtype))
         reply, _ = exchange.reply(offer, update, take(tree, 0), number, one)
         each[name] = RoundBytes(bytes_down([offer]), bytes_up([reply]))
     return {

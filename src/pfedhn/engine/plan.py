@@ -3,6 +3,7 @@
 Axes: [N] clients.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from pfedhn import keys
-from pfedhn.algorithm import Algorithm
+from pfedhn.algorithm import Algorithm, Extras
 from pfedhn.data.batches import cohort, draw_examples
 from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
@@ -94,10 +95,26 @@ class Plan:
         if self.download.init_state({}) != ():
             raise UserError("a transform that remembers cannot be used for downloads; use it for uploads.")
         has_statistics = any(model.statistics for model in self.models.values())
-        refuse_leaks(self.privacy, has_statistics, self.algorithm.needs_descriptors)
+        self._check_extras()
+        unprotected = sorted({name for extras in self.extras.values() for name in extras.unprotected})
+        refuse_leaks(self.privacy, has_statistics, self.algorithm.needs_descriptors, unprotected)
         known = ("auto", *EXECUTORS, "captured")
         if self.executor not in known:
             raise UserError(f"there is no executor {self.executor!r}; there are {', '.join(known)}.")
+
+    def _check_extras(self) -> None:
+        for name, extras in self.extras.items():
+            model, names = self.models[name], {*extras.down, *extras.unprotected}
+            if taken := sorted(names & {*model.shapes, *model.statistics}):
+                raise UserError(f"the extra {taken[0]!r} has the name of a parameter of {name}; give it another name.")
+            for extra, (_, bound) in extras.up.items():
+                if not 0 < bound < math.inf:
+                    raise UserError(f"the extra {extra!r} has the norm bound {bound}; it must be above 0 and finite.")
+
+    @cached_property
+    def extras(self) -> dict[str, Extras]:
+        """What travels beside the weights of each network: names, shapes and norm bounds."""
+        return {name: self.algorithm.extras(model) for name, model in self.models.items()}
 
     @property
     def num_clients(self) -> int:
@@ -167,12 +184,17 @@ class Plan:
             received = cache(lambda: self.exchange.sent(model, shared, take(rows, 0)))
 
             def first_contact(client: int) -> Kept:
-                start = self.initial_models()[model.name]
-                return self.exchange.first_contact(model, start, received(), self.identity(client))
+                start, num_labels = self.initial_models()[model.name], self.extras[model.name].num_labels
+                counts = None if num_labels is None else self.label_counts(client, num_labels)
+                return self.exchange.first_contact(model, start, received(), self.identity(client), counts)
 
             return first_contact
 
         return {name: PrivateTable(make(model)) for name, model in self.models.items()}
+
+    def label_counts(self, client: int, num_labels: int) -> Tensor | None:
+        """The label counts of a client; None without its examples."""
+        return None
 
     @cached_property
     def form(self) -> Form:
@@ -191,7 +213,7 @@ class Plan:
         zero = torch.zeros((), dtype=torch.int64, device=self.device)
         kept = memories.private[model.name].make(client)
         offer = self.exchange.offer(model, memories.shared, take(memories.rows, client), zero, zero)
-        update = self.download.decode(offer.weights, model.dtype)  # an update has the names that were sent
+        update = self.exchange.update_form(model, self.download.decode(offer.weights, model.dtype))
         return stack([self.exchange.reply(offer, update, kept, zero, zero)])
 
     def joining(self, clients: Description, memories: Memories, rounds: int, seed: int) -> "Plan":
@@ -234,7 +256,11 @@ class Plan:
         """
         key = self.personalize_key(number)
         batches = self.batches_of(client, key, self.exchange.num_personal_batches(model, is_adapted), data)
-        kept = take(memories.private[model.name].take([client]), 0)
+        table, num_labels = memories.private[model.name], self.extras[model.name].num_labels
+        is_new = client not in table.slots
+        if is_new and num_labels is not None and self.label_counts(client, num_labels) is None:
+            raise UserError(NO_EXAMPLES)
+        kept = take(table.take([client]), 0)
         noise = keys.fold(key, "noise", torch.tensor([self.identity(client)], device=self.device))
         with model.seeded(take(torch.as_tensor(noise), 0)):
             return self.exchange.personal_weights(

@@ -11,6 +11,7 @@ Axes: [N] clients, [C]lients of a cohort that share one architecture.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.algorithm import Algorithm, Group, client_weights
+from pfedhn.algorithm import LABEL_COUNTS, Algorithm, Group, client_weights
 from pfedhn.engine.transform import FULL, Full, Transform
+from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, nothing_like, num_bytes, pick, subtract, take, weighted, weighted_sum
@@ -148,28 +150,53 @@ class Exchange:
         return Offer(self.download.encode(self.sent(model, shared, row), key, ())[0], number, number)
 
     def sent(self, model: Model, shared: Any, row: Any) -> Params:
-        """What ONE client receives, before it is encoded: weights, and batch statistics where they are shared."""
+        """What ONE client receives, before it is encoded: weights, extras, and batch statistics if they are shared."""
         if self.is_frozen:
-            return self.publish(model, shared, row)
-        weights = self.algorithm.send(model, self.newest(shared), row)
+            weights = self.algorithm.publish(model, self.served(shared), row)
+        else:
+            weights = self.algorithm.send(model, self.newest(shared), row)
+        refuse_undeclared("send", weights, model, self.algorithm.extras(model).down)
         return weights | shared.statistics[model.name] if self._shares(model) else weights
 
-    def first_contact(self, model: Model, start: Params, received: Params, identity: int) -> Kept:
-        """What a client keeps before its first round; of `received`, only the form counts."""
-        private = self.algorithm.init_private(
-            model, pick(start, model.shapes), keys.fold(self.seed, "private", identity)
-        )
-        return Kept(private, self.upload.init_state(received), pick(model.statistics | start, model.statistics))
+    def update_form(self, model: Model, received: Params) -> Params:
+        """Values of the form in which a client sends its update: the names that it received, and its extras."""
+        extras = self.algorithm.extras(model)
+        weights = {name: value for name, value in received.items() if name not in extras.down}
+        zeros = partial(torch.zeros, dtype=model.dtype, device=model.device)
+        return weights | {name: zeros(extra.shape) for name, extra in extras.up.items()}
+
+    def first_contact(
+        self, model: Model, start: Params, received: Params, identity: int, label_counts: Tensor | None = None
+    ) -> Kept:
+        """What a client keeps before its first round.
+
+        Args:
+            model: The client's network.
+            start: Its initial weights.
+            received: What the client receives; only the form counts.
+            identity: What the client's draws are keyed by.
+            label_counts: The client's, if the method needs them; without them, only the form of the result counts.
+        """
+        weights, num_labels = pick(start, model.shapes), self.algorithm.extras(model).num_labels
+        if num_labels is not None:
+            none = torch.zeros(num_labels, dtype=torch.int64, device=model.device)
+            weights[LABEL_COUNTS] = none if label_counts is None else label_counts
+        private = self.algorithm.init_private(model, weights, keys.fold(self.seed, "private", identity))
+        state = self.upload.init_state(self.update_form(model, received))
+        return Kept(private, state, pick(model.statistics | start, model.statistics))
 
     def train(
         self, model: Model, offer: Offer, kept: Kept, batches: Batches, protection: Protection | None = None
     ) -> tuple[Params, Kept]:
         """The client's half, first part: the local steps, and an update that may leave the client."""
         received = self.download.decode(offer.weights, model.dtype)
-        weights, shared = pick(received, model.shapes), pick(received, model.statistics)
+        extras = self.algorithm.extras(model)
+        given, shared = pick(received, {**model.shapes, **extras.down}), pick(received, model.statistics)
         with protecting(protection), tracking(kept.statistics | shared) as tracker:
-            update, private = self.algorithm.train(model, weights, kept.private, batches)
-        update = update | subtract(shared, tracker.now)
+            update, private = self.algorithm.train(model, given, kept.private, batches)
+        refuse_undeclared("train", update, model, {name: extra.shape for name, extra in extras.up.items()})
+        weights = {name: value for name, value in update.items() if name not in extras.up}
+        update = weights | subtract(shared, tracker.now) | {name: update[name] for name in extras.up}
         kept = kept._replace(private=private, statistics=tracker.now)
         return (update if protection is None else protection.released(update)), kept
 
@@ -191,8 +218,10 @@ class Exchange:
         groups = []
         for one in returned:
             parts = None if now is None else fresh_parts(one.replies, now)
-            updates = self._decoded(one) if parts is None else weighted(self._decoded(one), parts)
-            groups.append(Group(one.model, one.rows, updates, one.replies.size, parts))
+            decoded, up = self._decoded(one), self.algorithm.extras(one.model).up
+            updates = {name: value for name, value in decoded.items() if name not in up}
+            updates = updates if parts is None else weighted(updates, parts)
+            groups.append(Group(one.model, one.rows, updates, one.replies.size, parts, pick(decoded, up)))
         if not isinstance(shared, WithStatistics):
             return self._stepped(shared, groups)
         moved = shared.statistics | {group.model.name: _mean_statistics(shared.statistics, group) for group in groups}
@@ -249,9 +278,11 @@ class Exchange:
         """The client's half of it: what it makes of what it was given."""
         algorithm, first = self.algorithm, self.algorithm.num_personalize_batches
         second = first + (algorithm.adaptation_steps if is_adapted else 0)
-        given = pick(received, model.shapes)
+        down = self.algorithm.extras(model).down
+        given = pick(received, {**model.shapes, **down})
         with tracking(kept.statistics | pick(received, model.statistics)) as tracker:
             weights = algorithm.personalize(model, given, kept.private, take(batches, slice(first)))
+            weights = {name: value for name, value in weights.items() if name not in down}
             if is_adapted:
                 weights = algorithm.adapt(model, weights, take(batches, slice(first, second)))
         if not model.statistics:
@@ -283,6 +314,22 @@ class Exchange:
         return torch.vmap(lambda row, update: self.algorithm.move_row(group.model, shared, row, update))(
             group.rows, group.updates
         )
+
+
+def refuse_undeclared(function: str, values: Params, model: Model, declared: Mapping[str, Sequence[int]]) -> None:
+    """Refuse what a method adds to weights or an update, unless `extras` declares it."""
+    known = {*model.shapes, *model.statistics}
+    found = {name: tuple(value.shape) for name, value in values.items() if name not in known}
+    wanted = {name: tuple(shape) for name, shape in declared.items()}
+    if found != wanted:
+        raise UserError(
+            f"`{function}` returns {_listed(found)} beside weights, and `extras` declares {_listed(wanted)}; declare "
+            "there what the function returns."
+        )
+
+
+def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name!r} of shape {shape}" for name, shape in shapes.items()) or "nothing"
 
 
 def fresh_parts(replies: Reply, now: Tensor) -> Tensor:

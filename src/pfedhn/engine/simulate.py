@@ -331,6 +331,9 @@ class Simulation(Plan):
     def identity(self, client: int) -> int:
         return int(self.federation.identity(torch.tensor(client, device=self.device)))
 
+    def label_counts(self, client: int, num_labels: int) -> Tensor | None:
+        return self.federation.label_counts(client, num_labels)
+
     def batches_of(self, client: int, key: keys.Key, num_batches: int, data: Federation | None = None) -> Batches:
         if data is not None:
             return super().batches_of(client, key, num_batches, data)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pfedhn.kernels.conv import ConvBlock, conv_block
 from pfedhn.kernels.linear import Linear, linear_block
-from pfedhn.model import Factory
+from pfedhn.model import UNFUSED, Factory
 
 RELU = (torch.relu, torch.relu_, functional.relu, functional.relu_, "relu", "relu_")
 MAX_POOL = (functional.max_pool2d, torch.max_pool2d)
@@ -52,7 +52,8 @@ def fuse(module: nn.Module) -> nn.Module:
     if key not in _classes:
         names = dict(code.globals)
         exec(code.src, names)  # noqa: S102 - which torch.fx wrote; a GraphModule has names of its own that may clash
-        _classes[key] = type(type(module).__name__, (type(module),), {"forward": names["forward"]})
+        members = {"forward": names["forward"], UNFUSED: type(module)}
+        _classes[key] = type(type(module).__name__, (type(module),), members)
     module.__class__ = _classes[key]
     return module
 
