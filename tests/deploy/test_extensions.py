@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -80,7 +80,6 @@ class Scaffold(Algorithm[Memory, tuple[()], Params]):
     local_steps: int = STEPS
     num_clients: int = 0
     max_norm: float = 1e3
-    statistics: Literal["private", "shared"] = "private"
 
     @property
     def num_batches(self) -> int:
@@ -340,9 +339,12 @@ def test_over_the_wire_they_are_the_simulator(method: str, wire: str, tmp_path: 
         assert_close(dict(mine), weights)
 
 
+class SharesStatistics(Scaffold):
+    statistics: ClassVar = "shared"
+
+
 def test_extras_and_batch_statistics_go_together(tmp_path: Path) -> None:
-    shared = Scaffold(statistics="shared")
-    simulation = simulation_of(shared, models="batchnorm", rounds=2, cohort=2)
+    simulation = simulation_of(SharesStatistics(), models="batchnorm", rounds=2, cohort=2)
     group = Group(simulation, tmp_path)
     group.server.run()
     assert not group.said("refused")
@@ -510,6 +512,13 @@ def test_noise_on_gradients_does_not_protect_them(federation: Federation, method
     with pytest.raises(UserError, match=r"uses (control/1.bias|label_counts).* does not protect; use level = 'client'"):
         simulate(METHODS[method], federation, privacy=private)
     finish(simulate(METHODS[method], federation, rounds=2, privacy=replace(private, level="client")))
+
+
+@every_method
+def test_a_party_refuses_them_with_noise_on_gradients(method: str, tmp_path: Path) -> None:
+    party = Group(simulation_of(METHODS[method]), tmp_path).parties["party-1"]
+    with pytest.raises(UserError, match="noise on gradients does not protect"):
+        replace(party, privacy=Privacy(clip=1.0, noise=1.0, epsilon=9.0, level="example"), heard=[])
 
 
 # Features.
