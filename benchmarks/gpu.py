@@ -207,7 +207,7 @@ def measure(
     models = [Model(name, TARGETS[name][1], cross_entropy, is_correct, DEVICE) for name in names]
     if len(names) > 1:
         federation = federation.with_architectures([names[client % len(names)] for client in range(clients)])
-    cohort = ALGORITHMS[method]().usual_cohort_size
+    cohort = ALGORITHMS[method].cohort_size
     schedule = Schedule(rounds * cohort, cohort, 64, every)
     for count in runs:
         set_up_gpu("tf32", is_deterministic=False, num_runs=count)

@@ -7,7 +7,7 @@ they are the same bits on every machine.
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.combinators import with_settings
 from pfedhn.data.catalogue import DATASETS
 from pfedhn.data.federation import Federation
 from pfedhn.engine.network import with_frozen
@@ -30,7 +31,7 @@ from pfedhn.kernels.launch import INTERPRETED
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy, is_correct
 from pfedhn.params import Params, pack, take
-from pfedhn.settings import full_name, with_values
+from pfedhn.settings import full_name, kinds_of, values_of
 from pfedhn.sgd import Batches, gradient, scan
 from pfedhn.storage.seal import sealed_json, sealed_text, unsealed_json, unsealed_text
 
@@ -139,7 +140,7 @@ def simulate(
     models = {models: model(models)} if isinstance(models, str) else models
     algorithm = algorithm.for_clients(federation.num_clients, federation.descriptor_dim)
     models = {name: with_frozen(network, algorithm, seed) for name, network in models.items()}
-    size = cohort if algorithm.communicates else federation.num_clients
+    size = cohort if algorithm.needs.communication else federation.num_clients
     schedule = Schedule(rounds * size, cohort, batch_size, evaluate_every)
     return Simulation(algorithm, models, schedule, seed, federation=federation, **settings)
 
@@ -299,12 +300,11 @@ def resealed_json(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def changed(spec: Any, settings: Mapping[str, Any]) -> Any:
     """A method with those of the settings that it has, by their short names."""
-    full = {full_name(type(spec), name): value for name, value in settings.items()}
-    return with_values(spec, {name: value for name, value in full.items() if name is not None})
+    full = {full_name(kinds_of(spec), name): value for name, value in settings.items()}
+    return with_settings(spec, {name: value for name, value in full.items() if name is not None})
 
 
 def with_steps(method: str, number: int) -> Any:
     """A method by name that takes so few local steps, whatever it calls them."""
     spec = ALGORITHMS[method]()
-    counts = [item.name for item in fields(spec) if item.name.endswith("_steps")]  # type: ignore[arg-type]
-    return replace(spec, **dict.fromkeys(counts, number))  # type: ignore[type-var]
+    return with_settings(spec, {name: number for name in values_of(spec) if name.endswith("_steps")})

@@ -33,8 +33,9 @@ from support import mostly_slow
 from typer.testing import CliRunner
 
 import pfedhn
-from pfedhn.algorithm import Method, Rule
+from pfedhn.algorithm import Rule
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.method import Method
 from pfedhn.cli.app import app
 from pfedhn.data.partition import Labels, by_classes
 from pfedhn.deploy.engine import free_port
@@ -46,7 +47,7 @@ from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.paper import methods_page
 from pfedhn.paper.experiments import DEMO, EXPERIMENTS
 from pfedhn.paper.studies import STUDIES
-from pfedhn.settings import names_to_set, settings_in, values_of
+from pfedhn.settings import kinds_of, names_to_set, settings_in, values_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -358,7 +359,7 @@ def test_tables_are_what_the_command_makes(page: str) -> None:
 def test_settings_tables_are_the_dataclasses(name: str) -> None:
     text = methods_page.PAGE.read_text()
     algorithm = ALGORITHMS[name]()
-    usual = {key: setting.default for key, setting in settings_in(type(algorithm)).items()}
+    usual = {key: setting.default for key, setting in settings_in(kinds_of(algorithm)).items()}
     given = usual | values_of(algorithm)
     if methods_page.is_variant(ALGORITHMS[name]):  # only what it sets
         given = {key: value for key, value in given.items() if value != usual[key]}
@@ -380,7 +381,7 @@ def test_meanings_are_the_comments_and_may_hold_anything() -> None:
     class Talkative(pfedhn.FedAvg):
         name: str = "a # b"  # é: #1 | #2
         rule: Rule = "mean"  # another meaning than its parent's
-        usual_cohort_size = 3  # no field
+        cohort = 3  # no field
 
     said = methods_page.meanings(Talkative)
     assert said["name"] == "é: #1 | #2"
@@ -404,7 +405,7 @@ def test_toml_examples_are_experiments() -> None:
     assert len(own_data) == 5  # with a network of one's own, and grids for tuning
     for table in own_data:
         for method, grid in table.pop("tune", {}).items():
-            assert set(grid) <= set(names_to_set(ALGORITHMS[method].widest))
+            assert set(grid) <= set(names_to_set(ALGORITHMS[method].kinds))
         from_table(table, "mine")
 
 

@@ -29,6 +29,7 @@ from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedper import FedPer
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.combinators import innermost, with_statistics
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError
@@ -102,7 +103,7 @@ class Plain:
         return [(x[mask], y[mask]) for x, y, mask in zip(one.x[0], one.y[0], one.mask[0], strict=True)]
 
     def optimizer(self, module: nn.Module) -> torch.optim.SGD:
-        sgd = self.algorithm.local_sgd
+        sgd = innermost(self.algorithm).local_sgd
         return torch.optim.SGD(module.parameters(), sgd.lr, sgd.momentum, weight_decay=sgd.weight_decay)
 
     def train(self, module: nn.Module, optimizer: torch.optim.SGD, batches: list[Minibatch]) -> None:
@@ -152,7 +153,7 @@ STATISTICS = ("running_mean", "running_var", COUNT)
     ("algorithm", "own"),
     [
         (FedAvg(**LOCAL), STATISTICS),
-        (FedAvg(**LOCAL, statistics="shared"), (COUNT,)),
+        (with_statistics(FedAvg(**LOCAL), "shared"), (COUNT,)),
         pytest.param(FedPer(**LOCAL), (*STATISTICS, "out.weight", "out.bias"), marks=pytest.mark.slow),
     ],
 )
@@ -218,7 +219,7 @@ def test_pfedhn_generates_the_affine_part_and_clients_keep_the_statistics(federa
 
 @pytest.mark.parametrize("executor", mostly_slow(["loop", "traced", "vectorized"], "vectorized"))
 def test_statistics_made_anew_are_those_of_the_rows(federation: Federation, executor: str) -> None:
-    algorithm = FedAvg(**LOCAL, statistics_batches=3)
+    algorithm = with_statistics(FedAvg(**LOCAL), num_batches=3)
     simulation = simulate(algorithm, federation, "batchnorm", rounds=3, cohort=2, executor=executor)
     state = finish(simulation)
     for client in range(federation.num_clients):
@@ -243,7 +244,7 @@ def test_statistics_made_anew_are_those_of_the_rows(federation: Federation, exec
 
 
 def test_a_checkpoint_holds_the_statistics(federation: Federation, tmp_path: Path) -> None:
-    simulation = simulate(FedAvg(**LOCAL, statistics="shared"), federation, "batchnorm", rounds=6, cohort=2)
+    simulation = simulate(with_statistics(FedAvg(**LOCAL), "shared"), federation, "batchnorm", rounds=6, cohort=2)
     state = simulation.initial_state()
     for number in range(3):
         simulation._round(state, number)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from pfedhn.adamw import AdamW
-from pfedhn.algorithm import Method
 from pfedhn.algorithms import PLUS
 from pfedhn.algorithms.embeddings import AdamRows, Row
+from pfedhn.algorithms.method import Method
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.engine.rounds import rounds
 from pfedhn.engine.simulate import Simulation

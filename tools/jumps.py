@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pfedhn.combinators import innermost
 from pfedhn.engine.gpu import set_up_gpu
 from pfedhn.engine.graphs import side_by_side
 from pfedhn.engine.rounds import rounds
@@ -42,7 +43,7 @@ def norm(tensors: Any) -> float:
 
 def norms(simulation: Simulation, state: State) -> dict[str, float]:
     rows, shared = state.memories.rows, simulation.exchange.newest(state.memories.shared)
-    algorithm: Any = simulation.algorithm
+    algorithm: Any = innermost(simulation.algorithm)
     embeddings: Tensor = algorithm.up_to_date(rows, shared).embedding
     (model,) = simulation.models.values()
     made: Params = torch.func.vmap(lambda row: algorithm.send(model, shared, row))(rows)

@@ -35,14 +35,17 @@ _HOMES = {
     "SGD": "pfedhn.sgd",
     "TabularMLP": "pfedhn.models",
     "UserError": "pfedhn.errors",
+    "averaged": "pfedhn.combinators",
     "by_classes": "pfedhn.data.partition",
     "by_coarse_class": "pfedhn.data.partition",
     "by_group": "pfedhn.data.partition",
     "datasets": "pfedhn.datasets",
     "dirichlet": "pfedhn.data.partition",
+    "fine_tuned": "pfedhn.combinators",
     "load": "pfedhn.runs.load",
     "set_up_process": "pfedhn.system.process",
     "train": "pfedhn.runs.train",
+    "with_statistics": "pfedhn.combinators",
 }
 """Where each public name lives. It is imported when it is asked for: `set_up_process` must come before PyTorch."""
 
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.pfedhn import PFedHN
     from pfedhn.algorithms.pfedhn_shared import PFedHNShared
     from pfedhn.algorithms.pfedme import PFedMe
+    from pfedhn.combinators import averaged, fine_tuned, with_statistics
     from pfedhn.data.federation import Federation
     from pfedhn.data.partition import by_classes, by_coarse_class, by_group, dirichlet
     from pfedhn.errors import UserError
@@ -108,14 +112,17 @@ __all__ = [
     "SGD",
     "TabularMLP",
     "UserError",
+    "averaged",
     "by_classes",
     "by_coarse_class",
     "by_group",
     "datasets",
     "dirichlet",
+    "fine_tuned",
     "load",
     "set_up_process",
     "train",
+    "with_statistics",
 ]
 
 

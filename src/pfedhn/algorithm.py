@@ -4,20 +4,19 @@
     send(model, shared, row_i) -----|- received_i -->|  train(model, received_i, private_i, batches_i)
     receive(shared, groups)   <-----|-- update_i ----|  private_i stays here
     publish(model, shared, row_i) --|- received_i -->|  personalize(model, received_i, private_i, batches_i)
-                                    |                |  adapt(model, weights_i, batches_i)
 
 Everything a method remembers is in one of three places: `shared` (server, for all), a `row` (server, for one client),
-`private` (client, for itself). Each is a tree of tensors; `()` where a method has nothing to remember.
+`private` (client, for itself). Each is a tree of tensors; `()` if a method has nothing to remember. A moving average,
+fine-tuning and the treatment of BatchNorm's statistics are no part of a method: `combinators` adds them to any.
 Axes: [C]lients of a cohort that share one architecture.
 """
 
-import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,8 +25,7 @@ from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, weighted
-from pfedhn.settings import assembled, checked, checked_method, settings_in
-from pfedhn.sgd import SGD, Batches, Rate
+from pfedhn.sgd import SGD, Batches
 
 Rule: TypeAlias = Literal["mean", "sum", "size"]
 """How the updates of several clients become one server step: their mean, their sum, or a mean weighted by data size."""
@@ -88,27 +86,41 @@ class Group(NamedTuple):
     extras: Mapping[str, Tensor] = MappingProxyType({})  # [C, ...], as each client sent them, late ones too
 
 
+class Needs(NamedTuple):
+    """What a method needs from the engine that runs it."""
+
+    communication: bool = True  # without it nothing crosses the wire, and every client trains in every round
+    float32: bool = False  # tf32, in which a GPU computes products by default, would spoil what a client computes
+    descriptors: bool = False  # `init_row` and `join_row` get a description of each client
+    statistics: Literal["private", "shared"] = "private"  # BatchNorm's: each client keeps its own, or they are averaged
+    statistics_batches: int = 0  # minibatches to recompute them from before a model is used; 0 for none
+
+
+class Uses(NamedTuple):
+    """Which fields of a method's memories serve what. None stands for the whole memory."""
+
+    published: tuple[str, ...] | None = None  # of `shared`: what `publish` reads and a moving average covers
+    training: tuple[str, ...] = ()  # of `shared`: what `receive` alone reads; the best round is kept without it
+    personal: tuple[str, ...] | None = ()  # of `private`: the client's own model, which a moving average covers too
+
+
+def _nothing_frozen(model: Model) -> Collection[str]:
+    return ()
+
+
+class FineTuning(NamedTuple):
+    """How a client fine-tunes the model of its chosen round before it uses it; nothing is sent."""
+
+    sgd: SGD
+    num_steps: int = 0  # each on a minibatch of its training data
+    frozen: Callable[[Model], Collection[str]] = _nothing_frozen  # parameters that stay as they are
+
+
 @runtime_checkable
 class Algorithm(Protocol[Shared, Row, Private]):
     """One round, split at the wire. A method writes only what it does; the rest has the bodies below.
 
     All functions are pure; only `receive` sees a cohort, the others one client.
-    """
-
-    usual_cohort_size: ClassVar[int] = 5
-    """Clients per round in the paper's comparison."""
-    communicates: ClassVar[bool] = True
-    """Whether anything crosses the wire; a method that sends nothing trains every client in every round."""
-    averaging: Rate | None = None
-    """How much of its past the average keeps per server step that clients are given to use; None serves the newest."""
-    statistics: Literal["private", "shared"] = "private"
-    """Whether the running statistics of BatchNorm layers stay with their client, or are averaged by the server."""
-    statistics_batches: int = 0
-    """Minibatches from which a client makes its statistics anew before its model is used; 0 uses the running ones."""
-    adaptation_steps: int = 0
-    """Steps that a client takes by itself from its model of the chosen round, before that is used; nothing is sent.
-
-    They are not used if they make the clients' validation score worse.
     """
 
     @property
@@ -122,14 +134,17 @@ class Algorithm(Protocol[Shared, Row, Private]):
         return 0
 
     @property
-    def needs_descriptors(self) -> bool:
-        """Whether `init_row` and `join_row` are given a description of each client."""
-        return False
+    def needs(self) -> Needs:
+        return Needs()
 
     @property
-    def needs_float32(self) -> bool:
-        """Whether tf32, in which a GPU computes products by default, would spoil what a client computes."""
-        return False
+    def uses(self) -> Uses:
+        return Uses()
+
+    @property
+    def fine_tuning(self) -> FineTuning | None:
+        """How a client fine-tunes; None for a method that does not say."""
+        return None
 
     def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> Self:
         """The same method with settings that depend on the size of the federation filled in."""
@@ -175,19 +190,6 @@ class Algorithm(Protocol[Shared, Row, Private]):
         """ONE server step from the updates of a cohort: new shared memory, new rows of each group."""
         return shared, [group.rows for group in groups]
 
-    def averaged_part(self, shared: Shared) -> Any:
-        """What `averaging` averages of the server's memory: what `publish` reads. All of it by default."""
-        return shared
-
-    def with_averaged_part(self, shared: Shared, average: Any) -> Shared:
-        """The server's memory with that part exchanged for its average."""
-        result: Shared = average
-        return result
-
-    def for_use(self, shared: Shared) -> Shared:
-        """The server's memory for those who use it and train it no more; what only a step needs may be zeros."""
-        return shared
-
     def up_to_date(self, rows: Row, shared: Shared) -> Row:
         """Rows [N, ...] as of the server's last step, for a method whose every step moves the rows of all clients."""
         return rows
@@ -196,74 +198,9 @@ class Algorithm(Protocol[Shared, Row, Private]):
         """The row of ONE client that joins a trained federation, after its update; `shared` is frozen."""
         return row
 
-    def choices_for_joining(self) -> list[dict[str, Any]]:
-        """The settings worth trying while a client joins a trained federation; the first trains as the others did."""
-        return [{}]
-
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         """The weights ONE client would use now: what rounds are chosen by."""
         return received
-
-    @property
-    def local_sgd(self) -> SGD:
-        """How a client takes its own steps."""
-        raise UserError(f"{type(self).__name__} does not say how a client adapts; give it a property local_sgd.")
-
-    def adapt(self, model: Model, weights: Params, batches: Batches) -> Params:
-        """ONE client's weights after `adaptation_steps` steps of its own, each on a minibatch of its training data."""
-        return self.local_sgd.run(model.loss, weights, batches)[0]
-
-
-@dataclass(frozen=True)
-class Method:
-    """A row of `ALGORITHMS`: a method under the name users give it, and what experiments need to know of it.
-
-    Calling it makes the algorithm: `ALGORITHMS["pfedhn"](lr=0.02)`.
-
-    Args:
-        name: The name in tables and figures, as its paper writes it.
-        algorithm: The frozen dataclass that is the method.
-        settings: What this variant sets; everything else is as the dataclass has it.
-        summary: One line for lists; the first line of the algorithm's file by default.
-        grid: Which settings `pfedhn tune` varies, and over which values.
-        is_tuned: Whether `pfedhn tune` varies them without being asked by name; where not, its authors chose.
-        rates_from: The method whose tuned rates this one takes over.
-        color: Of its lines in figures; one that is free by default.
-        dash: Of its lines, as Matplotlib takes it.
-        wider: A class with more settings, which takes over if one of those is given.
-    """
-
-    name: str
-    algorithm: type[Algorithm[Any, Any, Any]]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    summary: str = ""
-    grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    is_tuned: bool = True
-    rates_from: str | None = None
-    color: str | None = None
-    dash: Any = "-"
-    wider: type[Algorithm[Any, Any, Any]] | None = None
-
-    def __call__(self, **settings: Any) -> Algorithm[Any, Any, Any]:
-        return self.made(settings, self.name)
-
-    @property
-    def widest(self) -> type[Algorithm[Any, Any, Any]]:
-        """The class that has every setting of this method."""
-        return self.wider or self.algorithm
-
-    def made(self, settings: Mapping[str, Any], what: str) -> Algorithm[Any, Any, Any]:
-        """The algorithm with some settings, by their short or full names; `what` is the method's name in errors."""
-        values = checked(self.widest, self.settings, what) | checked_method(self.widest, settings, what)
-        known, usual = settings_in(self.algorithm), settings_in(self.widest)
-        is_wide = any(name not in known and value != usual[name].default for name, value in values.items())
-        if is_wide:
-            return assembled(self.widest, values)
-        return assembled(self.algorithm, {name: value for name, value in values.items() if name in known})
-
-    @property
-    def description(self) -> str:
-        return self.summary or (inspect.getdoc(inspect.getmodule(self.algorithm)) or "").splitlines()[0]
 
 
 def client_weights(rule: Rule, sizes: Tensor) -> Tensor:

@@ -21,6 +21,10 @@ from torch import Tensor
 from pfedhn.errors import UserError, closest, short
 
 Spec = TypeVar("Spec")
+Kinds: TypeAlias = type[Any] | tuple[type[Any], ...]
+"""The dataclass that has some settings, or several: a method and the wrappers around it, the outermost first."""
+INNER = {"inner": True}
+"""Metadata of the field of a wrapper that holds what it wraps; the settings of both are one table."""
 
 LARGEST_WHOLE = 2**63 - 1  # of 64 bits, in which seeds and steps are counted
 LARGEST_NUMBER = 3.4e38  # of float32, in which runs compute
@@ -65,15 +69,32 @@ class Setting(NamedTuple):
     default: Any
 
 
-def settings_in(spec: type[Any]) -> dict[str, Setting]:
+def settings_in(spec: Kinds) -> dict[str, Setting]:
     """All settings of a dataclass; a setting of the value `server` is called "server.lr"."""
     return _settings_in(spec)
 
 
-def _find_settings(spec: type[Any]) -> dict[str, Setting]:
-    hints = get_type_hints(spec, include_extras=True)
+def kinds_of(value: Any) -> tuple[type[Any], ...]:
+    """The dataclass of a value, and of what it wraps."""
+    inner = _inner(value)
+    return (type(value), *(() if inner is None else kinds_of(inner)))
+
+
+def _inner(value: Any) -> Any:
+    return next((getattr(value, item.name) for item in fields(value) if item.metadata == INNER), None)
+
+
+def _find_settings(spec: Kinds) -> dict[str, Setting]:
     found: dict[str, Setting] = {}
+    if isinstance(spec, tuple):
+        for kind in reversed(spec):
+            for name, setting in settings_in(kind).items():
+                found.setdefault(name, setting)
+        return found
+    hints = get_type_hints(spec, include_extras=True)
     for item in fields(spec):
+        if item.metadata == INNER:
+            continue
         default = item.default if item.default_factory is MISSING else item.default_factory()
         kinds = _kinds(hints[item.name])
         if not kinds:
@@ -87,9 +108,14 @@ def _find_settings(spec: type[Any]) -> dict[str, Setting]:
     return found
 
 
+def _find_hints(spec: Kinds) -> dict[str, Any]:
+    kinds = spec if isinstance(spec, tuple) else (spec,)
+    return {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
+
+
 # They are asked for in every round.
 _settings_in: Callable[[Any], dict[str, Setting]] = cache(_find_settings)
-_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+_hints: Callable[[Any], dict[str, Any]] = cache(_find_hints)
 
 
 def _kinds(hint: Any) -> dict[str, type[Any]]:
@@ -102,33 +128,33 @@ def _kind_name(value: Any) -> str:
     return type(value).__name__.lower()
 
 
-def full_name(spec: type[Any], name: str) -> str | None:
+def full_name(spec: Kinds, name: str) -> str | None:
     """The name of a setting in `settings_in(spec)`, from its short or its full name; None if there is none."""
     known = settings_in(spec)
     return next((option for option in (name, SHORT_NAMES.get(name)) if option in known), None)
 
 
-def short_names(spec: type[Any]) -> dict[str, str]:
+def short_names(spec: Kinds) -> dict[str, str]:
     """The shortest name of each setting, by its full name."""
     known = settings_in(spec)
     short = {full: name for name, full in SHORT_NAMES.items() if full in known and name not in known}
     return {full: short.get(full, full) for full in known}
 
 
-def names_to_set(spec: type[Any]) -> dict[str, Any]:
+def names_to_set(spec: Kinds) -> dict[str, Any]:
     """The type of each setting, by each of its names, and of each value that holds settings."""
     names = {name: setting.hint for name, setting in settings_in(spec).items()}
     return {**names, **{short: names[full] for full, short in short_names(spec).items()}}
 
 
-def in_short(spec: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def in_short(spec: Kinds, values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by their short names, tables of a value's settings taken apart; unknown names stay as they are."""
     short = short_names(spec)
     written = ((name, full_name(spec, name) or name, value) for name, value in _taken_apart(spec, values))
     return {short.get(full, name): value for name, full, value in written}
 
 
-def _taken_apart(spec: type[Any], values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _taken_apart(spec: Kinds, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     hints = _hints(spec)
     for name, value in values.items():
         kinds = _kinds(hints.get(name))
@@ -144,12 +170,14 @@ def _taken_apart(spec: type[Any], values: Mapping[str, Any]) -> Iterator[tuple[s
 
 def values_of(spec: Any) -> dict[str, Any]:
     """The settings of a frozen dataclass by their full names."""
-    return dict(_taken_apart(type(spec), {item.name: getattr(spec, item.name) for item in fields(spec)}))
+    inner, own = _inner(spec), [item.name for item in fields(spec) if item.metadata != INNER]
+    values = dict(_taken_apart(type(spec), {name: getattr(spec, name) for name in own}))
+    return values if inner is None else {**values, **values_of(inner)}
 
 
 def values_in_short(spec: Any) -> dict[str, Any]:
     """The settings of a frozen dataclass by their short names; what has none is left out if it is as usual."""
-    short, known = short_names(type(spec)), settings_in(type(spec))
+    short, known = short_names(kinds_of(spec)), settings_in(kinds_of(spec))
     return {
         short[name]: value
         for name, value in values_of(spec).items()
@@ -159,7 +187,7 @@ def values_in_short(spec: Any) -> dict[str, Any]:
 
 def value_of(spec: Any, name: str) -> Any:
     """One setting of a frozen dataclass, by its short or its full name."""
-    return values_of(spec)[full_name(type(spec), name) or name]
+    return values_of(spec)[full_name(kinds_of(spec), name) or name]
 
 
 def build(spec: type[Spec], values: Mapping[str, Any], what: str) -> Spec:
@@ -198,7 +226,7 @@ def _arguments(spec: type[Any], values: Mapping[str, Any], before: Mapping[str, 
     return arguments
 
 
-def checked(spec: type[Any], values: Mapping[str, Any], what: str) -> dict[str, Any]:
+def checked(spec: Kinds, values: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Settings by their full names, as `assembled` takes them.
 
     Lists become tuples, and "none" becomes None, for which TOML has no word.
@@ -206,7 +234,7 @@ def checked(spec: type[Any], values: Mapping[str, Any], what: str) -> dict[str, 
     return {name: value for name, _, value in _checked(spec, values, what)}
 
 
-def _checked(spec: type[Any], values: Mapping[str, Any], what: str) -> Iterator[tuple[str, str, Any]]:
+def _checked(spec: Kinds, values: Mapping[str, Any], what: str) -> Iterator[tuple[str, str, Any]]:
     """Each setting as its full name, the name that was written, and its value."""
     owners = [name for name, hint in _hints(spec).items() if _kinds(hint)]
     for written, value in _taken_apart(spec, values):
@@ -225,7 +253,7 @@ def _checked(spec: type[Any], values: Mapping[str, Any], what: str) -> Iterator[
         yield name, written, ready
 
 
-def checked_method(spec: type[Any], values: Mapping[str, Any], what: str) -> dict[str, Any]:
+def checked_method(spec: Kinds, values: Mapping[str, Any], what: str) -> dict[str, Any]:
     """`checked`, for the settings of a method, whose numbers have bounds on every road to it."""
     ready = {}
     for name, written, value in _checked(spec, values, what):

@@ -28,12 +28,13 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm, Group
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.combinators import with_settings
 from pfedhn.data.federation import Federation
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.engine.simulate import Simulation
 from pfedhn.params import copy, stack, take
-from pfedhn.settings import values_of, with_values
+from pfedhn.settings import values_of
 from pfedhn.sgd import Batches
 
 SMALL = {
@@ -73,7 +74,8 @@ class Parts:
         self.algorithm, self.model = simulation.algorithm, simulation.model_of(0)
         self.clients = [2, 3, 0]
         index = torch.tensor(self.clients)
-        self.shared, self.all_rows = simulation.exchange.newest(state.memories.shared), state.memories.rows
+        self.shared, self.all_rows = simulation.exchange.memory_of_method(state.memories.shared), state.memories.rows
+        self.newest = simulation.exchange.newest(state.memories.shared)
         self.rows = take(self.all_rows, index)
         self.private = state.memories.private[self.model.name].take(self.clients).private
         federation, size = simulation.federation, simulation.schedule.batch_size
@@ -171,7 +173,7 @@ def test_memories_are_trees_of_tensors_that_keep_their_form(parts: Parts) -> Non
 def test_an_update_has_the_names_of_what_was_sent(parts: Parts) -> None:
     sent, update = parts.send(0), parts.train(0)[0]
     assert form(dict(sorted(update.items()))) == form(dict(sorted(sent.items())))
-    assert bool(sent) == parts.algorithm.communicates
+    assert bool(sent) == parts.algorithm.needs.communication
     assert set(sent) <= set(parts.model.shapes)
 
 
@@ -183,7 +185,7 @@ def test_an_update_is_received_minus_trained(parts: Parts) -> None:
     For a client at first contact: one with a model of its own may send that, as FedALA's clients do.
     """
     rates = {name: 0.0 for name in values_of(parts.algorithm) if name.endswith("lr")}
-    parts.algorithm = with_values(parts.algorithm, rates)
+    parts.algorithm = with_settings(parts.algorithm, rates)
     private = parts.algorithm.init_private(parts.model, parts.model.fresh(7), 7)
     update, _ = parts.algorithm.train(parts.model, parts.send(0), private, Batches(*take(parts.batches, 0)))
     assert all(bool((value == 0).all()) for value in update.values())
@@ -194,9 +196,10 @@ def test_an_update_is_received_minus_trained(parts: Parts) -> None:
 def test_a_client_that_joins_moves_as_one_that_trains(parts: Parts) -> None:
     """Without clipping, whose norm is over all that moves: a row after `move_row` is the row after `receive`.
 
-    Who joins trains from what it is served, also where others start from what is shared.
+    Who joins trains from what it would use: not from what is shared alone, and from an average where there is one.
     """
-    parts.algorithm = changed(parts.algorithm, {"clip": None, "local_start": "personal"})
+    parts.algorithm = changed(parts.algorithm, {"clip": None, "local_start": "personal", "averaging": None})
+    parts.shared = parts.newest
     update, _ = parts.train(1)
     _, (rows,) = parts.receive([1])
     moved = parts.algorithm.move_row(parts.model, parts.shared, take(parts.rows, 1), update)

@@ -36,6 +36,7 @@ from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedme import PFedMe
+from pfedhn.combinators import innermost
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
@@ -329,7 +330,7 @@ def test_fixed_layers_are_what_is_neither_generated_nor_trained(federation: Fede
         ALGORITHMS["pfedhn"](**settings, generated=named, rest="frozen"),
     )
     simulations = [simulate(spec, federation, "conv", rounds=6, cohort=2) for spec in specs]
-    roles = [simulation.algorithm.roles(simulation.models["conv"]) for simulation in simulations]
+    roles = [innermost(simulation.algorithm).roles(simulation.models["conv"]) for simulation in simulations]
     assert roles[0] == roles[1]
     assert list(roles[0].generated) == rest
     states = [finish(simulation) for simulation in simulations]

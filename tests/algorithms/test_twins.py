@@ -47,11 +47,13 @@ from pfedhn.algorithms.pfedhn_shared import PFedHNShared
 from pfedhn.algorithms.pfedme import PFedMe
 from pfedhn.bench import textbook
 from pfedhn.bench.measure import Images
+from pfedhn.combinators import innermost
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import State
 from pfedhn.model import Model
 from pfedhn.params import Params, take
+from pfedhn.settings import values_of
 from pfedhn.sgd import Batches
 
 Minibatch = tuple[Tensor, Tensor]
@@ -380,7 +382,9 @@ def test_fedbabu_adapts(federation: Federation, adapted: str) -> None:
     net = network(model(), weights)
     plain = [(x[mask], y[mask]) for x, y, mask in zip(*batches, strict=True)]
     phase(spec, net, LAST["mlp"] if adapted == "head" else weights, plain)
-    assert_close(spec.adapt(model(), weights, Batches(*batches)), weights_of(net))
+    tuning = spec.fine_tuning
+    tuned, _ = tuning.sgd.run(model().loss, weights, Batches(*batches), frozen=tuning.frozen(model()))
+    assert_close(tuned, weights_of(net))
 
 
 # FedALA
@@ -529,7 +533,7 @@ class Hyper(nn.Module):
 
     def __init__(self, simulation: Simulation, state: State) -> None:
         super().__init__()
-        self.spec = simulation.algorithm
+        self.spec = innermost(simulation.algorithm)
         shared, rows = simulation.exchange.newest(state.memories.shared), state.memories.rows
         depth = 0 if self.spec.linear else 1 + self.spec.num_hidden
         self.trunk = nn.ModuleList(self._layer(shared, f"trunk.{i}", f"trunk.{i}") for i in range(depth))
@@ -631,7 +635,8 @@ class Rows:
 
 def check_pfedhn(simulation: Simulation) -> None:
     start = simulation.initial_state()
-    spec, h = simulation.algorithm, Hyper(simulation, start)
+    spec, h = innermost(simulation.algorithm), Hyper(simulation, start)
+    averaging = values_of(simulation.algorithm).get("averaging")
     layers = [*h.trunk.parameters(), *h.heads.parameters()]
     if isinstance(spec.server, AdamW):
         server = torch.optim.AdamW(
@@ -670,8 +675,8 @@ def check_pfedhn(simulation: Simulation) -> None:
         if spec.embeddings.kind == "trained":
             rows.step(clients)
         h.power_step()
-        if spec.averaging is not None:
-            keep = min(spec.averaging, (1 + number) / (10 + number))
+        if averaging is not None:
+            keep = min(averaging, (1 + number) / (10 + number))
             average = {name: keep * average[name] + (1 - keep) * value for name, value in h.phi().items()}
     if spec.server.clip is not None:
         assert max(local_norms) > spec.local_clip > min(local_norms)
@@ -689,7 +694,7 @@ def check_pfedhn(simulation: Simulation) -> None:
         assert_close(now.velocity, rows.velocity())
     else:
         assert_close(table.embedding, simulation.descriptors())
-    if spec.averaging is not None:
+    if averaging is not None:
         assert_close(state.memories.shared.average, average)
         h.load_phi(average)
     if spec.spectral_norm:
@@ -797,7 +802,7 @@ class SharedHyper(nn.Module):
 
     def __init__(self, simulation: Simulation, state: State) -> None:
         super().__init__()
-        self.spec, (model,) = simulation.algorithm, simulation.models.values()
+        self.spec, (model,) = innermost(simulation.algorithm), simulation.models.values()
         phi = simulation.exchange.newest(state.memories.shared).phi
         self.name, self.shapes = model.name, self.spec.roles(model).generated
         names = [*(f"trunk.{i}" for i in range(1 + self.spec.num_hidden)), f"head.{model.name}"]
@@ -848,7 +853,8 @@ class SharedHyper(nn.Module):
 
 def check_pfedhn_shared(simulation: Simulation) -> None:
     start = simulation.initial_state()
-    spec, h, (model,) = simulation.algorithm, SharedHyper(simulation, start), simulation.models.values()
+    spec, h, (model,) = innermost(simulation.algorithm), SharedHyper(simulation, start), simulation.models.values()
+    averaging = values_of(simulation.algorithm).get("averaging")
     kind = torch.optim.AdamW if isinstance(spec.server, AdamW) else torch.optim.SGD
     momentum = {"betas": (spec.server.momentum, 0.999)} if kind is torch.optim.AdamW else {"momentum": 0.9}
     server = kind(h.of_phi().values(), spec.server.lr, **momentum, weight_decay=spec.server.weight_decay)
@@ -882,8 +888,8 @@ def check_pfedhn_shared(simulation: Simulation) -> None:
         server.step()
         rows.step(clients)
         w = {n: value - spec.shared_lr * mean[n] for n, value in w.items()}
-        if spec.averaging is not None:
-            keep = min(spec.averaging, (1 + number) / (10 + number))
+        if averaging is not None:
+            keep = min(averaging, (1 + number) / (10 + number))
             average = {n: keep * average[n] + (1 - keep) * value for n, value in remembered().items()}
 
     state = finish(simulation)
@@ -892,7 +898,7 @@ def check_pfedhn_shared(simulation: Simulation) -> None:
     now = spec.up_to_date(table, shared)
     assert_close(now.embedding, h.embedding.weight.detach())
     assert_close(now.velocity, rows.velocity())
-    if spec.averaging is not None:
+    if averaging is not None:
         assert_close(state.memories.shared.average, average)
         h.load_phi(average)
         w = {n: average[f"{model.name}/{n}"] for n in w}
@@ -919,7 +925,7 @@ def check_pfedhn_shared(simulation: Simulation) -> None:
 )
 def test_pfedhn_shared(federation: Federation, target: str, method: str, settings: dict[str, Any], cohort: int) -> None:
     spec = ALGORITHMS[method](**LOCAL, **settings)
-    assert isinstance(spec, PFedHNShared)
+    assert isinstance(innermost(spec), PFedHNShared)
     check_pfedhn_shared(simulate(spec, federation, target, rounds=10 if cohort == 1 else 6, cohort=cohort))
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,7 +31,8 @@ import pfedhn
 from pfedhn import keys
 from pfedhn.algorithm import LABEL_COUNTS, NO_EXTRAS, Algorithm, Extra, Extras, client_weights, only_group
 from pfedhn.algorithm import Group as Cohort
-from pfedhn.algorithms.fedavg import FedAvg, averaged, only_start
+from pfedhn.algorithms.fedavg import FedAvg, after_mean_update, only_start
+from pfedhn.combinators import with_statistics
 from pfedhn.data.federation import Federation
 from pfedhn.deploy.plan import plan_digest
 from pfedhn.deploy.policy import Policy
@@ -85,10 +86,6 @@ class Scaffold(Algorithm[Memory, tuple[()], Params]):
     def num_batches(self) -> int:
         return self.local_steps
 
-    @property
-    def local_sgd(self) -> SGD:
-        return SGD(self.local_lr)
-
     def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "Scaffold":
         return replace(self, num_clients=num_clients)
 
@@ -125,7 +122,7 @@ class Scaffold(Algorithm[Memory, tuple[()], Params]):
         ones = torch.ones_like(group.sizes, dtype=torch.float64)
         moved = weighted_sum(group.extras, ones / self.num_clients)
         controls = {name: value + moved[f"control/{name}"] for name, value in shared.control.items()}
-        return Memory(averaged(shared.weights, group, ones / len(ones)), controls), [group.rows]
+        return Memory(after_mean_update(shared.weights, group, ones / len(ones)), controls), [group.rows]
 
 
 class Head(NamedTuple):
@@ -187,7 +184,7 @@ class FedRoD(Algorithm[Params, tuple[()], Head]):
 
     def receive(self, shared: Params, groups: Sequence[Cohort]) -> tuple[Params, list[tuple[()]]]:
         group = only_group(groups, "FedRoD")
-        return averaged(shared, group, client_weights("size", group.sizes)), [group.rows]
+        return after_mean_update(shared, group, client_weights("size", group.sizes)), [group.rows]
 
     def personalize(self, model: Model, received: Params, private: Head, batches: Batches) -> Params:
         last = model.last_layer
@@ -339,12 +336,8 @@ def test_over_the_wire_they_are_the_simulator(method: str, wire: str, tmp_path: 
         assert_close(dict(mine), weights)
 
 
-class SharesStatistics(Scaffold):
-    statistics: ClassVar = "shared"
-
-
 def test_extras_and_batch_statistics_go_together(tmp_path: Path) -> None:
-    simulation = simulation_of(SharesStatistics(), models="batchnorm", rounds=2, cohort=2)
+    simulation = simulation_of(with_statistics(Scaffold(), "shared"), models="batchnorm", rounds=2, cohort=2)
     group = Group(simulation, tmp_path)
     group.server.run()
     assert not group.said("refused")

@@ -28,11 +28,13 @@ from safetensors.torch import load_file
 from support import BATCH_SIZE, TRAIN_SIZES, assert_close, assert_same_bits, model, mostly_slow
 
 from pfedhn import keys
+from pfedhn.algorithm import FineTuning
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.embeddings import Embeddings
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedper import FedPer
 from pfedhn.cli.federation import sayer
+from pfedhn.combinators import fine_tuned, with_settings, with_statistics
 from pfedhn.data.federation import Federation
 from pfedhn.deploy import checks
 from pfedhn.deploy import privacy as secrets
@@ -55,6 +57,7 @@ from pfedhn.engine.transform import TRANSFORMS
 from pfedhn.errors import RunError, UserError
 from pfedhn.params import stack, take
 from pfedhn.privacy import Cost, Privacy, Protection
+from pfedhn.sgd import SGD
 from pfedhn.storage import checkpoint
 from pfedhn.storage.seal import sealed_json, unsealed_json
 from pfedhn.storage.trees import write_tensors
@@ -78,8 +81,8 @@ def test_every_method_over_the_wire_is_the_simulator(method: str, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [FedAvg(local_steps=3, statistics="shared"), FedPer(local_steps=3)])
-def test_batch_statistics_travel_or_stay(algorithm: FedAvg, tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", [with_statistics(FedAvg(local_steps=3), "shared"), FedPer(local_steps=3)])
+def test_batch_statistics_travel_or_stay(algorithm: Any, tmp_path: Path) -> None:
     simulation = simulation_of(algorithm, models="batchnorm", rounds=4, cohort=2)
     expected = simulated(simulation)
     group = Group(simulation, tmp_path)
@@ -93,7 +96,7 @@ def test_batch_statistics_travel_or_stay(algorithm: FedAvg, tmp_path: Path) -> N
 def personal_at_best(simulation: Simulation, state: State) -> list[Any]:
     assert state.best is not None
     best, federation, is_adapted = state.best, simulation.federation, False
-    if simulation.algorithm.adaptation_steps:
+    if simulation.fine_tunes:
         after = scores_of_adapted(simulation, best)["validation"].score
         is_adapted = after >= best.evaluation.splits["validation"].score
     return [
@@ -146,12 +149,10 @@ def test_steps_that_make_parties_worse_on_validation_are_not_used(
     assert late.state.is_adapted is False
 
 
-def spoiling(monkeypatch: pytest.MonkeyPatch, factor: float) -> FedAvg:
-    """FedAvg whose clients' own steps multiply their weights."""
-    monkeypatch.setattr(
-        FedAvg, "adapt", lambda self, model, weights, batches: {k: factor * v for k, v in weights.items()}
-    )
-    return FedAvg(local_steps=3, local_lr=0.1, adaptation_steps=2)
+def spoiling(monkeypatch: pytest.MonkeyPatch, factor: float) -> Any:
+    """FedAvg whose clients' fine-tuning steps keep this share of their weights, and add their gradient."""
+    monkeypatch.setattr(FedAvg, "fine_tuning", FineTuning(SGD(1 - factor, weight_decay=1.0)))
+    return fine_tuned(FedAvg(local_steps=3, local_lr=0.1), 2)
 
 
 def test_after_a_restart_those_who_are_to_come_are_waited_for_before_it_is_decided(
@@ -241,7 +242,7 @@ def test_steps_are_judged_by_who_has_scores_of_the_chosen_round(
 def test_a_run_that_an_earlier_version_ended_stays_as_it_was_told(
     steps: int, is_told: bool, expected: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    algorithm = replace(spoiling(monkeypatch, 0.0), adaptation_steps=steps)
+    algorithm = with_settings(spoiling(monkeypatch, 0.0), {"adaptation_steps": steps})
     group = Group(simulation_of(algorithm, rounds=2, cohort=2), tmp_path)
     group.server.run()
     file = max((tmp_path / "server").glob("checkpoint-*.json"))

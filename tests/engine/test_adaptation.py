@@ -1,6 +1,5 @@
 """What the engine offers to every method: an average of what is served, and a client's own steps at the end."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,18 @@ from torch.nn.functional import cross_entropy
 
 import pfedhn
 from pfedhn import keys
-from pfedhn.algorithm import Algorithm
+from pfedhn.algorithm import FineTuning
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.combinators import fine_tuned, published_part, with_settings
 from pfedhn.data.federation import Federation
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.rounds import scores_of_adapted
 from pfedhn.engine.state import Best, Evaluation
 from pfedhn.errors import UserError
+from pfedhn.settings import values_of
+from pfedhn.sgd import SGD
 from pfedhn.storage.seal import sealed_json, unsealed_json
 
 SMALL = {"local_steps": 3, "hidden_dim": 7, "embedding_dim": 3, "local_lr": 0.1, "outer_steps": 3, "mixture_steps": 2}
@@ -29,14 +31,12 @@ def small(method: str, **settings: Any) -> Any:
     return changed(ALGORITHMS[method](**settings), SMALL)
 
 
-def offering(setting: str) -> list[str]:
-    return [
-        name for name, method in ALGORITHMS.items() if setting in {field.name for field in fields(method.algorithm)}
-    ]
+# One row of each class: the others differ in settings alone.
+KINDS = list({known.algorithm: name for name, known in reversed(ALGORITHMS.items())}.values())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", offering("adaptation_steps"))
+@pytest.mark.parametrize("method", KINDS)
 def test_adaptation_is_the_clients_own_sgd(federation: Federation, method: str) -> None:
     if method.startswith("per-fedavg"):
         spec = small(method, adaptation_steps=4, personal_lr=0.2)
@@ -53,7 +53,7 @@ def test_adaptation_is_the_clients_own_sgd(federation: Federation, method: str) 
     batches = federation.batches(torch.tensor([client]), key, count + 4, simulation.schedule.batch_size)
     net = model("mlp").training_module
     net.load_state_dict(start)
-    sgd = algorithm.local_sgd
+    sgd = algorithm.fine_tuning.sgd
     optimizer = torch.optim.SGD(net.parameters(), sgd.lr, sgd.momentum, weight_decay=sgd.weight_decay)
     for step in range(count, count + 4):
         x, y, mask = (value[0, step] for value in batches)
@@ -88,7 +88,7 @@ def test_every_executor_adapts_alike(federation: Federation, method: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", offering("averaging"))
+@pytest.mark.parametrize("method", KINDS)
 def test_averaging_does_not_touch_training(federation: Federation, method: str) -> None:
     """What is trained is the same to the bit; what is served is the average of it."""
     plain = simulate(small(method, averaging=None), federation, rounds=5, cohort=2)
@@ -96,20 +96,51 @@ def test_averaging_does_not_touch_training(federation: Federation, method: str) 
     trained, both = finish(plain), finish(averaged)
     assert_same_bits(both.memories.shared.newest, trained.memories.shared)
     assert_same_bits(both.memories.rows, trained.memories.rows)
-    served = averaged.exchange.served(both.memories.shared)
-    assert_same_bits(plain.algorithm.averaged_part(served), both.memories.shared.average)
+    if method == "local":
+        return  # its server has nothing to average
+    used = averaged.exchange.used(both.memories.shared)
+    assert_same_bits(published_part(plain.algorithm, used), both.memories.shared.average)
 
     state, average = plain.initial_state(), None
     for number, _ in enumerate(plain.rounds(state)):
-        part = plain.algorithm.averaged_part(state.memories.shared)
+        part = published_part(plain.algorithm, state.memories.shared)
         keep = 0.0 if number == 0 else min(0.6, number / (9 + number))  # the first is the start
         average = {name: keep * (average or part)[name] + (1 - keep) * value for name, value in part.items()}
     assert_close(both.memories.shared.average, average)
 
 
+@pytest.mark.parametrize("method", ["local", "ditto", "pfedme"])
+def test_an_own_model_is_averaged_where_it_is_kept(federation: Federation, method: str) -> None:
+    """What is trained is the same to the bit; a client uses the average of the models it had, one for each training."""
+    plain = simulate(small(method), federation, rounds=6, cohort=2)
+    averaged = simulate(fine_tuned(pfedhn.averaged(small(method), 0.6), 2), federation, rounds=6, cohort=2)
+    state, own = plain.initial_state(), {}
+    counts = dict.fromkeys(range(6), 0)
+    for number, _ in enumerate(plain.rounds(state)):
+        now = personal(plain, state)
+        if number == 0:
+            starts = plain.initial_models()["mlp"]
+            own = dict.fromkeys(range(6), starts)
+            continue
+        members = range(6) if method == "local" else plain.cohort(number - 1)
+        for client in members:
+            keep = min(0.6, (1 + counts[client]) / (10 + counts[client]))
+            own[client] = {n: keep * own[client][n] + (1 - keep) * value for n, value in now[client].items()}
+            counts[client] += 1
+    after = finish(averaged)
+    assert max(counts.values()) > 1
+    found = personal(averaged, after)
+    for client, count in counts.items():
+        if count:
+            assert_close(found[client], own[client])
+    kept = after.memories.private["mlp"]
+    trained = state.memories.private["mlp"]
+    assert_same_bits(kept.take(list(kept.slots)).private.newest, trained.take(list(kept.slots)).private)
+
+
 def test_the_past_counts_less_at_first(federation: Federation) -> None:
     """A long memory would keep the random start: after 8 of 8 rounds most of the average is younger than the start."""
-    simulation = simulate(FedAvg(local_lr=0.1, averaging=0.999), federation, rounds=8)
+    simulation = simulate(pfedhn.averaged(FedAvg(local_lr=0.1), 0.999), federation, rounds=8)
     start = simulation.initial_models()["mlp"]
     state = finish(simulation)
     shared = state.memories.shared
@@ -127,7 +158,7 @@ def test_a_run_is_chosen_unadapted_and_judged_adapted(tmp_path: Path) -> None:
     federation = Federation.from_arrays(x + y[:, None], y, partition=pfedhn.by_classes(2, num_clients=8))
     common = {"steps": 30, "evaluate_every": 10, "progress": False, "batch_size": 8}
     plain = pfedhn.train(FedAvg(), federation, network, **common)
-    tuned = pfedhn.train(FedAvg(adaptation_steps=20), federation, network, directory=tmp_path, **common)
+    tuned = pfedhn.train(fine_tuned(FedAvg(), 20), federation, network, directory=tmp_path, **common)
     assert plain.result is not None
     assert tuned.result is not None
     assert tuned.result.unadapted is not None
@@ -156,9 +187,10 @@ def test_steps_that_make_clients_worse_on_validation_are_not_used(
     federation = Federation.from_arrays(x, y, partition=pfedhn.dirichlet(100.0, num_clients=8))
     common = {"steps": 30, "evaluate_every": 10, "progress": False, "batch_size": 8}
     plain = pfedhn.train(FedAvg(local_lr=0.1), federation, network, **common)
-    monkeypatch.setattr(FedAvg, "adapt", lambda self, model, weights, batches: {k: 0 * v for k, v in weights.items()})
+    spoiling = FineTuning(SGD(1.0, weight_decay=1.0))  # weights become minus their gradient
+    monkeypatch.setattr(FedAvg, "fine_tuning", spoiling)
     tuned = pfedhn.train(
-        FedAvg(local_lr=0.1, adaptation_steps=20), federation, network, directory=tmp_path / "run", **common
+        fine_tuned(FedAvg(local_lr=0.1), 20), federation, network, directory=tmp_path / "run", **common
     )
     assert plain.result is not None
     assert tuned.result is not None
@@ -182,7 +214,7 @@ def test_a_run_of_an_earlier_version_is_loaded_with_the_models_that_validation_p
     x, y = torch.randn(400, 8, generator=torch.Generator().manual_seed(0)), torch.arange(400) % 4
     federation = Federation.from_arrays(x + y[:, None], y, partition=pfedhn.by_classes(2, num_clients=8))
     run = pfedhn.train(
-        FedAvg(adaptation_steps=5), federation, network, directory=tmp_path, steps=10, progress=False, batch_size=8
+        fine_tuned(FedAvg(), 5), federation, network, directory=tmp_path, steps=10, progress=False, batch_size=8
     )
     assert run.adapts
     assert run.result is not None
@@ -201,7 +233,7 @@ def test_a_run_of_an_earlier_version_is_loaded_with_the_models_that_validation_p
 def test_a_client_that_joins_adapts_too() -> None:
     x, y = torch.randn(400, 8, generator=torch.Generator().manual_seed(0)), torch.arange(400) % 4
     federation = Federation.from_arrays(x + y[:, None], y, partition=pfedhn.by_classes(2, num_clients=8))
-    algorithm = PFedHN(adaptation_steps=20, averaging=0.9, hidden_dim=8)
+    algorithm = fine_tuned(pfedhn.averaged(PFedHN(hidden_dim=8), 0.9), 20)
     run = pfedhn.train(algorithm, federation, network, steps=20, progress=False, batch_size=8)
     rows = (y < 2).nonzero()[:60, 0]
     joined = run.add_client(x[rows] + y[rows, None], y[rows], rounds=2, split=(0.5, 0.2, 0.3))
@@ -211,9 +243,21 @@ def test_a_client_that_joins_adapts_too() -> None:
     assert joined.accuracy == pytest.approx(float((outputs.argmax(-1) == test.y[kept]).double().mean()))
 
 
-def test_a_method_that_cannot_adapt_says_so() -> None:
+def test_a_method_that_cannot_fine_tune_says_so() -> None:
     class Silent(FedAvg):
-        local_sgd = Algorithm.local_sgd
+        fine_tuning = None
 
-    with pytest.raises(UserError, match="local_sgd"):
-        Silent().local_sgd  # noqa: B018
+    with pytest.raises(UserError, match="Silent does not say how its clients fine-tune"):
+        fine_tuned(Silent(), 3)
+
+
+def test_combinators_are_settings_of_every_method() -> None:
+    method = pfedhn.with_statistics(fine_tuned(pfedhn.averaged(pfedhn.Ditto(strength=2.0), 0.9), 7), "shared", 3)
+    around = {"averaging": 0.9, "adaptation_steps": 7, "statistics": "shared", "statistics_batches": 3}
+    assert ALGORITHMS["ditto"](strength=2.0, **around) == method
+    assert around.items() <= values_of(method).items()
+    assert with_settings(method, {"averaging": None, "adaptation_steps": 0, "local_lr": 0.5}) == pfedhn.with_statistics(
+        pfedhn.Ditto(strength=2.0, local_lr=0.5), "shared", 3
+    )
+    with pytest.raises(UserError, match="no effect for a method that sends nothing"):
+        pfedhn.with_statistics(pfedhn.Local(), "shared").for_clients(3)

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
+from pfedhn.combinators import with_settings
 from pfedhn.data.federation import Federation
 from pfedhn.engine import blocks, capture, executors, gpu, local_steps
 from pfedhn.engine.capture import CapturedRun
@@ -35,7 +36,6 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged, State
 from pfedhn.errors import UserError
 from pfedhn.params import copy
-from pfedhn.settings import with_values
 
 
 def algorithm(method: str) -> Any:
@@ -532,7 +532,7 @@ def test_points_of_a_grid_share_what_was_traced(
     names = rates(first, torch.float32, torch.device("cpu"))
     halves = {name: 0.5 * float(value) for name, value in names.items()}
     halves.pop("shared_lr", None)  # which has no effect here, and is refused
-    other = with_values(first, halves)
+    other = with_settings(first, halves)
     captured(simulate(first, federation, target, rounds=3, cohort=2))
     so_far = len(traces)
     assert so_far > 0

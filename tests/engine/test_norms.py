@@ -11,9 +11,11 @@ from support import NUM_CLIENTS, finish, model, simulate
 
 import pfedhn
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.combinators import innermost
 from pfedhn.data.federation import Federation
 from pfedhn.engine.norms import norms
 from pfedhn.params import Params, subtract, take
+from pfedhn.settings import values_of
 
 
 def length(weights: Params) -> float:
@@ -28,12 +30,12 @@ def test_norms_of_a_hypernetwork(federation: Federation, method: str, executor: 
     state = finish(simulation)
     found = norms(simulation, state.memories)
     trained, rows = simulation.exchange.newest(state.memories.shared), state.memories.rows
-    used = simulation.exchange.served(state.memories.shared)
-    assert (length(trained.phi) == length(used.phi)) == (spec.averaging is None)
+    used = simulation.exchange.used(state.memories.shared)
+    assert (length(trained.phi) == length(used.phi)) == (values_of(spec).get("averaging") is None)
     assert found["shared"] == pytest.approx(length(trained.phi), rel=1e-5)
-    up_to_date = spec.for_clients(NUM_CLIENTS).up_to_date(rows, trained)
+    up_to_date = innermost(simulation.algorithm).up_to_date(rows, trained)
     assert found["embeddings"] == pytest.approx(float(up_to_date.embedding.norm(dim=1).mean()), rel=1e-5)
-    network, algorithm = simulation.model_of(0), simulation.algorithm
+    network, algorithm = simulation.model_of(0), innermost(simulation.algorithm)
     given = [algorithm.publish(network, used, take(rows, client)) for client in range(NUM_CLIENTS)]
     assert found["served"] == pytest.approx(sum(map(length, given)) / NUM_CLIENTS, rel=1e-5)
     mean = {name: sum(weights[name] for weights in given) / NUM_CLIENTS for name in given[0]}

@@ -11,6 +11,7 @@ from support import (
     NUM_CLIENTS,
     assert_close,
     assert_same_bits,
+    changed,
     finish,
     memories_of,
     model,
@@ -36,8 +37,7 @@ EVERY_EXECUTOR = ("loop", "traced", "vectorized", "captured")
 
 
 def small(method: str) -> Any:
-    spec = ALGORITHMS[method]()
-    return replace(spec, **{name: value for name, value in SMALL.items() if hasattr(spec, name)})  # type: ignore[type-var]
+    return changed(ALGORITHMS[method](), SMALL)
 
 
 @dataclass

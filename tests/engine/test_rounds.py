@@ -27,6 +27,6 @@ def test_it_is_said_when_the_run_begins(
     simulation = simulate(ALGORITHMS["per-fedavg-hf"](local_steps=1), federation, rounds=1)
     next(rounds(simulation, simulation.initial_state()))
     assert not caplog.records
-    monkeypatch.setattr(rounds_module, "is_spoilt", lambda algorithm, device: algorithm.needs_float32)
+    monkeypatch.setattr(rounds_module, "is_spoilt", lambda algorithm, device: algorithm.needs.float32)
     next(rounds(simulation, simulation.initial_state()))
     assert "PerFedAvg divides a difference that tf32 rounds away; give --precision fp32" in caplog.text

@@ -14,6 +14,7 @@ from support import (
     TRAIN_SIZES,
     assert_close,
     assert_same_bits,
+    changed,
     finish,
     memories_of,
     model,
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
+from pfedhn.algorithm import Uses
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
@@ -343,7 +345,7 @@ def test_the_best_round_keeps_nothing_that_only_training_needs(averaging: float 
     newest = kept if averaging is None else kept.newest
     unused = (newest.velocity, newest.square, () if averaging is None else newest.phi)
     assert not any(any(leaf.stride()) for leaf in pytree.tree_leaves(unused))
-    used = simulation.exchange.served(kept).phi
+    used = simulation.exchange.used(kept).phi
     assert all(leaf.any() for name, leaf in used.items() if name.endswith("weight"))
 
 
@@ -357,7 +359,7 @@ def test_the_best_round_of_a_person_s_own_method_keeps_all_of_it(federation: Fed
             return new | {name: new[name].mean().expand(new[name].shape)}, rows
 
     class Ahead(PFedHN):
-        pass
+        uses = Uses(published=("phi", "common"))  # its `publish` might read the velocity
 
     simulation = simulate(Tied(local_steps=3, local_lr=0.3), federation, rounds=8, evaluate_every=1, cohort=2)
     state, seen = simulation.initial_state(), []
@@ -547,7 +549,7 @@ def test_any_module_runs_under_every_method(foreign: tuple[Federation, dict[str,
     federation, models = foreign
     small = {"local_steps": 2, "outer_steps": 2, "hidden_dim": 5}
     spec = ALGORITHMS[method]()
-    spec = replace(spec, **{name: value for name, value in small.items() if hasattr(spec, name)})
+    spec = changed(spec, small)
     state = finish(simulate(spec, federation, models, rounds=2, cohort=2, batch_size=8))
     assert state.best is not None
     assert torch.isfinite(state.best.evaluation.splits["test"].loss).all()

@@ -19,9 +19,9 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner, Result
 
-from pfedhn.algorithm import Method
 from pfedhn.algorithms import ALGORITHMS, LEARNING_RATES
 from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.method import Method
 from pfedhn.cli import app as cli
 from pfedhn.errors import UserError
 from pfedhn.experiments import directory as directory_module

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from pfedhn.algorithms.pfedhn_shared import PFedHNShared
 from pfedhn.cli import app as cli
+from pfedhn.combinators import innermost
 from pfedhn.data.catalogue import DATASETS
 from pfedhn.experiments import directory as directory_module
 from pfedhn.experiments.build import build_algorithm
@@ -102,6 +103,6 @@ def test_budgets_are_the_papers() -> None:
 def test_pfedhn_shared_is_as_it_was_chosen_for_each_data_set(experiment: str, expected: tuple[Any, ...]) -> None:
     cells = [cell for cell in EXPERIMENTS[experiment].cells if cell.method == "pfedhn-shared"]
     (cell,) = (cell for cell in cells if cell.clients == 50)
-    found = build_algorithm(cell.method, cell.settings).for_clients(50)
+    found = innermost(build_algorithm(cell.method, cell.settings).for_clients(50))
     assert isinstance(found, PFedHNShared)
     assert (found.fixed_layers, found.embeddings.scale, found.embeddings.dim, found.num_hidden) == expected

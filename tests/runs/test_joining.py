@@ -10,7 +10,9 @@ import torch
 from support import assert_same_bits
 
 import pfedhn
+from pfedhn.algorithms import method_of
 from pfedhn.algorithms.embeddings import JOINING_FACTORS
+from pfedhn.algorithms.method import Method
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Diverged
@@ -31,8 +33,14 @@ class Choosy(pfedhn.Local):
     local_lr: float = 0.0
     local_steps: int = 5
 
-    def choices_for_joining(self) -> list[dict[str, Any]]:
-        return [STANDS_STILL, DIVERGES, LEARNS]
+
+CHOOSY = Method("Choosy", Choosy, joining=lambda algorithm: [STANDS_STILL, DIVERGES, LEARNS])
+
+
+@pytest.fixture(autouse=True)
+def choosy_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = joining.method_of
+    monkeypatch.setattr(joining, "method_of", lambda method: CHOOSY if isinstance(method, Choosy) else known(method))
 
 
 def examples(count: int, seed: int = 0) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -165,7 +173,8 @@ def test_outputs_that_are_no_numbers_win_no_choice(choosy: Run, monkeypatch: pyt
 
 def test_where_every_choice_diverges_it_is_said_as_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     run = trained(Choosy())
-    monkeypatch.setattr(Choosy, "choices_for_joining", lambda self: [DIVERGES, DIVERGES])
+    both = replace(CHOOSY, joining=lambda algorithm: [DIVERGES, DIVERGES])
+    monkeypatch.setattr(joining, "method_of", lambda method: both)
     run.plan = replace(run.plan, algorithm=Choosy(**DIVERGES))
     with pytest.raises(Diverged, match="training diverged in round 0"):
         run.add_client(*examples(80, 1), rounds=12)
@@ -176,7 +185,7 @@ def test_where_every_choice_diverges_it_is_said_as_of_training(monkeypatch: pyte
 )
 def test_a_method_without_choices_joins_once(method: str | AnyAlgorithm, monkeypatch: pytest.MonkeyPatch) -> None:
     run = trained(method)
-    assert run.simulation.algorithm.choices_for_joining() == [{}]
+    assert method_of(run.plan.algorithm).choices_for_joining(run.plan.algorithm) == []
     expected = run.add_client(*examples(80, 1), rounds=3, settings={})
     joined = []
     join = joining._join
@@ -190,14 +199,15 @@ def test_a_method_without_choices_joins_once(method: str | AnyAlgorithm, monkeyp
 @pytest.mark.parametrize(("method", "rate"), [("pfedhn", 1e-2), ("pfedhn-plus-pc", 0.03)])
 def test_pfedhn_tries_larger_rates_of_the_embedding(method: str, rate: float) -> None:
     run = trained(pfedhn.ALGORITHMS[method](local_steps=2), steps=2)
-    choices = run.simulation.algorithm.choices_for_joining()
+    choices = method_of(run.plan.algorithm).choices_for_joining(run.plan.algorithm)
     assert [choice["embedding_lr"] / rate for choice in choices] == pytest.approx(JOINING_FACTORS)
     as_trained, first = (run.add_client(*examples(40, 1), rounds=1, settings=given) for given in ({}, choices[0]))
     assert_same_bits(first.weights, as_trained.weights)
 
 
 def test_an_embedding_that_stood_still_in_training_has_no_rate_to_multiply() -> None:
-    assert pfedhn.ALGORITHMS["pfedhn"](embedding_lr=0.0).for_clients(4).choices_for_joining() == [{}]
+    algorithm = pfedhn.ALGORITHMS["pfedhn"](embedding_lr=0.0).for_clients(4)
+    assert pfedhn.ALGORITHMS["pfedhn"].joining(algorithm) == []
 
 
 @pytest.mark.slow

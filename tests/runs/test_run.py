@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import pfedhn
 from pfedhn import keys, models
 from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.combinators import innermost
 from pfedhn.data import partition
 from pfedhn.deploy.spec import read_spec, to_plan
 from pfedhn.engine.state import Progress
@@ -331,7 +332,7 @@ def test_clients_that_are_described_need_embeddings_of_that_length() -> None:
     with pytest.raises(pfedhn.UserError, match="set embedding_dim to None"):
         pfedhn.ALGORITHMS["pfedhn-shared"](embedding="fixed").for_clients(20, 5)
     described: Any = pfedhn.ALGORITHMS["pfedhn-shared"](embedding="fixed", embedding_dim=None)
-    assert described.for_clients(20, 5).embeddings.dim == 5
+    assert innermost(described.for_clients(20, 5)).embeddings.dim == 5
 
 
 @pytest.mark.parametrize(

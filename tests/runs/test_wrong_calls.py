@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import pfedhn
 from pfedhn import ALGORITHMS, MLP, Federation, PFedHN, UserError
+from pfedhn.combinators import with_settings
 from pfedhn.models import cross_entropy
-from pfedhn.settings import short_names, values_of, with_values
+from pfedhn.settings import kinds_of, short_names, values_of
 
 X = numpy.random.default_rng(0).normal(size=(60, 4)).astype(numpy.float32)
 Y = numpy.arange(60) % 3
@@ -92,8 +93,8 @@ def settings_out_of_bounds() -> list[tuple[str, str, float]]:
 
 @pytest.mark.parametrize(("method", "name", "value"), settings_out_of_bounds())
 def test_no_method_takes_a_negative_number(method: str, name: str, value: float) -> None:
-    algorithm: Any = with_values(ALGORITHMS[method](), {name: value})
-    written = short_names(type(algorithm))[name]
+    algorithm: Any = with_settings(ALGORITHMS[method](), {name: value})
+    written = short_names(kinds_of(algorithm))[name]
     with pytest.raises(UserError, match=rf"{written} = {value} does not fit; it must be at least [01]\."):
         train(method=algorithm)
 

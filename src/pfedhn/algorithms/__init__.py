@@ -1,9 +1,11 @@
 """Every method, by the name users give it: the only table of them."""
 
 import inspect
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
+from typing import Any
 
-from pfedhn.algorithm import Algorithm, Method
+from pfedhn.algorithm import Algorithm
+from pfedhn.algorithms import choices
 from pfedhn.algorithms.apfl import APFL
 from pfedhn.algorithms.ditto import Ditto
 from pfedhn.algorithms.fedala import FedALA
@@ -13,10 +15,12 @@ from pfedhn.algorithms.fedper import FedPer
 from pfedhn.algorithms.fedrep import FedRep
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
+from pfedhn.algorithms.method import Method
 from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedhn_shared import PFedHNShared
 from pfedhn.algorithms.pfedme import PFedMe
+from pfedhn.combinators import innermost
 from pfedhn.errors import UserError, closest
 from pfedhn.system.reference import find_code
 
@@ -53,62 +57,66 @@ ON_SHARED = {
 }
 SHARED_GRID = PLUS_GRID | {"fixed_layers": ((), ("last",))}
 
+HYPERNETWORK: Any = {
+    "algorithm": PFedHN,
+    "wider": PFedHNShared,
+    "cohort_size": 1,
+    "copies": choices.copies,
+    "smaller": choices.smaller,
+    "joining": choices.joining,
+}
+
 # Colors of Okabe and Ito, which color-blind people can tell apart, and a dash of its own for each besides.
 ALGORITHMS: dict[str, Method] = {
-    "pfedhn": Method("pFedHN", PFedHN, grid=TWO_LEVELS, is_tuned=False, color="#D55E00", wider=PFedHNShared),
+    "pfedhn": Method("pFedHN", **HYPERNETWORK, grid=TWO_LEVELS, is_tuned=False, color="#D55E00"),
     "pfedhn-pc": Method(
         "pFedHN-PC",
-        PFedHN,
+        **HYPERNETWORK,
         settings={"lr": 5e-2, "personal": ("last",)},
         summary="pFedHN-PC with its authors' rates: the last layer stays with the client.",
         grid=TWO_LEVELS,
         is_tuned=False,
         color="#CC79A7",
-        wider=PFedHNShared,
     ),
     "pfedhn-plus": Method(
         "pFedHN+",
-        PFedHN,
+        **HYPERNETWORK,
         settings=PLUS,
         summary="pFedHN with a stronger recipe of ours: AdamW on the server, small embeddings, an average of phi.",
         grid=PLUS_GRID,
         color="#8E1B1B",
-        wider=PFedHNShared,
     ),
     "pfedhn-plus-pc": Method(
         "pFedHN+-PC",
-        PFedHN,
+        **HYPERNETWORK,
         settings=PLUS | {"personal": ("last",)},
         summary="pFedHN-PC with the stronger recipe of pFedHN+.",
         grid=PLUS_GRID,
         color="#B3478F",
         dash=(0, (6, 1)),
-        wider=PFedHNShared,
     ),
     # Fine-tuning changes nothing in training, so that its rates are those of what it starts from.
     "pfedhn-plus-ft": Method(
         "pFedHN+-FT",
-        PFedHN,
+        **HYPERNETWORK,
         settings=PLUS | FINE_TUNED,
         summary="pFedHN+ whose clients take 50 steps of their own from what they are served before they use it.",
         rates_from="pfedhn-plus",
         color="#E3554A",
         dash=(0, (5, 1.5, 1, 1.5)),
-        wider=PFedHNShared,
     ),
     "pfedhn-plus-pc-ft": Method(
         "pFedHN+-PC-FT",
-        PFedHN,
+        **HYPERNETWORK,
         settings=PLUS | FINE_TUNED | {"personal": ("last",)},
         summary="pFedHN+-PC whose clients take 50 steps of their own from what they are served before they use it.",
         rates_from="pfedhn-plus-pc",
         color="#D98CC0",
         dash=(0, (6, 1, 1, 1)),
-        wider=PFedHNShared,
     ),
     "pfedhn-shared": Method(
         "pFedHN-S",
-        PFedHNShared,
+        **HYPERNETWORK | {"algorithm": PFedHNShared},
         settings=PLUS | FINE_TUNED | ON_SHARED,
         summary="pFedHN+-FT on top of a shared model, which is what all clients train from; embeddings are standard "
         "normal at first.",
@@ -186,4 +194,18 @@ def find_method(name: str) -> Method:
     for item in fields(kind):
         if item.default is MISSING and item.default_factory is MISSING:
             raise UserError(f"{name}: the setting {item.name!r} has no default; give it one.")
+    return Method(kind.__name__, kind)
+
+
+def method_of(algorithm: Algorithm[Any, Any, Any]) -> Method:
+    """The row of the table for a method, wrapped or not."""
+    return method_of_class(type(innermost(algorithm)))
+
+
+def method_of_class(kind: type[Any]) -> Method:
+    """The first row of the table with this class, or with the nearest that it extends; else a row of this class."""
+    for parent in kind.__mro__:
+        for known in ALGORITHMS.values():
+            if parent in (known.algorithm, known.wider):
+                return known if parent is kind else replace(known, name=kind.__name__, algorithm=kind, settings={})
     return Method(kind.__name__, kind)

@@ -15,19 +15,17 @@ chosen clients work: the others keep their last models, and one never chosen has
 code mixes the outputs of two networks where the paper mixes weights, and also pulls alpha_i to zero.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pfedhn.algorithm import Algorithm, Group, Rule, client_weights, only_group
-from pfedhn.algorithms.fedavg import averaged, only_start
+from pfedhn.algorithm import Rule
+from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, pack, take
-from pfedhn.settings import Fraction
 from pfedhn.sgd import SGD, Batches, Rate, Share, clip_vector, gradient, scan
 
 State = tuple[Tensor, Tensor, Tensor, Tensor]  # w_i, v_i and the velocity of each
@@ -40,38 +38,18 @@ class Private(NamedTuple):
 
 
 @dataclass(frozen=True)
-class APFL(Algorithm[Params, tuple[()], Private]):
+class APFL(FedAvg):
     """APFL; the personal model is a mixture of weights."""
 
     local_lr: Rate = 1e-2  # learning rate of a client's steps, and of alpha_i
-    local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
-    local_momentum: Fraction = 0.9  # momentum of a client's steps; reset in every round
-    local_weight_decay: float = 5e-5  # weight decay of a client's steps
-    local_clip: float | None = None  # largest norm of a client's gradient
     alpha: Share = 0.5  # where alpha_i starts, the share of the client's own model in the mixture
     adaptive: bool = True  # whether alpha_i moves, by one step in every round
     tested: Literal["copy", "newest"] = "copy"  # whether v_i is mixed with w_i, or with the newest w
     rule: Rule = "mean"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
-    averaging: Share | None = None  # decay of the moving average that is served; None serves the newest weights
-    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
-
-    @property
-    def num_batches(self) -> int:
-        return self.local_steps
-
-    @property
-    def local_sgd(self) -> SGD:
-        return SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
-
-    def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
-        return only_start("APFL", models, starts)
 
     def init_private(self, model: Model, start: Params, key: Key) -> Private:
         like = next(iter(start.values()))
         return Private(start, start, torch.as_tensor(self.alpha, dtype=like.dtype, device=like.device))
-
-    def send(self, model: Model, shared: Params, row: tuple[()]) -> Params:
-        return shared
 
     def train(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Private]:
         w, unpack = pack(received)
@@ -96,10 +74,6 @@ class APFL(Algorithm[Params, tuple[()], Private]):
             alpha = scan(learn, alpha, take(batches, slice(1)), (self.local_lr, v, w))
         w_i, v_i, _, _ = scan(step, (w, v, rest, rest), batches, (self.local_lr, alpha))
         return unpack(w - w_i), Private(unpack(v_i), unpack(w_i), alpha)
-
-    def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
-        group = only_group(groups, "APFL")
-        return averaged(shared, group, client_weights(self.rule, group.sizes)), [group.rows]
 
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         shared = private.copy if self.tested == "copy" else received

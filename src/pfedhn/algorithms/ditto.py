@@ -12,52 +12,33 @@ A client computes twice: 2 K gradients where FedAvg takes K. Nothing more is sen
 others keep their last v_i, and one never chosen has the common start.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pfedhn.algorithm import Algorithm, Group, Rule, client_weights, only_group
-from pfedhn.algorithms.fedavg import averaged, only_start
+from pfedhn.algorithm import Uses
+from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, pack
-from pfedhn.settings import Fraction
 from pfedhn.sgd import SGD, Batches, Rate, clip_vector, gradient, scan
 
 State = tuple[Tensor, Tensor, Tensor, Tensor]  # w_i, v_i and the velocity of each
 
 
 @dataclass(frozen=True)
-class Ditto(Algorithm[Params, tuple[()], Params]):
+class Ditto(FedAvg):
     """Ditto; both models take the same steps on the same minibatches."""
 
-    local_lr: Rate = 1e-2  # learning rate of a client's steps, on both models
     strength: Rate = 1.0  # lambda, how strongly v_i is held to the received w
-    local_steps: int = 50  # K, a client's SGD steps in one round on each of both models
-    local_momentum: Fraction = 0.9  # momentum of a client's steps; reset in every round
-    local_weight_decay: float = 5e-5  # weight decay of a client's steps
-    local_clip: float | None = None  # largest norm of a gradient of the loss
-    rule: Rule = "size"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
-    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
 
     @property
-    def num_batches(self) -> int:
-        return self.local_steps
-
-    @property
-    def local_sgd(self) -> SGD:
-        return SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
-
-    def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
-        return only_start("Ditto", models, starts)
+    def uses(self) -> Uses:
+        return Uses(published=(), personal=None)
 
     def init_private(self, model: Model, start: Params, key: Key) -> Params:
         return start
-
-    def send(self, model: Model, shared: Params, row: tuple[()]) -> Params:
-        return shared
 
     def train(self, model: Model, received: Params, private: Params, batches: Batches) -> tuple[Params, Params]:
         w, unpack = pack(received)
@@ -76,10 +57,6 @@ class Ditto(Algorithm[Params, tuple[()], Params]):
         rest = torch.zeros_like(w)
         w_i, v_i, _, _ = scan(step, (w, v, rest, rest), batches, (self.local_lr, self.strength, w))
         return unpack(w - w_i), unpack(v_i)
-
-    def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
-        group = only_group(groups, "Ditto")
-        return averaged(shared, group, client_weights(self.rule, group.sizes)), [group.rows]
 
     def personalize(self, model: Model, received: Params, private: Params, batches: Batches) -> Params:
         return private

@@ -14,21 +14,18 @@ epoch of some of the examples later; M is a fixed number here. In their code eve
 start in every round; here only chosen ones do, and the others when tested.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pfedhn.algorithm import Algorithm, Group, Rule, client_weights, only_group
-from pfedhn.algorithms.fedavg import averaged, only_start
+from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.keys import Key
 from pfedhn.layers import assign_roles
 from pfedhn.model import Model
 from pfedhn.params import Params, pack, pick, subtract, take
-from pfedhn.settings import Fraction
-from pfedhn.sgd import SGD, Batches, Rate, Share, gradient, scan
+from pfedhn.sgd import Batches, Rate, gradient, scan
 
 
 class Private(NamedTuple):
@@ -37,21 +34,13 @@ class Private(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FedALA(Algorithm[Params, tuple[()], Private]):
+class FedALA(FedAvg):
     """FedALA; `local_lr` moves the model, `mixture_lr` how much of the shared upper layers a client takes over."""
 
-    local_lr: Rate = 1e-2  # learning rate of a client's steps
-    local_steps: int = 50  # K, a client's SGD steps in one round, each on a fresh minibatch
-    local_momentum: Fraction = 0.9  # momentum of a client's steps; reset in every round
-    local_weight_decay: float = 5e-5  # weight decay of a client's steps
-    local_clip: float | None = None  # largest norm of a client's gradient
     upper: tuple[str, ...] = ("last",)  # layers that are mixed, "last" for the last one; the others are taken over
     mixture_lr: Rate = 1.0  # eta, learning rate of W_i
     mixture_steps: int = 10  # M, steps of W_i in one round and before a test, each on a fresh minibatch
     tested: Literal["start", "trained"] = "start"  # a client's start from the newest w, or w_i after its last training
-    rule: Rule = "size"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
-    averaging: Share | None = None  # decay of the moving average that is served; None serves the newest weights
-    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
 
     @property
     def num_batches(self) -> int:
@@ -61,20 +50,10 @@ class FedALA(Algorithm[Params, tuple[()], Private]):
     def num_personalize_batches(self) -> int:
         return self.mixture_steps if self.tested == "start" else 0
 
-    @property
-    def local_sgd(self) -> SGD:
-        return SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
-
-    def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
-        return only_start("FedALA", models, starts)
-
     def init_private(self, model: Model, start: Params, key: Key) -> Private:
         roles = assign_roles(model, rest="frozen", settings={"shared": "upper"}, shared=self.upper)
         own = pick(start, roles.shared) if self.tested == "start" else start
         return Private(own, {name: torch.ones_like(start[name]) for name in roles.shared})
-
-    def send(self, model: Model, shared: Params, row: tuple[()]) -> Params:
-        return shared
 
     def start(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Params]:
         """Where a client starts from, and the mixture it learned for that."""
@@ -100,10 +79,6 @@ class FedALA(Algorithm[Params, tuple[()], Private]):
         start, mixture = self.start(model, received, private, first)
         weights, _ = self.local_sgd.run(model.loss, start, second)
         return subtract(received, weights), Private(pick(weights, private.own), mixture)
-
-    def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
-        group = only_group(groups, "FedALA")
-        return averaged(shared, group, client_weights(self.rule, group.sizes)), [group.rows]
 
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         return self.start(model, received, private, batches)[0] if self.tested == "start" else private.own

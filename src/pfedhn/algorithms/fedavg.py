@@ -9,12 +9,13 @@ FedPer and LG-FedAvg are this with some layers kept by the clients (`roles`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from torch import Tensor
 
 from pfedhn.algorithm import (
     Algorithm,
+    FineTuning,
     Group,
     Rule,
     client_weights,
@@ -26,11 +27,11 @@ from pfedhn.layers import Roles, assign_roles
 from pfedhn.model import Model
 from pfedhn.params import Params, pick, subtract, weighted_sum
 from pfedhn.settings import Fraction
-from pfedhn.sgd import SGD, Batches, Rate, Share
+from pfedhn.sgd import SGD, Batches, Rate
 
 
 @dataclass(frozen=True)
-class FedAvg(Algorithm[Params, tuple[()], Params]):
+class FedAvg(Algorithm[Params, tuple[()], Any]):
     """FedAvg; the personal model of every client is the shared one."""
 
     local_lr: Rate = 1e-2  # learning rate of a client's steps
@@ -39,10 +40,6 @@ class FedAvg(Algorithm[Params, tuple[()], Params]):
     local_weight_decay: float = 5e-5  # weight decay of a client's steps
     local_clip: float | None = None  # largest norm of a client's gradient
     rule: Rule = "size"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
-    averaging: Share | None = None  # decay of the moving average that is served; None serves the newest weights
-    statistics: Literal["private", "shared"] = "private"  # BatchNorm's: each client's own, or averaged too
-    statistics_batches: int = 0  # minibatches to recompute BatchNorm's statistics from before use; 0 for none
-    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
 
     @property
     def num_batches(self) -> int:
@@ -52,6 +49,10 @@ class FedAvg(Algorithm[Params, tuple[()], Params]):
     def local_sgd(self) -> SGD:
         return SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
 
+    @property
+    def fine_tuning(self) -> FineTuning:
+        return FineTuning(self.local_sgd)
+
     def roles(self, model: Model) -> Roles:
         """Every layer is shared; FedPer and LG-FedAvg leave some with the client."""
         return assign_roles(model, rest="shared")
@@ -60,22 +61,23 @@ class FedAvg(Algorithm[Params, tuple[()], Params]):
         start = only_start(type(self).__name__, models, starts)
         return pick(start, self.roles(next(iter(models.values()))).shared)
 
-    def init_private(self, model: Model, start: Params, key: Key) -> Params:
+    def init_private(self, model: Model, start: Params, key: Key) -> Any:
         return pick(start, self.roles(model).personal)
 
     def send(self, model: Model, shared: Params, row: tuple[()]) -> Params:
         return shared
 
-    def train(self, model: Model, received: Params, private: Params, batches: Batches) -> tuple[Params, Params]:
+    def train(self, model: Model, received: Params, private: Any, batches: Batches) -> tuple[Params, Any]:
         weights, _ = self.local_sgd.run(model.loss, received | private, batches)
         return subtract(received, weights), pick(weights, private)
 
     def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
         group = only_group(groups, type(self).__name__)
-        return averaged(shared, group, client_weights(self.rule, group.sizes)), [group.rows]
+        return after_mean_update(shared, group, client_weights(self.rule, group.sizes)), [group.rows]
 
-    def personalize(self, model: Model, received: Params, private: Params, batches: Batches) -> Params:
-        return received | private
+    def personalize(self, model: Model, received: Params, private: Any, batches: Batches) -> Params:
+        weights: Params = received | private
+        return weights
 
 
 def only_start(method: str, models: Mapping[str, Model], starts: Mapping[str, Params]) -> Params:
@@ -85,6 +87,6 @@ def only_start(method: str, models: Mapping[str, Model], starts: Mapping[str, Pa
     return starts[next(iter(models))]
 
 
-def averaged(shared: Params, group: Group, weights: Tensor) -> Params:
+def after_mean_update(shared: Params, group: Group, weights: Tensor) -> Params:
     """The shared model after one step along the clients' updates, each counted with its weight [C]."""
     return subtract(shared, weighted_sum(group.updates, weights))

@@ -5,7 +5,7 @@
     client   body_i <- K steps of SGD from body, with the head frozen                    train
              return body - body_i
     server   body <- body - sum_i |T_i| (body - body_i) / sum_i |T_i|                    receive
-    client   tested with (body, head) after s steps of SGD on its training data          adapt
+    client   tested with (body, head) after s steps of SGD on its training data          fine_tuning
 
 The steps before a test move all layers, as in the authors' experiments; `adapted="head"` moves the head alone, as their
 abstract has it. Differs: the authors choose the round, unadapted as here, on test data.
@@ -14,6 +14,7 @@ abstract has it. Differs: the authors choose the round, unadapted as here, on te
 from dataclasses import dataclass
 from typing import Literal
 
+from pfedhn.algorithm import FineTuning
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.layers import Roles, assign_roles
 from pfedhn.model import Model
@@ -37,6 +38,7 @@ class FedBABU(FedAvg):
         weights, _ = self.local_sgd.run(model.loss, received | private, batches, frozen=private)
         return subtract(received, weights), private
 
-    def adapt(self, model: Model, weights: Params, batches: Batches) -> Params:
-        frozen = self.roles(model).shared if self.adapted == "head" else ()
-        return self.local_sgd.run(model.loss, weights, batches, frozen=frozen)[0]
+    @property
+    def fine_tuning(self) -> FineTuning:
+        tuning = FineTuning(self.local_sgd, self.adaptation_steps)
+        return tuning if self.adapted == "all" else tuning._replace(frozen=lambda model: self.roles(model).shared)

@@ -6,7 +6,7 @@ client   theta_i <- K steps of SGD from theta_i     train
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pfedhn.algorithm import Algorithm
+from pfedhn.algorithm import Algorithm, FineTuning, Needs, Uses
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, zeros_like
@@ -28,9 +28,14 @@ class Local(Algorithm[tuple[()], tuple[()], Private]):
     local_momentum: Fraction = 0.9  # momentum, which is kept between rounds
     local_weight_decay: float = 5e-5  # weight decay
     local_clip: float | None = None  # largest norm of the gradient
-    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
 
-    communicates = False
+    @property
+    def needs(self) -> Needs:
+        return Needs(communication=False)
+
+    @property
+    def uses(self) -> Uses:
+        return Uses(personal=("weights",))
 
     @property
     def num_batches(self) -> int:
@@ -39,6 +44,10 @@ class Local(Algorithm[tuple[()], tuple[()], Private]):
     @property
     def local_sgd(self) -> SGD:
         return SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
+
+    @property
+    def fine_tuning(self) -> FineTuning:
+        return FineTuning(self.local_sgd)
 
     def init_private(self, model: Model, start: Params, key: Key) -> Private:
         return Private(start, zeros_like(start))

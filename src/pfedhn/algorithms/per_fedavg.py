@@ -21,17 +21,19 @@ from torch.utils import _pytree as pytree
 
 from pfedhn.algorithm import (
     Algorithm,
+    FineTuning,
     Group,
+    Needs,
     Rule,
     client_weights,
     only_group,
 )
-from pfedhn.algorithms.fedavg import averaged, only_start
+from pfedhn.algorithms.fedavg import after_mean_update, only_start
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, pack, take
 from pfedhn.settings import ZeroOrMore
-from pfedhn.sgd import SGD, Batches, Rate, Share, gradient, scan
+from pfedhn.sgd import SGD, Batches, Rate, gradient, scan
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,6 @@ class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
     difference: float = 1e-3  # d, the step of that estimate; tf32 would round it away
     personal_steps: ZeroOrMore = 1  # steps of size alpha on training minibatches before every test
     rule: Rule = "mean"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
-    averaging: Share | None = None  # decay of the moving average that is served; None serves the newest weights
-    adaptation_steps: int = 0  # further steps of size alpha, from its model of the chosen round, before it is used
 
     @property
     def num_batches(self) -> int:
@@ -57,16 +57,18 @@ class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
         return 2 if self.form == "first-order" else 3
 
     @property
-    def needs_float32(self) -> bool:
-        return self.form == "hessian-free"  # w + d g and w - d g differ by about as much as tf32 rounds w
+    def needs(self) -> Needs:
+        return Needs(
+            float32=self.form == "hessian-free"
+        )  # w + d g and w - d g differ by about as much as tf32 rounds w
 
     @property
     def num_personalize_batches(self) -> int:
         return self.personal_steps
 
     @property
-    def local_sgd(self) -> SGD:
-        return SGD(self.personal_lr)
+    def fine_tuning(self) -> FineTuning:
+        return FineTuning(SGD(self.personal_lr))
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
         return only_start("Per-FedAvg", models, starts)
@@ -97,7 +99,7 @@ class PerFedAvg(Algorithm[Params, tuple[()], tuple[()]]):
 
     def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
         group = only_group(groups, "Per-FedAvg")
-        return averaged(shared, group, client_weights(self.rule, group.sizes)), [group.rows]
+        return after_mean_update(shared, group, client_weights(self.rule, group.sizes)), [group.rows]
 
     def personalize(self, model: Model, received: Params, private: tuple[()], batches: Batches) -> Params:
-        return self.local_sgd.run(model.loss, received, batches)[0]
+        return SGD(self.personal_lr).run(model.loss, received, batches)[0]

@@ -10,21 +10,21 @@ number of clients, over a network too.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from pfedhn import keys
 from pfedhn.adamw import AdamW
-from pfedhn.algorithm import Algorithm, Group, Rule, weighted_updates
+from pfedhn.algorithm import Algorithm, FineTuning, Group, Needs, Rule, Uses, weighted_updates
 from pfedhn.algorithms.embeddings import Embeddings, Row, Rows, Shared
 from pfedhn.algorithms.hypernetwork import Hypernetwork
 from pfedhn.layers import Roles, assign_roles
 from pfedhn.model import Model
-from pfedhn.params import Params, clip, nothing_like, pick, pull_back, subtract, zeros_like
+from pfedhn.params import Params, clip, pick, pull_back, subtract, zeros_like
 from pfedhn.settings import Bounds, Fraction
-from pfedhn.sgd import SGD, Batches, Rate, Share
+from pfedhn.sgd import SGD, Batches, Rate
 
 
 class Private(NamedTuple):
@@ -49,10 +49,6 @@ class PFedHN(Algorithm[Shared, Row, Private]):
     linear: bool = False  # h(v; W) = W v: no trunk, no bias
     spectral_norm: bool = False  # divides every matrix of the hypernetwork by its largest singular value
     rule: Rule = "mean"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
-    averaging: Share | None = None  # decay of the moving average that is served; None serves the newest weights
-    statistics_batches: int = 0  # minibatches to recompute BatchNorm's statistics from before use; 0 for none
-    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
-    usual_cohort_size = 1
 
     @property
     def num_batches(self) -> int:
@@ -63,8 +59,16 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         return SGD(self.local_lr, self.local_momentum, self.local_weight_decay, self.local_clip)
 
     @property
-    def needs_descriptors(self) -> bool:
-        return self.embeddings.kind == "fixed"
+    def fine_tuning(self) -> FineTuning:
+        return FineTuning(self.local_sgd)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(descriptors=self.embeddings.kind == "fixed")
+
+    @property
+    def uses(self) -> Uses:
+        return Uses(published=("phi", "common"), training=("velocity", "square"))
 
     def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> Self:
         return replace(self, embeddings=self.embeddings.for_clients(num_clients, descriptor_dim))
@@ -122,7 +126,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
             return [self.generate(phi, shared, g.model, v) for g, v in zip(groups, embeddings, strict=True)]
 
         to_phi, to_rows = pull_back(theta, shared.phi, [row.embedding for row in rows], cotangent=updates)
-        trained = {} if self.needs_descriptors else {f"row.{i}": value for i, value in enumerate(to_rows)}
+        trained = {} if self.needs.descriptors else {f"row.{i}": value for i, value in enumerate(to_rows)}
         gradient, step = clip(to_phi | trained, self.server.clip), shared.step + 1
         phi, velocity, square = self.server.server_step(shared.phi, shared.velocity, shared.square, gradient, step)
         rows = [self.rows.moved(row, gradient[f"row.{i}"], step) if trained else row for i, row in enumerate(rows)]
@@ -134,17 +138,5 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         (to_row,) = pull_back(lambda v: self.generate(shared.phi, shared, model, v), row.embedding, cotangent=generated)
         return self.rows.moved(row, clip({"row": to_row}, self.server.clip)["row"], shared.step + 1)
 
-    def choices_for_joining(self) -> list[dict[str, Any]]:
-        return [{"embedding_lr": lr} for lr in self.rows.rates_for_joining()] or [{}]
-
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         return received | private.head
-
-    def averaged_part(self, shared: Shared) -> Params:
-        return shared.phi | shared.common
-
-    def with_averaged_part(self, shared: Shared, average: Params) -> Shared:
-        return shared._replace(phi=pick(average, shared.phi), common=pick(average, shared.common))
-
-    def for_use(self, shared: Shared) -> Shared:
-        return shared._replace(velocity=nothing_like(shared.velocity), square=nothing_like(shared.square))

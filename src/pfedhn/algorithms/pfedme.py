@@ -21,12 +21,14 @@ from torch import Tensor
 
 from pfedhn.algorithm import (
     Algorithm,
+    FineTuning,
     Group,
     Rule,
+    Uses,
     client_weights,
     only_group,
 )
-from pfedhn.algorithms.fedavg import averaged, only_start
+from pfedhn.algorithms.fedavg import after_mean_update, only_start
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, pack
@@ -51,15 +53,18 @@ class PFedMe(Algorithm[Params, tuple[()], Private]):
     decay: float = 1e-3  # mu, weight decay of theta_i
     tested: Literal["theta", "x"] = "theta"  # which of the two is tested; "x" is what the authors' code does
     rule: Rule = "size"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
-    adaptation_steps: int = 0  # SGD steps that a client takes from its chosen model before using it
 
     @property
     def num_batches(self) -> int:
         return self.outer_steps
 
     @property
-    def local_sgd(self) -> SGD:
-        return SGD(self.personal_lr, weight_decay=self.decay)
+    def fine_tuning(self) -> FineTuning:
+        return FineTuning(SGD(self.personal_lr, weight_decay=self.decay))
+
+    @property
+    def uses(self) -> Uses:
+        return Uses(personal=("personal",))
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
         return only_start("pFedMe", models, starts)
@@ -88,7 +93,7 @@ class PFedMe(Algorithm[Params, tuple[()], Private]):
 
     def receive(self, shared: Params, groups: Sequence[Group]) -> tuple[Params, list[tuple[()]]]:
         group = only_group(groups, "pFedMe")
-        return averaged(shared, group, self.mixing * client_weights(self.rule, group.sizes)), [group.rows]
+        return after_mean_update(shared, group, self.mixing * client_weights(self.rule, group.sizes)), [group.rows]
 
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
         return {

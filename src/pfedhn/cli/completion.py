@@ -45,7 +45,7 @@ def _generated() -> dict[str, list[str]]:
     from pfedhn.settings import names_to_set
     from pfedhn.studies import studies
 
-    by_method = {name: names_to_set(known.widest) for name, known in ALGORITHMS.items()}
+    by_method = {name: names_to_set(known.kinds) for name, known in ALGORITHMS.items()}
     settings = dict.fromkeys(setting for names in by_method.values() for setting in names)
     of_methods = [f"{method}.{setting}" for method, names in by_method.items() for setting in names]
     return {

@@ -84,7 +84,7 @@ def _check_hello(message: Message, plan: Plan, state: State) -> None:
     known = state.members.get(message.party)
     if known is not None and known.architecture != architecture:  # its row and its updates have that size
         raise WireError("hello", f"says the size {architecture!r} and takes part with {known.architecture!r}")
-    if plan.algorithm.needs_descriptors and not _is_descriptor(message.tensors, str(architecture), plan, state):
+    if plan.algorithm.needs.descriptors and not _is_descriptor(message.tensors, str(architecture), plan, state):
         raise WireError("hello", "sent no descriptor that this method can use")
 
 

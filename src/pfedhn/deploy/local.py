@@ -59,7 +59,7 @@ class LocalClient:
     @property
     def descriptor(self) -> Any:
         """What describes this client to a method that asks for it; else nothing."""
-        if not self.plan.algorithm.needs_descriptors:
+        if not self.plan.algorithm.needs.descriptors:
             return ()
         given = self.data.descriptors
         return (self.data.class_shares if given is None else given)[0].to(self.plan.dtype)

@@ -69,7 +69,7 @@ class Party:
         self.local = LocalClient(self.plan, self.data, self.architecture, self.privacy)
         self.architecture = self.local.architecture
         has_statistics, unprotected = bool(self.local.model.statistics), self.plan.extras[self.architecture].unprotected
-        refuse_leaks(self.privacy, has_statistics, self.plan.algorithm.needs_descriptors, unprotected)
+        refuse_leaks(self.privacy, has_statistics, self.plan.algorithm.needs.descriptors, unprotected)
         if self.privacy is not None and self.privacy.level == "example":
             self.local.try_private_steps(self.privacy)
         self.ledger = self.ledger or self.folder / "privacy.json"
@@ -221,7 +221,7 @@ class Party:
         chosen = self.chosen()
         phase, number = chosen["phase"], chosen["round"]
         received, kept = self.files.tested(phase, number, lambda received: self.local.first_contact(phase, received))
-        is_adapted = chosen.get("is_adapted", self.plan.algorithm.adaptation_steps > 0)  # earlier versions did not say
+        is_adapted = chosen.get("is_adapted", self.plan.fine_tunes)  # earlier versions did not say
         weights = self.local.personal_weights(phase, number, received, kept, is_adapted)
         return self.local.model.with_weights(weights)
 

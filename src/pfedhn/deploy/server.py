@@ -216,7 +216,7 @@ class Server:
         key = keys.fold(self.plan.seed, "rounds")
         if attempt:
             key = keys.fold(key, "again", attempt)
-        wanted = self.plan.schedule.clients_per_round(len(ready), self.plan.algorithm.communicates)
+        wanted = self.plan.schedule.clients_per_round(len(ready), self.plan.algorithm.needs.communication)
         places = cohort(key, state.round, len(ready), min(wanted, len(ready))).tolist()
         names = [ready[place].name for place in places]
         self.contacts.failed = set(filter(self._is_spent, names))
@@ -347,7 +347,7 @@ class Server:
         is_new = known is None or brought != {part: getattr(known, part) for part in brought}
         if known is None or is_new or known.is_spent:
             table = {"kind": "join", "party": name, **brought}
-            self._commit(table, content if self.plan.algorithm.needs_descriptors else b"")
+            self._commit(table, content if self.plan.algorithm.needs.descriptors else b"")
         if is_new:
             self._say("joined", party=name, **brought)
         else:

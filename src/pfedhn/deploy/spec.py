@@ -154,7 +154,7 @@ def to_plan(spec: Spec) -> Plan:
         loss, metric = (cross_entropy, is_correct) if is_classes else (squared_error, None)
         made[name] = Model(name, _factory(network, data), loss, metric, "cpu", torch.float32)
     algorithm = cell_algorithm(cell)
-    if spec.policy.in_flight is not None and not algorithm.communicates:
+    if spec.policy.in_flight is not None and not algorithm.needs.communication:
         raise UserError(f"parties of {cell.method} send nothing to wait for; leave in_flight out.")
     return make_plan(
         algorithm,

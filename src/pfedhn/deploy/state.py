@@ -164,8 +164,8 @@ class Rules:
             key = torch.as_tensor(keys.fold(self.plan.seed, "row", member.identity))
             return in_dtype(algorithm.init_row(key, descriptor), self.plan.dtype)
         shared = state.best.shared if state.has_ended and state.best is not None else state.shared
-        served = self.plan.exchange.served(shared)
-        return in_dtype(algorithm.join_row(served, stack(trained), descriptor), self.plan.dtype)
+        memory = self.plan.exchange.memory_of_method(shared)
+        return in_dtype(algorithm.join_row(memory, stack(trained), descriptor), self.plan.dtype)
 
     def _start(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """Those who are there stand in the order of their names, as in a simulation of the same parties."""
@@ -257,7 +257,7 @@ class Rules:
     def _end(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         state.has_ended = True
         state.final = {}
-        state.is_adapted = None if self.plan.algorithm.adaptation_steps else False
+        state.is_adapted = None if self.plan.fine_tunes else False
 
     def _judge(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """Models of the chosen round were tested after adaptation, which is used unless it made them worse.

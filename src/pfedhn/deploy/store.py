@@ -126,7 +126,7 @@ class Store:
         else:
             raise CheckpointError(f"{path.stem} is missing or damaged, and was not used.")
         if table["has_ended"] and "is_adapted" not in table:  # earlier versions decided nothing
-            has_steps = self.rules.plan.algorithm.adaptation_steps > 0
+            has_steps = self.rules.plan.fine_tunes
             table["is_adapted"] = (True if table["final"] else None) if has_steps else False
         return _to_state(table, tensors, self.rules)
 

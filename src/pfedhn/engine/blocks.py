@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from pfedhn.combinators import layers
 from pfedhn.engine.executors import without_numbers
 from pfedhn.engine.network import convolves
 from pfedhn.engine.simulate import Simulation
@@ -44,7 +45,7 @@ def is_known(simulation: Simulation) -> bool:
     functions += [value for module in modules for value in vars(module).values() if isinstance(value, FUNCTIONS)]
     classes = [
         kind
-        for part in (exchange.algorithm, exchange.upload, exchange.download, *modules)
+        for part in (*layers(exchange.algorithm), exchange.upload, exchange.download, *modules)
         for kind in type(part).__mro__
     ]
     return (

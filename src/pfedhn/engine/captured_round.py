@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.algorithm import Algorithm
+from pfedhn.combinators import with_settings
 from pfedhn.data.batches import Examples, cohort, draw_batches
 from pfedhn.engine.executors import Function
 from pfedhn.engine.round import Exchange, Offer, Returned, bytes_down, bytes_up
@@ -22,7 +22,7 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.kernels import launch as kernels
 from pfedhn.model import Model
 from pfedhn.params import Params, take
-from pfedhn.settings import settings_in, values_of, with_values
+from pfedhn.settings import kinds_of, settings_in, values_of
 from pfedhn.sgd import Batches, is_rate
 
 MIN_ROUNDS = 8192  # the schedule's length: runs of other lengths, as in tuning, are not compiled for anew
@@ -33,17 +33,13 @@ Signature: TypeAlias = tuple[tuple[str, int], ...]
 
 def rates(algorithm: Any, dtype: torch.dtype, device: torch.device) -> Params:
     """The settings that a grid varies, as tensors: graphs take them as data, so that a grid compiles once."""
-    values, settings = values_of(algorithm), settings_in(type(algorithm))
+    values, settings = values_of(algorithm), settings_in(kinds_of(algorithm))
     given = {name: value for name, value in values.items() if is_rate(settings[name].hint) and value is not None}
     return {name: torch.as_tensor(value, dtype=dtype, device=device) for name, value in given.items()}
 
 
 def exchange_with_rates(exchange: Exchange, rates: Mapping[str, Any]) -> Exchange:
-    return replace(exchange, algorithm=with_rates(exchange.algorithm, rates))
-
-
-def with_rates(algorithm: Algorithm[Any, Any, Any], rates: Mapping[str, Any]) -> Algorithm[Any, Any, Any]:
-    return with_values(algorithm, rates)
+    return replace(exchange, algorithm=with_settings(exchange.algorithm, rates))
 
 
 def offers_to_all(

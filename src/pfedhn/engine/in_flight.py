@@ -25,10 +25,9 @@ def next_of(seed: int, number: int, num_idle: int) -> int:
 def check_in_flight(simulation: "Simulation", in_flight: int) -> None:
     if in_flight < 1:
         raise UserError(f"in_flight is {in_flight}; at least one client must be at work.")
-    if not simulation.algorithm.communicates:
-        raise UserError(
-            f"clients of {type(simulation.algorithm).__name__} send nothing to wait for; leave in_flight out."
-        )
+    if not simulation.algorithm.needs.communication:
+        name = simulation.exchange.method_name
+        raise UserError(f"clients of {name} send nothing to wait for; leave in_flight out.")
     if simulation.resize_every is not None or simulation.make_crew is not None:
         raise UserError(
             "a run that does not wait trains one client at a time, on one network each; leave out either in_flight "

@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.engine.captured_round import drawing, exchange_with_rates, with_rates
+from pfedhn.combinators import with_settings
+from pfedhn.engine.captured_round import drawing, exchange_with_rates
 from pfedhn.engine.executors import TogetherScan, Traced, TracedScan
 from pfedhn.engine.gpu import compile_graph, compile_once, content, form, shared_by_equal_runs
 from pfedhn.engine.round import Kept, Offer
@@ -22,6 +23,7 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.kernels import launch as kernels
 from pfedhn.model import Model
 from pfedhn.params import Params, stack, take
+from pfedhn.settings import kinds_of
 from pfedhn.sgd import Batches
 from pfedhn.system import fingerprint
 
@@ -33,7 +35,7 @@ ClientResult: TypeAlias = tuple[Params, Kept]
 
 def trace_key(simulation: Simulation, rates: Params, *parts: Any) -> Any:
     """Runs with equal keys trace alike: rates, seeds and data are arguments of what is traced."""
-    settings = with_rates(simulation.algorithm, dict.fromkeys(rates))
+    settings = with_settings(simulation.algorithm, dict.fromkeys(rates))
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     how = (str(simulation.device), kernels.dot_precision(), kernels.SharedGPU.runs, is_deterministic)
     models = tuple(
@@ -43,7 +45,8 @@ def trace_key(simulation: Simulation, rates: Params, *parts: Any) -> Any:
     exchange = simulation.exchange
     draws = exchange.upload.draws or exchange.download.draws
     wire = (exchange.upload, exchange.download, exchange.is_frozen, exchange.seed if draws else None)
-    return (*parts, fingerprint.of_code(type(settings)), content(settings), tuple(rates), models, how, wire)
+    code = tuple(map(fingerprint.of_code, kinds_of(settings)))
+    return (*parts, code, content(settings), tuple(rates), models, how, wire)
 
 
 @dataclass(eq=False)

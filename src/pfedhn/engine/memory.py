@@ -2,15 +2,14 @@
 
 from collections import Counter
 from dataclasses import is_dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.algorithms.hypernetwork import Hypernetwork
-from pfedhn.algorithms.pfedhn import PFedHN
-from pfedhn.algorithms.pfedhn_shared import PFedHNShared
+from pfedhn.algorithms import method_of
+from pfedhn.combinators import innermost
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.settings import values_of
@@ -19,23 +18,8 @@ from pfedhn.system.process import check_memory
 LARGE_SETTING = 2_000  # no method makes much of less
 LARGE_TARGET = 500_000  # weights, of which no server makes much of less
 LARGE_CROWD = 50_000_000  # weights of all clients together, who may keep some
-CHUNK_SIZES = (500, 2_000, 10_000, 50_000)  # that a chunked head might have instead
 
 
-class Copies(NamedTuple):
-    """How often something is in memory at the peak of a run on a CPU, as measured for cohorts of 1, 4 and 8 clients."""
-
-    shared: float = 4.0  # what the server remembers: as it is, as it was at the chosen round, a step's
-    target: float = 4.0  # the weights of a client that is at work
-    member: float = 2.4  # the weights of every client of a cohort
-
-
-COPIES = {
-    "dense": Copies(shared=4.5),
-    "added": Copies(shared=4.5),
-    "low-rank": Copies(target=3.5, member=3.5),
-    "chunked": Copies(target=1.5, member=5.9),
-}
 COPIES_ON_GPU = 4
 COPIES_OF_KEPT = 2  # what clients keep: as it is, and as it was at the chosen round
 
@@ -76,20 +60,10 @@ def bytes_needed(simulation: Simulation) -> int:
     shared = bytes_of_shared(simulation)
     if simulation.federation.x.is_cuda:
         return COPIES_ON_GPU * shared
-    algorithm, hypernetwork = simulation.algorithm, _hypernetwork(simulation)
-    copies = Copies() if hypernetwork is None else COPIES[hypernetwork.head]
-    size = next(iter(simulation.models.values())).dtype.itemsize
-    target = size * _num_weights(simulation) / len(simulation.models)
-    num_members = simulation.clients_per_round if algorithm.communicates else 0
-    needed = copies.shared * shared + (copies.target + copies.member * num_members) * target
-    if hypernetwork is not None and hypernetwork.head == "chunked":  # all pieces go through the trunk at once
-        num_pieces = target / size / hypernetwork.chunk_size
-        needed += num_members * num_pieces * hypernetwork.hidden_dim * (1 + hypernetwork.num_hidden) * size
-    return int(needed)
-
-
-def _hypernetwork(simulation: Simulation) -> Hypernetwork | None:
-    return simulation.algorithm.hypernetwork if isinstance(simulation.algorithm, PFedHN) else None
+    copies = method_of(simulation.algorithm).copies(innermost(simulation.algorithm))
+    target = next(iter(simulation.models.values())).dtype.itemsize * _num_weights(simulation) / len(simulation.models)
+    num_members = simulation.clients_per_round if simulation.algorithm.needs.communication else 0
+    return int(copies.shared * shared + (copies.target + copies.member * num_members) * target)
 
 
 def bytes_of_kept(simulation: Simulation) -> int:
@@ -108,23 +82,23 @@ def bytes_of_kept(simulation: Simulation) -> int:
 
 
 def _way_out(simulation: Simulation) -> str:
-    """What would fit, for a method whose heads are a choice."""
-    algorithm, hypernetwork = simulation.algorithm, _hypernetwork(simulation)
-    if hypernetwork is None or not isinstance(algorithm, PFedHN):
-        return "make it smaller"
-
-    def needed(**settings: Any) -> float:
-        return bytes_needed(replace(simulation, algorithm=PFedHNShared.like(algorithm, **settings)))
-
-    if hypernetwork.head == "chunked":
-        sizes = {size: needed(chunk_size=size) for size in CHUNK_SIZES}
-        best = min(sizes, key=sizes.__getitem__)
-        if sizes[best] < bytes_needed(simulation):
-            return f"make it smaller, or take chunk_size = {best} ({sizes[best] / 1e9:,.1f} GB)"
-        return "make it smaller, or take fewer clients at a time; another chunk_size would help little"
-    if hypernetwork.head == "low-rank" or hypernetwork.linear or hypernetwork.spectral_norm:
-        return "make it smaller"
-    return f"make it smaller, or take head = 'low-rank' ({needed(head='low-rank') / 1e9:,.1f} GB)"
+    """What would fit, of the settings that the method knows to be smaller."""
+    algorithm, method = innermost(simulation.algorithm), method_of(simulation.algorithm)
+    before: dict[str, Any] = values_of(algorithm) if is_dataclass(algorithm) else {}
+    needed = {}
+    for settings in method.smaller(algorithm):
+        other = method.made({**before, **settings}, method.name)
+        needed[", ".join(f"{name} = {value!r}" for name, value in settings.items())] = bytes_needed(
+            replace(simulation, algorithm=other)
+        )
+    best = min(needed, key=needed.__getitem__, default=None)
+    if best is not None and needed[best] < bytes_needed(simulation):
+        return f"make it smaller, or take {best} ({needed[best] / 1e9:,.1f} GB)"
+    return (
+        "make it smaller, or take fewer clients at a time; other settings would help little"
+        if needed
+        else "make it smaller"
+    )
 
 
 def bytes_of_shared(simulation: Simulation) -> int:

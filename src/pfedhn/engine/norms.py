@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pfedhn.combinators import published_part
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Memories
 from pfedhn.model import Model
@@ -23,12 +24,13 @@ def norms(simulation: Simulation, memories: Memories) -> dict[str, float]:
     "apart" of how these differ from the mean of all that run the same network.
     """
     found: dict[str, Tensor] = {}
-    trained = simulation.algorithm.averaged_part(simulation.exchange.newest(memories.shared))
+    method = simulation.algorithm
+    trained = published_part(method, simulation.exchange.newest(memories.shared))
     if parts := pytree.tree_leaves(trained):
         found["shared"] = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in parts]))
     if (embeddings := simulation.embeddings(memories)) is not None:
         found["embeddings"] = embeddings.norm(dim=1).mean()
-    if simulation.algorithm.communicates:
+    if method.needs.communication:
         served = [_of_network(simulation, model, memories) for model in simulation.models.values()]
         found["served"], found["apart"] = torch.cat(served, 1).mean(1)
     return {name: float(f"{float(value):.6g}") for name, value in found.items()}
@@ -36,7 +38,7 @@ def norms(simulation: Simulation, memories: Memories) -> dict[str, float]:
 
 def _of_network(simulation: Simulation, model: Model, memories: Memories) -> Tensor:
     """[2, C]: the norm of the weights of each client that runs `model`, and of their difference from the mean."""
-    shared, executor = simulation.exchange.served(memories.shared), simulation.executor_for(model)
+    shared, executor = simulation.exchange.memory_of_method(memories.shared), simulation.executor_for(model)
     clients = [client for client in range(simulation.federation.num_clients) if simulation.model_of(client) is model]
     index = torch.tensor(clients, dtype=torch.int64, device=simulation.device)
 

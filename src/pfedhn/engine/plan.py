@@ -88,7 +88,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         size, num_clients = self.schedule.cohort_size, self.num_clients
-        if not 1 <= size <= num_clients and self.algorithm.communicates:
+        if not 1 <= size <= num_clients and self.algorithm.needs.communication:
             raise UserError(f"a cohort of {size} cannot be drawn from {num_clients} clients.")
         if self.schedule.steps < 1 or self.schedule.evaluate_every < 1 or self.schedule.batch_size < 1:
             raise UserError("steps, evaluate_every and batch_size must be at least 1.")
@@ -97,7 +97,7 @@ class Plan:
         has_statistics = any(model.statistics for model in self.models.values())
         self._check_extras()
         unprotected = sorted({name for extras in self.extras.values() for name in extras.unprotected})
-        refuse_leaks(self.privacy, has_statistics, self.algorithm.needs_descriptors, unprotected)
+        refuse_leaks(self.privacy, has_statistics, self.algorithm.needs.descriptors, unprotected)
         known = ("auto", *EXECUTORS, "captured")
         if self.executor not in known:
             raise UserError(f"there is no executor {self.executor!r}; there are {', '.join(known)}.")
@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def clients_per_round(self) -> int:
-        return self.schedule.clients_per_round(self.num_clients, self.algorithm.communicates)
+        return self.schedule.clients_per_round(self.num_clients, self.algorithm.needs.communication)
 
     def cohort(self, number: int) -> list[int]:
         """The clients that take part in a round."""
@@ -135,7 +135,11 @@ class Plan:
 
     @property
     def num_rounds(self) -> int:
-        return self.schedule.num_rounds(self.num_clients, self.algorithm.communicates)
+        return self.schedule.num_rounds(self.num_clients, self.algorithm.needs.communication)
+
+    @property
+    def fine_tunes(self) -> bool:
+        return self.exchange.fine_tunes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -148,7 +152,7 @@ class Plan:
     @property
     def descriptor_dim(self) -> int:
         """How many numbers describe a client to the method; 0 if it asks for none."""
-        return (self.clients.descriptor_dim or 0) if self.algorithm.needs_descriptors else 0
+        return (self.clients.descriptor_dim or 0) if self.algorithm.needs.descriptors else 0
 
     @property
     def has_metric(self) -> bool:
@@ -231,7 +235,7 @@ class Plan:
         rows = memories.rows
         if not isinstance(getattr(rows, "embedding", None), Tensor):
             return None
-        rows = self.algorithm.up_to_date(rows, self.exchange.served(memories.shared))
+        rows = self.algorithm.up_to_date(rows, self.exchange.memory_of_method(memories.shared))
         embeddings: Tensor = rows.embedding
         return embeddings
 

@@ -20,11 +20,12 @@ from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.algorithm import LABEL_COUNTS, Algorithm, Group, client_weights
+from pfedhn.combinators import innermost, memory_for_use, newest_memory, num_fine_tuning_steps, used_memory
 from pfedhn.engine.transform import FULL, Full, Transform
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import Params, nothing_like, num_bytes, pick, subtract, take, weighted, weighted_sum
+from pfedhn.params import Params, num_bytes, pick, subtract, take, weighted, weighted_sum
 from pfedhn.privacy import Protection, protecting
 from pfedhn.sgd import Batches
 from pfedhn.statistics import COUNT, tracking
@@ -56,14 +57,6 @@ class Kept(NamedTuple):
     private: Any  # the method's
     upload: Any  # its transform's
     statistics: Params  # of its BatchNorm layers
-
-
-class Averaged(NamedTuple):
-    """The server's shared memory, and an average of what clients are given to use."""
-
-    newest: Any
-    average: Any
-    step: Tensor  # of the server, so far
 
 
 class WithStatistics(NamedTuple):
@@ -100,14 +93,20 @@ class Exchange:
     download: Transform = FULL
     is_frozen: bool = False
 
+    @property
+    def method_name(self) -> str:
+        """The class of the method inside its wrappers."""
+        return type(innermost(self.algorithm)).__name__
+
+    @property
+    def fine_tunes(self) -> bool:
+        """Whether clients fine-tune their models before they use them."""
+        return num_fine_tuning_steps(self.algorithm) > 0
+
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Any:
         """The server's shared memory at round 0."""
         weights = {name: pick(start, models[name].shapes) for name, start in starts.items()}
         shared = self.algorithm.init_shared(models, weights, key)
-        if self.algorithm.averaging is not None:
-            device = next(iter(next(iter(starts.values())).values())).device
-            step = torch.zeros((), dtype=torch.int32, device=device)
-            shared = Averaged(shared, self.algorithm.averaged_part(shared), step)
         if not any(map(self._shares, models.values())):
             return shared
         statistics = {name: shareable(model.statistics | starts[name]) for name, model in models.items()}
@@ -115,33 +114,24 @@ class Exchange:
 
     def _shares(self, model: Model) -> bool:
         """Whether the batch statistics of a network travel with its weights."""
-        return bool(model.statistics) and self.algorithm.statistics == "shared" and self.algorithm.communicates
+        needs = self.algorithm.needs
+        return bool(model.statistics) and needs.statistics == "shared" and needs.communication
+
+    def memory_of_method(self, shared: Any) -> Any:
+        """The shared memory as the method made it, without batch statistics."""
+        return shared.method if isinstance(shared, WithStatistics) else shared
 
     def newest(self, shared: Any) -> Any:
-        """The method's shared memory as it trains."""
-        shared = shared.method if isinstance(shared, WithStatistics) else shared
-        return shared if self.algorithm.averaging is None else shared.newest
+        """The innermost method's shared memory as it trains."""
+        return newest_memory(self.algorithm, self.memory_of_method(shared))
 
-    def served(self, shared: Any) -> Any:
-        """The method's shared memory as clients use it: averaged, if the method averages."""
-        shared = shared.method if isinstance(shared, WithStatistics) else shared
-        if self.algorithm.averaging is None:
-            return shared
-        return self.algorithm.with_averaged_part(shared.newest, shared.average)
+    def used(self, shared: Any) -> Any:
+        """The innermost method's shared memory as clients use it: averaged, if the method is."""
+        return used_memory(self.algorithm, self.memory_of_method(shared))
 
     def for_use(self, shared: Any) -> Any:
-        """The shared memory, in the same form, without what is of no use to those who do not train it.
-
-        A person's own method, which may read anything, keeps everything.
-        """
-        if type(self.algorithm).__module__.partition(".")[0] != "pfedhn":
-            return shared
-        method = shared.method if isinstance(shared, WithStatistics) else shared
-        if self.algorithm.averaging is None:
-            method = self.algorithm.for_use(method)
-        else:
-            newest = self.algorithm.for_use(method.newest)
-            method = method._replace(newest=self.algorithm.with_averaged_part(newest, nothing_like(method.average)))
+        """The shared memory, in the same form, without what is of no use to those who do not train it."""
+        method = memory_for_use(self.algorithm, self.memory_of_method(shared))
         return shared._replace(method=method) if isinstance(shared, WithStatistics) else method
 
     def offer(self, model: Model, shared: Any, row: Any, number: Tensor, identity: Tensor) -> Offer:
@@ -151,10 +141,8 @@ class Exchange:
 
     def sent(self, model: Model, shared: Any, row: Any) -> Params:
         """What ONE client receives, before it is encoded: weights, extras, and batch statistics if they are shared."""
-        if self.is_frozen:
-            weights = self.algorithm.publish(model, self.served(shared), row)
-        else:
-            weights = self.algorithm.send(model, self.newest(shared), row)
+        make = self.algorithm.publish if self.is_frozen else self.algorithm.send
+        weights = make(model, self.memory_of_method(shared), row)
         refuse_undeclared("send", weights, model, self.algorithm.extras(model).down)
         return weights | shared.statistics[model.name] if self._shares(model) else weights
 
@@ -231,37 +219,24 @@ class Exchange:
 
     def _stepped(self, shared: Any, groups: Sequence[Group]) -> tuple[Any, list[Any]]:
         if self.is_frozen:
-            return shared, [self._moved_rows(self.served(shared), group) for group in groups]
-        newest, rows = self.algorithm.receive(self.newest(shared), groups)
-        return (newest if self.algorithm.averaging is None else self._averaged(shared, newest)), rows
-
-    def _averaged(self, before: Averaged, newest: Any) -> Averaged:
-        """One step of the average. It forgets faster at first, when the past is a random start."""
-        keep, count = self.algorithm.averaging, before.step.double()
-        keep = torch.as_tensor(keep, dtype=torch.float64, device=count.device).minimum((1 + count) / (10 + count))
-
-        def one(average: Tensor, value: Tensor) -> Tensor:
-            return torch.lerp(value, average, keep.to(value.dtype)) if value.is_floating_point() else value
-
-        average = pytree.tree_map(one, before.average, self.algorithm.averaged_part(newest))
-        return Averaged(newest, average, before.step + 1)
+            return shared, [self._moved_rows(shared, group) for group in groups]
+        return self.algorithm.receive(shared, groups)
 
     def num_personal_batches(self, model: Model, is_adapted: bool = False) -> int:
         """Minibatches of training data that a client needs to make its own weights."""
-        algorithm = self.algorithm
-        steps = algorithm.num_personalize_batches + (algorithm.adaptation_steps if is_adapted else 0)
-        return steps + self._num_statistics_batches(model)
+        steps = num_fine_tuning_steps(self.algorithm) if is_adapted else 0
+        return self.algorithm.num_personalize_batches + steps + self._num_statistics_batches(model)
 
     def _num_statistics_batches(self, model: Model) -> int:
         """Minibatches for new batch statistics; a client that joins always makes its own anew."""
         if not model.statistics or self._shares(model):
             return 0
-        return self.algorithm.statistics_batches or (BATCHES_TO_JOIN if self.is_frozen else 0)
+        return self.algorithm.needs.statistics_batches or (BATCHES_TO_JOIN if self.is_frozen else 0)
 
     def personal_weights(
         self, model: Model, shared: Any, row: Any, kept: Kept, batches: Batches, is_adapted: bool = False
     ) -> Params:
-        """The weights ONE client would use now, after its own adaptation steps if they are asked for.
+        """The weights ONE client would use now, after its fine-tuning steps if they are asked for.
 
         Its batch statistics are among them.
         """
@@ -269,7 +244,7 @@ class Exchange:
 
     def publish(self, model: Model, shared: Any, row: Any) -> Params:
         """The server's half of it: what ONE client is given to use. No transform touches it."""
-        weights = self.algorithm.publish(model, self.served(shared), row)
+        weights = self.algorithm.publish(model, self.memory_of_method(shared), row)
         return weights | shared.statistics[model.name] if self._shares(model) else weights
 
     def personalize(
@@ -277,14 +252,15 @@ class Exchange:
     ) -> Params:
         """The client's half of it: what it makes of what it was given."""
         algorithm, first = self.algorithm, self.algorithm.num_personalize_batches
-        second = first + (algorithm.adaptation_steps if is_adapted else 0)
+        second = first + (num_fine_tuning_steps(algorithm) if is_adapted else 0)
         down = self.algorithm.extras(model).down
         given = pick(received, {**model.shapes, **down})
         with tracking(kept.statistics | pick(received, model.statistics)) as tracker:
             weights = algorithm.personalize(model, given, kept.private, take(batches, slice(first)))
             weights = {name: value for name, value in weights.items() if name not in down}
-            if is_adapted:
-                weights = algorithm.adapt(model, weights, take(batches, slice(first, second)))
+            if is_adapted and (tuning := algorithm.fine_tuning) is not None:
+                steps = take(batches, slice(first, second))
+                weights, _ = tuning.sgd.run(model.loss, weights, steps, frozen=tuning.frozen(model))
         if not model.statistics:
             return weights
         if self._num_statistics_batches(model):

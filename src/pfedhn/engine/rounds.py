@@ -52,7 +52,7 @@ def _rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
     if is_spoilt(simulation.algorithm, simulation.device):
         logger.warning(
             "%s divides a difference that tf32 rounds away; give --precision fp32, or precision='fp32' in Python.",
-            type(simulation.algorithm).__name__,
+            simulation.exchange.method_name,
         )
     if simulation.draws_freely:
         if simulation.federation.x.is_cuda or simulation.executor == "captured":
@@ -70,7 +70,7 @@ def _rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
 
 def is_spoilt(algorithm: Algorithm[Any, Any, Any], device: torch.device) -> bool:
     """Whether a GPU is about to compute a method in a precision that is too low for it."""
-    return algorithm.needs_float32 and device.type == "cuda" and dot_precision() == "tf32"
+    return algorithm.needs.float32 and device.type == "cuda" and dot_precision() == "tf32"
 
 
 def is_captured(simulation: Simulation) -> bool:

@@ -104,14 +104,14 @@ class Simulation(Plan):
         return rows
 
     def _joining_rows(self, joins: Joining, descriptors: Tensor) -> Any:
-        given = [value if self.algorithm.needs_descriptors else None for value in descriptors]
-        served = self.exchange.served(joins.shared)
-        rows = [in_dtype(self.algorithm.join_row(served, joins.rows, value), self.dtype) for value in given]
+        given = [value if self.algorithm.needs.descriptors else None for value in descriptors]
+        shared = self.exchange.memory_of_method(joins.shared)
+        rows = [in_dtype(self.algorithm.join_row(shared, joins.rows, value), self.dtype) for value in given]
         return copy(stack(rows))  # rounds write rows in place, and one row alone may hold the server's own tensors
 
     def descriptors(self) -> Tensor:
         """[N, D]; zeros of no width where nobody asks for them."""
-        if not self.algorithm.needs_descriptors:
+        if not self.algorithm.needs.descriptors:
             return torch.zeros(self.num_clients, 0, dtype=self.dtype, device=self.device)
         given = self.federation.descriptors
         return (self.federation.class_shares if given is None else given).to(self.device, self.dtype)

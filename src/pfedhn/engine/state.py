@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pfedhn.algorithm import Algorithm
+from pfedhn.algorithms import method_of
 from pfedhn.data.describe import large_labels
 from pfedhn.data.federation import Federation
 from pfedhn.engine.evaluate import SplitResult
@@ -65,7 +66,7 @@ class Schedule:
     @staticmethod
     def default_cohort_size(algorithm: Algorithm[Any, Any, Any], num_clients: int) -> int:
         """Clients per round if nobody says how many."""
-        return min(algorithm.usual_cohort_size, num_clients)
+        return min(method_of(algorithm).cohort_size, num_clients)
 
     def num_rounds(self, num_clients: int, communicates: bool) -> int:
         size = self.clients_per_round(num_clients, communicates)

@@ -22,7 +22,7 @@ from pfedhn.experiments.spec import (
     method_name,
 )
 from pfedhn.runs.assemble import build_algorithm
-from pfedhn.settings import build, fits, in_short, names_to_set, parse_assignments, parse_toml, parse_value
+from pfedhn.settings import Kinds, build, fits, in_short, names_to_set, parse_assignments, parse_toml, parse_value
 from pfedhn.system.files import given_path, read_text
 
 
@@ -67,7 +67,7 @@ def grids_from_toml(path: Path) -> dict[str, dict[str, tuple[Any, ...]]]:
             raise UserError(f"[tune.{method}] names no method; {closest(method, ALGORITHMS)}")
         if (other := find_method(method).rates_from) is not None:
             raise UserError(f"[tune.{method}] has no effect: {method} takes the rates of {other}; tune that instead.")
-        grid = in_short(find_method(method).widest, grid)
+        grid = in_short(find_method(method).kinds, grid)
         for setting, values in grid.items():
             if not isinstance(values, list) or not values:
                 raise UserError(f"[tune.{method}] {setting} = {values!r} does not fit; it must be a list of values.")
@@ -162,10 +162,10 @@ def _cells_of_grid(table: dict[str, Any], name: str) -> Iterator[Cell]:
     for method in methods:
         for point in _grid({"method": method} | table, {item.name: None for item in fields(Cell)}):
             cell = build(Cell, point, name)
-            kind = _kind_of(method)
-            hints = names_to_set(kind)
-            for values in _grid(in_short(kind, by_method.get(method, {})), hints):
-                for settings in _grid(in_short(kind, cell.settings), hints):
+            kinds = _kinds_of(method)
+            hints = names_to_set(kinds)
+            for values in _grid(in_short(kinds, by_method.get(method, {})), hints):
+                for settings in _grid(in_short(kinds, cell.settings), hints):
                     yield _with_values(replace(cell, settings=settings), values)
 
 
@@ -201,7 +201,7 @@ def _with_values(cell: Cell, values: Mapping[str, Any]) -> Cell:
         else:
             table["settings"] = {**table["settings"], name: value}
     if isinstance(table["method"], str) and isinstance(table["settings"], Mapping):
-        table["settings"] = in_short(find_method(table["method"]).widest, table["settings"])
+        table["settings"] = in_short(find_method(table["method"]).kinds, table["settings"])
     return build(Cell, table, f"the {cell.method} cell")
 
 
@@ -274,13 +274,13 @@ def _names_to_set(cells: Iterable[Cell]) -> list[str]:
 
 
 def _setting_names(method: str) -> set[str]:
-    return set(names_to_set(_kind_of(method)))
+    return set(names_to_set(_kinds_of(method)))
 
 
-def _kind_of(method: str) -> type[Any]:
-    """The class that has every setting of a method."""
+def _kinds_of(method: str) -> Kinds:
+    """The classes that have all settings of a method."""
     build_algorithm(method)  # refuses what is no name of a method
-    return find_method(method).widest
+    return find_method(method).kinds
 
 
 def select(experiment: Experiment, only: Sequence[str], seeds: Sequence[int] | None) -> list[RunSpec]:

@@ -19,6 +19,6 @@ def pretrained(folder: Path, device: str) -> tuple[Cost, Params]:
     plan, memories = earlier.plan, earlier.memories(last=True)
     model = plan.model_of(0)
     if plan.exchange.num_personal_batches(model, is_adapted=True):  # it would adapt on examples what it publishes
-        shared = plan.exchange.served(memories.shared)
+        shared = plan.exchange.used(memories.shared)
         return cost, plan.algorithm.publish(model, shared, take(memories.rows, 0))
     return cost, earlier.personal_weights(0, last=True)

@@ -42,7 +42,7 @@ def read_rates(file: Path) -> dict[str, Rates]:
         for method, settings in by_method.items():
             if ":" not in method and method not in ALGORITHMS:
                 raise UserError(f"{file}: [{experiment}.{method}] names no method; {closest(method, ALGORITHMS)}")
-            checked(find_method(method).widest, settings, f"{file}: [{experiment}.{method}]")
+            checked(find_method(method).kinds, settings, f"{file}: [{experiment}.{method}]")
     return table
 
 

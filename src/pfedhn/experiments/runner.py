@@ -141,7 +141,7 @@ def _line_up(ready: Preflight, listen: Listener) -> Queue:
 def _num_rounds(cell: Cell) -> float:
     algorithm = cell_algorithm(cell)
     size = cell.cohort_size or Schedule.default_cohort_size(algorithm, cell.clients)
-    return cell.steps / (size if algorithm.communicates else cell.clients)
+    return cell.steps / (size if algorithm.needs.communication else cell.clients)
 
 
 def _wait_for(device: str) -> None:

@@ -19,8 +19,9 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch.utils import _pytree as pytree
 
-from pfedhn.algorithm import Method
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.method import Method
+from pfedhn.combinators import WRAPPERS, innermost
 from pfedhn.model import Model
 from pfedhn.models import LeNet, cross_entropy
 from pfedhn.report.entries import to_reports
@@ -73,11 +74,13 @@ def is_variant(method: Method) -> bool:
 def settings_table(method: Method) -> str:
     """All settings of a method, or, of a variant of another one, those that it changes."""
     values, lines = values_of(method()), ["| setting | default | meaning |", "|---|---|---|"]
-    for name, setting in settings_in(method.algorithm).items():
+    around = {name: kind for kind in WRAPPERS for name in settings_in(kind)}
+    for name, setting in settings_in((*WRAPPERS, method.algorithm)).items():
+        is_around = name in around and name not in settings_in(method.algorithm)
         value = values.get(name, setting.default)
-        if is_variant(method) and value == setting.default:
+        if (is_variant(method) or is_around) and value == setting.default:
             continue
-        meaning = meaning_of(method.algorithm, name).replace("|", r"\|")
+        meaning = meaning_of(around[name] if is_around else method.algorithm, name).replace("|", r"\|")
         if not meaning:
             raise SystemExit(
                 f"{method.algorithm.__name__}.{name} needs a comment behind it that says what it means: "
@@ -106,6 +109,16 @@ def section(name: str, method: Method) -> str:
     return f"{title}{place}\n\n{pseudo_code(method)}\n\n{settings_table(method)}"
 
 
+def wrappers_table() -> str:
+    """The settings of the combinators, which every method has."""
+    lines = ["| setting | default | meaning | in Python |", "|---|---|---|---|"]
+    for kind, function in zip(WRAPPERS, ("fine_tuned", "with_statistics", "averaged"), strict=True):
+        for name, setting in settings_in(kind).items():
+            words = (f"`{name}`", f"`{toml(setting.default)}`", meanings(kind)[name], f"`pfedhn.{function}`")
+            lines.append(f"| {' | '.join(words)} |")
+    return "\n".join(lines)
+
+
 def settings_sections() -> str:
     return "\n\n".join(section(name, method) for name, method in ALGORITHMS.items())
 
@@ -123,10 +136,10 @@ def wire_table() -> str:
         "|---|---:|---:|---:|---:|",
     ]
     for name, method in ALGORITHMS.items():
-        algorithm = method().for_clients(NUM_CLIENTS)
+        algorithm = innermost(method().for_clients(NUM_CLIENTS))
         shared = algorithm.init_shared({model.name: model}, {model.name: start}, 0)
         row, private = algorithm.init_row(0, None), algorithm.init_private(model, start, 0)
-        sent = count(algorithm.send(model, shared, row)) if algorithm.communicates else 0
+        sent = count(algorithm.send(model, shared, row)) if algorithm.needs.communication else 0
         numbers = (sent, count(private), count(row), algorithm.num_personalize_batches)
         lines.append(" | ".join([f"| `{name}`", *(f"{number:,}" for number in numbers)]) + " |")
     return "\n".join(lines)
@@ -196,13 +209,18 @@ def staleness_table() -> str:
         f"|---|---:|{'---:|' * len(counts)}",
     ]
     for method, row in accuracies.items():
-        size = ALGORITHMS[method].algorithm.usual_cohort_size
+        size = ALGORITHMS[method].cohort_size
         lines.append(f"| {ALGORITHMS[method].name} | {size} | {' | '.join(row[count] for count in counts)} |")
     return "\n".join(lines)
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "methods.md": {"wire": wire_table, "compression": compression_table, "settings": settings_sections},
+    "methods.md": {
+        "wire": wire_table,
+        "compression": compression_table,
+        "wrappers": wrappers_table,
+        "settings": settings_sections,
+    },
     "privacy.md": {
         "privacy": privacy_table,
         "privacy-cifar10": partial(privacy_table, "privacy-cifar10", "table1-cifar10"),

@@ -9,7 +9,7 @@ from torch import nn
 
 from pfedhn import models
 from pfedhn.algorithm import Algorithm
-from pfedhn.algorithms import ALGORITHMS, find_method
+from pfedhn.algorithms import ALGORITHMS, find_method, method_of
 from pfedhn.data.federation import Federation
 from pfedhn.engine.memory import refuse_too_large
 from pfedhn.engine.network import (
@@ -25,7 +25,7 @@ from pfedhn.errors import UserError, closest, short
 from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
-from pfedhn.settings import check_seed, checked_method, values_in_short, whole_number
+from pfedhn.settings import check_seed, whole_number
 
 AnyAlgorithm = Algorithm[Any, Any, Any]
 
@@ -37,7 +37,7 @@ def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | No
     if not isinstance(method, str) and not (isinstance(method, Algorithm) and is_dataclass(method)):
         raise UserError(f"method is {short(method)}; give a name of pfedhn.ALGORITHMS, or a method such as PFedHN().")
     if not isinstance(method, str):
-        checked_method(type(method), values_in_short(method), type(method).__name__)
+        method_of(method).check(method)
         return method
     known = find_method(method)
     return known.made(settings or {}, method if method in ALGORITHMS else known.name)

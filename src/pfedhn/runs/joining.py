@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
+from pfedhn.algorithms import method_of
 from pfedhn.data.columns import new_client
 from pfedhn.data.federation import Federation
 from pfedhn.engine.evaluate import SplitResult
@@ -29,7 +30,7 @@ from pfedhn.errors import UserError, closest, short, some
 from pfedhn.model import Model
 from pfedhn.params import Params, take
 from pfedhn.runs.portable import Card, Portable, write_model
-from pfedhn.settings import check_seed, checked_method, whole_number, with_values
+from pfedhn.settings import check_seed, whole_number
 from pfedhn.storage.identity import method_name
 
 TRIAL_ROUNDS = 10  # for which settings are tried before a client joins
@@ -162,7 +163,7 @@ def join(
     trial_rounds = min(trial_rounds, rounds)
     if settings is not None:
         _refuse_other_form(plan, memories, settings)
-    choices = [] if settings is not None else plan.algorithm.choices_for_joining()
+    choices = [] if settings is not None else method_of(plan.algorithm).choices_for_joining(plan.algorithm)
     can_choose = rounds > 0 and int(federation.splits["validation"].size.sum()) > 0
 
     def joined_with(choice: Mapping[str, Any], num_rounds: int) -> NewClients:
@@ -218,17 +219,17 @@ def _join(
     assert state.best is not None
     chosen = state.best.evaluation
     if "adaptation_steps" in settings:
-        adapts = plan.algorithm.adaptation_steps > 0
+        adapts = plan.fine_tunes
     splits = scores_of_adapted(joining, state.best) if adapts else chosen.splits
     return NewClients(joining, state.best.memories, splits, chosen.round, dict(settings), adapts=adapts)
 
 
 def _with_settings(plan: Plan, settings: Mapping[str, Any]) -> Plan:
-    algorithm: Any = plan.algorithm
+    algorithm = plan.algorithm
     if not isinstance(settings, Mapping):
         raise UserError(f"settings is {short(settings)}; give names and values, such as {{'local_lr': 0.01}}.")
-    values = checked_method(type(algorithm), settings, method_name(algorithm))
-    return replace(plan, algorithm=with_values(algorithm, values)) if values else plan
+    changed = method_of(algorithm).changed(algorithm, settings, method_name(algorithm))
+    return plan if changed is algorithm else replace(plan, algorithm=changed)
 
 
 def _refuse_other_form(plan: Plan, memories: Memories, settings: Mapping[str, Any]) -> None:
@@ -236,7 +237,7 @@ def _refuse_other_form(plan: Plan, memories: Memories, settings: Mapping[str, An
     changed = _with_settings(plan, settings)
     if changed is plan:
         return
-    is_same = changed.algorithm.needs_descriptors == plan.algorithm.needs_descriptors
+    is_same = changed.algorithm.needs.descriptors == plan.algorithm.needs.descriptors
     if is_same:
         one = take(memories.rows, 0) if pytree.tree_leaves(memories.rows) else memories.rows
         trained, other = (memories.shared, one), (changed.form.shared, changed.form.row)

@@ -41,7 +41,7 @@ def result_of(run: Run, digests: Mapping[str, str] | None = None, history: str |
     simulation, origin, chosen, state = run.simulation, run.origin, run.chosen, run.state
     validation, test = (scores_of(chosen.splits[split]) for split in EVALUATED_SPLITS)
     unadapted = None
-    if simulation.algorithm.adaptation_steps:
+    if simulation.fine_tunes:
         assert state.best is not None
         unadapted, adapted = SplitScores(validation, test), scores_of_adapted(simulation, state.best)
         validation, test = (scores_of(adapted[split]) for split in EVALUATED_SPLITS)

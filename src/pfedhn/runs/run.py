@@ -46,7 +46,7 @@ class Run:
     joined: dict[str, "NewClient"] = field(default_factory=dict)  # those that `add_client` gave a name
 
     def __repr__(self) -> str:
-        method, plan = type(self.plan.algorithm).__name__, self.plan
+        method, plan = self.plan.exchange.method_name, self.plan
         step = f"step {self.state.round * plan.clients_per_round:,}"
         score = f", {score_text(self)}" if self.history else ""
         clients = plan.federation if isinstance(plan, Simulation) else f"{plan.num_clients} clients"
@@ -84,7 +84,7 @@ class Run:
 
         They do not if all of them together were worse on validation after these steps.
         """
-        return self.plan.algorithm.adaptation_steps > 0 and (self.result is None or self.result.adapted is None)
+        return self.plan.fine_tunes and (self.result is None or self.result.adapted is None)
 
     @property
     def epsilon(self) -> NDArray[numpy.float64]:

@@ -10,8 +10,9 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from pfedhn.algorithm import Algorithm, Method
-from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithm import Algorithm
+from pfedhn.algorithms import ALGORITHMS, method_of
+from pfedhn.combinators import innermost
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
 from pfedhn.data.palette import decode
@@ -19,7 +20,7 @@ from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import TRANSFORMS, Transform
 from pfedhn.model import Model
 from pfedhn.params import Params
-from pfedhn.settings import settings_in, values_in_short
+from pfedhn.settings import kinds_of, settings_in, values_in_short
 from pfedhn.storage.schema import to_json
 from pfedhn.storage.seal import (
     digest,
@@ -33,7 +34,7 @@ NUM_CLIENTS_LOOKED_AT = 8  # of a federation whose data are loaded when needed, 
 def digests_of(simulation: Simulation) -> dict[str, str]:
     """Names for what a run is made of, where a file cannot hold the thing itself."""
     models, wire = simulation.models, (simulation.upload, simulation.download)
-    own_code = [registered(type(simulation.algorithm)).algorithm, *map(type, wire)]
+    own_code = [_registered_class(simulation.algorithm), *map(type, wire)]
     digests = {
         "data": data_digest(simulation.federation),
         "partition": partition_digest(simulation.federation),
@@ -67,10 +68,11 @@ def settings_of(spec: Any) -> dict[str, Any]:
     """Every setting of a method or transform, also those that were left at their defaults, as a file can hold them."""
     if not is_dataclass(spec) or isinstance(spec, type):
         return {}
-    # Settings of a wider class stand beside them at their defaults: earlier versions had one class, and wrote all.
-    wider = settings_in(registered(type(spec)).widest) if isinstance(spec, Algorithm) else {}
-    absent = {name: setting.default for name, setting in wider.items() if name not in settings_in(type(spec))}
-    values: dict[str, Any] = to_json(absent | values_in_short(spec))
+    # Settings of a wider class and of combinators stand beside them: earlier versions had one class, and wrote all.
+    wider = settings_in(method_of(spec).kinds) if isinstance(spec, Algorithm) else {}
+    given = values_in_short(spec)
+    absent = {name: setting.default for name, setting in wider.items() if name not in settings_in(kinds_of(spec))}
+    values: dict[str, Any] = to_json(absent | given)
     values = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
     plain = (bool, int, float, str, list, dict, type(None))
     return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
@@ -80,15 +82,16 @@ def method_name(method: str | Algorithm[Any, Any, Any]) -> str:
     """What a method is called: the name it is registered by, or else "module:qualname"."""
     if isinstance(method, str):
         return method
-    names = (name for name, known in ALGORITHMS.items() if type(method) in (known.algorithm, known.wider))
-    return next(names, name_of(type(method)))
+    kind = type(innermost(method))
+    names = (name for name, known in ALGORITHMS.items() if kind in (known.algorithm, known.wider))
+    return next(names, name_of(kind))
 
 
-def registered(kind: type[Any]) -> Method:
-    """The first method of the table with this class, or with a class that it extends; else one with this class only."""
-    own = (known for known in ALGORITHMS.values() if kind in (known.algorithm, known.wider))
-    parents = (known.wider for known in ALGORITHMS.values() if issubclass(kind, known.algorithm))
-    return next(own, Method(kind.__name__, kind, wider=next(parents, None)))
+def _registered_class(algorithm: Algorithm[Any, Any, Any]) -> type[Any]:
+    """The class whose code names a method: that of its row of the table, or else its own."""
+    kind = type(innermost(algorithm))
+    rows = (known.algorithm for known in ALGORITHMS.values() if kind in (known.algorithm, known.wider))
+    return next(rows, kind)
 
 
 def transform_name(transform: Transform) -> str:

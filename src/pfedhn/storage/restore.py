@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pfedhn.algorithm import Algorithm
-from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms import ALGORITHMS, method_of_class
 from pfedhn.engine.plan import Plan, make_plan
 from pfedhn.engine.transform import TRANSFORMS, Transform
 from pfedhn.errors import RunError, UserError, first_line
@@ -22,11 +22,7 @@ from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
 from pfedhn.settings import build
-from pfedhn.storage.identity import (
-    constants_digest,
-    networks_digest,
-    registered,
-)
+from pfedhn.storage.identity import constants_digest, networks_digest
 from pfedhn.storage.spec import (
     Part,
     Spec,
@@ -93,7 +89,7 @@ def _algorithm(directory: Path, method: Part, given: type[Any] | None) -> Algori
         kind = given or (find_code(method.name) if known is None else known.algorithm)
         if not isinstance(kind, type) or not is_dataclass(kind):
             raise UserError(f"{method.name} is no method.")
-        algorithm = replace(registered(kind), settings={}).made(method.settings, method.name)
+        algorithm = replace(method_of_class(kind), settings={}).made(method.settings, method.name)
         if not isinstance(algorithm, Algorithm):
             raise UserError(f"{method.name} is no method.")
         return algorithm

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from pfedhn.algorithm import Algorithm
+from pfedhn.combinators import WRAPPERS
 from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule
 from pfedhn.errors import RunError, UserError
-from pfedhn.settings import to_toml
+from pfedhn.settings import settings_in, to_toml
 from pfedhn.storage.checkpoint import differences
 from pfedhn.storage.identity import (
     clients_digest,
@@ -213,6 +214,7 @@ WORDS = {
 
 def _difference(there: Spec, here: Spec) -> str:
     """In what two runs differ, in words; empty if in nothing that decides their numbers."""
+    there, here = map(_with_combinators, (there, here))
     found = []
     for part in differences(identity(there), identity(here)):
         if part == "frozen":  # an older version did not write it down, and "network code" tells
@@ -228,6 +230,12 @@ def _difference(there: Spec, here: Spec) -> str:
     if len(columns) == 2 and columns[0] != columns[1]:  # predictions would go by the wrong ones
         found.append("the columns of its table are others")
     return ", ".join(found)
+
+
+def _with_combinators(spec: Spec) -> Spec:
+    """The same with the settings of all combinators, of which earlier versions wrote some for some methods only."""
+    usual = {name: "none" if known.default is None else known.default for name, known in settings_in(WRAPPERS).items()}
+    return replace(spec, method=replace(spec.method, settings={**usual, **spec.method.settings}))
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Finished:
 
     def shared(self, last: bool = False) -> Any:
         """The server's memory for all as clients use it, at the chosen round or after the last one."""
-        return self.run.plan.exchange.served(self.run.memories(last).shared)
+        return self.run.plan.exchange.used(self.run.memories(last).shared)
 
     def embeddings(self, last: bool = False) -> Tensor:
         """[N, D]: what the server knows of each client at the chosen round, or after the last one."""

@@ -5,7 +5,7 @@ draw(found)         anywhere, from results and those numbers alone -> a sentence
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from pfedhn.experiments.spec import Cell, Experiment, cell_digest, distinct, met
 from pfedhn.report.entries import Entry, display_name
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs
-from pfedhn.settings import value_of
+from pfedhn.settings import value_of, values_of
 from pfedhn.storage.schema import Curve, Result
 from pfedhn.studies.finished import Finished
 
@@ -183,6 +183,6 @@ def on_digits(cell: Cell) -> Cell:
 
 def fewer_steps(cell: Cell) -> dict[str, Any]:
     """A method's settings with a fifth of its local steps."""
-    known = {item.name for item in fields(cell_algorithm(cell))}  # type: ignore[arg-type]
+    known = values_of(cell_algorithm(cell))
     names = [name for name in ("local_steps", "outer_steps") if name in known]
     return {**cell.settings, **{name: max(1, setting(cell, name) // 5) for name in names}}
