@@ -93,13 +93,13 @@ def finished(words: list[str], folder: Path) -> str:
 
 def try_kills(tries: int, seed: int) -> list[Row]:
     """Kill so many commands of every kind."""
-    parts = {"run": _run, "tune": _tune, "export": _export, "data get": _data}
-    shares = {"run": 0.6, "tune": 0.15, "export": 0.15, "data get": 0.1}
-    rows = []
-    for kind, make in parts.items():
-        count = max(1, round(tries * shares[kind]))
-        rows.append(row_of(f"kill -9 of {kind}", _killed(make, count, random.Random(f"{seed} {kind}"))))
-    return rows
+    return [killed(kind, max(1, round(tries * share)), seed) for kind, (_, share) in COMMANDS.items()]
+
+
+def killed(kind: str, tries: int, seed: int) -> Row:
+    """Kill so many commands of one kind."""
+    make, _ = COMMANDS[kind]
+    return row_of(f"kill -9 of {kind}", _killed(make, tries, random.Random(f"{seed} {kind}")))
 
 
 Case = tuple[list[str], Callable[[], Any]]
@@ -118,11 +118,11 @@ def _killed(make: Callable[[Path, random.Random], Case], tries: int, dice: rando
             began = time.monotonic()
             try:
                 finished(words, expected_folder)
+                seconds = min(SECONDS_TO_START + SECONDS, time.monotonic() - began)
+                expected = seen()
             except Exception as error:  # it does not even work undisturbed
                 yield from [("internal error", f"{type(error).__name__}: {error}")] * left
                 return
-            seconds = min(SECONDS_TO_START + SECONDS, time.monotonic() - began)
-            expected = seen()
             dice.setstate(state)
             words, seen = make(folder, dice)
             count = 0
@@ -140,14 +140,20 @@ def _killed(make: Callable[[Path, random.Random], Case], tries: int, dice: rando
                 yield outcome, said
 
 
-def _results(folder: Path) -> Any:
-    """What runs found, and the bits of their last states."""
-    kept = {}
-    for runs in read(folder):
-        for name, result in runs.results.items():
-            scores = result.validation, result.test, result.chosen_step, result.bytes_down, result.bytes_up
-            kept[name] = scores, sorted((folder / name).glob("checkpoint-*.safetensors"))[-1].read_bytes()
-    return kept
+def _results(folder: Path) -> dict[str, Any]:
+    """What runs found."""
+    return {
+        name: (result.validation, result.test, result.chosen_step, result.bytes_down, result.bytes_up)
+        for runs in read(folder)
+        for name, result in runs.results.items()
+    }
+
+
+def _last_states(folder: Path) -> dict[str, bytes]:
+    """The bits of the last state of every run."""
+    return {
+        name: sorted((folder / name).glob("checkpoint-*.safetensors"))[-1].read_bytes() for name in _results(folder)
+    }
 
 
 def _run(folder: Path, dice: random.Random) -> Case:
@@ -156,14 +162,18 @@ def _run(folder: Path, dice: random.Random) -> Case:
         methods = ["fedavg", "lg-fedavg"]
     (folder / "mine.toml").write_text(MINE.format(methods=methods) + (LG_FEDAVG if "lg-fedavg" in methods else ""))
     words = command("run", "mine.toml", "--out", "out", "--jobs", str(dice.choice([1, 2])), "--threads", "1")
-    return [*words, "--checkpoint-every", "20"], lambda: _results(folder / "out")
+
+    def seen() -> Any:
+        return _results(folder / "out"), _last_states(folder / "out")
+
+    return [*words, "--checkpoint-every", "20"], seen
 
 
 def _tune(folder: Path, dice: random.Random) -> Case:
     (folder / "mine.toml").write_text(MINE.format(methods=["fedavg"]))
     words = command("tune", "mine.toml", "--out", "out", "--jobs", "1", "--finalists", "2")
 
-    def seen() -> Any:
+    def seen() -> Any:  # no state of a point is kept
         return (folder / "mine.rates.toml").read_bytes(), _results(folder / "out" / "finals")
 
     return words, seen
@@ -194,6 +204,15 @@ def _data(folder: Path, dice: random.Random) -> Case:
         return {file.name: file.read_bytes() for file in (folder / "cache").glob("mnist.safetensors")}
 
     return [sys.executable, "-c", WITH_ANY_MNIST, "data", "get", "mnist", "--data-dir", "data"], seen
+
+
+COMMANDS: dict[str, tuple[Callable[[Path, random.Random], Case], float]] = {
+    "run": (_run, 0.6),
+    "tune": (_tune, 0.15),
+    "export": (_export, 0.15),
+    "data get": (_data, 0.1),
+}
+"""What is killed, and its share of the tries."""
 
 
 def try_starts(tries: int, seed: int) -> list[Row]:
