@@ -65,6 +65,7 @@ def test_lists_make_a_grid_and_methods_differ_where_they_say_so() -> None:
         ("seeds = 3", "seeds = 3 does not fit; it must be a list of whole numbers."),
         ("seeds = []", "seeds = [] does not fit; it must be a list of whole numbers."),
         ("name = 3", "name = 3 does not fit; it must be a text."),
+        ('name = "a\\nb"', r"`name` must be on one line, got 'a\nb'."),
         (
             "name = 'a/b'\nmethod = 'local'",
             "name = 'a/b' does not fit; it names a folder, so use letters, digits, - and _.",

@@ -120,6 +120,8 @@ def from_table(table: Mapping[str, Any], name: str) -> Experiment:
     for key, value in heading.items():
         if not isinstance(value, str):
             raise UserError(f"{key} = {value!r} does not fit; it must be a text.")
+    if "".join(heading["name"].splitlines()) != heading["name"]:  # it names a folder, and stands inside sentences
+        raise UserError(f"`name` must be on one line, got {heading['name']!r}.")
     seeds = table.pop("seeds", [0, 1, 2])
     if not isinstance(seeds, list) or not seeds or not all(fits(seed, int) for seed in seeds):
         raise UserError(f"seeds = {seeds!r} does not fit; it must be a list of whole numbers.")
