@@ -1270,7 +1270,7 @@ def test_a_party_with_noise_stops_when_its_budget_is_spent(
     (spent,) = group.said("spent")
     assert "privacy budget of this party is spent" in spent["sentence"]
     assert not group.said("set aside")
-    assert party.chosen()["round"] == group.server.state.best.round  # type: ignore[union-attr]
+    assert party.files.chosen()["round"] == group.server.state.best.round  # type: ignore[union-attr]
     trained = [event for event in party.heard if event["kind"] == "train"]
     assert [event["epsilon"] for event in trained][-1] == pytest.approx(privacy.spent(cost, allowed), abs=1e-4)
     sayer(as_json=False)({"event": "heard", **trained[-1]})

@@ -1,6 +1,6 @@
 """Which parties are present, what each is asked, and how it has behaved; found out anew when the server restarts."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,15 +26,7 @@ class Standing:
 
 
 class Contacts:
-    """The server's contacts with parties.
-
-    Args:
-        roster: Gives the public keys of enrolled parties by name; parties may come and go while the server runs.
-        transport: Carries messages.
-        policy: How the server deals with parties.
-        log: Called with every event.
-        clock: Seconds, from any beginning.
-    """
+    """The server's contacts with parties; it takes what `Server` takes."""
 
     def __init__(
         self,
@@ -45,7 +37,7 @@ class Contacts:
         clock: Callable[[], float],
     ) -> None:
         self.roster, self.transport, self.policy, self.log, self.clock = roster, transport, policy, log, clock
-        self.standings: dict[str, Standing] = {}
+        self.standings: dict[str, Standing] = defaultdict(Standing)
         self.asked: dict[tuple[str, str], Question] = {}  # by party and kind
         self.present: set[str] = set()
         self.failed: set[str] = set()  # parties whose update will not come in the open round
@@ -54,22 +46,20 @@ class Contacts:
         """Find out who is present, and greet newcomers."""
         enrolled = self.roster()
         self.present = self.transport.members() & enrolled.keys()
-        for name, standing in self.standings.items():
+        for name, standing in list(self.standings.items()):  # who is told may look at others
             if name not in self.present and standing.is_greeted:
                 standing.is_greeted = False
                 self.log({"event": "gone", "party": name})
         for name in sorted(self.present):
-            standing = self.standings.setdefault(name, Standing())
-            if not standing.is_greeted and not self.is_aside(name) and not self.is_asked(name, "hello"):
+            if not self.standings[name].is_greeted and not self.is_aside(name) and not self.is_asked(name, "hello"):
                 self.ask(hello(name))
 
     def is_aside(self, name: str) -> bool:
-        return name in self.standings and self.standings[name].aside_until > self.clock()
+        return self.standings[name].aside_until > self.clock()
 
     def is_ready(self, name: str) -> bool:
         """Whether a party is present, has been greeted and is not set aside."""
-        standing = self.standings.get(name)
-        return name in self.present and standing is not None and standing.is_greeted and not self.is_aside(name)
+        return name in self.present and self.standings[name].is_greeted and not self.is_aside(name)
 
     def ask(self, question: Question) -> None:
         num_before = sum(party == question.party for party, _ in self.asked)  # a party does one thing after the other
@@ -120,7 +110,7 @@ class Contacts:
         self.refuse(name, reason, sentence)
         if name not in self.transport.members():  # to leave is no failure: it may come back at once
             return
-        standing = self.standings.setdefault(name, Standing())
+        standing = self.standings[name]
         standing.failures += 1
         if standing.failures >= self.policy.patience:
             seconds = self.policy.aside_seconds * 2 ** min(standing.times_aside, MAX_DOUBLINGS)
@@ -132,5 +122,5 @@ class Contacts:
 
     def refuse(self, name: str, reason: str, sentence: str) -> None:
         """Count and log something that is not accepted."""
-        self.standings.setdefault(name, Standing()).refused[reason] += 1
+        self.standings[name].refused[reason] += 1
         self.log({"event": "refused", "party": name, "reason": reason, "sentence": f"{name} {sentence}."})

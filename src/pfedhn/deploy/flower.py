@@ -37,13 +37,9 @@ class Sent(NamedTuple):
 
 
 class Flower:
-    """A grid of the engine as a transport. It sends to nothing but nodes with the key of an enrolled party.
+    """A grid of the engine as a transport. It sends only to nodes with the key of an enrolled party.
 
-    Args:
-        grid: The engine's.
-        roster: The keys of enrolled parties, by name.
-        seconds: How long an answer may take.
-        log: Told of nodes that belong to nobody.
+    `log` is called with every node that belongs to nobody; an answer may take `seconds`.
     """
 
     def __init__(
@@ -54,23 +50,17 @@ class Flower:
         log: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.grid, self.roster, self.log = grid, roster, log
-        self.seconds_to_live = (
-            2 * seconds + 120.0
-        )  # above the time that is waited, or a late answer turns into an error
+        self.seconds_to_live = 2 * seconds + 120.0  # longer than is waited, or a late answer turns into an error
         self.nodes: dict[str, int] = {}
         self.sent: dict[str, Sent] = {}
         self.strangers: set[int] = set()
         self.bytes_sent = self.bytes_received = 0
         self._called = -1e9
-        self._roster: Mapping[str, PublicKey] = {}
-        self._names: dict[bytes, str] = {}  # by key, of that roster
 
     def members(self) -> set[str]:
         if time.monotonic() - self._called > SECONDS_BETWEEN_ROLL_CALLS:
             self._called = time.monotonic()
-            if (roster := self.roster()) is not self._roster:
-                self._roster, self._names = roster, {key_text(key): name for name, key in roster.items()}
-            names = self._names
+            names = {key_text(key): name for name, key in self.roster().items()}
             nodes = list(self.grid.get_nodes())
             self.nodes = {names[node.public_key]: node.node_id for node in nodes if node.public_key in names}
             for node in nodes:
@@ -133,18 +123,18 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Serve the federation of a folder to its end; where `pfedhn serve` did not start this, simulate one."""
-    config, make_transport = context.run_config, Flower
-    if config["served"]:
+    config, is_ours = context.run_config, False
+    is_served = bool(config["served"])
+    if is_served:
         site = Site(Path(str(config["state"])))
     else:
-        site, make_transport = simulated.prepare(config, context.run_id, len(list(grid.get_node_ids()))), Simulated
-    is_lingering, is_ours = bool(config["served"]) and not config["leave"], False
+        site = simulated.prepare(config, context.run_id, len(list(grid.get_node_ids())))
     try:
         with claimed(site.folder / "server", SECONDS_FOR_THE_LAST_ONE):
             is_ours = True
-            if config["served"]:
+            if is_served:
                 write_atomically(site.run_note, str(os.getpid()).encode())
-            serve(grid, site, make_transport, is_lingering)
+            serve(grid, site, Flower if is_served else Simulated, is_served and not config["leave"])
     except Exception as error:  # `pfedhn serve`, which starts the run again, sees nothing else of it
         is_known = isinstance(error, UserError)
         # What a person has to mend is not tried again; another run that still holds the folder will let go of it.
@@ -157,16 +147,15 @@ def main(grid: Grid, context: Context) -> None:
 def serve(grid: Grid, site: Site, make_transport: type[Flower], is_lingering: bool) -> None:
     """Run the server of a site over a grid."""
     started = time.monotonic()
-    transport: Flower
     server: Server | None = None
 
     def log(event: Mapping[str, Any]) -> None:
         site.log(event)
-        if server is not None:
-            write_status()
+        write_status()
 
     def write_status() -> None:
-        assert server is not None
+        if server is None:
+            return
         table = server.status() | {
             "seconds": round(time.monotonic() - started, 1),
             "wire_down": transport.bytes_sent,

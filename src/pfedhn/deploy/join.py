@@ -4,6 +4,7 @@ import base64
 import copy
 import json
 import socket
+import socketserver
 import ssl
 import subprocess
 import tempfile
@@ -21,16 +22,8 @@ from pfedhn.deploy.examples import read_examples
 from pfedhn.deploy.invitations import Bundle, check_name
 from pfedhn.deploy.party import Party
 from pfedhn.deploy.relay import read_message, write_message
-from pfedhn.deploy.signing import (
-    KEY_HEADER,
-    key_text,
-    load_or_make_key,
-    proof,
-    public_key,
-    public_text,
-    write_private,
-)
-from pfedhn.deploy.spec import read_spec, to_plan
+from pfedhn.deploy.signing import KEY_HEADER, key_text, load_or_make_key, proof, public_key, public_text, write_private
+from pfedhn.deploy.spec import Spec, read_spec, to_plan
 from pfedhn.deploy.wire import WireError
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.privacy import Privacy
@@ -69,23 +62,16 @@ def enroll(
         known = json.loads(read_text(folder / ENROLLED))
         if (known["invitation"], known["key"]) == (invitation, file):
             return
-    context = ssl.create_default_context(cadata=bundle.authority)
     table = {
         "name": bundle.name,
         "token": bundle.token,
         "key": public_text(key.public_key()),
         "proof": proof(key, bundle.name, bundle.authority).hex(),
     }
-    request = urllib.request.Request(
-        f"https://{bundle.address}/enroll",
-        data=json.dumps(table).encode(),
-        headers={"Content-Type": "application/json"},
-    )
     is_said = False
     while not stop.is_set():
         try:
-            with urllib.request.urlopen(request, timeout=60, context=context) as answer:  # noqa: S310 - https alone
-                told = json.loads(answer.read(MAX_ANSWER))
+            told = json.loads(_ask(bundle, "/enroll", json.dumps(table).encode()))
             content = json.dumps({**told, "invitation": invitation, "key": file}).encode()
             write_atomically(folder / ENROLLED, content, mode=0o600)
             say({"event": "enrolled", "party": bundle.name})
@@ -109,6 +95,14 @@ def enroll(
         stop.wait(SECONDS_BETWEEN_TRIES)
 
 
+def _ask(bundle: Bundle, path: str, data: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
+    """The answer of the server's gateway."""
+    context = ssl.create_default_context(cadata=bundle.authority)
+    request = urllib.request.Request(f"https://{bundle.address}{path}", data=data, headers=dict(headers or {}))
+    with urllib.request.urlopen(request, timeout=60, context=context) as answer:  # noqa: S310 - https alone
+        return bytes(answer.read(MAX_ANSWER))
+
+
 def _key_file(bundle: Bundle, folder: Path, own_key: Path | None) -> str:
     """The name of the file in the party's folder that has its key; named after the token that the key is for."""
     if own_key is not None:
@@ -129,8 +123,7 @@ def remember(folder: Path, name: str, data: Path, size: str) -> None:
 
     A party that keeps layers of one network cannot go on with another.
     """
-    enrolled = json.loads(read_text(folder / ENROLLED))
-    spec = read_spec(enrolled["spec"], folder / "spec.toml")
+    enrolled, spec = _enrolled(folder)
     kept = folder / "kept" / enrolled["run"]
     own, before = size or next(iter(spec.sizes or [spec.cell.model])), kept / "size"
     if any(kept.glob("kept-*")) and before.exists() and read_text(before) != own:
@@ -144,16 +137,15 @@ def remember(folder: Path, name: str, data: Path, size: str) -> None:
     write_atomically(folder / "party.json", json.dumps(table).encode(), mode=0o600)
 
 
-def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None = None) -> Party:
-    """A party that has enrolled, with its data.
+def _enrolled(folder: Path) -> tuple[dict[str, Any], Spec]:
+    """What the server told a party when it let it in, and the federation's file."""
+    table: dict[str, Any] = json.loads(read_text(folder / ENROLLED))
+    return table, read_spec(table["spec"], folder / "spec.toml")
 
-    Args:
-        folder: The party's own.
-        data: Where its data are now, if they have moved.
-        privacy: What it does to keep its data from whoever sees its updates.
-    """
-    enrolled, own = (json.loads(read_text(folder / name)) for name in (ENROLLED, "party.json"))
-    spec = read_spec(enrolled["spec"], folder / "spec.toml")
+
+def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None = None) -> Party:
+    """A party that has enrolled, with its data, whose place is given if they have moved."""
+    (enrolled, spec), own = _enrolled(folder), json.loads(read_text(folder / "party.json"))
     plan, name, size = to_plan(spec), own["name"], own["size"]
     if size and size not in plan.models:
         raise UserError(f"there is no size {size!r}; there are {', '.join(plan.models)}.")
@@ -164,28 +156,23 @@ def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None =
 
 
 def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
-    """Write a party's own model of the chosen round, and beside it a card; the party's name.
+    """Write a party's own model of the chosen round, in the format of the path's ending, and a card beside it.
 
-    Args:
-        folder: The party's own.
-        path: What it ends with says what is written, as in `Run.export`.
-        data: Where its data are now, if they have moved; a method may adapt on them.
+    Returns the party's name. A method may adapt on the party's data, whose place is given if they have moved.
     """
     file = given_path(path)
     check_ending(file)
     party = load_party(folder, data)
-    module, chosen = party.personal_model(), party.chosen()
+    module, chosen = party.personal_model(), party.files.chosen()
     loss, correct, count = chosen["scores"]["test"]
-    spec = read_spec(json.loads(read_text(folder / ENROLLED))["spec"], folder / "spec.toml")
-    model = party.local.model
-    total = loss if correct is None else correct
+    model, total = party.local.model, loss if correct is None else correct
     card = model_card(
         party.name,
         model,
         party.plan.clients,
         test_scores(total / count if count else None, count, correct is not None),
         run=party.run,
-        method=spec.cell.method,
+        method=_enrolled(folder)[1].cell.method,
         algorithm=party.plan.algorithm,
         chosen_step=chosen["round"] * party.plan.schedule.cohort_size,
         steps=party.plan.schedule.steps,
@@ -199,11 +186,7 @@ def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
 class Joined:
     """A party at work: its process waits at a socket, and the engine's node carries messages to it.
 
-    Args:
-        party: What answers.
-        bundle: Where the server is.
-        folder: The party's own.
-        say: Told what a person should see.
+    `say` is called with every event that a person should see.
     """
 
     def __init__(self, party: Party, bundle: Bundle, folder: Path, say: Callable[[Mapping[str, Any]], None]) -> None:
@@ -220,33 +203,35 @@ class Joined:
 
     def run(self, stop: threading.Event, is_staying: bool = False) -> None:
         """Take part until it is asked to stop, or until the server has said that the run is over."""
+        answer = self._answer
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                answer(self.request)
+
         # Short, as the path of a socket must be, and ours alone.
         with tempfile.TemporaryDirectory(prefix="pfedhn-", ignore_cleanup_errors=True) as place:
             self.place = Path(place)
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(str(self.place / "socket"))
-                listener.listen()
-                listener.settimeout(0.5)
-                self._take_part(listener, stop, is_staying)
+            with socketserver.ThreadingUnixStreamServer(str(self.place / "socket"), Handler) as listener:
+                listener.daemon_threads = True  # a round that is being computed does not hold up the end
+                threading.Thread(target=listener.serve_forever, daemon=True).start()
+                try:
+                    self._take_part(stop, is_staying)
+                finally:
+                    engine.stop(self.node)
+                    listener.shutdown()
 
-    def _take_part(self, listener: socket.socket, stop: threading.Event, is_staying: bool) -> None:
-        worker = threading.Thread(target=self._listen, args=(listener, stop), daemon=True)
-        worker.start()
-        try:
-            looked = time.monotonic()
-            while not stop.is_set():
-                self._keep_node()
-                if time.monotonic() - max(looked, self.last_heard) > SECONDS_OF_SILENCE:
-                    self._tell(self._trouble_there())
-                    looked = time.monotonic()
-                if not is_staying and self._is_over():
-                    self.say({"event": "over", "party": self.party.name})
-                    break
-                stop.wait(0.5)
-        finally:
-            stop.set()
-            engine.stop(self.node)
-            worker.join(5)
+    def _take_part(self, stop: threading.Event, is_staying: bool) -> None:
+        looked = time.monotonic()
+        while not stop.is_set():
+            self._keep_node()
+            if time.monotonic() - max(looked, self.last_heard) > SECONDS_OF_SILENCE:
+                self._tell(self._trouble_there())
+                looked = time.monotonic()
+            if not is_staying and self._is_over():
+                self.say({"event": "over", "party": self.party.name})
+                break
+            stop.wait(0.5)
 
     def _is_over(self) -> bool:
         """Whether nothing will come any more.
@@ -254,17 +239,14 @@ class Joined:
         A model from before says little: the server may have been brought back from a copy, and do rounds again. So a
         party that has just come asks it.
         """
-        silence = time.monotonic() - self.last_heard
+        now = time.monotonic()
         if self.is_told:
-            return silence > SECONDS_AFTER_THE_END
-        if (
-            not self.party.files.has_chosen
-            or time.monotonic() - max(self._asked, self.last_heard) < SECONDS_TO_HEAR_AGAIN
-        ):
+            return now - self.last_heard > SECONDS_AFTER_THE_END
+        if not self.party.files.has_chosen or now - max(self._asked, self.last_heard) < SECONDS_TO_HEAR_AGAIN:
             return False
-        self._asked = time.monotonic()
+        self._asked = now
         try:
-            return bool(json.loads(self._request("/health"))["has_ended"])
+            return bool(json.loads(_ask(self.bundle, "/health"))["has_ended"])
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
@@ -297,30 +279,13 @@ class Joined:
         """What is wrong at the server: it cannot be reached, or does not take this party's key; empty if nothing is."""
         key = base64.b64encode(key_text(self.party.key.public_key())).decode()
         try:
-            self._request("/v1/fleet/known", b"", {KEY_HEADER: key})
+            _ask(self.bundle, "/v1/fleet/known", b"", {KEY_HEADER: key})
         except urllib.error.HTTPError as error:
             if error.code == 401:
                 return "the server does not take this party's key: ask for a new invitation"
         except OSError as error:
             return f"the server cannot be reached ({first_line(error)})"
         return ""
-
-    def _request(self, path: str, data: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
-        """What the server's door says."""
-        context = ssl.create_default_context(cadata=self.bundle.authority)
-        request = urllib.request.Request(f"https://{self.bundle.address}{path}", data=data, headers=dict(headers or {}))
-        with urllib.request.urlopen(request, timeout=30, context=context) as answer:  # noqa: S310 - https alone
-            return bytes(answer.read(MAX_ANSWER))
-
-    def _listen(self, listener: socket.socket, stop: threading.Event) -> None:
-        while not stop.is_set():
-            try:
-                stream, _ = listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(stream,), daemon=True).start()
 
     def _answer(self, stream: socket.socket) -> None:
         with stream, self._lock:  # one after the other

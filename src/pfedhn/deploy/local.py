@@ -18,7 +18,7 @@ from pfedhn.engine.executors import EXECUTORS, Executor
 from pfedhn.engine.network import choose_executor
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Kept, Offer, Reply, all_finite
-from pfedhn.errors import RunError, UserError
+from pfedhn.errors import RunError
 from pfedhn.model import Model
 from pfedhn.params import Params, in_dtype, take
 from pfedhn.privacy import Privacy, Protection
@@ -29,20 +29,14 @@ Scores = dict[str, list[float | int | None]]
 
 
 class LocalClient:
-    """A client with its own examples.
+    """A client with its own examples, a federation of this client alone.
 
-    Args:
-        plan: Of the run.
-        data: A federation of this client alone.
-        architecture: Which of the plan's networks it trains; the first by default.
-        privacy: How its data are protected, if they are.
+    `architecture` is the plan's network that it trains, the first by default.
     """
 
     def __init__(self, plan: Plan, data: Federation, architecture: str = "", privacy: Privacy | None = None) -> None:
         self.plan, self.data, self.privacy = plan, data, privacy
         self.architecture = architecture or next(iter(plan.models))
-        if self.architecture not in plan.models:
-            raise UserError(f"there is no size {self.architecture!r}; there are {', '.join(plan.models)}.")
 
     @property
     def model(self) -> Model:
@@ -66,10 +60,12 @@ class LocalClient:
 
     def first_contact(self, phase: Phase, received: Params) -> Kept:
         """The client's private state before its first round."""
-        exchange, start = exchange_of(self.plan, phase), self.plan.initial_models()[self.architecture]
-        num_labels = self.plan.extras[self.architecture].num_labels
+        start, num_labels = (
+            self.plan.initial_models()[self.architecture],
+            self.plan.extras[self.architecture].num_labels,
+        )
         counts = None if num_labels is None else self.data.label_counts(0, num_labels)
-        return exchange.first_contact(self.model, start, received, int(self.identity), counts)
+        return exchange_of(self.plan, phase).first_contact(self.model, start, received, int(self.identity), counts)
 
     def train(self, phase: Phase, offer: Offer, kept: Kept, protection: Protection | None) -> tuple[Reply, Kept]:
         """One round: the reply and the client's private state after it."""
@@ -100,8 +96,7 @@ class LocalClient:
     def _batches(self, key: keys.Key) -> Batches:
         """The minibatches of a round; those of private steps must stay as secret as the noise."""
         is_secret = self.privacy is not None and self.privacy.level == "example"
-        draw = self.data.sampled_batches if is_secret else self.data.batches
-        key = system_key() if is_secret else key
+        draw, key = (self.data.sampled_batches, system_key()) if is_secret else (self.data.batches, key)
         return take(draw(torch.tensor([0]), key, self.plan.algorithm.num_batches, self.plan.schedule.batch_size), 0)
 
     def personal_weights(self, phase: Phase, number: int, received: Params, kept: Kept, is_adapted: bool) -> Params:
@@ -133,15 +128,10 @@ class LocalClient:
     def _computing(self, phase: Phase, purpose: str, noise: Tensor, given: Any) -> Iterator[None]:
         """Run the local steps inside the block as a simulation of this client does.
 
-        Args:
-            phase: Of the round.
-            purpose: "train" or "personalize".
-            noise: The key of the random numbers that the network draws by itself.
-            given: All tensors that the steps are given.
+        `noise` is the key of the random numbers that the network draws, `given` all tensors that the steps are given.
         """
         executor = self.executors[phase]
-        is_alone = executor.name == "loop"
-        with self.model.seeded(noise, is_alone), executor.running(self.architecture, purpose, given):
+        with self.model.seeded(noise, executor.name == "loop"), executor.running(self.architecture, purpose, given):
             yield
 
     @cached_property

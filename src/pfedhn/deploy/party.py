@@ -40,13 +40,13 @@ class Party:
 
     Args:
         plan: Of the run.
-        run: The run's name.
+        run: The run's name, in every message.
         name: The party's; its random draws depend on its identity in `data`.
         data: A federation of this party alone.
         folder: For its private state.
-        key: The party's private key, which signs its replies.
-        server_key: The server's public key: nobody else is answered.
-        architecture: Which of the plan's networks it trains; the first by default.
+        key: Signs its replies.
+        server_key: Of the only server that is answered.
+        architecture: The plan's network that it trains; the first by default.
         privacy: How it protects its data from everybody who sees its updates, and its budget. Such a party also keeps
             its scores to itself, and the reason why it cannot answer.
         ledger: The file that counts the spent budget. Runs on the same data share it; in `folder` by default.
@@ -148,14 +148,8 @@ class Party:
         scores = self._scores(phase, number, received, kept, ("validation",))
         reply, kept = self.local.train(phase, offer, kept, protection)
         self.files.write_kept(phase, number, kept, wanted={base, *message.values["keep"]})
-        values = {
-            "round": number,
-            "version": message.values["version"],
-            "base": base,
-            "phase": phase,
-            "size": int(reply.size),
-            "scores": self._shown(scores),
-        }
+        values = {part: message.values[part] for part in ("round", "version", "base", "phase")}
+        values |= {"size": int(reply.size), "scores": self._shown(scores)}
         spent = None if self.budget is None else round(self.budget.spent, 4)
         self._note({"kind": "train", "round": number, "phase": phase, "scores": scores, "epsilon": spent})
         return Message("train", self.run, self.name, values, reply.update)
@@ -187,7 +181,7 @@ class Party:
             chosen = {"phase": phase, "round": number, "architecture": self.architecture, "is_adapted": is_used}
             self.files.write_chosen(chosen | {"scores": scores})
         self._note({"kind": "evaluate", "round": number, "phase": phase, "scores": scores, "is_last": is_last})
-        values = {"round": number, "base": base, "phase": phase, "is_adapted": is_adapted, "is_last": is_last}
+        values = {part: message.values[part] for part in ("round", "base", "phase", "is_adapted", "is_last")}
         return Message("evaluate", self.run, self.name, {**values, "scores": self._shown(scores)})
 
     def _shown(self, scores: Scores) -> Scores:
@@ -212,13 +206,9 @@ class Party:
             self._note({"kind": "refusal", "of": "scores", "sentence": sentence})
             return self.local.no_scores(splits)  # the answer must not reveal how this party's examples did
 
-    def chosen(self) -> dict[str, Any]:
-        """The chosen round of a run that has ended, and this party's scores there."""
-        return self.files.chosen()
-
     def personal_model(self) -> nn.Module:
         """The party's own model of the chosen round, a plain module."""
-        chosen = self.chosen()
+        chosen = self.files.chosen()
         phase, number = chosen["phase"], chosen["round"]
         received, kept = self.files.tested(phase, number, lambda received: self.local.first_contact(phase, received))
         is_adapted = chosen.get("is_adapted", self.plan.fine_tunes)  # earlier versions did not say

@@ -49,10 +49,8 @@ def max_body(plan: Plan) -> int:
 class Service:
     """A federation's server: the door, the engine behind it, and the run.
 
-    Args:
-        site: Its folder.
-        is_leaving: Whether it ends when training has and every party that is there knows; else it stays for others.
-        say: Told what a person should see.
+    If `is_leaving`, it ends when training has and every party that is there knows; else it stays for others. `say` is
+    called with every event.
     """
 
     def __init__(self, site: Site, is_leaving: bool, say: Callable[[Mapping[str, Any]], None]) -> None:
@@ -64,7 +62,7 @@ class Service:
         self.superlink: subprocess.Popen[bytes] | None = None
         self.run_number: str | None = None
         self.registered: set[str] = set()  # the keys that the engine knows
-        self._nodes: dict[str, str] = {}  # the engine's names of these, as far as it has told them
+        self._nodes: dict[str, str] = {}  # the engine's names of these, if it has told them
         self._turn = 0
         self._status, self._looked = dict[str, Any](), -1e9  # where the run stands, and when that was read
         self._place = self.site.events.stat().st_size if self.site.events.exists() else 0
@@ -129,12 +127,8 @@ class Service:
             "--ssl-keyfile", str(self.home / SERVER_KEY), "--enable-supernode-auth", "--isolation", "subprocess",
             "--database", str(self.home / "engine.db"), "--disable-runtime-dependency-installation",
         ]  # fmt: skip
-        table = {
-            "superlink": {
-                "default": CONNECTION,
-                CONNECTION: {"address": self.engine_address, "root-certificates": str(self.home / AUTHORITY)},
-            }
-        }
+        connection = {"address": self.engine_address, "root-certificates": str(self.home / AUTHORITY)}
+        table = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
         write_atomically(self.home / "config.toml", tomli_w.dumps(table).encode())
         self.superlink = engine.start(command, self.home)
         self.site.log({"event": "engine", "pid": self.superlink.pid})
@@ -203,15 +197,12 @@ class Service:
         if time.monotonic() < self._begin_at:
             return
         self._asked, self._run_pid = time.monotonic(), None
-        source = Path(__file__).parent / "app"
         copied = self.home / "app"
         shutil.rmtree(copied, ignore_errors=True)
-        shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))
-        leave = "true" if self.is_leaving else "false"
-        folder = json.dumps(str(self.site.folder.resolve()))
-        answer, _ = self._ask(
-            "run", str(copied), CONNECTION, "-c", f"served=true state={folder} leave={leave}", "--format", "json"
-        )
+        shutil.copytree(Path(__file__).parent / "app", copied, ignore=shutil.ignore_patterns("__pycache__"))
+        folder, leave = (json.dumps(value) for value in (str(self.site.folder.resolve()), self.is_leaving))
+        settings = f"served=true state={folder} leave={leave}"
+        answer, _ = self._ask("run", str(copied), CONNECTION, "-c", settings, "--format", "json")
         self.run_number = None if answer is None else str(answer["run-id"])
 
     def _trouble_of_run(self) -> str:
@@ -223,9 +214,14 @@ class Service:
         if now - self._asked < SECONDS_BETWEEN_QUESTIONS:
             return ""
         self._asked = now
-        answer, _ = self._ask("list", CONNECTION, "--run-id", str(self.run_number), "--format", "json")
-        status = str(((answer or {}).get("runs") or [{}])[0].get("status", ""))
+        status = str(self._known_of_run().get("status", ""))
         return status if status.startswith("finished") else ""
+
+    def _known_of_run(self) -> dict[str, Any]:
+        """The engine's entry for the run; empty if it does not answer."""
+        answer, _ = self._ask("list", CONNECTION, "--run-id", str(self.run_number), "--format", "json")
+        entry: dict[str, Any] = ((answer or {}).get("runs") or [{}])[0]
+        return entry
 
     def _end_run(self) -> None:
         """End the process of a run whose engine is gone: what it has decided is on the disk, and another follows."""
@@ -235,10 +231,8 @@ class Service:
         self._run_pid, self._is_at_work = None, False
 
     def _count_traffic(self) -> None:
-        """What the engine says that this run has carried, beside what the run itself has counted."""
-        answer, _ = self._ask("list", CONNECTION, "--run-id", str(self.run_number), "--format", "json")
-        traffic = ((answer or {}).get("runs") or [{}])[0].get("network-traffic") or {}
-        status = self.site.known()
+        """Log the bytes that the engine has carried for this run, beside those that the run itself has counted."""
+        traffic, status = self._known_of_run().get("network-traffic") or {}, self.site.known()
         ours = {name: status.get(name) for name in ("wire_down", "wire_up")}
         engines = {"engine_down": traffic.get("outbound-bytes"), "engine_up": traffic.get("inbound-bytes")}
         self.site.log({"event": "traffic", **ours, **engines})

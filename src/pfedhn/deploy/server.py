@@ -14,7 +14,7 @@ from typing import Any
 from pfedhn import keys
 from pfedhn.data.batches import cohort
 from pfedhn.deploy import checks
-from pfedhn.deploy.contacts import Contacts, Standing
+from pfedhn.deploy.contacts import Contacts
 from pfedhn.deploy.plan import Phase
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.questions import Question, Questions
@@ -79,7 +79,8 @@ class Server:
         """
         stop = stop or threading.Event()
         while not stop.is_set():
-            self._look()
+            self.contacts.look(self.questions.hello)
+            is_done = self.state.round >= self.plan.num_rounds
             if self.state.has_ended:
                 if self.state.is_adapted is None and self._is_gathering_again():
                     self._collect()
@@ -91,10 +92,10 @@ class Server:
                 self._collect()
             elif self._is_evaluation_due():
                 self._begin_evaluation()
-            elif self.state.tested is not None and self._is_waiting_for_scores():
+            elif self.state.tested is not None and (self.policy.in_flight is None or is_done):
                 self._collect()
                 self._end_evaluation()
-            elif self.state.round >= self.plan.num_rounds:
+            elif is_done:
                 self._commit({"kind": "end"})
                 self._say("ended", round=self.state.round, chosen=self.state.best and self.state.best.round)
             elif self.policy.in_flight is None:
@@ -110,7 +111,6 @@ class Server:
         state = self.state
         parties = {}
         for name, member in sorted(state.members.items()):
-            standing = self.contacts.standings.get(name, Standing())
             parties[name] = {
                 "is_present": name in self.contacts.present,
                 "is_aside": self.contacts.is_aside(name),
@@ -119,7 +119,7 @@ class Server:
                 "size": member.size,
                 "phase": member.phase,
                 "last_round": member.base,
-                "refused": dict(standing.refused),
+                "refused": dict(self.contacts.standings[name].refused),
             }
         last = state.history[-1] if state.history else None
         return {
@@ -139,9 +139,6 @@ class Server:
         }
 
     # Who takes part.
-
-    def _look(self) -> None:
-        self.contacts.look(self.questions.hello)
 
     def _is_ready(self, name: str) -> bool:
         return name in self.state.members and self.contacts.is_ready(name)
@@ -181,8 +178,7 @@ class Server:
 
     def _round(self, stop: threading.Event) -> None:
         """Draw a cohort, send it the weights, collect its updates, step. A round that was interrupted continues."""
-        is_going_on = self.state.is_open and self._is_waiting()
-        if not is_going_on and not self.state.replies and not self._open():
+        if not (self.state.is_open and self._is_waiting()) and not self.state.replies and not self._open():
             self._collect()
             return
         while not stop.is_set() and self._is_waiting():
@@ -190,7 +186,7 @@ class Server:
                 if self._is_ready(name) and not self.contacts.is_asked(name, "train"):
                     self._offer(self.state.members[name], self.state.round)
             self._collect()
-            self._look()
+            self.contacts.look(self.questions.hello)
         if not stop.is_set() and (self.state.replies or all(map(self._is_spent, self.state.cohort))):
             self._step()
 
@@ -290,13 +286,13 @@ class Server:
             assert question is not None
             checks.check_answer(message, question, self.plan, self.state, self.policy.max_staleness)
         except Exception as error:  # nothing that a party sends may end the server
-            wrong = f"sent what cannot be checked ({first_line(error)})"
-            refusal = error if isinstance(error, WireError) else WireError("form", wrong)
+            if not isinstance(error, WireError):
+                error = WireError("form", f"sent what cannot be checked ({first_line(error)})")
             # An answer to something else leaves the question open: the right one may still come.
-            if question is None or refusal.reason in ("round", "late"):
-                contacts.refuse(name, refusal.reason, str(refusal))
+            if question is None or error.reason in ("round", "late"):
+                contacts.refuse(name, error.reason, str(error))
             else:
-                contacts.give_up(question, refusal.reason, str(refusal))
+                contacts.give_up(question, error.reason, str(error))
             return
         if message.kind == "refusal":
             self._take_refusal(question, message)
@@ -312,19 +308,16 @@ class Server:
         """A party says why it does not answer."""
         given, sentence = message.values.get("reason"), str(message.values.get("sentence"))
         if given == "budget" and question.kind == "train":
-            self._take_spent_budget(question, sentence)
+            # It is asked to train no more until it comes again; that is no failure.
+            del self.contacts.asked[question.party, question.kind]
+            self.contacts.failed.add(question.party)
+            self._commit({"kind": "spend", "party": question.party})
+            self._say("spent", party=question.party, sentence=sentence[:500])
             return
         reason = str(given) if given in REFUSALS else "party"  # a party's own words would be counted without end
         self.contacts.give_up(question, reason, f"{sentence:.300}")
         if reason == "version" and question.kind in ("train", "evaluate"):
             self._rebase(self.state.members[question.party], message.values.get("held"))
-
-    def _take_spent_budget(self, question: Question, sentence: str) -> None:
-        """Ask a party without budget to train no more until it comes again; that is no failure."""
-        del self.contacts.asked[question.party, question.kind]
-        self.contacts.failed.add(question.party)
-        self._commit({"kind": "spend", "party": question.party})
-        self._say("spent", party=question.party, sentence=sentence[:500])
 
     def _take(self, question: Question, message: Message, content: bytes) -> None:
         name = question.party
@@ -348,10 +341,7 @@ class Server:
         if known is None or is_new or known.is_spent:
             table = {"kind": "join", "party": name, **brought}
             self._commit(table, content if self.plan.algorithm.needs.descriptors else b"")
-        if is_new:
-            self._say("joined", party=name, **brought)
-        else:
-            self._say("back", party=name)
+        self._say("joined" if is_new else "back", party=name, **(brought if is_new else {}))
         self.contacts.standings[name].is_greeted = True
 
     def _take_scores(self, name: str, message: Message) -> None:
@@ -369,10 +359,7 @@ class Server:
         versions = [value for value in values if type(value) is int and 0 <= value < checks.MAX_COUNT]
         base = max(versions, default=None)  # may be newer than this server, if that was restored from a copy
         tested = self.state.tested
-        older = {
-            "best_base": member.best_base,
-            "tested_base": None if tested is None else tested.bases.get(member.name),
-        }
+        older = {"best_base": member.best_base, "tested_base": tested and tested.bases.get(member.name)}
         bases = {name: value if value in (None, *versions) else base for name, value in older.items()}
         self._commit({"kind": "rebase", "party": member.name, "base": base, **bases})
         self._say("rebased", party=member.name, base=base)
@@ -387,10 +374,6 @@ class Server:
         size = self.plan.clients_per_round
         return state.evaluated < 0 or schedule.is_evaluated(state.evaluated * size, state.round * size)
 
-    def _is_waiting_for_scores(self) -> bool:
-        """Whether training waits for an evaluation: in a run with cohorts, and after the last round."""
-        return self.policy.in_flight is None or self.state.round >= self.plan.num_rounds
-
     def _begin_evaluation(self) -> None:
         reachable = self.contacts.transport.members()  # a party may have left since the last look
         ready = [member for member in self._ready() if member.name in reachable]
@@ -402,12 +385,9 @@ class Server:
         self._test_more()
 
     def _test_more(self) -> None:
-        while self._to_test and self._can_ask_more("evaluate"):
+        while self._to_test and self.contacts.num_asked("evaluate") < TESTED_AT_ONCE:
             if self._is_ready(name := self._to_test.pop(0)):
                 self._ask_to_evaluate(self.state.members[name], is_last=self.state.has_ended)
-
-    def _can_ask_more(self, *kinds: str) -> bool:
-        return self.contacts.num_asked(*kinds) < TESTED_AT_ONCE
 
     def _end_evaluation(self) -> None:
         """Write the scores once all have arrived; start again if there are none, as after a restart."""
@@ -430,11 +410,11 @@ class Server:
             return True
         for member in self._ready("training"):
             is_asked = member.is_told or self.contacts.is_asked(member.name, "evaluate")
-            if not is_asked and self._can_ask_more("evaluate"):
+            if not is_asked and self.contacts.num_asked("evaluate") < TESTED_AT_ONCE:
                 self._ask_to_evaluate(member, is_last=True)
         for member in self._ready("joining"):
             is_asked = member.is_told or any(party == member.name for party, _ in self.contacts.asked)
-            if is_asked or not self._can_ask_more("train", "evaluate"):
+            if is_asked or self.contacts.num_asked("train", "evaluate") >= TESTED_AT_ONCE:
                 continue
             if member.has_joined:
                 self._ask_to_evaluate(member, is_last=True)
