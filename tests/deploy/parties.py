@@ -13,11 +13,11 @@ from support import assert_close, changed, make_federation, simulate
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.data.federation import Federation
+from pfedhn.deploy.contacts import Arrival
 from pfedhn.deploy.party import Party
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.server import Server
 from pfedhn.deploy.signing import PrivateKey, new_key
-from pfedhn.deploy.transport import Arrival
 from pfedhn.deploy.wire import WireError
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.simulate import Simulation

@@ -26,12 +26,12 @@ from pfedhn.deploy.engine import end_orphan, free_port, is_alive
 from pfedhn.deploy.gate import Gate, make_app
 from pfedhn.deploy.invitations import Bundle, Invitations
 from pfedhn.deploy.join import ENROLLED, Joined, enroll, load_party, remember
-from pfedhn.deploy.journal import append_record
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.relay import write_message
 from pfedhn.deploy.serve import Service
 from pfedhn.deploy.signing import load_or_make_key, public_text, write_private
 from pfedhn.deploy.site import Site
+from pfedhn.deploy.store import append_record
 from pfedhn.errors import RunError, UserError
 from pfedhn.privacy import Privacy
 from pfedhn.system.files import claimed, is_claimed, writing

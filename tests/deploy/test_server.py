@@ -41,6 +41,7 @@ from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy import server as serving
 from pfedhn.deploy import store as server_store
 from pfedhn.deploy.checks import check_scores
+from pfedhn.deploy.contacts import Arrival
 from pfedhn.deploy.party import SILENCE, Party
 from pfedhn.deploy.plan import plan_digest
 from pfedhn.deploy.policy import Policy
@@ -48,7 +49,6 @@ from pfedhn.deploy.privacy import BudgetSpent, system_normal
 from pfedhn.deploy.signing import new_key, opened, sealed
 from pfedhn.deploy.state import Rules
 from pfedhn.deploy.store import Store
-from pfedhn.deploy.transport import Arrival
 from pfedhn.deploy.wire import TYPES, Message, WireError, from_envelope, is_finite, unpacked
 from pfedhn.engine.rounds import scores_of_adapted
 from pfedhn.engine.simulate import Simulation

@@ -18,12 +18,12 @@ from deploy.parties import KEYS, Group, Killed, Virtual, assert_simulated, simul
 from faults.table import Row, row_of
 
 from pfedhn.deploy import store as server_store
+from pfedhn.deploy.contacts import Arrival
 from pfedhn.deploy.party import logger
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.signing import opened, sealed
 from pfedhn.deploy.state import Rules, step_order
 from pfedhn.deploy.store import Store
-from pfedhn.deploy.transport import Arrival
 from pfedhn.deploy.wire import Message, WireError
 from pfedhn.storage import checkpoint
 

@@ -22,12 +22,8 @@ MAX_LOSS = 1e300  # summed over examples; a sum over parties stays finite
 def verified(content: bytes, name: str, run: str, key: PublicKey | None, question: Question | None) -> Message:
     """A party's message, if it is signed and answers the question; the cheap checks and the signature come first.
 
-    Args:
-        content: What arrived.
-        name: Of the party that it is said to come from.
-        run: The run's name.
-        key: The party's public key; None if it is not enrolled.
-        question: The open question of this kind; None if there is none.
+    `key` is the public key of the party that it is said to come from, None if that is not enrolled; `question` is the
+    open one of this kind, None if there is none.
     """
     if key is None:
         raise WireError("stranger", "is not enrolled")
@@ -51,15 +47,7 @@ def verified(content: bytes, name: str, run: str, key: PublicKey | None, questio
 
 
 def check_answer(message: Message, question: Question, plan: Plan, state: State, max_staleness: int | None) -> None:
-    """Refuse an answer that the state must not take.
-
-    Args:
-        message: The party's, verified.
-        question: That it answers.
-        plan: Of the run.
-        state: Of the server.
-        max_staleness: Server steps that an update may be behind.
-    """
+    """Refuse a verified answer that the state must not take; an update may be `max_staleness` steps behind."""
     if message.kind == "refusal":
         return
     if message.kind == "hello":
@@ -145,19 +133,14 @@ def _check_extras(update: Params, extras: Mapping[str, Extra]) -> None:
 def check_scores(message: Message, examples: Mapping[str, int], has_metric: bool) -> None:
     """Refuse scores that no examples can give: the round is chosen by them.
 
-    Args:
-        message: The party's.
-        examples: How many the party said that it has, by split. Its scores are over all of them, or over none if it
-            keeps them to itself: otherwise it could make its own count for more than those of all others.
-        has_metric: Whether examples are right or wrong.
+    They are over all `examples` that the party said that it has, by split, or over none if it keeps them to itself:
+    otherwise it could make its own count for more than those of all others.
     """
     scores = message.values.get("scores")
     if not isinstance(scores, dict) or scores.keys() != examples.keys():
         raise WireError("scores", "sent scores that cannot be read")
     for split, values in scores.items():
-        if not isinstance(values, list) or [type(value) for value in values] != [
-            float, float if has_metric else type(None), int,
-        ]:  # fmt: skip
+        if not isinstance(values, list) or list(map(type, values)) != [float, float if has_metric else type(None), int]:
             raise WireError("scores", "sent scores that cannot be read")
         loss, metric, count = values
         if count not in (0, examples[split]):

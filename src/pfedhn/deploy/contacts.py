@@ -3,15 +3,36 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.questions import Question
 from pfedhn.deploy.signing import PublicKey
-from pfedhn.deploy.transport import Arrival, Transport
 
 SECONDS_BETWEEN_LOOKS = 0.2
 MAX_DOUBLINGS = 6  # of the time that a party is set aside
+
+
+class Arrival(NamedTuple):
+    """A party's answer, or the reason why there will be none."""
+
+    party: str
+    kind: str  # of the message that it answers
+    content: bytes | None
+    fault: str = ""
+
+
+class Transport(Protocol):
+    """Carries messages and promises nothing: they may be lost, late, repeated, altered, or sent by others."""
+
+    def members(self) -> set[str]:
+        """The names of invited parties that can be reached now."""
+
+    def post(self, party: str, kind: str, content: bytes) -> None:
+        """Send a message."""
+
+    def arrivals(self, seconds: float) -> list[Arrival]:
+        """The answers that have arrived; waits at most this long for the first."""
 
 
 @dataclass

@@ -29,10 +29,8 @@ SECONDS_TO_STOP = 10.0
 def environment(home: Path) -> dict[str, str]:
     """The environment of the engine's programs; they find each other beside this Python, and by no proxy."""
     paths = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    direct = {
-        name: ",".join(filter(None, [os.environ.get(name, ""), *HERE]))  # both spellings are in use
-        for name in ("NO_PROXY", "no_proxy")
-    }
+    names = ("NO_PROXY", "no_proxy")  # both are in use
+    direct = {name: ",".join(filter(None, [os.environ.get(name, ""), *HERE])) for name in names}
     return {**os.environ, **QUIET, **direct, "FLWR_HOME": str(home), "PATH": os.pathsep.join(filter(None, paths))}
 
 
@@ -70,9 +68,7 @@ def end_orphan(note: Path, place: str) -> None:
     """
     try:
         pid = int(note.read_text())
-        words, given = (
-            (Path(f"/proc/{pid}") / name).read_bytes().decode(errors="replace") for name in ("cmdline", "environ")
-        )
+        words, given = (Path(f"/proc/{pid}/{name}").read_text(errors="replace") for name in ("cmdline", "environ"))
     except (OSError, ValueError):  # it has ended; or a system without /proc, where a person has to look
         return
     if note.stem in words and (place in words or f"FLWR_HOME={place}\0" in given):
@@ -86,22 +82,21 @@ def end_orphan(note: Path, place: str) -> None:
 
 def is_alive(pid: int, name: str) -> bool | None:
     """Whether a process is there, is at work and was started by this name; None where the system does not tell."""
-    place = Path("/proc") / str(pid)
     try:
-        state = (place / "stat").read_text().rpartition(")")[2].split()[0]
-        return state not in "ZX" and name in (place / "cmdline").read_bytes().decode(errors="replace")
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state not in "ZX" and name in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     except (OSError, IndexError):
         return False if Path("/proc/self/stat").exists() else None
 
 
-def run(command: Sequence[str], home: Path, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str], home: Path) -> subprocess.CompletedProcess[str]:
     """Run a program to its end."""
     return subprocess.run(  # noqa: S603 - our own words, and no shell
         command,
         env=environment(home),
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=120.0,
         stdin=subprocess.DEVNULL,
         check=False,
     )
@@ -120,16 +115,16 @@ def stop(process: "subprocess.Popen[bytes] | None") -> None:
     process.wait()
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port() -> int:
     """A port for a program that will listen on it in some seconds.
 
     The system lends those above 32,767 to connections that go out: such a one may be taken until then.
     """
     for port in random.SystemRandom().sample(range(20_000, 32_768), 100):
         with socket.socket() as probe, suppress(OSError):
-            probe.bind((host, port))
+            probe.bind((HERE[0], port))
             return port
-    raise RunError(f"no port of {host} between 20,000 and 32,767 is free for the engine; end what listens there.")
+    raise RunError("no local port between 20,000 and 32,767 is free for the engine; end what listens there.")
 
 
 def is_listening(address: str) -> bool:

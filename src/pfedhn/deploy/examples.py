@@ -39,7 +39,7 @@ def read_examples(path: str | Path, name: str, spec: Spec, plan: Plan, architect
         {name: (_scaled(x, data), _labels(y, data, place))},
         split=spec.cell.split,
         stratify=spec.cell.stratify,
-        seed=spec.data_seed,
+        seed=spec.seed if spec.cell.data_seed is None else spec.cell.data_seed,
         class_names=class_names,
     )
     check_model(plan.models[architecture or next(iter(plan.models))], federation)
@@ -50,9 +50,8 @@ def _of_table(file: Path, data: Data) -> tuple[NDArray[Any], NDArray[Any]]:
     if data.label is None or not data.features:
         raise UserError(f"{file} is a table, and [data] of this federation names no columns; give x.npy and y.npy.")
     columns = read_columns(file, is_ignored=lambda name: name not in {data.label, *data.features})
-    for wanted in (data.label, *data.features):
-        if wanted not in columns:
-            raise UserError(f"{file.name} has no column {wanted!r}; {closest(wanted, columns)}")
+    if missing := [name for name in (data.label, *data.features) if name not in columns]:
+        raise UserError(f"{file.name} has no column {missing[0]!r}; {closest(missing[0], columns)}")
     x = numpy.stack([to_numbers(columns, name) for name in data.features], axis=1)
     return x, columns[data.label]
 
@@ -73,23 +72,18 @@ def _scaled(x: NDArray[Any], data: Data) -> NDArray[Any]:
 
 
 def _labels(y: NDArray[Any], data: Data, place: Path) -> NDArray[Any]:
-    if data.classes is None:
-        try:
-            return y.astype(numpy.float32)
-        except ValueError:
-            raise UserError(f"the labels of {place} are no numbers, and this federation predicts numbers.") from None
-    if isinstance(data.classes, int):
-        try:
-            whole: NDArray[Any] = y.astype(numpy.float64)
-        except ValueError:
-            raise UserError(f"the labels of {place} are texts, and this federation's are class numbers.") from None
-        if not ((whole == numpy.floor(whole)) & (whole >= 0) & (whole < data.classes)).all():
-            wrong = whole[~((whole == numpy.floor(whole)) & (whole >= 0) & (whole < data.classes))][0]
-            raise UserError(f"{place} has the label {wrong:g}; this federation's go from 0 to {data.classes - 1}.")
-        return whole.astype(numpy.int64)
-    numbers = {name: number for number, name in enumerate(data.classes)}
-    texts = [str(label.decode() if isinstance(label, bytes) else label) for label in y.tolist()]
-    unknown = [text for text in texts if text not in numbers]
-    if unknown:
-        raise UserError(f"{place} has the label {unknown[0]!r}; {closest(unknown[0], data.classes)}")
-    return numpy.array([numbers[text] for text in texts], dtype=numpy.int64)
+    if isinstance(data.classes, tuple):
+        texts = [str(label.decode() if isinstance(label, bytes) else label) for label in y.tolist()]
+        places = {name: number for number, name in enumerate(data.classes)}
+        if unknown := [text for text in texts if text not in places]:
+            raise UserError(f"{place} has the label {unknown[0]!r}; {closest(unknown[0], data.classes)}")
+        return numpy.array([places[text] for text in texts], dtype=numpy.int64)
+    try:
+        numbers: NDArray[Any] = y.astype(numpy.float32 if data.classes is None else numpy.float64)
+    except ValueError:
+        raise UserError(f"the labels of {place} are texts, and this federation's are numbers; give numbers.") from None
+    if data.classes is not None:
+        if len(wrong := numbers[~numpy.isin(numbers, numpy.arange(data.classes))]):
+            raise UserError(f"{place} has the label {wrong[0]:g}; this federation's go from 0 to {data.classes - 1}.")
+        return numbers.astype(numpy.int64)
+    return numbers

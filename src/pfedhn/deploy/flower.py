@@ -13,11 +13,11 @@ from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 
 from pfedhn.deploy import simulated
+from pfedhn.deploy.contacts import Arrival
 from pfedhn.deploy.relay import carried, content_of
 from pfedhn.deploy.server import Server
 from pfedhn.deploy.signing import PublicKey, key_text
 from pfedhn.deploy.site import GAVE_UP, Site
-from pfedhn.deploy.transport import Arrival
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.system.files import claimed, write_atomically
 from pfedhn.system.stopping import stop_requests

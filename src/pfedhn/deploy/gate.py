@@ -20,6 +20,7 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -54,22 +55,14 @@ class Strangers:
         return True
 
 
-class TooLarge(Exception):
-    """A request has more bytes than are read."""
-
-
 async def body(request: Request, limit: int) -> bytes:
     """What a request brings. It is counted while it comes: one that is sent in pieces does not say how long it is."""
     content = bytearray()
     async for part in request.stream():
         content += part
         if len(content) > limit:
-            raise TooLarge
+            raise HTTPException(413, headers={"Connection": "close"})  # the rest is not read
     return bytes(content)
-
-
-def too_large(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": "too large"}, 413, {"Connection": "close"})  # the rest is not read
 
 
 def make_app(
@@ -156,7 +149,6 @@ def make_app(
             Route("/v1/fleet/{call}", fleet, methods=["POST"]),
             Route("/health", healthy, methods=["GET"]),
         ],
-        exception_handlers={TooLarge: too_large},
     )
 
 
@@ -165,17 +157,9 @@ class Gate:
 
     def __init__(self, app: Starlette, folder: Path, host: str, port: int) -> None:
         config = uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            ssl_certfile=str(folder / SERVER),
-            ssl_keyfile=str(folder / SERVER_KEY),
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            lifespan="on",
-            ws="none",
-        )
+            app, host=host, port=port, ssl_certfile=str(folder / SERVER), ssl_keyfile=str(folder / SERVER_KEY),
+            log_level="error", access_log=False, server_header=False, lifespan="on", ws="none",
+        )  # fmt: skip
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True, name="gate")
 

@@ -36,14 +36,7 @@ class Question:
 
 
 class Questions:
-    """Writes and signs messages.
-
-    Args:
-        plan: Of the run.
-        run: The run's name, in every message.
-        key: The server's private key.
-        policy: How the server deals with parties.
-    """
+    """Writes and signs messages; it takes what `Server` takes."""
 
     def __init__(self, plan: Plan, run: str, key: PrivateKey, policy: Policy) -> None:
         self.plan, self.run, self.key, self.policy = plan, run, key, policy
@@ -95,13 +88,9 @@ class Questions:
         return self._layouts[key]
 
     def evaluate(self, state: State, member: Member, is_last: bool, is_judging: bool) -> Question:
-        """Ask a party to test its model.
+        """Ask a party to test its newest model, or with `is_last` that of the chosen round.
 
-        Args:
-            state: Of the server.
-            member: The party.
-            is_last: Whether its model of the chosen round is tested, instead of its newest one.
-            is_judging: Whether the scores decide on adaptation, so that the party does not store the model yet.
+        With `is_judging` the scores decide on adaptation, so the party does not store the model yet.
         """
         row, base, best = state.rows[member.name], member.base, state.best and state.best.round
         if member.phase == "joining":

@@ -76,7 +76,8 @@ class Service:
 
     def run(self, stop: threading.Event) -> None:
         """Serve until it is asked to stop, or until the run has ended if it leaves then."""
-        make_certificates(self.site.folder, self._hosts())
+        own = self.site.address.rpartition(":")[0].strip("[]")
+        make_certificates(self.site.folder, list(dict.fromkeys([own, "localhost", "127.0.0.1"])))
         # The engine has an authority of its own: a certificate that a person brings does not name this address.
         make_certificates(self.home, ["127.0.0.1", "localhost"])
         _ = self.site.plan, self.site.key  # what is wrong with SPEC is said before anything starts
@@ -107,14 +108,10 @@ class Service:
             engine.stop(self.superlink)
             self._show()
 
-    def _hosts(self) -> list[str]:
-        own = self.site.address.rpartition(":")[0].strip("[]")
-        return list(dict.fromkeys([own, "localhost", "127.0.0.1"]))
-
     def _keep_engine(self) -> None:
-        if self.superlink is not None and self.superlink.poll() is None:
-            return
         if self.superlink is not None:
+            if self.superlink.poll() is None:
+                return
             self.site.log({"event": "engine died", "code": self.superlink.returncode})
             engine.stop(self.superlink)
             self._show()

@@ -14,14 +14,13 @@ from typing import Any
 from pfedhn import keys
 from pfedhn.data.batches import cohort
 from pfedhn.deploy import checks
-from pfedhn.deploy.contacts import Contacts
+from pfedhn.deploy.contacts import Arrival, Contacts, Transport
 from pfedhn.deploy.plan import Phase
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.questions import Question, Questions
 from pfedhn.deploy.signing import PrivateKey, PublicKey
 from pfedhn.deploy.state import Member, Rules, State, split_results, step_order
 from pfedhn.deploy.store import Store, Unfit
-from pfedhn.deploy.transport import Arrival, Transport
 from pfedhn.deploy.wire import REFUSALS, Message, WireError
 from pfedhn.engine.in_flight import next_of
 from pfedhn.engine.plan import Plan

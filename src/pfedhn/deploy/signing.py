@@ -19,6 +19,8 @@ ENROLLMENT = b"pfedhn enrollment 1\0"
 
 KEY_HEADER = "flwr-public-key"  # in which the engine's nodes say their key
 
+ALGORITHM = ec.ECDSA(hashes.SHA384())
+
 PrivateKey = ec.EllipticCurvePrivateKey
 PublicKey = ec.EllipticCurvePublicKey
 
@@ -30,36 +32,32 @@ def new_key() -> PrivateKey:
 def sealed(message: Message, key: PrivateKey) -> bytes:
     """A message with the sender's signature over every byte of it."""
     content = packed(message)
-    return enveloped(key.sign(PURPOSE + content, ec.ECDSA(hashes.SHA384())), content)
+    return enveloped(key.sign(PURPOSE + content, ALGORITHM), content)
 
 
 def opened(envelope: bytes, key: PublicKey, limit: int | None = None) -> Message:
-    """The message of an envelope that the holder of this key has signed; nothing of any other is read.
-
-    Args:
-        envelope: What came.
-        key: Whose signature it must carry.
-        limit: How many bytes it may have.
-    """
+    """The message of an envelope of at most `limit` bytes that the holder of this key has signed; no other is read."""
     if limit is not None and len(envelope) > limit:
         raise WireError("size", f"sent {len(envelope):,} bytes where {limit:,} are the most")
     signature, content = from_envelope(envelope)
-    try:
-        key.verify(signature, PURPOSE + content, ec.ECDSA(hashes.SHA384()))
-    except InvalidSignature:
-        raise WireError("signature", "sent a message that its key has not signed") from None
+    if not _is_signed(signature, PURPOSE + content, key):
+        raise WireError("signature", "sent a message that its key has not signed")
     return unpacked(content)
 
 
 def proof(key: PrivateKey, name: str, authority: str) -> bytes:
     """What shows the server of an authority that a party holds the key that it hands in."""
-    return key.sign(_enrollment(name, authority), ec.ECDSA(hashes.SHA384()))
+    return key.sign(_enrollment(name, authority), ALGORITHM)
 
 
 def is_proven(signature: bytes, key: PublicKey, name: str, authority: str) -> bool:
     """Whether such a proof is one."""
+    return _is_signed(signature, _enrollment(name, authority), key)
+
+
+def _is_signed(signature: bytes, content: bytes, key: PublicKey) -> bool:
     try:
-        key.verify(signature, _enrollment(name, authority), ec.ECDSA(hashes.SHA384()))
+        key.verify(signature, content, ALGORITHM)
     except InvalidSignature:
         return False
     return True
@@ -93,11 +91,8 @@ def public_key(text: str) -> PublicKey:
 def load_or_make_key(path: Path) -> PrivateKey:
     """The private key of a file that only its owner can read; made where there is none."""
     if not path.exists():
-        key = new_key()
-        text = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
-        )
-        write_private(path, text)
+        key, form = new_key(), serialization.PrivateFormat.OpenSSH
+        write_private(path, key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
         return key
     try:
         loaded = serialization.load_ssh_private_key(read_bytes(path), password=None)

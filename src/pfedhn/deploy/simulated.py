@@ -19,7 +19,6 @@ from pfedhn.data.catalogue import load
 from pfedhn.data.federation import Federation
 from pfedhn.data.partition import by_classes
 from pfedhn.deploy.join import ENROLLED, load_party, remember
-from pfedhn.deploy.party import Party
 from pfedhn.deploy.signing import load_or_make_key, public_text
 from pfedhn.deploy.site import Site
 from pfedhn.errors import UserError
@@ -51,8 +50,11 @@ def prepare(config: Mapping[str, Any], run: int, num_nodes: int) -> Site:
     """The server's folder and those of all parties; what is there already goes on."""
     folder = folder_of(config, run)
     make_folder(folder, mode=0o700)
-    spec = given_path(str(config["spec"])) if config["spec"] else _write_example(folder, num_nodes)
-    data = given_path(str(config["data"])) if config["data"] else folder / "data"
+    spec = given_path(str(config["spec"] or folder / "example.toml"))
+    data = given_path(str(config["data"] or folder / "data"))
+    if not config["spec"]:
+        text = EXAMPLE.format(num_nodes=num_nodes, steps=20 * num_nodes, evaluate_every=5 * num_nodes)
+        write_atomically(spec, text.encode())
     site = Site.make(folder, spec)
     if not config["data"]:
         _write_digits(data, num_nodes)
@@ -69,13 +71,6 @@ def prepare(config: Mapping[str, Any], run: int, num_nodes: int) -> Site:
         write_atomically(own / ENROLLED, json.dumps(told).encode())
         remember(own, name, place.absolute(), networks[number % len(networks)])
     return site
-
-
-def _write_example(folder: Path, num_nodes: int) -> Path:
-    file = folder / "example.toml"
-    sizes = {"num_nodes": num_nodes, "steps": 20 * num_nodes, "evaluate_every": 5 * num_nodes}
-    write_atomically(file, EXAMPLE.format(**sizes).encode())
-    return file
 
 
 def _write_digits(folder: Path, num_nodes: int) -> None:
@@ -100,6 +95,4 @@ def answer(content: bytes, context: Context) -> bytes:
     return _party(folder / names[number]).answer(content)
 
 
-@cache
-def _party(folder: Path) -> Party:
-    return load_party(folder)
+_party = cache(load_party)

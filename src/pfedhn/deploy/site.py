@@ -25,11 +25,7 @@ DEFAULTS = {"host": "0.0.0.0", "port": 9443}  # noqa: S104 - parties come from o
 
 
 class Site:
-    """The folder of a federation's server.
-
-    Args:
-        folder: Where it is.
-    """
+    """The folder of a federation's server."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder = folder.absolute()  # the engine's programs run elsewhere
@@ -38,34 +34,27 @@ class Site:
         self.run_note = folder / "engine" / f"{RUN}.pid"  # has the process of the run that holds the folder
         self.invitations = Invitations(folder / "parties")
         if not (folder / SETTINGS).exists():
-            raise UserError(
-                f"{folder} is not the folder of a federation; make one with: pfedhn serve SPEC --state DIR."
-            )
+            raise UserError(f"{folder} holds no federation; make one with: pfedhn serve SPEC --state DIR.")
 
     @staticmethod
     def make(
         folder: Path, spec: Path | None, address: str | None = None, host: str | None = None, port: int | None = None
     ) -> "Site":
-        """The folder of a new federation, or of one that goes on: its SPEC must then be the same.
+        """The folder of a new federation, or of one that goes on: its SPEC, if given, must then be the same.
 
-        Args:
-            folder: Where it is.
-            spec: Its file; not needed to go on.
-            address: Where parties find the server, host:port; this machine's name by default.
-            host: The network address that it listens on; all by default.
-            port: Its port. What is not given stays as it was.
+        Parties find the server at `address`; it listens on `host` and `port`. What is not given stays as it was.
         """
         make_folder(folder, mode=0o700)
         kept = folder / "spec.toml"
+        if spec is None and not kept.exists():
+            raise UserError(f"{folder} holds no federation yet; give its SPEC.")
         if spec is not None:
             text = read_text(spec)
             read_spec(text, spec)
-            if kept.exists() and read_text(kept) != text:
-                raise UserError(f"{folder} serves another SPEC; give the same, or another --state.")
             if not kept.exists():
                 write_atomically(kept, text.encode())
-        elif not kept.exists():
-            raise UserError(f"{folder} holds no federation yet; give its SPEC.")
+            if read_text(kept) != text:
+                raise UserError(f"{folder} serves another SPEC; give the same, or another --state.")
         settings = folder / SETTINGS
         table: dict[str, Any] = json.loads(read_text(settings)) if settings.exists() else {}
         given = {"address": address, "host": host, "port": port}

@@ -36,7 +36,7 @@ from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell
 from pfedhn.model import Factory, Model
 from pfedhn.models import cross_entropy, is_correct, squared_error
-from pfedhn.settings import build, parse_toml
+from pfedhn.settings import build, parse_toml, whole_number
 from pfedhn.system.reference import find
 
 
@@ -84,10 +84,6 @@ class Spec:
     sizes: Mapping[str, str] = field(default_factory=dict)  # networks of several sizes, by what parties call them
     joining_rounds: int = 20
 
-    @property
-    def data_seed(self) -> int:
-        return self.seed if self.cell.data_seed is None else self.cell.data_seed
-
 
 def read_spec(text: str, path: Path) -> Spec:
     """What such a file says, or a sentence that says what is wrong with it."""
@@ -96,9 +92,7 @@ def read_spec(text: str, path: Path) -> Spec:
     for name, part in own.items():
         if not isinstance(part, Mapping):
             raise UserError(f"{name} does not fit; write it under a heading [{name}].")
-    joining_rounds = table.pop("joining_rounds", 20)
-    if type(joining_rounds) is not int or joining_rounds < 1:
-        raise UserError(f"joining_rounds = {short(joining_rounds)} does not fit; it must be at least 1.")
+    joining_rounds = whole_number("joining_rounds", table.pop("joining_rounds", 20))
     experiment = from_table({"seeds": [0], **table}, path.stem)
     if len(experiment.cells) != 1 or len(experiment.seeds) != 1:
         raise UserError(

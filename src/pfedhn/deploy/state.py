@@ -179,7 +179,9 @@ class Rules:
 
     def _accept(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
         """An update that passed every check."""
-        member, reply = state.members[table["party"]], reply_from(_opened(message))
+        member, answer = state.members[table["party"]], _opened(message)
+        size, number, version = (torch.tensor(answer.values[name]) for name in ("size", "round", "version"))
+        reply = Reply(answer.tensors, size, {"is_finite": torch.tensor(True)}, number, version)
         member.base = table["round"]
         state.num_accepted += 1
         state.bytes_down += table["bytes_down"]
@@ -215,18 +217,14 @@ class Rules:
 
     def _move_all(self, state: State) -> None:
         order = step_order(state)
-        groups = [
-            (model, [name for name in order if state.members[name].architecture == model.name])
-            for model in self.plan.models.values()
-        ]
-        groups = [(model, names) for model, names in groups if names]
-        returned = [
-            Returned(model, stack([state.rows[name] for name in names]), stack([state.replies[name] for name in names]))
-            for model, names in groups
-        ]
-        now = torch.tensor(state.round)
-        state.shared, moved = self.plan.exchange.step(state.shared, returned, now)
-        for (_, names), rows in zip(groups, moved, strict=True):
+        groups, returned = [], []
+        for model in self.plan.models.values():
+            if names := [name for name in order if state.members[name].architecture == model.name]:
+                rows = stack([state.rows[name] for name in names])
+                groups.append(names)
+                returned.append(Returned(model, rows, stack([state.replies[name] for name in names])))
+        state.shared, moved = self.plan.exchange.step(state.shared, returned, torch.tensor(state.round))
+        for names, rows in zip(groups, moved, strict=True):
             for place, name in enumerate(names):
                 state.rows[name] = copy(take(rows, place))
 
@@ -305,15 +303,3 @@ def step_order(state: State) -> list[str]:
 def _opened(envelope: bytes) -> Message:
     """What was verified before it was written."""
     return unpacked(from_envelope(envelope)[1])
-
-
-def reply_from(message: Message) -> Reply:
-    """The value that a party's message carries."""
-    values = message.values
-    return Reply(
-        message.tensors,
-        torch.tensor(values["size"]),
-        {"is_finite": torch.tensor(True)},
-        torch.tensor(values["round"]),
-        torch.tensor(values["version"]),
-    )

@@ -1,13 +1,20 @@
-"""A server's folder: checkpoints, and after each the journal of later records. Together they give the state."""
+"""A server's folder: checkpoints, and after each the journal of later records. Together they give the state.
 
-from collections.abc import Mapping
+A record is a small table and, for an accepted update, the party's signed message as it came. It is on the disk before
+it counts: applied in order to the checkpoint, the records give the state that the server had.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from pfedhn.deploy.journal import append_record, records
 from pfedhn.deploy.state import Chosen, Member, Rules, State
 from pfedhn.errors import RunError, first_line
 from pfedhn.storage.checkpoint import (
@@ -20,10 +27,12 @@ from pfedhn.storage.checkpoint import (
     write_checkpoint,
 )
 from pfedhn.storage.trees import filled, named, read_tensors
-from pfedhn.system.files import make_folder, write_atomically
+from pfedhn.system.files import keep_names, make_folder, read_bytes, write_atomically, writing
 
 FORMAT = 4
 OLD_FORMAT = 3  # has its tensors in a file without an ending, which carries its own digest
+HEAD = struct.Struct("<II32s")  # of a record: lengths of table and message, digest of both
+BEGINNING = b'{"kind": "'  # of every table
 
 
 class Unfit(Exception):
@@ -32,17 +41,11 @@ class Unfit(Exception):
 
 @dataclass
 class Store:
-    """A server's folder.
-
-    Args:
-        folder: Where it is.
-        rules: By which records change the state.
-        number: Of the checkpoint that the current journal follows.
-    """
+    """A server's folder."""
 
     folder: Path
     rules: Rules
-    number: int = 0
+    number: int = 0  # of the checkpoint that the current journal follows
 
     def __post_init__(self) -> None:
         make_folder(self.folder, mode=0o700)
@@ -83,9 +86,12 @@ class Store:
         newest = max([self.number, *map(_number, found), *map(_number, self._journals())])
         missing = [number for number in range(self.number, newest + 1) if not self._journal(number).exists()]
         if newest and missing:
-            if state is None:
-                raise RunError(f"no checkpoint in {self.folder} is sound; restore the folder from a backup.")
-            raise RunError(f"{self._journal(missing[0])} is missing; restore the folder from a backup.")
+            trouble = (
+                f"no checkpoint in {self.folder} is sound"
+                if state is None
+                else f"{self._journal(missing[0])} is missing"
+            )
+            raise RunError(f"{trouble}; restore the folder from a backup.")
         if state is None:
             state = self.rules.initial()
         for number in range(self.number, newest + 1):
@@ -176,3 +182,62 @@ def _to_state(table: dict[str, Any], tensors: Mapping[str, Tensor], rules: Rules
             score, results = float(known["score"]), known["results"]
             setattr(state, part, Chosen(known["round"], shared, rows, known["bases"], score, results))
     return state
+
+
+def append_record(path: Path, table: Mapping[str, Any], message: bytes = b"") -> None:
+    """Add a record; when this returns it outlasts a power cut."""
+    text = json.dumps(table, allow_nan=False).encode()
+    head = HEAD.pack(len(text), len(message), hashlib.sha256(text + message).digest())
+    is_new = not path.exists()
+    with writing(path):
+        with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(head + text + message)
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            keep_names(path.parent)
+
+
+def records(path: Path, is_last: bool = True) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """The records of a journal. What a server that was killed left half written at its end is cut off.
+
+    Any other damage ends it: what comes after would be lost without a word. Only the newest journal (`is_last`) can
+    have an end that is half written.
+    """
+    if not path.exists():
+        return
+    content, place = read_bytes(path), 0
+    while place < len(content):
+        record = _record_at(content, place)
+        if record is None:
+            if not is_last or _has_records_after(content, place):
+                raise RunError(
+                    f"{path} is damaged at byte {place:,} of {len(content):,}; bring the folder back from a backup, or "
+                    f"cut the file there (truncate -s {place}) to go on without what came after."
+                )
+            with writing(path):
+                os.truncate(path, place)
+            return
+        table, message, place = record
+        yield table, message
+
+
+def _record_at(content: bytes, place: int) -> tuple[dict[str, Any], bytes, int] | None:
+    if len(content) < place + HEAD.size:
+        return None
+    table_length, message_length, digest = HEAD.unpack_from(content, place)
+    start = place + HEAD.size
+    end = start + table_length + message_length
+    if len(content) < end or hashlib.sha256(content[start:end]).digest() != digest:
+        return None
+    table: dict[str, Any] = json.loads(content[start : start + table_length])
+    return table, content[start + table_length : end], end
+
+
+def _has_records_after(content: bytes, place: int) -> bool:
+    """Whether a sound record follows one that is not; then it is no end that was half written."""
+    while (found := content.find(BEGINNING, place + 1)) >= 0:
+        if found - HEAD.size > place and _record_at(content, found - HEAD.size) is not None:
+            return True
+        place = found
+    return False

@@ -70,15 +70,10 @@ class Message:
 def packed(message: Message) -> bytes:
     """A message as bytes."""
     leaves: list[Tensor] = []
-    tree = _described(message.tensors, leaves)
     header = {
-        "wire": VERSION,
-        "kind": message.kind,
-        "run": message.run,
-        "party": message.party,
-        "values": dict(message.values),
-        "tree": tree,
-    }
+        "wire": VERSION, "kind": message.kind, "run": message.run, "party": message.party,
+        "values": dict(message.values), "tree": _described(message.tensors, leaves),
+    }  # fmt: skip
     content = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     # Cloned: leaves may share memory, which the format refuses.
     tensors = {str(place): leaf.detach().cpu().contiguous().clone() for place, leaf in enumerate(leaves)}
@@ -142,11 +137,11 @@ def _described(tree: Any, leaves: list[Tensor]) -> Any:
             raise TypeError(f"numbers of type {name} do not cross the wire")
         leaves.append(tree)
         return {"leaf": [name, list(tree.shape)]}
-    if type(tree) in (dict, tuple, list):
-        if isinstance(tree, dict):
-            if not all(isinstance(key, str) for key in tree):
-                raise TypeError("a dictionary that crosses the wire has texts for keys")
-            return {"dict": [[key, _described(part, leaves)] for key, part in tree.items()]}
+    if type(tree) is dict:
+        if not all(isinstance(key, str) for key in tree):
+            raise TypeError("a dictionary that crosses the wire has texts for keys")
+        return {"dict": [[key, _described(part, leaves)] for key, part in tree.items()]}
+    if type(tree) in (tuple, list):
         return {type(tree).__name__: [_described(part, leaves) for part in tree]}
     raise TypeError(f"a {type(tree).__name__} does not cross the wire; use dictionaries, tuples, lists and tensors")
 

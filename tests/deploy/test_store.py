@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pfedhn.deploy.journal import append_record, records
+from pfedhn.deploy.store import append_record, records
 from pfedhn.errors import RunError
 
 RECORDS = [({"kind": "accept", "party": f"party-{number}"}, bytes([number]) * 300) for number in range(4)]
