@@ -102,12 +102,9 @@ class Party:
             if message.kind == "train":
                 self.files.write_reply(asked, result)
             return result
-        except MissingVersion as error:
-            return self._refusal(message, "version", str(error))
-        except BudgetSpent as error:
-            return self._refusal(message, "budget", str(error))
         except UserError as error:
-            return self._refusal(message, "party", str(error))
+            reason = {MissingVersion: "version", BudgetSpent: "budget"}.get(type(error), "party")
+            return self._refusal(message, reason, str(error))
         except Exception as error:  # a defect of ours must not end the party's process, nor pass unheard
             logger.exception("an error inside pfedhn")
             return self._refusal(message, "party", f"has an error inside pfedhn ({first_line(error)})")
@@ -116,13 +113,9 @@ class Party:
         self._note({"kind": "refusal", "of": message.kind, "sentence": sentence})
         if self.budget is not None and reason == "party" and message.kind != "hello":
             sentence = SILENCE
-        values = {
-            "of": message.kind,
-            "round": message.values.get("round"),
-            "reason": reason,
-            "sentence": sentence,
-            "held": self.files.versions("joining" if message.values.get("phase") == "joining" else "training"),
-        }
+        held = self.files.versions("joining" if message.values.get("phase") == "joining" else "training")
+        values = {"of": message.kind, "round": message.values.get("round"), "reason": reason, "sentence": sentence}
+        values |= {"held": held}
         return sealed(Message("refusal", self.run, self.name, values), self.key)
 
     def _hello(self, message: Message) -> Message:

@@ -21,10 +21,10 @@ from pfedhn.data.partition import by_classes
 from pfedhn.deploy.join import ENROLLED, load_party, remember
 from pfedhn.deploy.signing import load_or_make_key, public_text
 from pfedhn.deploy.site import Site
+from pfedhn.deploy.wire import from_envelope, unpacked
 from pfedhn.errors import UserError
 from pfedhn.system.files import given_path, make_folder, reading, write_atomically
 
-WHO = b"who are you"
 EXAMPLE = """
 method = "pfedhn-pc"
 model = "mlp-32"
@@ -86,13 +86,9 @@ def _write_digits(folder: Path, num_nodes: int) -> None:
 
 
 def answer(content: bytes, context: Context) -> bytes:
-    """What the party of a node says; a node without a party has no name."""
-    folder = folder_of(context.run_config, context.run_id) / "simulated"
-    names = sorted(place.name for place in folder.iterdir())
-    number = int(context.node_config["partition-id"])
-    if content == WHO:
-        return names[number].encode() if number < len(names) else b""
-    return _party(folder / names[number]).answer(content)
+    """The answer of the party that a message is to; every node can answer for each, since all are on this machine."""
+    name = unpacked(from_envelope(content)[1]).party
+    return _party(folder_of(context.run_config, context.run_id) / "simulated" / name).answer(content)
 
 
 _party = cache(load_party)
