@@ -1,1 +1,1 @@
-"""The same round over a network: a server and parties on machines of their own."""
+"""The same round over a network: a server, and parties on their own machines."""

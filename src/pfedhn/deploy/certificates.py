@@ -23,7 +23,7 @@ DAYS = 365  # that the server's certificate lasts; it is made anew when a third 
 def make_certificates(folder: Path, hosts: Sequence[str]) -> None:
     """The authority's and the server's certificates; what is there and good for these hosts stays.
 
-    A person who brings an authority of her own puts ca.crt, server.crt and server.key there, and no ca.key.
+    A person who brings her own authority puts ca.crt, server.crt and server.key there, and no ca.key.
     """
     if not (folder / AUTHORITY).exists():
         key = ec.generate_private_key(ec.SECP256R1())

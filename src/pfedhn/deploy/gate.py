@@ -153,7 +153,7 @@ def make_app(
 
 
 class Gate:
-    """The door at work, in a thread of its own."""
+    """The door at work, in its own thread."""
 
     def __init__(self, app: Starlette, folder: Path, host: str, port: int) -> None:
         config = uvicorn.Config(

@@ -1,4 +1,4 @@
-"""Who may take part: parties are invited by name, enroll a key of their own once, and can be taken out again."""
+"""Who may take part: parties are invited by name, enroll their own key once, and can be removed again."""
 
 import hashlib
 import hmac

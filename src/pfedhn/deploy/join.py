@@ -129,7 +129,7 @@ def remember(folder: Path, name: str, data: Path, size: str) -> None:
     if any(kept.glob("kept-*")) and before.exists() and read_text(before) != own:
         raise UserError(
             f"{name} has taken part with the size {read_text(before)}, and cannot change it; join with --size "
-            f"{read_text(before)}, or as a new party with an invitation and a folder of its own."
+            f"{read_text(before)}, or as a new party with its own invitation and folder."
         )
     make_folder(kept, mode=0o700)
     write_atomically(before, own.encode(), mode=0o600)

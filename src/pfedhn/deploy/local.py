@@ -1,8 +1,8 @@
 """The client half of the round on a party's own examples, computed as in a simulation of this client."""
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -72,7 +72,8 @@ class LocalClient:
         exchange, number = exchange_of(self.plan, phase), int(offer.round)
         batches = self._batches(keys.fold(exchange.seed, "batches", number))
         noise = torch.as_tensor(keys.fold(exchange.seed, "noise", number, self.identity))
-        with self._computing(phase, "train", noise, (offer, kept, batches)):
+        given = offer, kept, batches
+        with self._seeded(phase, noise), self.executors[phase].running(self.architecture, "train", given):
             update, after = exchange.train(self.model, offer, kept, batches, protection)
         if protection is not None and not bool(all_finite(after, self.size.device)):
             after = kept  # a refusal would reveal that the personal layers diverged on these data
@@ -106,7 +107,8 @@ class LocalClient:
         num_batches = exchange.num_personal_batches(self.model, is_adapted)
         batches = take(self.data.batches(torch.tensor([0]), key, num_batches, self.plan.schedule.batch_size), 0)
         noise = torch.as_tensor(keys.fold(key, "noise", self.identity))
-        with self._computing(phase, "personalize", noise, (received, kept, batches)):
+        given = received, kept, batches
+        with self._seeded(phase, noise), self.executors[phase].running(self.architecture, "personalize", given):
             return exchange.personalize(self.model, received, kept, batches, is_adapted)
 
     def scores(self, weights: Params, splits: Iterable[str]) -> Scores:
@@ -124,15 +126,9 @@ class LocalClient:
         """The scores of a client that keeps them to itself."""
         return {split: [0.0, None if self.model.per_example_metric is None else 0.0, 0] for split in splits}
 
-    @contextmanager
-    def _computing(self, phase: Phase, purpose: str, noise: Tensor, given: Any) -> Iterator[None]:
-        """Run the local steps inside the block as a simulation of this client does.
-
-        `noise` is the key of the random numbers that the network draws, `given` all tensors that the steps are given.
-        """
-        executor = self.executors[phase]
-        with self.model.seeded(noise, executor.name == "loop"), executor.running(self.architecture, purpose, given):
-            yield
+    def _seeded(self, phase: Phase, noise: Tensor) -> AbstractContextManager[None]:
+        """Draw the network's random numbers from this key, as a simulation of this client does."""
+        return self.model.seeded(noise, self.executors[phase].name == "loop")
 
     @cached_property
     def executors(self) -> dict[str, Executor]:

@@ -31,6 +31,7 @@ from pfedhn.privacy import Privacy, Protection, refuse_leaks
 
 logger = logging.getLogger("pfedhn")
 
+REASONS: dict[type[UserError], str] = {MissingVersion: "version", BudgetSpent: "budget"}
 SILENCE = "could not answer, and does not say why, since that may tell of its data"
 
 
@@ -103,8 +104,7 @@ class Party:
                 self.files.write_reply(asked, result)
             return result
         except UserError as error:
-            reason = {MissingVersion: "version", BudgetSpent: "budget"}.get(type(error), "party")
-            return self._refusal(message, reason, str(error))
+            return self._refusal(message, REASONS.get(type(error), "party"), str(error))
         except Exception as error:  # a defect of ours must not end the party's process, nor pass unheard
             logger.exception("an error inside pfedhn")
             return self._refusal(message, "party", f"has an error inside pfedhn ({first_line(error)})")

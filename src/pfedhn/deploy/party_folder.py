@@ -60,7 +60,7 @@ class PartyFolder:
                 self._kept(phase, old).unlink(missing_ok=True)
 
     def write_tested(self, phase: Phase, number: int, received: Params, kept: Kept, chosen: int | None) -> None:
-        """Store what a tested model is made of; besides it, only that of the chosen round stays."""
+        """Store the parts of a tested model; besides it, only those of the chosen round stay."""
         write_tensors(self._tested(phase, number), named("received", received) | named("kept", kept))
         for file in self.path.glob(f"evaluated-{phase}-*"):
             if file not in (self._tested(phase, number), self._tested(phase, -1 if chosen is None else chosen)):

@@ -17,7 +17,7 @@ app = ClientApp()
 
 
 def carried(content: bytes) -> RecordDict:
-    """Bytes as the engine takes them. One record: what costs is the number of objects."""
+    """Bytes as the engine takes them. One record: each object costs time."""
     return RecordDict({PART: ConfigRecord({CONTENT: content})})
 
 
@@ -33,19 +33,13 @@ def write_message(stream: socket.socket, content: bytes) -> None:
 
 def read_message(stream: socket.socket) -> bytes:
     """What the other side wrote; an error if it stops in the middle."""
-    (length,) = LENGTH.unpack(_exactly(stream, LENGTH.size))
-    return _exactly(stream, length)
-
-
-def _exactly(stream: socket.socket, length: int) -> bytes:
-    parts, left = [], length
-    while left:
-        part = stream.recv(min(left, 1 << 20))
-        if not part:
-            raise ConnectionError("the party's own process has gone")
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
+    with stream.makefile("rb") as file:
+        head = file.read(LENGTH.size)
+        if len(head) == LENGTH.size:
+            (length,) = LENGTH.unpack(head)
+            if len(content := file.read(length)) == length:
+                return content
+    raise ConnectionError("the party's own process has gone")
 
 
 def relay(message: Message, context: Context) -> Message:

@@ -78,7 +78,7 @@ class Service:
         """Serve until it is asked to stop, or until the run has ended if it leaves then."""
         own = self.site.address.rpartition(":")[0].strip("[]")
         make_certificates(self.site.folder, list(dict.fromkeys([own, "localhost", "127.0.0.1"])))
-        # The engine has an authority of its own: a certificate that a person brings does not name this address.
+        # The engine has its own authority: a certificate that a person brings does not name this address.
         make_certificates(self.home, ["127.0.0.1", "localhost"])
         _ = self.site.plan, self.site.key  # what is wrong with SPEC is said before anything starts
         app = make_app(

@@ -13,7 +13,7 @@ from pfedhn.deploy.wire import Message, WireError, enveloped, from_envelope, pac
 from pfedhn.errors import UserError
 from pfedhn.system.files import read_bytes, write_atomically
 
-# What is signed begins with what it is for, so that no signature means anything elsewhere.
+# Signed bytes begin with their purpose, so that no signature means anything elsewhere.
 PURPOSE = b"pfedhn message 1\0"
 ENROLLMENT = b"pfedhn enrollment 1\0"
 
@@ -89,7 +89,7 @@ def public_key(text: str) -> PublicKey:
 
 
 def load_or_make_key(path: Path) -> PrivateKey:
-    """The private key of a file that only its owner can read; made where there is none."""
+    """Read the private key of a file that only its owner can read, or make one."""
     if not path.exists():
         key, form = new_key(), serialization.PrivateFormat.OpenSSH
         write_private(path, key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))

@@ -41,7 +41,7 @@ shape = [64]
 
 
 def folder_of(config: Mapping[str, Any], run: int) -> Path:
-    """Where everything of a run is."""
+    """The folder of a run."""
     given = str(config["state"])
     return given_path(given) if given else Path(tempfile.gettempdir()) / f"pfedhn-simulation-{run}"
 

@@ -74,7 +74,7 @@ class Site:
 
     @property
     def address(self) -> str:
-        """Where parties find the server."""
+        """host:port at which parties find the server."""
         return str(self.settings["address"])
 
     @cached_property
@@ -99,7 +99,7 @@ class Site:
         append(self.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n", mode=0o600)
 
     def known(self) -> dict[str, Any]:
-        """Where the run stands, as its server last wrote it; empty before that, or where a power cut cut it short."""
+        """The run's progress, as its server last wrote it; empty before that, or if a power cut cut it short."""
         table: dict[str, Any] = {}
         with suppress(ValueError):
             table = json.loads(read_text(self.status)) if self.status.exists() else {}

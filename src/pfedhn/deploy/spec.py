@@ -7,7 +7,7 @@ steps = 600
 seeds = [0]
 
 [data]                            # what every party's examples look like
-classes = ["ill", "well"]         # or a number, where labels are numbers from 0
+classes = ["ill", "well"]         # or a number, if labels are numbers from 0
 label = "outcome"                 # of a table: the column of the label,
 features = ["age", "dose"]        # and those of the features, in this order
 mean = [51.0, 1.2]                # what features are scaled by, if they are
@@ -46,7 +46,7 @@ class Data:
 
     Args:
         classes: The names of the classes, or how many there are; left out where numbers are predicted.
-        outputs: How many numbers are predicted for an example, where there are no classes.
+        outputs: How many numbers are predicted for an example, if there are no classes.
         shape: Of one example; of a table, as many as it has features.
         label: The column of a table that holds the label.
         features: The columns of a table that are the features, in order.
@@ -91,7 +91,7 @@ def read_spec(text: str, path: Path) -> Spec:
     own = {name: table.pop(name, {}) for name in ("data", "policy", "sizes")}
     for name, part in own.items():
         if not isinstance(part, Mapping):
-            raise UserError(f"{name} does not fit; write it under a heading [{name}].")
+            raise UserError(f"`{name}` must be a table, got {short(part)}; write it under a heading [{name}].")
     joining_rounds = whole_number("joining_rounds", table.pop("joining_rounds", 20))
     experiment = from_table({"seeds": [0], **table}, path.stem)
     if len(experiment.cells) != 1 or len(experiment.seeds) != 1:
@@ -127,10 +127,10 @@ def _check(spec: Spec) -> None:
     if data.features and data.label is None:
         raise UserError('[data] has features and no label; say which column it is: label = "...".')
     if any(value <= 0 or not math.isfinite(value) for value in listed(data.std)):
-        raise UserError("[data] std does not fit; it must be above 0.")
+        raise UserError(f"[data] `std` must be above 0, got {data.std}.")
     for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size"):
-        if (value := getattr(cell, name)) is not None and value < 1:
-            raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
+        if (value := getattr(cell, name)) is not None:
+            whole_number(name, value)
     check_policy(spec.policy, cell.clients)
 
 

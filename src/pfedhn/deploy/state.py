@@ -62,7 +62,7 @@ class Chosen:
 
 @dataclass
 class State:
-    """Where a federation stands."""
+    """The state of a federation."""
 
     shared: Any
     rows: dict[str, Any] = field(default_factory=dict)  # the server's memory of each party, by its name
