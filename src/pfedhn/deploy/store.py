@@ -86,12 +86,9 @@ class Store:
         newest = max([self.number, *map(_number, found), *map(_number, self._journals())])
         missing = [number for number in range(self.number, newest + 1) if not self._journal(number).exists()]
         if newest and missing:
-            trouble = (
-                f"no checkpoint in {self.folder} is sound"
-                if state is None
-                else f"{self._journal(missing[0])} is missing"
-            )
-            raise RunError(f"{trouble}; restore the folder from a backup.")
+            if state is None:
+                raise RunError(f"no checkpoint in {self.folder} is sound; restore the folder from a backup.")
+            raise RunError(f"{self._journal(missing[0])} is missing; restore the folder from a backup.")
         if state is None:
             state = self.rules.initial()
         for number in range(self.number, newest + 1):
