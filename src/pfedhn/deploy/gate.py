@@ -93,12 +93,12 @@ def make_app(
     client = httpx.AsyncClient(base_url=f"https://{engine}", verify=context, timeout=SECONDS_TO_ENGINE, trust_env=False)
     strangers = Strangers()
 
-    def turn_away(request: Request, why: str) -> Response:
+    def turn_away(request: Request, why: str, code: int = 401) -> Response:
         host = request.client.host if request.client else "somebody"
         entrance = "enroll" if request.url.path == "/enroll" else "fleet"
         if strangers.is_news(host, entrance):
             log({"event": "stranger", "host": host, "path": printable(request.url.path[:80]), "why": why})
-        return JSONResponse({"error": why}, 401)
+        return JSONResponse({"error": why}, code)
 
     async def enroll(request: Request) -> Response:
         try:
@@ -108,8 +108,7 @@ def make_app(
                 raise UserError(f"{name!r:.80} does not hold the key that it hands in; join with the key's own owner.")
             text = await run_in_threadpool(invitations.enroll, name, token, key)  # it may wait for a lock
         except UserError as error:
-            turn_away(request, str(error))
-            return JSONResponse({"error": str(error)}, 403)
+            return turn_away(request, str(error), 403)
         except (ValueError, KeyError, TypeError, RecursionError):  # the last: lists within lists
             return turn_away(request, "no enrollment")
         return JSONResponse(dict(await run_in_threadpool(enrolled, name, text)))  # it may wait for the engine

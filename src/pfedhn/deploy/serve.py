@@ -61,8 +61,7 @@ class Service:
         self.engine_address = f"127.0.0.1:{engine.free_port()}"
         self.superlink: subprocess.Popen[bytes] | None = None
         self.run_number: str | None = None
-        self.registered: set[str] = set()  # the keys that the engine knows
-        self._nodes: dict[str, str] = {}  # the engine's names of these, if it has told them
+        self.registered: dict[str, str] = {}  # the keys that the engine knows; its names of them, if it has told them
         self._turn = 0
         self._status, self._looked = dict[str, Any](), -1e9  # where the run stands, and when that was read
         self._place = self.site.events.stat().st_size if self.site.events.exists() else 0
@@ -158,8 +157,7 @@ class Service:
             known = json.loads(read_text(file))
         answer = self._ask("supernode", "list", CONNECTION, "--format", "json")[0] if known else None
         found = {str(node["node-id"]) for node in (answer or {}).get("nodes", ()) if node["status"] in AT_HAND}
-        self._nodes = {line: node for line, node in known.items() if node in found}
-        self.registered = set(self._nodes)
+        self.registered = {line: node for line, node in known.items() if node in found}
 
     def _register(self) -> None:
         """Tell the engine the key of a party that has enrolled: one at a time, since each takes seconds."""
@@ -172,11 +170,9 @@ class Service:
         write_atomically(file, line.encode())
         words = "supernode", "register", str(file), CONNECTION, "--name", name, "--format", "json"
         answer, said = self._ask(*words)
-        if node := (answer or {}).get("node-id"):
-            self._nodes[line] = str(node)
-            write_atomically(self.home / REGISTERED, json.dumps(self._nodes).encode())
         if answer is not None or IN_USE in " ".join(said.split()):  # else it is tried again
-            self.registered.add(line)
+            self.registered[line] = str((answer or {}).get("node-id", ""))
+            write_atomically(self.home / REGISTERED, json.dumps(self.registered).encode())
 
     def _keep_run(self) -> None:
         """Start the run, and start it again if it has died: it goes on from its checkpoint and journal.
