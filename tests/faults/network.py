@@ -277,7 +277,7 @@ def largest_difference(world: World) -> float:
         pairs.append((state.rows[name], take(expected.rows, client)))
         member, party = state.members[name], load_party(world.folder / f"pfedhn-{name}")
         if member.base is not None and member.base < state.round:  # else it has answered in the round that is open
-            received = site.plan.exchange("training").publish(party.model, state.shared, state.rows[name])
+            received = site.plan.exchange.publish(party.local.model, state.shared, state.rows[name])
             pairs.append((party.kept("training", member.base, received), take(table.tree, table.slots[client])))
     worst = 0.0
     for mine, theirs in pairs:
