@@ -87,6 +87,17 @@ def test_a_parquet_column_that_nobody_reads_may_hold_anything(tmp_path: Path) ->
     assert read_inputs(tmp_path / "visits.parquet", how=federation.reading).x[:, 0].tolist() == columns["dose"]
 
 
+def test_parquet_keeps_whole_numbers_beside_empty_cells(tmp_path: Path) -> None:
+    kinds = pyarrow.array(["x", "y", "x"]).dictionary_encode()
+    columns = {"who": ["a"] * 3, "is_old": [True, False, True], "kind": kinds, "label": [1, None, 0]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "visits.parquet")
+    how = Reading(TableReading("who", "label", (Column("is_old"), Column("kind", ("x", "y")))))
+    given = read_inputs(tmp_path / "visits.parquet", "label", how=how)
+    assert given.x.tolist() == [[1, 1, 0], [0, 0, 1], [1, 1, 0]]
+    assert given.answers is not None
+    assert given.answers.tolist() == ["1", "", "0"]
+
+
 def test_what_became_of_a_table_is_kept(tmp_path: Path) -> None:
     lines = [f"{'ab'[i % 2]},{i if i % 3 else ''},{'xy'[i % 2]},{i % 2}" for i in range(20)]
     (tmp_path / "visits.csv").write_text("\n".join(["who,dose,kind,label", *lines]))
@@ -181,7 +192,7 @@ def test_all_columns_that_cannot_be_read_are_named_at_once(tmp_path: Path) -> No
     (tmp_path / "table.csv").write_text("\n".join(["who,dose,kind,day,age,label", *lines]))
     with pytest.raises(UserError, match=r"^'dose' in line 2 .* is empty; .* Nor can 'kind', 'day' be read as they are"):
         from_table(tmp_path / "table.csv", "who", "label")
-    with pytest.raises(UserError, match=r"^column 'kind' of table\.csv holds texts .* Nor can 'day' be read"):
+    with pytest.raises(UserError, match=r"^'kind' in line 2 .* is 'x' and not a number; .* Nor can 'day' be read"):
         from_table(tmp_path / "table.csv", "who", "label", encoding=Encoding(missing="zero"))
 
 

@@ -682,7 +682,11 @@ def test_labels_of_a_table(labels: list[str], expected: list[float], kind: str, 
             "'a' in line 3 of table.csv is 'x' and not a number; .*encode = \"one-hot\".*columns.ignore = .\"a\".",
         ),
         ("who,what,a\n1,2,\n", "'a' in line 2 of table.csv is empty; fill it, .* read = .missing = \"median\""),
-        ("who,what,a\n1,2,3\n1,2,nan\n", "'a' in line 3 of table.csv is 'nan' and not a finite number"),
+        ("who,what,a\n1,2,3\n1,2,nan\n", "'a' in line 3 of table.csv is 'nan'; fill it"),
+        (
+            "who,what,a\n1,2,3\n1,2,1e999\n",
+            "'a' in line 3 of table.csv is '1e999' and not a finite number; fix the cell",
+        ),
         ("who,what,a\n1,2,3\n\n1,,3\n", "line 4 of table.csv has no 'what'; fill the cell"),
         ("whom,what,a\n1,2,3\n", "no column 'who'; did you mean 'whom'"),
         ("who,what\n1,2\n", "no feature columns"),
@@ -722,7 +726,7 @@ def test_a_file_that_is_no_table_of_text_is_refused(content: bytes, sentence: st
 @pytest.mark.parametrize(
     ("column", "sentence"),
     [
-        (pyarrow.array([0, 1], pyarrow.timestamp("s")), r"column 'a' of table\.parquet holds datetime64"),
+        (pyarrow.array([0, 1], pyarrow.timestamp("s")), r"column 'a' of table\.parquet holds timestamp"),
         (pyarrow.array([[1.0], [2.0]]), r"'a' in row 1 of table\.parquet is .* and not a number"),
         (pyarrow.array([[1.0, 2.0], [2.0]]), r"'a' in row 1 of table\.parquet is .* and not a number"),
         (pyarrow.array([{"b": 1}, {"b": 2}]), r"'a' in row 1 of table\.parquet is .* and not a number"),
@@ -744,7 +748,7 @@ def test_from_table_refuses_other_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a whole parquet file"):
         from_table(tmp_path / "table.parquet", "who", "what")
     parquet.write_table(pyarrow.table({"who": [1, 2], "what": [0, 1], "a": [0.5, None]}), tmp_path / "table.parquet")
-    with pytest.raises(UserError, match=r"column 'a' of table\.parquet has empty cells"):
+    with pytest.raises(UserError, match=r"'a' in row 2 of table\.parquet is empty; fill it"):
         from_table(tmp_path / "table.parquet", "who", "what")
 
 

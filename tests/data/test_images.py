@@ -58,7 +58,7 @@ def test_images_of_several_sizes_are_brought_to_one(tmp_path: Path) -> None:
         ({"resize": 5.5}, r"resize is 5\.5; give a height and a width of 1 to 4096"),
         ({"resize": "ab"}, "resize is 'ab'; give a height and a width of 1 to 4096"),
         ({"resize": (True, 4)}, "give a height and a width of 1 to 4096"),
-        ({"corrupt": "skipp"}, "corrupt is 'skipp'; it must be refuse or skip"),
+        ({"corrupt": "skipp"}, "corrupt is 'skipp'; choose 'refuse' or 'skip'"),
         ({"resize": (5, 4), "missing": "median"}, "are for tables"),
     ):
         with pytest.raises(UserError, match=sentence):
@@ -133,7 +133,9 @@ def test_what_is_not_declared_is_refused(tmp_path: Path) -> None:
     path = visits(tmp_path / "visits.csv")
     with pytest.raises(UserError, match="is empty; fill"):
         read_federation(path, "clinic", "outcome")
-    with pytest.raises(UserError, match=r"column 'sex' of visits\.csv holds texts .*'f'; .*encode = \"one-hot\""):
+    with pytest.raises(
+        UserError, match=r"'sex' in line 2 of visits\.csv is 'f' and not a number; .*encode = \"one-hot\""
+    ):
         read_federation(path, "clinic", "outcome", missing="median")
     with pytest.raises(UserError, match=r"'age' in line 2 of visits\.csv is empty; .*missing = \"median\""):
         read_federation(path, "clinic", "outcome", encode="one-hot")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import numpy
 import torch
@@ -174,3 +174,9 @@ def check_classes(labels: Sequence[Tensor], num_examples: int, class_names: Sequ
             'holds numbers to predict, give them as floating point (for files: task = "regression"), else number the '
             "classes from 0."
         )
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Refuse a setting that is none of the choices of a `Literal`."""
+    if not isinstance(value, str) or value not in get_args(choices):
+        raise UserError(f"{name} is {short(value)}; choose {' or '.join(map(repr, get_args(choices)))}.")

@@ -7,10 +7,10 @@ numbers, so that an error can name the line and the column.
 import csv
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
@@ -18,19 +18,22 @@ from pfedhn.data.arrays import Array
 from pfedhn.errors import UserError, first_line
 from pfedhn.system.files import reading
 
-MAX_HEADER = 1_000_000  # characters of the first line that are searched for separators
+if TYPE_CHECKING:
+    import pandas
+
 MAX_CELL = 1_000  # characters in a cell of a text file; numbers and names are shorter
 TABLES = (".csv", ".tsv", ".parquet")
 SEPARATORS = {";": "semicolons", "\t": "tabs"}
 MARKS = ("na", "n/a", "#n/a", "n.a.", "<na>", "nan", "null", "none", "?", "-", "--")  # of an empty cell among numbers
 FEW = 0.1  # of a column's cells that are no numbers: they are mistakes, and more make it a column of texts
+GROUPED = re.compile(r"[+-]?\d{1,3}([. ]\d{3})+,\d+")  # 1.234,5 or 1 234,5
 
 
 class Columns(dict[str, Array]):
     """The columns of a table by name, and the place of each example in the file."""
 
-    def __init__(self, file: Path, columns: Mapping[str, Array], separator: str | None = None) -> None:
-        super().__init__(columns)
+    def __init__(self, file: Path, separator: str | None = None) -> None:
+        super().__init__()
         self.file = file
         self.separator = separator  # of a text file
 
@@ -51,25 +54,16 @@ def is_table(path: Path) -> bool:
     return path.suffix.lower() in TABLES
 
 
-def read_columns(
-    file: Path,
-    takes_empty: Callable[[str], bool] = lambda name: False,
-    is_ignored: Callable[[str], bool] = lambda name: False,
-    empty: str = "fill or drop them",
-) -> Columns:
+def read_columns(file: Path, is_ignored: Callable[[str], bool] = lambda name: False) -> Columns:
     """Read the columns of a table.
 
     Args:
         file: CSV, TSV or parquet.
-        takes_empty: Whether a column of a parquet file may have empty cells.
         is_ignored: Whether a column is not used; it may then hold anything.
-        empty: The way out for other empty cells, which ends the error's sentence.
     """
     if not is_table(file):
         raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
-    if file.suffix.lower() == ".parquet":
-        return _read_parquet(file, is_ignored, takes_empty, empty)
-    return _read_text(file, is_ignored)
+    return _read_parquet(file, is_ignored) if file.suffix.lower() == ".parquet" else _read_text(file, is_ignored)
 
 
 def _read_text(file: Path, is_ignored: Callable[[str], bool]) -> Columns:
@@ -77,24 +71,24 @@ def _read_text(file: Path, is_ignored: Callable[[str], bool]) -> Columns:
     separator = _separator(file, text)
     _, first = next(_records(file, text, separator), (0, []))
     header = [name.strip() for name in first]
-    if "\0" in "".join(header):
-        raise UserError(f"{file} is not UTF-8 text (its header has null characters); save the table as UTF-8.")
     if len(set(header)) != len(header) or not header:
         raise UserError(f"the first line of {file.name} must name every column once.")
-    read = Columns(file, {}, separator)
-    for name, cells in zip(header, _parsed(file, text, separator, header), strict=True):
+    read = Columns(file, separator)
+    table = _parsed(file, text, separator, header)
+    for place, name in enumerate(header):
         if is_ignored(name):
-            read[name] = _unread(len(cells))
+            read[name] = _unread(len(table))
             continue
-        long = next((place for place, cell in enumerate(cells) if len(cell) > MAX_CELL), None)
-        if long is not None:
+        lengths = table[place].str.len()
+        if (lengths > MAX_CELL).any():
+            long = int(lengths.argmax())
             raise UserError(
-                f"{read.where(long)} has a cell of {len(cells[long]):,} characters; more than {MAX_CELL:,} are no "
+                f"{read.where(long)} has a cell of {lengths.iloc[long]:,} characters; more than {MAX_CELL:,} are no "
                 f"number and no name: drop the column {name!r}, or {leave_it_out(name)}."
             )
-        read[name] = _stripped(cells)
+        read[name] = _stripped(table[place])
     if separator == ";":
-        read.update(_with_points(file, read))
+        _write_points(read, [name for name in header if not is_ignored(name)])
     return read
 
 
@@ -102,15 +96,26 @@ def _text(file: Path) -> str:
     with reading(file):
         content = file.read_bytes()
     try:
-        return content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); save the table as UTF-8."
         ) from error
+    if "\0" in text:
+        raise UserError(f"{file} is not UTF-8 text (it has null characters); save the table as UTF-8.")
+    return text
 
 
-def _parsed(file: Path, text: str, separator: str, header: Sequence[str]) -> list[list[str]]:
-    """The cells below the header, column by column; a line must have as many of them as the header."""
+def _separator(file: Path, text: str) -> str:
+    """What separates cells; a spreadsheet of a country with decimal commas writes semicolons."""
+    if file.suffix.lower() == ".tsv":
+        return "\t"
+    header = text.partition("\n")[0]
+    return ";" if ";" in header and "," not in header else ","
+
+
+def _parsed(file: Path, text: str, separator: str, header: list[str]) -> "pandas.DataFrame":
+    """The cells below the header; a line must have as many of them as the header."""
     import pandas
 
     try:
@@ -130,10 +135,10 @@ def _parsed(file: Path, text: str, separator: str, header: Sequence[str]) -> lis
     if (table[len(header) - 1] == "").any():  # pandas fills short lines up, and blank ones
         _refuse_ragged(file, text, separator, header)
         table = table[[bool(cells) for _, cells in _records(file, text, separator)][1:]]
-    return [table[place].tolist() for place in range(len(header))]
+    return table
 
 
-def _refuse_ragged(file: Path, text: str, separator: str, header: Sequence[str]) -> int:
+def _refuse_ragged(file: Path, text: str, separator: str, header: list[str]) -> int:
     """Refuse a line with more or fewer cells than the header; the line above the last record if there is none."""
     lines = [0]
     for line, cells in _records(file, text, separator):
@@ -156,65 +161,36 @@ def _records(file: Path, text: str, separator: str) -> Iterator[tuple[int, list[
         raise UserError(f"{file} is not a table of cells ({error}); repair it.") from error
 
 
-def _stripped(cells: Sequence[Any]) -> Array:
-    """Cells, texts without spaces around them: "yes" and " yes" would be two classes, or two clients."""
-    return numpy.fromiter((cell.strip() if isinstance(cell, str) else cell for cell in cells), object, len(cells))
+def _write_points(columns: Columns, names: list[str]) -> None:
+    """Bring columns of numbers that have decimal commas to points; the others stay as they are."""
+    import pandas
 
-
-def _unread(count: int) -> Array:
-    """A column that exists and is not used."""
-    return numpy.full(count, None, dtype=object)
-
-
-def _separator(file: Path, text: str) -> str:
-    """What separates cells; a spreadsheet of a country with decimal commas writes semicolons."""
-    if file.suffix.lower() == ".tsv":
-        return "\t"
-    header = io.StringIO(text[:MAX_HEADER], newline="").readline()
-    return ";" if ";" in header and "," not in header else ","
-
-
-GROUPED = re.compile(r"\s*[+-]?\d{1,3}([. ]\d{3})+,\d+\s*")  # 1.234,5 or 1 234,5
-
-
-def _with_points(file: Path, columns: Mapping[str, Array]) -> dict[str, Array]:
-    """Columns of numbers that have decimal commas, with points instead; the others as they are."""
-    texts = {name: column for name, column in columns.items() if None not in column}
-    commas = [name for name, column in texts.items() if _are_numbers(column, ",")]
-    points = [name for name, column in texts.items() if _are_numbers(column, r"\.")]
-    for name, column in texts.items():
-        if grouped := next(filter(GROUPED.fullmatch, column.tolist()), None):
+    found: dict[str, list[str]] = {",": [], ".": []}
+    numbers = {sign: rf"[+-]?(\d+(\{sign}\d*)?|\{sign}\d+)([eE][+-]?\d+)?" for sign in found}
+    for name in names:
+        cells = pandas.Series(columns[name], dtype=object)
+        if grouped := next(filter(GROUPED.fullmatch, cells), None):
             raise UserError(
-                f"column {name!r} of {file.name} has numbers such as {grouped.strip()!r}; write them without a sign "
+                f"column {name!r} of {columns.file.name} has numbers such as {grouped!r}; write them without a sign "
                 "between thousands."
             )
-    if commas and points:  # 1.234 may be more than a thousand here
+        filled = cells[~is_blank(cells)]
+        for sign, names_with_it in found.items():
+            is_number = filled.str.fullmatch(numbers[sign])
+            has_fraction = (is_number & filled.str.contains(sign, regex=False)).any()
+            if has_fraction and is_few(int((~is_number).sum()), len(filled)):
+                names_with_it.append(name)
+        if name in found[","]:
+            is_number = cells.str.fullmatch(numbers[","])
+            columns[name] = cells.where(~is_number, cells.str.replace(",", ".", regex=False)).to_numpy()
+    if found[","] and found["."]:  # 1.234 may be more than a thousand here
         raise UserError(
-            f"{file.name} has numbers with commas in column {commas[0]!r} and with points in column {points[0]!r}; "
-            "write them all with decimal points, and no sign between thousands."
+            f"{columns.file.name} has numbers with commas in column {found[','][0]!r} and with points in column "
+            f"{found['.'][0]!r}; write them all with decimal points, and no sign between thousands."
         )
-    return {
-        name: _stripped([cell.replace(",", ".") if _is_number(cell, ",") else cell for cell in column.tolist()])
-        if name in commas
-        else column
-        for name, column in columns.items()
-    }
 
 
-def _are_numbers(column: Array, sign: str) -> bool:
-    """Whether a column of texts holds numbers but for a few, and some have this sign before their fraction."""
-    cells = [cell for cell in column.tolist() if cell.strip() and not is_mark(cell)]
-    numbers = [cell for cell in cells if _is_number(cell, sign)]
-    return any(re.search(sign, cell) for cell in numbers) and is_few(len(cells) - len(numbers), len(cells))
-
-
-def _is_number(cell: str, sign: str) -> bool:
-    return re.fullmatch(rf"\s*[+-]?(\d+({sign}\d*)?|{sign}\d+)([eE][+-]?\d+)?\s*", cell) is not None
-
-
-def _read_parquet(
-    file: Path, is_ignored: Callable[[str], bool], takes_empty: Callable[[str], bool], empty: str
-) -> Columns:
+def _read_parquet(file: Path, is_ignored: Callable[[str], bool]) -> Columns:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -228,43 +204,61 @@ def _read_parquet(
         raise UserError(f"{file} is not a whole parquet file ({first_line(error)}); write it again.") from error
     if len(set(table.column_names)) != len(table.column_names):
         raise UserError(f"{file.name} has two columns of one name; give every column a name of its own.")
-    columns = {}
+    read = Columns(file)
     for name in table.column_names:
         if is_ignored(name):
-            columns[name] = _unread(table.num_rows)
+            read[name] = _unread(table.num_rows)
             continue
-        if table[name].null_count and not takes_empty(name):
-            raise UserError(f"column {name!r} of {file.name} has empty cells; {empty}.")
         try:
-            columns[name] = table[name].to_numpy()
-        except pyarrow.ArrowException as error:
+            column = table[name].to_pandas(integer_object_nulls=True, date_as_object=False).to_numpy()
+            is_fit = column.dtype.kind in "biufO"
+        except pyarrow.ArrowException:
+            is_fit = False
+        if not is_fit:
             raise UserError(
                 f"column {name!r} of {file.name} holds {table[name].type}; give numbers or texts, or "
                 f"{leave_it_out(name)}."
-            ) from error
-        if columns[name].dtype.kind not in "biufUSO":
-            raise UserError(
-                f"column {name!r} of {file.name} holds {columns[name].dtype}; give numbers or texts, or "
-                f"{leave_it_out(name)}."
             )
-        if columns[name].dtype.kind == "O":
-            columns[name] = _stripped(columns[name].tolist())
-    return Columns(file, columns)
+        read[name] = _stripped(column) if column.dtype.kind == "O" else column
+    return read
 
 
-def is_mark(cell: str) -> bool:
-    """Whether a cell says, among numbers, that there is none."""
-    return cell.strip().lower() in MARKS
+def _stripped(cells: Array) -> Array:
+    """Cells, texts without spaces around them: "yes" and " yes" would be two classes, or two clients."""
+    return numpy.fromiter((cell.strip() if isinstance(cell, str) else cell for cell in cells), object, len(cells))
 
 
-def is_few(count: int, total: int) -> bool:
-    """Whether so many cells of a column that are no numbers are mistakes."""
-    return count <= FEW * total
+def _unread(count: int) -> Array:
+    """A column that exists and is not used."""
+    return numpy.full(count, None, dtype=object)
+
+
+def texts(column: Array) -> "pandas.Series[Any]":
+    """Cells as texts without spaces around them; empty ones are ''."""
+    import pandas
+
+    cells = ["" if is_empty(cell) else str(cell).strip() for cell in column.tolist()]
+    return pandas.Series(cells, dtype=object)
 
 
 def is_empty(cell: Any) -> bool:
     """Whether a cell of a table holds nothing."""
     return cell is None or (isinstance(cell, float) and numpy.isnan(cell)) or not str(cell).strip()
+
+
+def is_mark(cells: "pandas.Series[Any]") -> "pandas.Series[bool]":
+    """Which texts say, among numbers, that there is none."""
+    return cells.str.lower().isin(MARKS)
+
+
+def is_blank(cells: "pandas.Series[Any]") -> "pandas.Series[bool]":
+    """Which texts are empty cells among numbers."""
+    return (cells == "") | is_mark(cells)
+
+
+def is_few(count: int, total: int) -> bool:
+    """Whether so many cells of a column that are no numbers are mistakes."""
+    return count <= FEW * total
 
 
 def leave_it_out(name: str) -> str:

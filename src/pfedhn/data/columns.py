@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy
 import torch
 from numpy.typing import ArrayLike, NDArray
 
 from pfedhn.data.arrays import Array, as_tensor
-from pfedhn.data.cells import Columns, is_empty, is_few, is_mark, leave_it_out
+from pfedhn.data.cells import Columns, is_blank, is_empty, is_few, leave_it_out, texts
 from pfedhn.data.federation import Federation
 from pfedhn.data.reading import Column, TableReading
 from pfedhn.errors import UserError, closest, some
@@ -17,6 +17,7 @@ from pfedhn.errors import UserError, closest, some
 Encode: TypeAlias = Literal["refuse", "one-hot"]
 Missing: TypeAlias = Literal["refuse", "median", "zero"]
 Fitted: TypeAlias = Literal["client", "all"]
+Features: TypeAlias = NDArray[numpy.float32]
 
 MAX_CATEGORIES = 100  # of a column of texts; more are names, not kinds
 
@@ -24,6 +25,7 @@ FILL_IT = (
     "fill it, drop the example, or have such cells filled in with "
     'read = {missing = "median"} in the experiment\'s file (in Python, missing="median")'
 )
+FIX, FILL = "fix the cell", "fill the cell or drop the example"
 
 
 def encode_it(name: str) -> str:
@@ -50,30 +52,20 @@ class Encoding:
     missing: Missing = "refuse"
     fitted: Fitted = "client"
 
-    @property
-    def is_used(self) -> bool:
-        return self.encode != "refuse" or self.missing != "refuse"
-
 
 PLAIN = Encoding()
 
 
-def encoded(
-    columns: Columns, features: Sequence[str], encoding: Encoding
-) -> tuple[NDArray[numpy.float32], tuple[Column, ...]]:
+def encoded(columns: Columns, features: Sequence[str], encoding: Encoding) -> tuple[Features, tuple[Column, ...]]:
     """[examples, features], with NaN where a number is missing, and what became of each column."""
     parts, described, refused = [], [], {}
     for name in features:
         try:
-            if encoding.is_used:
-                values, column = _encoded_column(columns, name, encoding)
-            else:
-                values, column = to_numbers(columns, name, encode_it(name), FILL_IT)[:, None], Column(name)
+            column = Column(name, _kinds(columns, name) if encoding.encode == "one-hot" else None)
+            parts.append(_read_as(column, columns, encoding.missing != "refuse", encode_it(name), FILL_IT))
+            described.append(column)
         except UserError as error:
             refused[name] = error
-            continue
-        parts.append(values)
-        described.append(column)
     if refused:
         first, *others = refused
         more = f" Nor can {some(list(map(repr, others)))} be read as they are." if others else ""
@@ -81,108 +73,69 @@ def encoded(
     return numpy.concatenate(parts, axis=1), tuple(described)
 
 
-def _encoded_column(columns: Columns, name: str, encoding: Encoding) -> tuple[NDArray[numpy.float32], Column]:
-    cells = _texts(columns[name])
-    if encoding.missing == "refuse" and "" in cells:
-        raise UserError(f"{name!r} in {columns.where(cells.index(''))} is empty; {FILL_IT}.")
-    has_no_number = any(cells) and not any(map(_is_number, cells))  # which then are kinds
-    if not has_no_number and (values := _numbers(columns, name, cells)) is not None:
-        if encoding.missing == "refuse" and numpy.isnan(values).any():
-            place = int(numpy.flatnonzero(numpy.isnan(values))[0])
-            raise UserError(f"{name!r} in {columns.where(place)} is {cells[place]!r}; {FILL_IT}.")
-        return values[:, None], Column(name)
-    kinds = sorted(set(cells) - {""})
-    if any(map(_is_number, kinds)):
-        others = _no_numbers(cells)
-        wrong = f"{name!r} in {columns.where(others[0])} is {cells[others[0]]!r} and not a number"
-        if encoding.encode == "refuse":
-            raise UserError(f"{wrong}; {encode_it(name)}.")
-        if is_few(len(others), len(cells) - cells.count("")):
+def encoded_like(columns: Columns, table: TableReading) -> Features:
+    """[examples, features] of another table, its columns found by name and read as the run's were.
+
+    Where the run fills empty cells in, a number that is missing is NaN.
+    """
+    for column in table.columns:
+        if column.name not in columns:
             raise UserError(
-                f"{wrong}, as nearly all of that column are; fix or empty the cell, {leave_it_out(name)}, or write "
-                "texts throughout if the numbers are names of kinds."
+                f"{columns.file.name} has no column {column.name!r}, which the run was trained on; "
+                f"{closest(column.name, columns)}"
             )
-    if encoding.encode == "refuse":
-        raise UserError(f"column {name!r} of {columns.file.name} holds texts such as {kinds[0]!r}; {encode_it(name)}.")
+    return numpy.concatenate([_read_as(column, columns, table.is_filled) for column in table.columns], axis=1)
+
+
+def _kinds(columns: Columns, name: str) -> tuple[str, ...] | None:
+    """The texts of a column, sorted; None of a column of numbers."""
+    import pandas
+
+    cells = texts(columns[name])
+    is_number = pandas.to_numeric(cells, errors="coerce").notna()
+    others = numpy.flatnonzero(~is_number & ~is_blank(cells))
+    kinds = tuple(sorted(set(cells) - {""}))
+    if not kinds or (is_number.any() and not len(others)):
+        return None
+    if is_number.any() and is_few(len(others), int((cells != "").sum())):
+        raise UserError(
+            f"{name!r} in {columns.where(others[0])} is {cells[others[0]]!r} and not a number, as nearly all of that "
+            f"column are; fix or empty the cell, {leave_it_out(name)}, or write texts throughout if the numbers are "
+            "names of kinds."
+        )
     if len(kinds) > MAX_CATEGORIES:
         raise UserError(
             f"column {name!r} of {columns.file.name} has {len(kinds):,} different texts, and one-hot would make as "
             f"many columns; bring it to at most {MAX_CATEGORIES}, or {leave_it_out(name)}."
         )
-    return _one_hot(cells, kinds), Column(name, tuple(kinds))
+    return kinds
 
 
-def encoded_like(columns: Columns, table: TableReading) -> NDArray[numpy.float32]:
-    """[examples, features] of another table, its columns found by name and read as the run's were.
-
-    Where the run fills empty cells in, a number that is missing is NaN.
-    """
-    parts = []
-    for column in table.columns:
-        name = column.name
-        if name not in columns:
-            raise UserError(
-                f"{columns.file.name} has no column {name!r}, which the run was trained on; {closest(name, columns)}"
-            )
-        cells = _texts(columns[name])
-        if column.texts is not None:
-            if not table.is_filled and "" in cells:
-                place = columns.where(cells.index(""))
-                raise UserError(f"{name!r} in {place} is empty; fill the cell or drop the example.")
-            unknown = [cell for cell in cells if cell and cell not in column.texts]
-            if unknown:
-                raise UserError(
-                    f"column {name!r} of {columns.file.name} holds {unknown[0]!r}, which the run was not trained on; "
-                    f"{closest(unknown[0], column.texts)}"
-                )
-            parts.append(_one_hot(cells, column.texts))
-        elif table.is_filled:
-            if (values := _numbers(columns, name, cells)) is None:
-                bad = _no_numbers(cells)[0]
-                raise UserError(f"{name!r} in {columns.where(bad)} is {cells[bad]!r} and not a number; fix the cell.")
-            parts.append(values[:, None])
-        else:
-            parts.append(to_numbers(columns, name)[:, None])
-    return numpy.concatenate(parts, axis=1)
-
-
-def _one_hot(cells: Sequence[str], texts: Sequence[str]) -> NDArray[numpy.float32]:
-    """[examples, texts]: 1 for the text of a cell; an empty cell has none."""
+def _read_as(column: Column, columns: Columns, is_filled: bool, text: str = FIX, empty: str = FILL) -> Features:
+    """[examples, features] of one column; an empty cell has none of the column's texts."""
+    name = column.name
+    if column.texts is None:
+        return to_numbers(columns, name, text, empty, is_filled)[:, None]
     from sklearn.preprocessing import OneHotEncoder
 
-    encoder = OneHotEncoder(categories=[list(texts)], handle_unknown="ignore", sparse_output=False, dtype=numpy.float32)
-    encoder.fit(numpy.array(texts, dtype=object)[:, None])
-    if not cells:  # which scikit-learn refuses
-        return numpy.empty((0, len(texts)), dtype=numpy.float32)
-    hot: NDArray[numpy.float32] = encoder.transform(numpy.array(cells, dtype=object)[:, None])
+    cells = texts(columns[name])
+    if not is_filled and (cells == "").any():
+        raise UserError(f"{name!r} in {columns.where(int((cells == '').argmax()))} is empty; {empty}.")
+    unknown = numpy.flatnonzero((cells != "") & ~cells.isin(column.texts))
+    if len(unknown):
+        cell = cells[unknown[0]]
+        raise UserError(
+            f"{name!r} in {columns.where(unknown[0])} is {cell!r}, which the run was not trained on; "
+            f"{closest(cell, column.texts)}"
+        )
+    encoder = OneHotEncoder(
+        categories=[list(column.texts)], handle_unknown="ignore", sparse_output=False, dtype=numpy.float32
+    )
+    hot: Features = encoder.fit_transform(cells.to_numpy()[:, None])
     return hot
 
 
-def _texts(column: Array) -> list[str]:
-    """Cells without spaces around them; empty ones are ''."""
-    return ["" if is_empty(cell) else str(cell).strip() for cell in column.tolist()]
-
-
-def _no_numbers(cells: Sequence[str]) -> list[int]:
-    """The places of cells that are neither numbers nor empty."""
-    return [place for place, cell in enumerate(cells) if cell and not is_mark(cell) and not _is_number(cell)]
-
-
-def _numbers(columns: Columns, name: str, cells: Sequence[str]) -> NDArray[numpy.float32] | None:
-    """A column of numbers, NaN where a cell is empty or has a mark that says so; None for one of texts."""
-    try:
-        with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
-            values = numpy.array([float(cell) if cell and not is_mark(cell) else numpy.nan for cell in cells]).astype(
-                numpy.float32
-            )
-    except ValueError:
-        return None
-    if numpy.isinf(values).any():
-        raise UserError(f"column {name!r} of {columns.file.name} has an infinite number; fix it.")
-    return values
-
-
-def to_numbers(columns: Columns, name: str, text: str = "", empty: str = "") -> NDArray[numpy.float32]:
+def to_numbers(columns: Columns, name: str, text: str = FIX, empty: str = FILL, is_filled: bool = False) -> Features:
     """A column of a table as features; what is no finite number is refused.
 
     Args:
@@ -190,59 +143,54 @@ def to_numbers(columns: Columns, name: str, text: str = "", empty: str = "") -> 
         name: Of the column.
         text: What to do about a text, in words.
         empty: What to do about an empty cell.
+        is_filled: Whether empty cells are filled in later; they are NaN then, and refused otherwise.
     """
+    import pandas
+
     column = columns[name]
-    empty = empty or "fill the cell or drop the example"
-    try:
-        with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
-            numbers: NDArray[numpy.float32] = column.astype(numpy.float32)
-    except (ValueError, TypeError, OverflowError):
-        bad = next((place for place, cell in enumerate(column) if not _is_number(cell)), 0)
-        if not str(column[bad]).strip():
-            raise UserError(f"{name!r} in {columns.where(bad)} is empty; {empty}.") from None
-        if is_mark(str(column[bad])) and any(map(_is_number, column)):
-            raise UserError(f"{name!r} in {columns.where(bad)} is {str(column[bad])!r}; {empty}.") from None
-        text = text or "features must be numbers: encode or drop that column"
-        raise UserError(f"{name!r} in {columns.where(bad)} is {str(column[bad])!r} and not a number; {text}.") from None
-    if not numpy.isfinite(numbers).all():
-        bad = int(numpy.flatnonzero(~numpy.isfinite(numbers))[0])
-        raise UserError(f"{name!r} in {columns.where(bad)} is {str(column[bad])!r} and not a finite number; {empty}.")
-    return numbers
+    if column.dtype.kind in "biuf":
+        numbers, is_missing = column, numpy.isnan(column)
+    else:
+        cells = texts(column)
+        numbers = pandas.to_numeric(cells, errors="coerce").to_numpy()
+        is_missing = is_blank(cells).to_numpy(dtype=bool)
+    with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
+        values: Features = numbers.astype(numpy.float32)
+    for is_wrong, why in (
+        (numpy.isnan(values) & ~is_missing, f" and not a number; {text}"),
+        (numpy.isinf(values), f" and not a finite number; {FIX}"),
+        (is_missing & (not is_filled), f"; {empty}"),
+    ):
+        if is_wrong.any():
+            place = int(is_wrong.argmax())
+            cell = "empty" if is_empty(column[place]) else repr(str(column[place]))
+            raise UserError(f"{name!r} in {columns.where(place)} is {cell}{why}.")
+    return values
 
 
-def _is_number(cell: Any) -> bool:
-    try:
-        float(cell)
-    except (ValueError, TypeError, OverflowError):
-        return False
-    return numpy.ndim(cell) == 0
-
-
-def filled(federation: Federation, x: NDArray[numpy.float32], table: TableReading) -> tuple[Federation, TableReading]:
+def filled(federation: Federation, x: Features, table: TableReading) -> tuple[Federation, TableReading]:
     """The federation, whose examples are numbers of rows of `x`, with these rows, their empty cells filled in.
 
     Also what they were filled with. Where the table has a fill for everybody already, clients join that run.
     """
-    rows = federation.x[:, 0].long()
-    values = torch.from_numpy(x)[rows]
+    values = torch.from_numpy(x)[federation.x[:, 0].long()]
     if table.missing == "median":
-        train = federation.splits["train"]
         is_number = torch.tensor([column.texts is None for column in table.columns for _ in column.features])
+        clients, train, own = range(federation.num_clients), federation.splits["train"], {}
         if table.common is None:
-            everybody = torch.cat([train.of(client) for client in range(federation.num_clients)])
-            common = medians(values[everybody], torch.zeros(values.shape[1]))
-            table = replace(table, common=tuple(torch.where(is_number, common, 0.0).tolist()))
+            everybody = torch.cat([train.of(client) for client in clients])
+            fill = medians(values[everybody], torch.zeros(values.shape[1]))
+            table = replace(table, common=tuple(torch.where(is_number, fill, 0.0).tolist()))
         common = torch.tensor(table.common, dtype=values.dtype)
-        if table.fitted == "client":
-            own = [medians(values[train.of(client)], common) for client in range(federation.num_clients)]
-            names = [federation.name_of(client) for client in range(federation.num_clients)]
-            fills = [tuple(torch.where(is_number, fill, 0.0).tolist()) for fill in own]
-            table = replace(table, own=dict(zip(names, fills, strict=True)))
-        for client in range(federation.num_clients):
+        for client in clients:
+            fill = common
+            if table.fitted == "client":
+                fill = torch.where(is_number, medians(values[train.of(client)], common), 0.0)
+                own[federation.name_of(client)] = tuple(fill.tolist())
             for part in federation.splits.values():
                 mine = part.of(client)
-                fill = torch.tensor(table.fill_of(federation.name_of(client)), dtype=values.dtype)
                 values[mine] = torch.where(values[mine].isnan(), fill, values[mine])
+        table = replace(table, own=own)
     return replace(federation, x=values.nan_to_num(0.0)), table
 
 

@@ -1,15 +1,15 @@
 """Your own files as a federation: arrays, images or a table; and more examples, read in the same way."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy
 
-from pfedhn.data.arrays import Array
-from pfedhn.data.cells import Columns, read_columns
+from pfedhn.data.arrays import Array, check_choice
+from pfedhn.data.cells import read_columns
 from pfedhn.data.columns import PLAIN, Encode, Encoding, Fitted, Missing, encoded_like, filled, to_numbers
 from pfedhn.data.federation import Federation
 from pfedhn.data.folders import Folders, client_folders, from_folders, load_array
@@ -26,7 +26,7 @@ from pfedhn.data.images import (
 from pfedhn.data.labels import Task, as_numbers
 from pfedhn.data.reading import ImageReading, Reading, TableReading
 from pfedhn.data.tables import Table, from_table
-from pfedhn.errors import UserError, closest, short
+from pfedhn.errors import UserError, closest
 from pfedhn.system.files import given_path, reading
 
 
@@ -77,73 +77,50 @@ def read_federation(
         >>> federation.names, federation.class_names
         (('lyon', 'paris'), ('ill', 'well'))
     """
-    data: Folders | Table
     place = given_path(path)
     with reading(place):
         is_folder = place.is_dir()
         if not place.exists():
             raise UserError(f"there is no file or folder {place}; give a folder per client, or a table.")
-    encoding = Encoding(encode, missing, fitted)
-    size = image_size(resize)
-    options = {"resize": size, "channels": channels, "corrupt": corrupt}
-    is_images = is_folder and _holds_images(place)
-    if is_folder and not is_images and not any((folder / "x.npy").exists() for folder in client_folders(place)):
+    encoding, size = Encoding(encode, missing, fitted), image_size(resize)
+    choices = {"channels": Channels, "corrupt": Corrupt, "encode": Encode, "missing": Missing, "fitted": Fitted}
+    for name, value in zip(choices, (channels, corrupt, encode, missing, fitted), strict=True):
+        check_choice(name, value, choices[name])
+    folders = client_folders(place) if is_folder else []
+    is_arrays = any((folder / "x.npy").exists() for folder in folders)
+    is_images = not is_arrays and any(map(image_files, folders))
+    if is_folder and not is_arrays and not is_images:
         refuse_other_layout(place)
-    _refuse_unused(place, is_images, is_folder, options, encoding)
-    how = None
+    if not is_images and (size, channels, corrupt) != (None, "rgb", "refuse"):
+        raise UserError(f"resize, channels and corrupt are for images, and {place} has none; leave them out.")
+    if is_folder and encoding != PLAIN:
+        raise UserError(f"encode, missing and fitted are for tables, and {place} is a folder.")
+
+    def divided(data: Folders | Table) -> Federation:
+        kept = {"split": split, "stratify": stratify, "seed": seed, "class_names": data.class_names}
+        return Federation.from_clients(data.clients, **kept)  # type: ignore[arg-type]
+
     if is_images:
-        data = Folders(*read_images(client_folders(place), size, channels, corrupt))
         how = Reading(images=ImageReading(channels, corrupt, size))
-    elif is_folder:
-        data = from_folders(path, task)
-    elif client_column is None or label_column is None:
+        return replace(divided(read_images(folders, size, channels, corrupt)), reading=how)
+    if is_folder:
+        return divided(from_folders(path, task))
+    if client_column is None or label_column is None:
         raise UserError(f"{path} is read as a table; say which column names the client and which holds the label.")
+    read = from_table(path, client_column, label_column, task, encoding, ignore_columns)
+    table = TableReading(client_column, label_column, read.columns, missing, fitted, sha256=file_digest(place))
+    if table.is_filled:  # split first: what is filled in comes from training examples
+        rows = divided(read._replace(x=numpy.arange(len(read.y))[:, None]))  # type: ignore[arg-type]
+        federation, table = filled(rows, read.x, table)
     else:
-        data = from_table(path, client_column, label_column, task, encoding, ignore_columns)
-        table = TableReading(client_column, label_column, data.columns, missing, fitted, sha256=file_digest(place))
-        if encoding.is_used:  # split first: what is filled in comes from training examples
-            rows = numpy.arange(len(data.y))[:, None]
-            named = data._replace(x=rows.astype(numpy.int64)).clients
-            kept = {"split": split, "stratify": stratify, "seed": seed, "class_names": data.class_names}
-            federation, table = filled(Federation.from_clients(named, **kept), data.x, table)  # type: ignore[arg-type]
-            return replace(federation, reading=Reading(table))
-        how = Reading(table)
-    federation = Federation.from_clients(
-        data.clients, split=split, stratify=stratify, seed=seed, class_names=data.class_names
-    )
-    return replace(federation, reading=how)
+        federation = divided(read)
+    return replace(federation, reading=Reading(table))
 
 
 def file_digest(file: Path) -> str:
     """A name for what a file holds."""
     with reading(file), file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _holds_images(root: Path) -> bool:
-    """Whether clients' folders hold folders of images, and not arrays."""
-    folders = client_folders(root)
-    return (
-        bool(folders) and not any((folder / "x.npy").exists() for folder in folders) and any(map(image_files, folders))
-    )
-
-
-def _refuse_unused(
-    place: Path, is_images: bool, is_folder: bool, options: Mapping[str, Any], encoding: Encoding
-) -> None:
-    """What says how images are read means nothing to a table, and the other way round."""
-    for name, kind, choices in (("channels", options["channels"], Channels), ("corrupt", options["corrupt"], Corrupt)):
-        if not isinstance(kind, str) or kind not in get_args(choices):
-            raise UserError(f"{name} is {short(kind)}; it must be {' or '.join(get_args(choices))}.")
-    for name, choices in (("encode", Encode), ("missing", Missing), ("fitted", Fitted)):
-        if getattr(encoding, name) not in get_args(choices):
-            raise UserError(f"{name} is {short(getattr(encoding, name))}; it must be {' or '.join(get_args(choices))}.")
-    if not is_images and (
-        options["resize"] is not None or options["corrupt"] != "refuse" or options["channels"] != "rgb"
-    ):
-        raise UserError(f"resize, channels and corrupt are for images, and {place} has none; leave them out.")
-    if is_folder and encoding != PLAIN:
-        raise UserError(f"encode, missing and fitted are for tables, and {place} is a folder.")
 
 
 def read_client(
@@ -173,7 +150,13 @@ def read_client(
     elif place.is_dir():
         x, y = load_array(place / "x.npy", "biuf"), load_array(place / "y.npy", "biufUS")
     elif place.is_file():
-        x, y = _table_of_one(place, label_column, shape, None if how is None else how.table)
+        table = None if how is None else how.table
+        label = label_column if label_column is not None or table is None else table.label
+        if label is None:
+            raise UserError(f"say which column of {place.name} is the label: --label NAME.")
+        x, labels = _examples_of(place, label, (), shape, table)
+        assert labels is not None
+        y = labels
     else:
         raise UserError(f"there is no file or folder {place}; give a folder with x.npy and y.npy, or a table.")
     if x.ndim < 1 or y.ndim < 1 or len(x) != len(y) or not len(x):
@@ -188,30 +171,23 @@ def read_client(
     return x, y
 
 
-def _table_of_one(
-    file: Path, label_column: str | None, shape: tuple[int, ...], table: TableReading | None
-) -> tuple[Array, Array]:
-    label = label_column if label_column is not None or table is None else table.label
-    columns = _columns_for(file, shape, table, label)
-    if label is None or label not in columns:
-        raise UserError(f"say which column of {file.name} is the label: --label NAME; {closest(label or '', columns)}")
-    y = as_numbers(columns[label])
-    if table is not None:
-        return encoded_like(columns, table), y
-    features = [to_numbers(columns, name) for name in columns if name != label]
-    if not features:
-        raise UserError(f"{file.name} has no feature columns; give it at least one besides the label.")
-    return numpy.stack(features, axis=1), y
-
-
-def _columns_for(file: Path, shape: tuple[int, ...], table: TableReading | None, label: str | None) -> Columns:
-    """The columns of a table for a run whose examples have this shape."""
+def _examples_of(
+    file: Path, label: str | None, leave_out: Sequence[str], shape: tuple[int, ...], table: TableReading | None
+) -> tuple[Array, Array | None]:
+    """The examples of a table for a run whose examples have this shape, and their labels if a column has them."""
     if len(shape) > 1:
         raise UserError(f"{file.name} is a table, and this run's examples have shape {shape}; give arrays or images.")
-    if table is None:
-        return read_columns(file)
-    wanted = {label, *(column.name for column in table.columns)}
-    return read_columns(file, lambda name: table.is_filled, lambda name: name not in wanted)
+    wanted = None if table is None else {label, *(column.name for column in table.columns)}
+    columns = read_columns(file, lambda name: wanted is not None and name not in wanted)
+    if label is not None and label not in columns:
+        raise UserError(f"{file.name} has no column {label!r}; {closest(label, columns)}")
+    labels = None if label is None else as_numbers(columns[label])
+    features = [name for name in columns if name != label and name not in leave_out]
+    if not features or not len(columns[features[0]]):
+        raise UserError(f"{file.name} has no examples with features; give at least one.")
+    if table is not None:
+        return encoded_like(columns, table), labels
+    return numpy.stack([to_numbers(columns, name) for name in features], axis=1), labels
 
 
 class Inputs(NamedTuple):
@@ -255,17 +231,7 @@ def read_inputs(
         if x.ndim < 1 or not len(x):
             raise UserError(f"{place} has x of shape {x.shape}; give at least one example.")
         return Inputs(x)
-    table = None if how is None else how.table
-    columns = _columns_for(place, shape, table, label_column)
-    if label_column is not None and label_column not in columns:
-        raise UserError(f"{place.name} has no column {label_column!r}; {closest(label_column, columns)}")
-    labels = None if label_column is None else as_numbers(columns[label_column])
-    features = [name for name in columns if name != label_column and name not in leave_out]
-    if not features or not len(columns[features[0]]):
-        raise UserError(f"{place.name} has no examples with features; give at least one.")
-    if table is not None:
-        return Inputs(encoded_like(columns, table), labels)
-    return Inputs(numpy.stack([to_numbers(columns, name) for name in features], axis=1), labels)
+    return Inputs(*_examples_of(place, label_column, leave_out, shape, None if how is None else how.table))
 
 
 def reading_again(path: str, client_column: str, label_column: str, encoding: Encoding) -> Reading:

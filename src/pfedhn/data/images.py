@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy
 
 from pfedhn.data.arrays import Array
+from pfedhn.data.folders import Folders
 from pfedhn.data.reading import ImageReading
 from pfedhn.errors import UserError, first_line, short
 from pfedhn.system.files import reading
@@ -82,7 +83,7 @@ def read_images(
     resize: tuple[int, int] | None = None,
     channels: Channels = "rgb",
     corrupt: Corrupt = "refuse",
-) -> tuple[dict[str, tuple[Array, Array]], tuple[str, ...]]:
+) -> Folders:
     """The images (x, y) of each client by its name, x [N, C, H, W] in float32 from 0 to 1; and what classes are called.
 
     Args:
@@ -114,7 +115,7 @@ def read_images(
         if not images:
             raise UserError(f"no image of client {client!r} can be read; bring its files back.")
         clients[client] = (numpy.stack(images), numpy.array(labels, dtype=numpy.int64))
-    return clients, names
+    return Folders(clients, names)
 
 
 def images_below(place: Path) -> list[Path]:

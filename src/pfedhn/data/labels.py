@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy
 
 from pfedhn.data.arrays import Array
-from pfedhn.data.cells import Columns, is_mark
+from pfedhn.data.cells import Columns, is_mark, texts
 from pfedhn.errors import UserError, closest, short
 
 Task: TypeAlias = Literal["auto", "classification", "regression"]
@@ -42,11 +42,12 @@ def as_labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Arr
 
 def as_numbers(column: Array) -> Array:
     """Labels that are numbers throughout, as text in a CSV file, become numbers; whole ones become int64."""
+    import pandas
+
     if column.dtype.kind in "USO":
-        try:
-            column = column.astype(numpy.float64)
-        except (ValueError, TypeError, OverflowError):
-            return column.astype(str)
+        cells = texts(column)
+        numbers: Array = pandas.to_numeric(cells, errors="coerce").to_numpy(dtype=numpy.float64)
+        column = cells.to_numpy().astype(str) if numpy.isnan(numbers).any() else numbers
     if column.dtype.kind == "f" and numpy.all(column == numpy.floor(column)) and numpy.all(abs(column) < 2**53):
         return column.astype(numpy.int64)
     return column
@@ -63,10 +64,10 @@ def as_identifiers(column: Array) -> Array:
 
 def refuse_marks(columns: Columns, label: str) -> None:
     """NA and the like among labels that are numbers would make classes of all of them."""
-    cells = [str(cell) for cell in columns[label].tolist()]
-    marks = [place for place, cell in enumerate(cells) if is_mark(cell)]
-    numbers = numpy.array([cell for cell in cells if not is_mark(cell)])
-    if marks and len(numbers) and as_numbers(numbers).dtype.kind in "if":
+    cells = texts(columns[label])
+    marks = numpy.flatnonzero(is_mark(cells))
+    numbers = cells.drop(marks).to_numpy()
+    if len(marks) and len(numbers) and as_numbers(numbers).dtype.kind in "if":
         raise UserError(
             f"{columns.where(marks[0])} has {cells[marks[0]]!r} for {label!r}; fill the cell or drop the example."
         )

@@ -9,12 +9,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Literal, Protocol, TypeAlias
 
 import numpy
 from numpy.typing import NDArray
 
 from pfedhn import keys
+from pfedhn.data.arrays import check_choice
 from pfedhn.errors import UserError, short
 from pfedhn.settings import whole_number
 
@@ -94,7 +95,7 @@ class ByClasses(_Rule):
     def __post_init__(self) -> None:
         whole_number("classes_per_client", self.classes_per_client)
         whole_number("num_clients", self.num_clients)
-        _check_choice("shares", self.shares, Shares)
+        check_choice("shares", self.shares, Shares)
         whole_number("first_class", self.first_class, least=0)
         if self.last_class is not None:
             whole_number("last_class", self.last_class, least=self.first_class)
@@ -175,8 +176,8 @@ class Dirichlet(_Rule):
     def __post_init__(self) -> None:
         whole_number("num_clients", self.num_clients)
         whole_number("novel_clients", self.novel_clients, least=0)
-        _check_choice("form", self.form, Form)
-        _check_choice("normalize", self.normalize, Normalize)
+        check_choice("form", self.form, Form)
+        check_choice("normalize", self.normalize, Normalize)
         _check_alpha("alpha", self.alpha)
         if self.novel_alpha is not None:
             _check_alpha("novel_alpha", self.novel_alpha)
@@ -403,11 +404,6 @@ def _required(splits: Mapping[str, Labels], field: str, rule: str, meaning: str)
             )
         values[name] = numpy.empty(0, dtype=numpy.int64) if given is None else given
     return values
-
-
-def _check_choice(name: str, value: str, choices: Any) -> None:
-    if not isinstance(value, str) or value not in get_args(choices):
-        raise UserError(f"{name} is {short(value)}; choose {' or '.join(map(repr, get_args(choices)))}.")
 
 
 def _check_alpha(name: str, value: float) -> None:

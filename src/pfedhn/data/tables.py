@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pfedhn.data.arrays import Array
 from pfedhn.data.cells import is_empty, read_columns
-from pfedhn.data.columns import FILL_IT, PLAIN, Encoding, encoded
+from pfedhn.data.columns import PLAIN, Encoding, encoded
 from pfedhn.data.labels import Task, as_identifiers, as_labels, as_numbers, refuse_marks
 from pfedhn.data.reading import Column
 from pfedhn.errors import UserError, closest, short
@@ -77,9 +77,7 @@ def from_table(
     if not isinstance(ignore_columns, Sequence) or isinstance(ignore_columns, str):
         raise UserError(f"ignore_columns is {short(ignore_columns)}; give a list of columns.")
     needed = (client_column, label_column)  # whose empty cells are refused below: nothing fills them in
-    columns = read_columns(
-        file, lambda name: encoding.is_used or name in needed, lambda name: name in ignore_columns, FILL_IT
-    )
+    columns = read_columns(file, lambda name: name in ignore_columns)
     for wanted in (client_column, label_column, *ignore_columns):
         if not isinstance(wanted, str) or wanted not in columns:
             raise UserError(f"{file.name} has no column {short(wanted)}; {closest(wanted, columns)}")
@@ -112,6 +110,6 @@ def from_table(
 
 def count_clients(path: str | Path, client_column: str) -> int:
     """How many clients a table has, whatever its other columns hold; 0 where it has no such column."""
-    columns = read_columns(given_path(path), lambda name: True, lambda name: name != client_column)
+    columns = read_columns(given_path(path), lambda name: name != client_column)
     cells = as_identifiers(columns[client_column]) if client_column in columns else numpy.empty(0)
     return len(numpy.unique(cells))
