@@ -1,6 +1,8 @@
 """Personalized federated learning with hypernetworks: a model of its own for every client."""
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -39,7 +41,7 @@ _HOMES = {
     "by_classes": "pfedhn.data.partition",
     "by_coarse_class": "pfedhn.data.partition",
     "by_group": "pfedhn.data.partition",
-    "datasets": "pfedhn.datasets",
+    "datasets": "pfedhn.data.datasets",
     "dirichlet": "pfedhn.data.partition",
     "fine_tuned": "pfedhn.combinators",
     "load": "pfedhn.runs.load",
@@ -50,7 +52,6 @@ _HOMES = {
 """Where each public name lives. It is imported when it is asked for: `set_up_process` must come before PyTorch."""
 
 if TYPE_CHECKING:
-    from pfedhn import datasets
     from pfedhn.adamw import AdamW
     from pfedhn.algorithms import ALGORITHMS
     from pfedhn.algorithms.apfl import APFL
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.pfedhn_shared import PFedHNShared
     from pfedhn.algorithms.pfedme import PFedMe
     from pfedhn.combinators import averaged, fine_tuned, with_statistics
+    from pfedhn.data import datasets
     from pfedhn.data.federation import Federation
     from pfedhn.data.partition import by_classes, by_coarse_class, by_group, dirichlet
     from pfedhn.errors import UserError
@@ -130,10 +132,22 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'pfedhn' has no attribute {name!r}")
     home = importlib.import_module(_HOMES[name])
-    value = home if home.__name__ == f"pfedhn.{name}" else getattr(home, name)
+    value = home if name == "datasets" else getattr(home, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Datasets(ModuleType):
+    """What `from pfedhn.datasets import load` finds: the names of `pfedhn.data.datasets`, imported on demand."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by those who list all modules
+            raise AttributeError(name)
+        return getattr(importlib.import_module("pfedhn.data.datasets"), name)
+
+
+sys.modules["pfedhn.datasets"] = _Datasets("pfedhn.datasets")

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from pfedhn import Federation, by_coarse_class, dirichlet, keys
 from pfedhn.data.batches import draw_batches
+from pfedhn.data.files import read_federation
 from pfedhn.data.partition import Assignment, Labels
-from pfedhn.datasets import read_federation
 from pfedhn.errors import UserError
 
 SIZES = {"paris": 40, "lyon": 25, "metz": 7}
