@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import huggingface_hub
 import numpy
 import pyarrow
 import pytest
@@ -76,10 +77,17 @@ def drawings() -> list[tuple[str, int, int, bytes]]:
 
 def write_omniglot(folder: Path, form: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    if form == "parquet":
-        columns = list(zip(*drawings(), strict=True))
+    if form in ("parquet", "numbered"):
         names = ["alphabet", "character", "drawer", "image"]
-        write_table(folder / "train-00000-of-00001.parquet", dict(zip(names, columns, strict=True)))
+        columns: dict[str, Any] = dict(zip(names, zip(*drawings(), strict=True), strict=True))
+        if form == "numbered":
+            columns["alphabet"] = [["Greek", "Angelic"].index(name) for name in columns["alphabet"]]
+        file = folder / "train-00000-of-00001.parquet"
+        write_table(file, columns)
+        if form == "numbered":  # as the Hugging Face library stores class labels
+            known = {"info": {"features": {"alphabet": {"names": ["Greek", "Angelic"]}}}}
+            table = parquet.read_table(file).replace_schema_metadata({"huggingface": json.dumps(known)})
+            parquet.write_table(table, file)
         return
     for alphabet, character, drawer, blob in reversed(drawings()):
         part = "images_background" if alphabet == "Greek" else "images_evaluation"
@@ -260,7 +268,7 @@ def test_omniglot_from_each_of_its_forms(form: str, tmp_path: Path) -> None:
 
 def test_omniglots_forms_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = set()
-    for form in ("parquet", "archives", "folders"):
+    for form in ("parquet", "numbered", "archives", "folders"):
         write_omniglot(tmp_path / form, form)
         monkeypatch.setenv("PFEDHN_CACHE", str(tmp_path / f"cache-{form}"))
         copies.add(get("omniglot", tmp_path / form).read_bytes())
@@ -384,7 +392,7 @@ class Refusals:
 
     @staticmethod
     def labels_of_text(root: Path) -> tuple[Any, ...]:
-        """the column 'label' of mnist does not hold integers"""
+        """the column 'label' of mnist holds string and not integers"""
         write_hub_folder(root, "mnist")
         for file in root.glob("*.parquet"):
             write_table(file, {"image": [encoded(images("mnist", 1, 0)[0])], "label": ["seven"]})
@@ -392,7 +400,7 @@ class Refusals:
 
     @staticmethod
     def images_that_are_none(root: Path) -> tuple[Any, ...]:
-        """cannot be read"""
+        """image 0 of mnist cannot be decoded (TypeError"""
         for split in ("train", "test"):
             write_table(root / f"{split}.parquet", {"image": [3, 4], "label": [0, 1]})
         return "mnist", root
@@ -478,36 +486,34 @@ def test_bad_data_is_refused_with_a_sentence(case: str, tmp_path: Path, cache: P
 
 
 def test_without_network_the_sentence_names_the_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets as hugging_face
-
-    def unreachable(name: str) -> None:
+    def unreachable(name: str, **options: str) -> None:
         raise ConnectionError(f"Couldn't reach '{name}' on the Hub\nand a second line")
 
-    monkeypatch.setattr(hugging_face, "load_dataset", unreachable)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(UserError, match=r"Couldn't reach 'uoft-cs/cifar10' on the Hub.*--data-dir.*copy") as caught:
         load("cifar10")
     assert "\n" not in str(caught.value)
 
 
 def test_the_hub_is_asked_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the Hub returns is read as the folder is: here the library's answer is a folder's."""
-    import datasets as hugging_face
+    """What the Hub returns is read as the folder is: here it is one."""
+    write_hub_folder(tmp_path / "hub" / "cifar100", "cifar100")
 
-    write_hub_folder(tmp_path / "hub", "cifar100")
-    real = hugging_face.load_dataset
-    monkeypatch.setattr(
-        hugging_face,
-        "load_dataset",
-        lambda name: {"uoft-cs/cifar100": real(str(tmp_path / "hub"), cache_dir=str(tmp_path / "scratch"))}[name],
-    )
+    def snapshot(name: str, repo_type: str, allow_patterns: str) -> str:
+        assert (name, repo_type, allow_patterns) == ("uoft-cs/cifar100", "dataset", "*.parquet")
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert load("cifar100").x.shape == (12, 3, 32, 32)
 
 
 def test_without_the_library_the_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_hub_folder(tmp_path / "data", "mnist")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'pfedhn\[data\]'"):
-        load("mnist", tmp_path / "data")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    for folder in (tmp_path / "data", None):
+        with pytest.raises(UserError, match=r"pip install 'pfedhn\[data\]'"):
+            load("mnist", folder)
 
 
 def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,11 @@ Examples are put in a canonical order that comes from their content alone.
 
 import hashlib
 import io
+import json
 import logging
 import lzma
 import os
 import re
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -120,22 +120,28 @@ def read_photographs(
     name: str, source: Source, originals: Originals | None, progress: Progress | None
 ) -> dict[str, Array]:
     """The train and test examples of MNIST or CIFAR."""
+    originals = originals or _from_hub(name, source)
+    tables = _tables(originals, _split_of)
+    if not tables:
+        raise UserError(
+            f"the parquet files in {originals.folder} are named neither train nor test; name them as on the Hub."
+        )
+    for split in ("train", "test"):
+        if split not in tables:
+            raise UserError(
+                f"{name} needs train and test files, and {originals.folder} has no {split} file; copy it there."
+            )
     arrays: dict[str, Array] = {}
-    with _hub_tables(name, source, originals) as tables:
-        missing = [split for split in ("train", "test") if split not in tables]
-        if missing:
-            where = "the Hub" if originals is None else originals.folder
-            raise UserError(f"{name} needs train and test files, and {where} has no {missing[0]} file; copy it there.")
-        total = sum(len(tables[split]) for split in ("train", "test"))
-        for split, prefix, done in (("train", "", 0), ("test", "test_", len(tables["train"]))):
-            table = tables[split]
-            _check_columns(name, table.column_names, [source.image, source.label, *filter(None, [source.coarse])])
-            labels = _labels(name, table, source.label, source.num_classes)
-            pixels = _decoded(name, table, source, _image_pixels, _shifted(progress, done, total))
-            order = canonical_order(pixels, labels)
-            arrays[f"{prefix}x"], arrays[f"{prefix}y"] = pixels[order], labels[order]
-            if source.coarse:
-                arrays[f"{prefix}coarse"] = _labels(name, table, source.coarse, source.num_classes)[order]
+    total = sum(map(len, tables.values()))
+    for split, prefix, done in (("train", "", 0), ("test", "test_", len(tables["train"]))):
+        table = tables[split]
+        _check_columns(name, table, [source.image, source.label, *filter(None, [source.coarse])])
+        labels = _labels(name, table, source.label, source.num_classes)
+        pixels = _decoded(name, _blobs(table, source), source, _image_pixels, _shifted(progress, done, total))
+        order = canonical_order(pixels, labels)
+        arrays[f"{prefix}x"], arrays[f"{prefix}y"] = pixels[order], labels[order]
+        if source.coarse:
+            arrays[f"{prefix}coarse"] = _labels(name, table, source.coarse, source.num_classes)[order]
     return arrays
 
 
@@ -149,21 +155,16 @@ def read_omniglot(
             "github.com/brendenlake/omniglot (folder python) in a folder and give it as --data-dir."
         )
     if originals.files[0].suffix == ".parquet":
-        with _hub_tables("omniglot", source, originals) as tables:
-            table = tables["train"]
-            _check_columns("omniglot", table.column_names, [source.image, "alphabet", "character"])
-            feature = table.features["alphabet"]
-            column = table["alphabet"]
-            alphabets = [feature.names[value] for value in column] if hasattr(feature, "names") else list(column)
-            if not all(isinstance(alphabet, str) for alphabet in alphabets):
-                raise UserError("omniglot's column 'alphabet' holds numbers without names; store the alphabets' names.")
-            characters = _column_of_numbers("omniglot", table, "character").tolist()
-            pixels = _decoded("omniglot", table, source, _ink, _shifted(progress, 0, len(table)))
+        table = _tables(originals, lambda path: "train")["train"]
+        _check_columns("omniglot", table, [source.image, "alphabet", "character"])
+        names = _class_names(table, "alphabet")
+        alphabets = [names[cell] if names else cell for cell in table["alphabet"].to_pylist()]
+        if not all(isinstance(alphabet, str) for alphabet in alphabets):
+            raise UserError("omniglot's column 'alphabet' holds numbers without names; store the alphabets' names.")
+        characters, blobs = _column_of_numbers("omniglot", table, "character").tolist(), _blobs(table, source)
     else:
-        drawings = list(_omniglot_drawings(originals.files))
-        alphabets, characters = [item[0] for item in drawings], [item[1] for item in drawings]
-        blobs = _Blobs([item[2] for item in drawings])
-        pixels = _decoded("omniglot", blobs, source, _ink, _shifted(progress, 0, len(blobs)))
+        alphabets, characters, blobs = map(list, zip(*_omniglot_drawings(originals.files), strict=True))
+    pixels = _decoded("omniglot", blobs, source, _ink, _shifted(progress, 0, len(blobs)))
     pairs = sorted(set(zip(alphabets, characters, strict=True)))
     number = {pair: place for place, pair in enumerate(pairs)}
     names = sorted(set(alphabets))
@@ -202,76 +203,52 @@ def _whole_archive(file: Path) -> Iterator[None]:
         raise UserError(f"{file} is not a whole zip archive ({first_line(error)}); download it again.") from error
 
 
-class _Blobs:
-    """Image bytes under the two operations that are used of a Hugging Face table."""
-
-    def __init__(self, blobs: list[bytes]) -> None:
-        self.blobs = blobs
-
-    def __len__(self) -> int:
-        return len(self.blobs)
-
-    def __getitem__(self, numbers: slice) -> dict[str, list[dict[str, Any]]]:
-        return {"image": [{"bytes": blob} for blob in self.blobs[numbers]]}
-
-
-@contextmanager
-def _hub_tables(name: str, source: Source, originals: Originals | None) -> Iterator[Any]:
-    """The tables of a data set by split, image columns as bytes: from a folder of parquet files or from the Hub."""
+def _from_hub(name: str, source: Source) -> Originals:
+    """The parquet files of a data set, fetched from the Hugging Face Hub."""
     try:
-        import datasets  # the Hugging Face library, not this module
+        from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise UserError(f"reading {name} needs the Hugging Face library: pip install 'pfedhn[data]'") from error
-    if originals is None:
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries say nothing that helps
-        try:
-            tables = datasets.load_dataset(source.hub)
-        except Exception as error:  # the library's failures have no common type, and all mean: not from there
-            raise UserError(
-                f"{name} is not cached and the Hugging Face Hub gave no copy ({first_line(error)}); connect to the "
-                f"network, give a folder of its parquet files as --data-dir, or copy {cache_folder()} from "
-                "a machine that has it."
-            ) from error
-        yield _with_bytes(tables, source)
-        return
-    files: dict[str, list[str]] = {}
-    for file in originals.files:
-        split = _split_of(file.relative_to(originals.folder)) if name != "omniglot" else "train"
-        if split:
-            files.setdefault(split, []).append(str(file))
-    if not files:
-        raise UserError(
-            f"the parquet files in {originals.folder} are named neither train nor test; name them as on the Hub."
-        )
-    # The library converts to Arrow files first; these are of no use afterwards. Its progress bars would hide ours.
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    library = logging.getLogger("datasets")  # of a file that it cannot read we say more
-    level = library.level
-    library.setLevel(logging.CRITICAL)
+        raise UserError(f"fetching {name} needs the Hugging Face library: pip install 'pfedhn[data]'") from error
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries say nothing that helps
     try:
-        with tempfile.TemporaryDirectory(dir=cache_folder(), ignore_cleanup_errors=True) as scratch:
+        folder = Path(snapshot_download(str(source.hub), repo_type="dataset", allow_patterns="*.parquet"))
+    except Exception as error:  # the library's failures have no common type, and all mean: not from there
+        raise UserError(
+            f"{name} is not cached and the Hugging Face Hub gave no copy ({first_line(error)}); connect to the "
+            f"network, give a folder of its parquet files as --data-dir, or copy {cache_folder()} from "
+            "a machine that has it."
+        ) from error
+    return Originals(folder, sorted(folder.rglob("*.parquet")))
+
+
+def _tables(originals: Originals, split_of: Callable[[Path], str | None]) -> dict[str, Any]:
+    """The tables of a data set by split."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError("reading parquet needs pyarrow: pip install 'pfedhn[data]'") from error
+    parts: dict[str, list[Any]] = {}
+    for file in originals.files:
+        if (split := split_of(file.relative_to(originals.folder))) is not None:
             try:
-                tables = _with_bytes(datasets.load_dataset("parquet", data_files=files, cache_dir=scratch), source)
-            except Exception as error:
-                raise UserError(
-                    f"the parquet files in {originals.folder} cannot be read ({first_line(error)}); copy them again."
-                ) from error
-            yield tables
-    finally:
-        library.setLevel(level)
-        if shown:
-            datasets.enable_progress_bars()
+                parts.setdefault(split, []).append(parquet.read_table(file))
+            except (OSError, pyarrow.ArrowException) as error:
+                raise UserError(f"{file} cannot be read ({first_line(error)}); copy it again.") from error
+    return {split: pyarrow.concat_tables(shards) for split, shards in parts.items()}
 
 
-def _with_bytes(tables: Any, source: Source) -> Any:
-    import datasets
+def _blobs(table: Any, source: Source) -> list[Any]:
+    """The bytes of a table's images, which the Hugging Face library stores beside their file's name."""
+    cells = table[source.image].to_pylist()
+    return [cell["bytes"] if isinstance(cell, dict) else cell for cell in cells]
 
-    plain = datasets.Image(decode=False)  # Pillow decodes below, in threads
-    return {
-        split: table.cast_column(source.image, plain) if source.image in table.column_names else table
-        for split, table in tables.items()
-    }
+
+def _class_names(table: Any, column: str) -> list[str]:
+    """What the Hugging Face library calls the numbers in a column; empty if it does not say."""
+    described = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
+    names: list[str] = described.get("info", {}).get("features", {}).get(column, {}).get("names", [])
+    return names
 
 
 def _split_of(path: Path) -> str | None:
@@ -279,11 +256,11 @@ def _split_of(path: Path) -> str | None:
     return match[1] if match else None
 
 
-def _check_columns(name: str, columns: Sequence[str], wanted: Sequence[str]) -> None:
+def _check_columns(name: str, table: Any, wanted: Sequence[str]) -> None:
     for column in wanted:
-        if column not in columns:
+        if column not in table.column_names:
             raise UserError(
-                f"the files of {name} have the columns {', '.join(columns)} but not {column!r}; "
+                f"the files of {name} have the columns {', '.join(table.column_names)} but not {column!r}; "
                 "use a copy laid out as on the Hub."
             )
 
@@ -299,13 +276,13 @@ def _labels(name: str, table: Any, column: str, num_classes: int) -> NDArray[num
 
 
 def _column_of_numbers(name: str, table: Any, column: str) -> NDArray[numpy.int64]:
-    try:
-        return numpy.array(table[column], dtype=numpy.int64)
-    except (TypeError, ValueError, OverflowError) as error:
+    numbers: Array = table[column].to_numpy()
+    if numbers.dtype.kind not in "iu":
         raise UserError(
-            f"the column {column!r} of {name} does not hold integers ({first_line(error)}); use a copy laid out as on "
+            f"the column {column!r} of {name} holds {table[column].type} and not integers; use a copy laid out as on "
             "the Hub."
-        ) from error
+        )
+    return numbers.astype(numpy.int64)
 
 
 def _shifted(progress: Progress | None, done: int, total: int) -> Callable[[int], None]:
@@ -313,32 +290,30 @@ def _shifted(progress: Progress | None, done: int, total: int) -> Callable[[int]
 
 
 def _decoded(
-    name: str, table: Any, source: Source, decode: Callable[[bytes, Source], Pixels], tick: Callable[[int], None]
+    name: str, blobs: list[Any], source: Source, decode: Callable[[bytes, Source], Pixels], tick: Callable[[int], None]
 ) -> Pixels:
-    """All images of a table [N, C, H, W]; threads, because Pillow lets go of the interpreter while it decodes."""
+    """All images [N, C, H, W]; threads, because Pillow lets go of the interpreter while it decodes."""
     import PIL.Image
 
     PIL.Image.init()  # it registers formats on first use, which two threads must not do at once
-    starts = range(0, len(table), CHUNK)
+    starts = range(0, len(blobs), CHUNK)
 
-    def decode_chunk(start_and_blobs: tuple[int, list[dict[str, Any]]]) -> list[Pixels]:
-        start, blobs = start_and_blobs
+    def decode_chunk(start: int) -> list[Pixels]:
         chunk = []
-        for place, blob in enumerate(blobs):
+        for place, blob in enumerate(blobs[start : start + CHUNK], start):
             try:
-                chunk.append(decode(blob["bytes"], source))
+                chunk.append(decode(blob, source))
             except UserError as error:
-                raise UserError(f"image {start + place} of {name} {error}; use another copy of the data.") from error
+                raise UserError(f"image {place} of {name} {error}; use another copy of the data.") from error
             except Exception as error:
                 raise UserError(
-                    f"image {start + place} of {name} cannot be decoded ({first_line(error)}); use another copy."
+                    f"image {place} of {name} cannot be decoded ({first_line(error)}); use another copy."
                 ) from error
         return chunk
 
-    pixels = numpy.empty((len(table), *source.shape), dtype=numpy.uint8)
+    pixels = numpy.empty((len(blobs), *source.shape), dtype=numpy.uint8)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        chunks = pool.map(decode_chunk, ((start, table[start : start + CHUNK][source.image]) for start in starts))
-        for start, chunk in zip(starts, chunks, strict=True):
+        for start, chunk in zip(starts, pool.map(decode_chunk, starts), strict=True):
             pixels[start : start + len(chunk)] = chunk
             tick(start + len(chunk))
     return pixels
