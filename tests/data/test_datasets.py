@@ -606,9 +606,9 @@ def test_a_file_that_is_no_array_is_refused_by_name(damage: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("labels", "sentence"),
     [
-        (numpy.array([0.0, 1.0]), r"second has floating-point labels and .*first has whole ones; give all clients one"),
-        (numpy.array(["a", "b"]), r"second has text labels and .*first has whole ones"),
-        (numpy.zeros((2, 2), int), r"second has labels of shape \(2,\) and .*first of shape \(\)"),
+        (numpy.array([0.0, 1.0]), r"'second' has floating-point labels.*'first' has class numbers; .* task = "),
+        (numpy.array(["a", "b"]), r"second has text labels and .*first has numbers; give all clients one kind"),
+        (numpy.zeros((2, 2), int), r"'second' has labels of shape \(2,\), and client 'first' of shape \(\)"),
     ],
 )
 def test_one_folder_does_not_change_the_kind_of_all_labels(
@@ -619,7 +619,7 @@ def test_one_folder_does_not_change_the_kind_of_all_labels(
         numpy.save(tmp_path / client / "x.npy", numpy.zeros((2, 3)))
         numpy.save(tmp_path / client / "y.npy", y)
     with pytest.raises(UserError, match=sentence):
-        from_folders(tmp_path)
+        read_federation(tmp_path)
     if labels.dtype.kind == "f":
         assert {y.dtype.kind for _, y in from_folders(tmp_path, task="classification").clients.values()} == {"i"}
         assert {y.dtype.kind for _, y in from_folders(tmp_path, task="regression").clients.values()} == {"f"}

@@ -84,7 +84,7 @@ def refuse_mixed_labels(named: Sequence[tuple[int | str, Tensor]]) -> None:
             whole, fractions = (other, client) if y.is_floating_point() else (client, other)
             raise UserError(
                 f"client {fractions} has floating-point labels, numbers to predict, and client {whole} has class "
-                "numbers; give all clients one kind."
+                'numbers; give all clients one kind (for files, task = "regression" or "classification" makes it one).'
             )
         if y.shape[1:] != first.shape[1:]:
             raise UserError(

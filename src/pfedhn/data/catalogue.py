@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from pfedhn.data.arrays import Array
 from pfedhn.data.originals import Progress, Source, canonical_order, find_originals, read_omniglot, read_photographs
+from pfedhn.data.palette import stored
 from pfedhn.errors import UserError, closest, short
+from pfedhn.system import fingerprint
 from pfedhn.system.files import cache_folder, make_folder, reading, write_atomically
 
 CACHE_FORMAT = 1  # a change to the canonical form raises it, and older caches are refused
@@ -123,6 +126,30 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
         group_names=tuple(record["group_names"]),
         **optional,
     )
+
+
+@lru_cache(maxsize=2)
+def loaded(name: str, data_dir: Path | None) -> Dataset:
+    """`load`, once in a process."""
+    return load(name, data_dir)
+
+
+@lru_cache(maxsize=16)  # two for each of as many GPUs as a machine has
+def examples_on(name: str, data_dir: Path | None, device: str) -> tuple[Tensor, Tensor | None]:
+    """All examples of a data set on a device, those for testing last; runs side by side share them.
+
+    On a GPU images are bytes, and their palette is returned too.
+    """
+    data = loaded(name, data_dir)
+    x = data.x if data.test_x is None else torch.cat([data.x, data.test_x])
+    x, palette = stored(x, device)
+    return fingerprint.remember(x), palette
+
+
+def forget_datasets() -> None:
+    """Free the data sets that were read; worker processes read their own."""
+    loaded.cache_clear()
+    examples_on.cache_clear()
 
 
 def get(name: str, data_dir: str | Path | None = None, progress: Progress | None = None, again: bool = False) -> Path:

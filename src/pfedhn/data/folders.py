@@ -1,6 +1,5 @@
 """Your own arrays: a folder per client, each with x.npy and y.npy."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +54,10 @@ def from_folders(path: str | Path, task: Task = "auto") -> Folders:
         if x.ndim < 1 or y.ndim < 1 or len(x) != len(y):
             raise UserError(f"{folder} has x of shape {x.shape} and y of shape {y.shape}; give one label per example.")
         clients.append((x, y))
-    _refuse_mixed_kinds([(folder, y) for folder, (_, y) in zip(folders, clients, strict=True) if len(y)], task)
+    is_text = {folder: y.dtype.kind in "US" for folder, (_, y) in zip(folders, clients, strict=True) if len(y)}
+    if len(set(is_text.values())) > 1:
+        text, numbers = (next(folder for folder in is_text if is_text[folder] == wanted) for wanted in (True, False))
+        raise UserError(f"{text} has text labels and {numbers} has numbers; give all clients one kind.")
     labels, class_names = as_labels([y for _, y in clients], task, str(root))
     named = {folder.name: (x, y) for folder, (x, _), y in zip(folders, clients, labels, strict=True)}
     return Folders(named, class_names)
@@ -91,24 +93,3 @@ def load_array(path: Path, kinds: str) -> Array:
         allowed = "numbers or texts" if "U" in kinds else "numbers"
         raise UserError(f"{path} holds {mapped.dtype} and not {allowed}; convert it before numpy.save.")
     return numpy.array(mapped)
-
-
-def _refuse_mixed_kinds(labels: Sequence[tuple[Path, Array]], task: Task) -> None:
-    """One folder with fractions or texts must not change what the labels of all the others are."""
-
-    def kind(array: Array) -> str:
-        if array.dtype.kind in "US":
-            return "text"
-        return "floating-point" if array.dtype.kind == "f" and task == "auto" else "whole"
-
-    for folder, array in labels[1:]:
-        if array.shape[1:] != labels[0][1].shape[1:]:
-            raise UserError(
-                f"{folder} has labels of shape {array.shape[1:]} and {labels[0][0]} of shape {labels[0][1].shape[1:]}; "
-                "give all clients one kind."
-            )
-        if kind(array) != kind(labels[0][1]):
-            raise UserError(
-                f"{folder} has {kind(array)} labels and {labels[0][0]} has {kind(labels[0][1])} ones; give all clients "
-                'one kind, or say task = "classification" or "regression" where all are numbers.'
-            )

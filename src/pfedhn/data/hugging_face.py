@@ -17,6 +17,7 @@ from pfedhn.data.cells import is_empty
 from pfedhn.data.dealing import split_examples
 from pfedhn.data.federation import Federation
 from pfedhn.data.images import Channels, decode, image_size
+from pfedhn.data.labels import as_labels
 from pfedhn.data.lazy import lazy_federation
 from pfedhn.errors import UserError, closest, first_line, short
 from pfedhn.settings import check_seed
@@ -166,12 +167,9 @@ def _spooled(stream: Any, wanted: Sequence[str]) -> Any:
 
 def _labels(dataset: Any, column: str) -> tuple[Array, tuple[str, ...] | None]:
     values = numpy.array(dataset[column])
-    values = numpy.char.strip(values) if values.dtype.kind in "US" else values  # as in a table
-    named = getattr(getattr(dataset, "features", {}).get(column), "names", None)
-    if values.dtype.kind in "US":
-        found = tuple(map(str, numpy.unique(values).tolist()))
-        return numpy.searchsorted(numpy.array(found), values).astype(numpy.int64), found
-    if values.dtype.kind not in "biuf":
+    if values.dtype.kind not in "biufUS":
         raise UserError(f"the labels in column {column!r} are neither numbers nor texts; give one of these.")
-    kind = numpy.float32 if values.dtype.kind == "f" else numpy.int64
-    return values.astype(kind), tuple(named) if named else None
+    values = numpy.char.strip(values) if values.dtype.kind in "US" else values  # as in a table
+    (labels,), found = as_labels([values], "auto", f"column {column!r}")
+    named = getattr(getattr(dataset, "features", {}).get(column), "names", None)
+    return labels, found or (tuple(named) if named else None)

@@ -17,27 +17,28 @@ def as_labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Arr
     """Labels as numbers: text becomes its place in the sorted order of all, numbers to predict become float32."""
     if not isinstance(task, str) or task not in get_args(Task):
         raise UserError(f"there is no task {short(task)}; {closest(task, get_args(Task))}")
+    if task == "classification":
+        labels = [as_numbers(array) if array.dtype.kind == "f" else array for array in labels]
     kinds = {array.dtype.kind for array in labels}
-    if task == "regression":
-        if kinds & set("USO"):
-            raise UserError(f'the labels in {where} are text, and task = "regression" predicts numbers; give numbers.')
-        return [array.astype(numpy.float32) for array in labels], None
-    if task == "classification" and kinds & set("f"):
-        labels = [as_numbers(array) for array in labels]
-        kinds = {array.dtype.kind for array in labels}
-        if kinds & set("f"):
-            raise UserError(
-                f'the labels in {where} have fractions, and task = "classification" has classes; give their numbers or '
-                'names, or use task = "regression".'
-            )
+    if task == "classification" and "f" in kinds:
+        raise UserError(
+            f'the labels in {where} have fractions, and task = "classification" has classes; give their numbers or '
+            'names, or use task = "regression".'
+        )
     if kinds & set("USO"):
+        if task == "regression":
+            raise UserError(f'the labels in {where} are text, and task = "regression" predicts numbers; give numbers.')
         try:
-            texts = [array.astype(str) for array in labels]
+            words = numpy.concatenate([array.astype(str) for array in labels])
         except UnicodeDecodeError as error:
             raise UserError(f"the labels in {where} are bytes that are no text; give texts or numbers.") from error
-        names = numpy.unique(numpy.concatenate(texts))
-        return [numpy.searchsorted(names, text).astype(numpy.int64) for text in texts], tuple(map(str, names.tolist()))
-    return [array.astype(numpy.float32 if kinds & set("f") else numpy.int64) for array in labels], None
+        names, numbers = numpy.unique(words, return_inverse=True)
+        ends = numpy.cumsum([len(array) for array in labels])
+        return numpy.split(numbers, ends[:-1]), tuple(names.tolist())
+    return [
+        array.astype(numpy.float32 if task == "regression" or array.dtype.kind == "f" else numpy.int64)
+        for array in labels
+    ], None
 
 
 def as_numbers(column: Array) -> Array:

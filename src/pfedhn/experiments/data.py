@@ -19,7 +19,6 @@ from pfedhn.data.describe import LARGE, large_labels
 from pfedhn.data.federation import Federation
 from pfedhn.data.files import read_federation
 from pfedhn.data.folders import is_client_folder
-from pfedhn.data.loaded import examples_on, loaded
 from pfedhn.data.tables import count_clients
 from pfedhn.errors import UserError, closest, short
 from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, is_made, is_own_data
@@ -230,7 +229,7 @@ def reading_options(cell: Cell) -> dict[str, Any]:
 
 
 def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:
-    data = loaded(cell.dataset, data_dir)
+    data = datasets.loaded(cell.dataset, data_dir)
     labels = data.y
     if cell.labels == "within-group":
         if data.within is None:
@@ -248,7 +247,7 @@ def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str)
         stratify=cell.stratify,
     )
     y = labels if data.test_y is None else torch.cat([labels, data.test_y])
-    x, palette = examples_on(cell.dataset, data_dir, device)
+    x, palette = datasets.examples_on(cell.dataset, data_dir, device)
     return Federation.from_assignment(x, y, assignment, palette=palette).with_training_examples()
 
 

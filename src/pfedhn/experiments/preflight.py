@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pfedhn.data.catalogue import forget_datasets
 from pfedhn.data.files import file_digest
-from pfedhn.data.loaded import forget_datasets
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import CheckedNetworks, build_simulation, refuse_unused_start
 from pfedhn.experiments.data import build_federation
