@@ -376,14 +376,11 @@ SPLITS = {"train": Labels(numpy.arange(20) % 4)}
         (lambda: by_coarse_class(2).assign(SPLITS, 0), "the train examples have none; give coarse"),
         (lambda: by_coarse_class(0), "clients_per_class is 0"),
         (
-            lambda: by_coarse_class(1).assign({"train": Labels([3, 3], coarse=[0, 1])}, 0),  # type: ignore[arg-type]
+            lambda: by_coarse_class(1).assign({"train": Labels(numpy.array([3, 3]), coarse=numpy.arange(2))}, 0),
             "class 3 is in coarse classes 0 and 1",
         ),
-        (lambda: by_classes(1, 1).assign({"train": Labels([])}, 0), "no examples to share out"),  # type: ignore[arg-type]
+        (lambda: by_classes(1, 1).assign({"train": Labels(numpy.arange(0))}, 0), "no examples to share out"),
         (lambda: by_classes(1, 1).assign({}, 0), "no examples to share out"),
-        (lambda: Labels(numpy.array([0.5])), "y must be one whole number per example"),
-        (lambda: Labels(numpy.array([-1, 0])), "y holds the class -1"),
-        (lambda: Labels(numpy.array([1, 0]), groups=numpy.array([1])), "groups has 1 entries and y has 2"),
     ],
 )
 def test_bad_input_is_refused_with_a_sentence(call, sentence: str) -> None:  # type: ignore[no-untyped-def]

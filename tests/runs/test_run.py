@@ -83,7 +83,7 @@ def test_frozen_parameters_are_constants() -> None:
     ("changes", "sentence"),
     [
         ({"x": numpy.full((240, 8), numpy.nan)}, "example 0 of x holds NaN"),
-        ({"y": numpy.arange(240) % 4 - 1}, "holds the class -1"),
+        ({"y": numpy.arange(240) % 4 - 1}, "has the label -1; class labels start at 0"),
         ({"y": numpy.zeros(239, dtype=int)}, "240 examples and y has 239"),
         ({"split": (0.5, 0.5, 0.5)}, "sum to 1"),
         ({"split": (0.0, 0.5, 0.5)}, "no training examples"),

@@ -76,14 +76,14 @@ class Dataset:
     name: str
     x: Tensor  # float32 [examples, channels, height, width]; digits [examples, 64]
     y: Tensor  # class numbers, int64
-    test_x: Tensor | None
-    test_y: Tensor | None
-    groups: Tensor | None  # Omniglot's alphabet
-    coarse: Tensor | None  # CIFAR-100's coarse class
-    test_coarse: Tensor | None
     num_classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    test_x: Tensor | None = None
+    test_y: Tensor | None = None
+    coarse: Tensor | None = None  # CIFAR-100's coarse class
+    test_coarse: Tensor | None = None
+    groups: Tensor | None = None  # Omniglot's alphabet
     within: Tensor | None = None  # Omniglot's character counted from 0 in its own alphabet
     group_names: tuple[str, ...] = ()
 
@@ -111,20 +111,13 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
     record = json.loads(path.with_suffix(".json").read_text())
     from safetensors.torch import load_file
 
-    tensors = load_file(path)
-    optional = {key: tensors[key].long() if key in tensors else None for key in ("groups", "coarse", "within")}
+    tensors: dict[str, Any] = {
+        key: _normalized(values, source) if key in ("x", "test_x") else values.long()
+        for key, values in load_file(path).items()
+    }
+    names = tuple(record["group_names"])
     return Dataset(
-        name,
-        _normalized(tensors["x"], source),
-        tensors["y"].long(),
-        _normalized(tensors["test_x"], source) if "test_x" in tensors else None,
-        tensors["test_y"].long() if "test_y" in tensors else None,
-        test_coarse=tensors["test_coarse"].long() if "test_coarse" in tensors else None,
-        num_classes=record["num_classes"],
-        mean=source.mean,
-        std=source.std,
-        group_names=tuple(record["group_names"]),
-        **optional,
+        name, num_classes=record["num_classes"], mean=source.mean, std=source.std, group_names=names, **tensors
     )
 
 
@@ -248,8 +241,7 @@ def _digits(source: Source) -> Dataset:
     pixels, labels = table[:, :-1].astype(numpy.uint8), table[:, -1].astype(numpy.int64)
     order = canonical_order(pixels, labels)
     x = torch.from_numpy(pixels[order]).to(torch.float32) / 16
-    y = torch.from_numpy(labels[order])
-    return Dataset("digits", x, y, None, None, None, None, None, source.num_classes, source.mean, source.std)
+    return Dataset("digits", x, torch.from_numpy(labels[order]), source.num_classes, source.mean, source.std)
 
 
 def _normalized(pixels: Tensor, source: Source) -> Tensor:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -14,6 +14,7 @@ from pfedhn import keys
 from pfedhn.data.arrays import (
     SPLITS,
     ClientData,
+    Pair,
     as_pair,
     as_splits,
     check_classes,
@@ -72,9 +73,13 @@ def share_out(
     stratify: bool = False,
 ) -> Assignment:
     """Which example goes to which client and split; test examples are numbered after the others."""
-    for name, values in (("groups", groups), ("coarse", coarse)):
-        if values is not None and len(values) != len(labels):
-            raise UserError(f"{name} has {len(values)} entries and y has {len(labels)}; give one per example.")
+    for name, values, given in (
+        ("groups", groups, labels),
+        ("coarse", coarse, labels),
+        ("test_coarse", test_coarse, test_labels),
+    ):
+        if values is not None and given is not None and len(values) != len(given):
+            raise UserError(f"{name} has {len(values)} entries and y has {len(given)}; give one per example.")
     if not hasattr(partition, "assign") or isinstance(partition, type):
         raise UserError(f"partition is {short(partition)}; give a rule such as pfedhn.by_classes(2, num_clients=50).")
     if labels.is_floating_point() or (test_labels is not None and test_labels.is_floating_point()):
@@ -107,14 +112,6 @@ def share_out(
     )
 
 
-class Brought(NamedTuple):
-    """The examples of all clients, one client after the other."""
-
-    x: Tensor
-    y: Tensor
-    owned: dict[str, list[NDArray[numpy.int64]]]  # by split: the numbers of each client's examples
-
-
 def split_clients(
     clients: Sequence[ClientData],
     names: Sequence[str] | None,
@@ -122,41 +119,37 @@ def split_clients(
     stratify: bool,
     seed: int,
     class_names: Sequence[str] | None,
-) -> Brought:
-    """Check the clients' own arrays, join them, and split those that are not split yet (`Federation.from_clients`)."""
+) -> tuple[Tensor, Tensor, dict[str, list[NDArray[numpy.int64]]]]:
+    """Check the clients' own arrays, join them, and split those that are not split yet (`Federation.from_clients`).
+
+    Returns:
+        x and y of one client after the other, and by split the numbers of each client's examples.
+    """
     called: Sequence[int | str] = range(len(clients)) if names is None else [repr(name) for name in names]
-    brought = [
-        as_splits(name, client) if isinstance(client, Mapping) else as_pair(name, "its data", client)
+    brought: list[dict[str, Pair]] = [
+        as_splits(name, client) if isinstance(client, Mapping) else {"all": as_pair(name, "its data", client)}
         for name, client in zip(called, clients, strict=True)
     ]
-    pairs = [pair for client in brought for pair in (client.values() if isinstance(client, dict) else [client])]
-    for pair in pairs:
+    pairs = [(name, pair) for name, client in zip(called, brought, strict=True) for pair in client.values()]
+    for _, pair in pairs:
         check_lengths(*pair)
-    shapes = {tuple(x.shape[1:]) for x, _ in pairs if len(x)}
+    shapes = {tuple(x.shape[1:]) for _, (x, _) in pairs if len(x)}
     if len(shapes) > 1:
         raise UserError(f"clients bring examples of different shapes {sorted(shapes)}; one network needs one shape.")
-    filled = [pair for pair in pairs if len(pair[0])] or pairs[:1]  # what is empty has no kind of its own
-    refuse_mixed_labels(
-        [
-            (name, y)
-            for name, client in zip(called, brought, strict=True)
-            for _, y in (client.values() if isinstance(client, dict) else [client])
-            if len(y)
-        ]
-    )
-    check_classes([y for _, y in filled], sum(len(y) for _, y in pairs), class_names)
+    filled = [(name, pair) for name, pair in pairs if len(pair[0])]  # an empty array has no kind of labels
+    refuse_mixed_labels([(name, y) for name, (_, y) in filled])
+    xs, ys = zip(*[pair for _, pair in filled or pairs[:1]], strict=True)
+    check_classes(ys, sum(map(len, ys)), class_names)
     owned: dict[str, list[NDArray[numpy.int64]]] = {name: [] for name in SPLITS}
     start = 0
     for number, client in enumerate(brought):
-        if isinstance(client, dict):
-            for name in SPLITS:
-                length = len(client[name][1]) if name in client else 0
-                owned[name].append(numpy.arange(start, start + length))
-                start += length
-        else:
+        if "all" in client:
             key = keys.fold(seed, "partition", "split", number if names is None else names[number])
-            parts = split_examples(client[1].cpu().numpy(), split, stratify, key)
-            for name, part in zip(SPLITS, parts, strict=True):
-                owned[name].append(start + part)
-            start += len(client[1])
-    return Brought(torch.cat([x for x, _ in filled]), torch.cat([y for _, y in filled]), owned)
+            parts = split_examples(client["all"][1].cpu().numpy(), split, stratify, key)
+        else:
+            ends = numpy.cumsum([len(client[name][1]) if name in client else 0 for name in SPLITS])
+            parts = numpy.split(numpy.arange(ends[-1]), ends[:-1])
+        for name, part in zip(SPLITS, parts, strict=True):
+            owned[name].append(start + part)
+        start += sum(map(len, parts))
+    return torch.cat(xs), torch.cat(ys), owned

@@ -1,6 +1,6 @@
 """Who the clients of a run are and what their examples look like, without the examples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -64,8 +64,27 @@ class Description:
         return str(number if self.identities is None else self.identities[number])
 
     def number_of(self, client: int | str) -> int:
-        """A client's number: its position in every table."""
-        return number_of(client, self.clients, self._places, self.identities)
+        """A client's number: its position in every table.
+
+        Args:
+            client: Its name or its number, which may be text if no client's name is a number.
+        """
+        places, known = self._places, self.identities
+        if isinstance(client, str) and places is not None:
+            if client in places:
+                return places[client]
+            # If names are numbers themselves, one that is no name is a slip.
+            if not client.isdecimal() or any(name.isdecimal() for name in places):
+                raise UserError(f"there is no client {client!r}; {closest(client, places)}")
+        first, last, number = 0, self.clients - 1, as_whole_numbers(client)
+        if isinstance(client, str):  # without a name it is called by its number
+            number = as_whole_numbers(int(client)) if client.isdecimal() else None
+            if places is None and known is not None and number is not None:
+                first, last = min(known), max(known)
+                number = as_whole_numbers(known.index(int(number))) if int(number) in known else None
+        if number is None or number.ndim or not 0 <= number < self.clients:
+            raise UserError(f"there is no client {short(client)}; they are numbered from {first} to {last}.")
+        return int(number)
 
     @cached_property
     def _places(self) -> dict[str, int] | None:
@@ -92,34 +111,6 @@ class Description:
         channels = (-1, *([1] * (values.ndim - 2)))
         mean, std = (numpy.array(steps[name], dtype=numpy.float32).reshape(channels) for name in ("mean", "std"))
         return ((values - mean) / std).astype(numpy.float32)
-
-
-def number_of(
-    client: int | str, num_clients: int, places: Mapping[str, int] | None, identities: Sequence[int] | None
-) -> int:
-    """A client's number from its name or its number, which may be text if no client's name is a number.
-
-    Args:
-        client: As a person gave it.
-        num_clients: How many there are.
-        places: The number of each client by its name, if clients have names.
-        identities: The numbers that clients without names are called by, if these do not count from 0.
-    """
-    if isinstance(client, str) and places is not None:
-        if client in places:
-            return places[client]
-        # If names are numbers themselves, one that is no name is a slip.
-        if not client.isdecimal() or any(name.isdecimal() for name in places):
-            raise UserError(f"there is no client {client!r}; {closest(client, places)}")
-    first, last, number = 0, num_clients - 1, as_whole_numbers(client)
-    if isinstance(client, str):  # without a name it is called by its number
-        number = as_whole_numbers(int(client)) if client.isdecimal() else None
-        if places is None and identities is not None and number is not None:
-            first, last = min(identities), max(identities)
-            number = as_whole_numbers(identities.index(int(number))) if int(number) in identities else None
-    if number is None or number.ndim or not 0 <= number < num_clients:
-        raise UserError(f"there is no client {short(client)}; they are numbered from {first} to {last}.")
-    return int(number)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

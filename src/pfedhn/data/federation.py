@@ -27,7 +27,7 @@ from pfedhn.data.arrays import (
 )
 from pfedhn.data.batches import Examples, as_examples, cohort, draw_examples, gather, sample_examples
 from pfedhn.data.dealing import check_split, share_out, split_clients
-from pfedhn.data.description import Description, number_of
+from pfedhn.data.description import Description
 from pfedhn.data.palette import in_fast_order, stored
 from pfedhn.data.partition import Assignment, Partition
 from pfedhn.data.reading import Reading
@@ -128,6 +128,7 @@ class Federation:
             pairs.append(as_pair("all", "test", test))
         for pair in pairs:
             check_lengths(*pair)
+            check_values(*pair)
         xs, ys = zip(*pairs, strict=True)
         check_classes(ys, sum(map(len, ys)), class_names)
         assignment = share_out(
@@ -141,7 +142,8 @@ class Federation:
             test_coarse=as_numbers_of("test_coarse", test_coarse),
             stratify=stratify,
         )
-        return Federation.from_assignment(_joined(xs), _joined(ys), assignment, class_names).checked()
+        x, y = (parts[0] if test is None else torch.cat(parts) for parts in (xs, ys))  # one part is not copied
+        return Federation.from_assignment(x, y, assignment, class_names).with_training_examples()
 
     @staticmethod
     def from_assignment(
@@ -208,11 +210,11 @@ class Federation:
                 raise UserError(
                     f"{some(names)} are splits of one client; give a list of clients, or a mapping from their names."
                 )
-        brought = split_clients(clients, names, split, stratify, seed, class_names)
+        x, y, owned = split_clients(clients, names, split, stratify, seed, class_names)
         return Federation(
-            brought.x,
-            brought.y,
-            {name: as_examples(lists) for name, lists in brought.owned.items()},
+            x,
+            y,
+            {name: as_examples(lists) for name, lists in owned.items()},
             names=names,
             class_names=None if class_names is None else tuple(class_names),
         ).checked()
@@ -434,12 +436,7 @@ class Federation:
         Args:
             client: Its name, or its number, which may be text where no client's name is a number.
         """
-        identities = None if self.identities is None or self.names is not None else self.identities.tolist()
-        return number_of(client, self.num_clients, self._places, identities)
-
-    @cached_property
-    def _places(self) -> dict[str, int] | None:
-        return None if self.names is None else {name: place for place, name in enumerate(self.names)}
+        return self.description.number_of(client)
 
     @cached_property
     def description(self) -> Description:
@@ -484,8 +481,3 @@ class Federation:
     def _everybody(self) -> str:
         later = f" and {self.num_joining} that join later" if self.num_joining else ""
         return f"{self.num_clients} clients{later}"
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """All parts as one; a single one is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -5,7 +5,6 @@ shares. An example goes to one client or is counted as unused: shares are rounde
 Axes: [N] clients, [C]lasses.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Real
@@ -37,23 +36,6 @@ class Labels:
     groups: Integers | None = None
     coarse: Integers | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("y", "groups", "coarse"):
-            given = getattr(self, name)
-            if given is None:
-                continue
-            values = numpy.asarray(given)
-            if values.ndim != 1 or not (values.size == 0 or numpy.issubdtype(values.dtype, numpy.integer)):
-                raise UserError(
-                    f"{name} must be one whole number per example, not {values.dtype} of shape {values.shape}; "
-                    "number the classes from 0."
-                )
-            if len(values) != len(self.y):
-                raise UserError(f"{name} has {len(values)} entries and y has {len(self.y)}; give one per example.")
-            if name == "y" and values.size and values.min() < 0:
-                raise UserError(f"y holds the class {values.min()}; number the classes from 0.")
-            object.__setattr__(self, name, values.astype(numpy.int64, copy=False))
-
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
@@ -75,17 +57,40 @@ class Partition(Protocol):
 
 
 class _Rule:
-    """Gives a rule the repr of the call that made it; what was left at its default is left out."""
+    """Gives a rule the repr of its call without defaults. Rules are named as functions: users call them once."""
 
     def __repr__(self) -> str:
-        name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
         values = [(field, getattr(self, field.name)) for field in fields(self)]  # type: ignore[arg-type]
         given = [f"{field.name}={value!r}" for field, value in values if value != field.default]
-        return f"{name}({', '.join(given)})"
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
 @dataclass(frozen=True, repr=False)
-class ByClasses(_Rule):
+class by_classes(_Rule):
+    """Each client has a few of the classes: the paper's partition of CIFAR and MNIST.
+
+    Every class goes to the same number of clients (to within one, where clients x classes per client is not a multiple
+    of the number of classes), and its holders share its examples in proportion to draws from U(0.4, 0.6). With fewer
+    clients x classes per client than classes, some classes have no holder, and their examples are counted as unused.
+
+    Args:
+        classes_per_client: How many different classes each client has; in the paper 2 of 10, or 10 of 100.
+        num_clients: How many clients there are.
+        shares: "paper" divides a class among its holders alone. "reference" does as the authors' code does today: one
+            more share of each class is drawn and handed to nobody, which leaves a third of CIFAR-10 unused with 10
+            clients and 9 % with 50.
+        first_class: Of the classes that clients have; examples of the others are counted as unused.
+        last_class: Likewise; the last one by default.
+
+    Examples:
+        >>> import numpy
+        >>> from pfedhn.data.partition import Labels, by_classes
+        >>> train = Labels(numpy.arange(1000) % 10)
+        >>> assignment = by_classes(2, num_clients=5).assign({"train": train}, key=0)
+        >>> [len(set(train.y[examples])) for examples in assignment.clients["train"]]
+        [2, 2, 2, 2, 2]
+    """
+
     classes_per_client: int
     num_clients: int
     shares: Shares = "paper"
@@ -131,41 +136,36 @@ class ByClasses(_Rule):
         return _deal(splits, shares, key)
 
 
-def by_classes(
-    classes_per_client: int,
-    num_clients: int,
-    shares: Shares = "paper",
-    first_class: int = 0,
-    last_class: int | None = None,
-) -> ByClasses:
-    """Each client has a few of the classes: the paper's partition of CIFAR and MNIST.
+@dataclass(frozen=True, repr=False)
+class dirichlet(_Rule):
+    """Each client's classes follow a Dirichlet distribution: the paper's experiment on clients that join later.
 
-    Every class goes to the same number of clients (to within one, where clients x classes per client is not a multiple
-    of the number of classes), and its holders share its examples in proportion to draws from U(0.4, 0.6). With fewer
-    clients x classes per client than classes, some classes have no holder, and their examples are counted as unused.
+    A small alpha gives clients few classes each, a large one gives all the same mixture. Clients may get few examples
+    or none, most often in validation and test; `Federation` refuses a client without training examples.
 
     Args:
-        classes_per_client: How many different classes each client has; in the paper 2 of 10, or 10 of 100.
-        num_clients: How many clients there are.
-        shares: "paper" divides a class among its holders alone. "reference" does as the authors' code does today: one
-            more share of each class is drawn and handed to nobody, which leaves a third of CIFAR-10 unused with 10
-            clients and 9 % with 50.
-        first_class: Of the classes that clients have; examples of the others are counted as unused.
-        last_class: Likewise; the last one by default.
+        alpha: The concentration for the training clients; 0.1 in the paper.
+        num_clients: How many clients train; 90 in the paper.
+        form: "paper" draws every client's mixture of classes, then divides each class by its sum over clients.
+            "per-class", the form most code uses, draws for every class how it is divided over clients.
+        novel_clients: How many more clients join after training (`federation.joining`); 10 in the paper.
+        novel_alpha: The concentration for the novel clients (default: alpha).
+        normalize: "apart" first cuts the examples at random between training and novel clients, in proportion to their
+            numbers, and divides each part on its own: the training clients' examples do not depend on novel_alpha, so
+            that one trained run serves every novel_alpha. "jointly" divides each class over all clients together, as
+            the paper's text reads.
 
     Examples:
         >>> import numpy
-        >>> from pfedhn.data.partition import Labels, by_classes
-        >>> train = Labels(numpy.arange(1000) % 10)
-        >>> assignment = by_classes(2, num_clients=5).assign({"train": train}, key=0)
-        >>> [len(set(train.y[examples])) for examples in assignment.clients["train"]]
-        [2, 2, 2, 2, 2]
+        >>> from pfedhn.data.partition import Labels, dirichlet
+        >>> rule = dirichlet(0.1, num_clients=9, novel_clients=1, novel_alpha=1.0)
+        >>> rule
+        dirichlet(alpha=0.1, num_clients=9, novel_clients=1, novel_alpha=1.0)
+        >>> assignment = rule.assign({"train": Labels(numpy.arange(1000) % 10)}, key=0)
+        >>> assignment.num_clients, assignment.num_novel
+        (10, 1)
     """
-    return ByClasses(classes_per_client, num_clients, shares, first_class, last_class)
 
-
-@dataclass(frozen=True, repr=False)
-class Dirichlet(_Rule):
     alpha: float
     num_clients: int
     form: Form = "paper"
@@ -226,58 +226,8 @@ class Dirichlet(_Rule):
         return draws - numpy.logaddexp.reduce(draws, axis=1, keepdims=True) if self.form == "paper" else draws
 
 
-def dirichlet(
-    alpha: float,
-    num_clients: int,
-    form: Form = "paper",
-    novel_clients: int = 0,
-    novel_alpha: float | None = None,
-    normalize: Normalize = "apart",
-) -> Dirichlet:
-    """Each client's classes follow a Dirichlet distribution: the paper's experiment on clients that join later.
-
-    A small alpha gives clients few classes each, a large one gives all the same mixture. Clients may get few examples
-    or none, most often in validation and test; `Federation` refuses a client without training examples.
-
-    Args:
-        alpha: The concentration for the training clients; 0.1 in the paper.
-        num_clients: How many clients train; 90 in the paper.
-        form: "paper" draws every client's mixture of classes, then divides each class by its sum over clients.
-            "per-class", the form most code uses, draws for every class how it is divided over clients.
-        novel_clients: How many more clients join after training (`federation.joining`); 10 in the paper.
-        novel_alpha: The concentration for the novel clients (default: alpha).
-        normalize: "apart" first cuts the examples at random between training and novel clients, in proportion to their
-            numbers, and divides each part on its own: the training clients' examples do not depend on novel_alpha, so
-            that one trained run serves every novel_alpha. "jointly" divides each class over all clients together, as
-            the paper's text reads.
-
-    Examples:
-        >>> import numpy
-        >>> from pfedhn.data.partition import Labels, dirichlet
-        >>> rule = dirichlet(0.1, num_clients=9, novel_clients=1, novel_alpha=1.0)
-        >>> rule
-        dirichlet(alpha=0.1, num_clients=9, novel_clients=1, novel_alpha=1.0)
-        >>> assignment = rule.assign({"train": Labels(numpy.arange(1000) % 10)}, key=0)
-        >>> assignment.num_clients, assignment.num_novel
-        (10, 1)
-    """
-    return Dirichlet(alpha, num_clients, form, novel_clients, novel_alpha, normalize)
-
-
 @dataclass(frozen=True, repr=False)
-class ByGroup(_Rule):
-    def assign(self, splits: Mapping[str, Labels], key: keys.Key) -> Assignment:
-        groups = _required(splits, "groups", "by_group", "the group (say, hospital or alphabet)")
-        _, num_classes = _classes(splits)
-        distinct = numpy.unique(numpy.concatenate(list(groups.values())))
-        owners = {name: numpy.searchsorted(distinct, values) for name, values in groups.items()}
-        counts = numpy.zeros((len(distinct), num_classes))
-        for name, labels in splits.items():
-            numpy.add.at(counts, (owners[name], labels.y), 1)
-        return _assignment(owners, counts / numpy.maximum(counts.sum(0), 1))
-
-
-def by_group() -> ByGroup:
+class by_group(_Rule):
     """One client per group, with all its examples, in ascending order of group: Omniglot's alphabets in the paper.
 
     The groups are given next to the labels; every split needs them.
@@ -289,11 +239,37 @@ def by_group() -> ByGroup:
         >>> by_group().assign({"train": train}, key=0).clients["train"]
         [array([1]), array([0, 2, 3])]
     """
-    return ByGroup()
+
+    def assign(self, splits: Mapping[str, Labels], key: keys.Key) -> Assignment:
+        groups = _required(splits, "groups", "by_group", "the group (say, hospital or alphabet)")
+        _, num_classes = _classes(splits)
+        distinct = numpy.unique(numpy.concatenate(list(groups.values())))
+        owners = {name: numpy.searchsorted(distinct, values) for name, values in groups.items()}
+        counts = numpy.zeros((len(distinct), num_classes))
+        for name, labels in splits.items():
+            numpy.add.at(counts, (owners[name], labels.y), 1)
+        return _assignment(owners, counts / numpy.maximum(counts.sum(0), 1))
 
 
 @dataclass(frozen=True, repr=False)
-class ByCoarseClass(_Rule):
+class by_coarse_class(_Rule):
+    """Each coarse class belongs to a few clients, which share all of its fine classes evenly.
+
+    Coarse class c, in ascending order, is held by clients c * clients_per_class and the following. On CIFAR-100 five
+    clients per coarse class make 100 clients with five related classes each.
+
+    Args:
+        clients_per_class: How many clients share one coarse class.
+
+    Examples:
+        >>> import numpy
+        >>> from pfedhn.data.partition import Labels, by_coarse_class
+        >>> train = Labels(y=numpy.arange(80) % 4, coarse=numpy.arange(80) % 4 // 2)
+        >>> assignment = by_coarse_class(2).assign({"train": train}, key=0)
+        >>> [sorted({int(label) for label in train.y[examples]}) for examples in assignment.clients["train"]]
+        [[0, 1], [0, 1], [2, 3], [2, 3]]
+    """
+
     clients_per_class: int
 
     def __post_init__(self) -> None:
@@ -319,26 +295,6 @@ class ByCoarseClass(_Rule):
         for client in range(len(shares)):
             shares[client, classes[parent[classes] == client // self.clients_per_class]] = share
         return _deal(splits, shares, key)
-
-
-def by_coarse_class(clients_per_class: int) -> ByCoarseClass:
-    """Each coarse class belongs to a few clients, which share all of its fine classes evenly.
-
-    Coarse class c, in ascending order, is held by clients c * clients_per_class and the following. On CIFAR-100 five
-    clients per coarse class make 100 clients with five related classes each.
-
-    Args:
-        clients_per_class: How many clients share one coarse class.
-
-    Examples:
-        >>> import numpy
-        >>> from pfedhn.data.partition import Labels, by_coarse_class
-        >>> train = Labels(y=numpy.arange(80) % 4, coarse=numpy.arange(80) % 4 // 2)
-        >>> assignment = by_coarse_class(2).assign({"train": train}, key=0)
-        >>> [sorted({int(label) for label in train.y[examples]}) for examples in assignment.clients["train"]]
-        [[0, 1], [0, 1], [2, 3], [2, 3]]
-    """
-    return ByCoarseClass(clients_per_class)
 
 
 def _deal(splits: Mapping[str, Labels], shares: Floats, key: keys.Key, num_novel: int = 0) -> Assignment:
