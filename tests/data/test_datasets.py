@@ -813,5 +813,5 @@ def test_the_task_says_what_labels_in_folders_are(tmp_path: Path) -> None:
             'the labels in ./text are text, and task = "regression" predicts numbers',
         ],
     }
-    with pytest.raises(UserError, match="there is no task 'regresion'; did you mean 'regression'"):
+    with pytest.raises(UserError, match="task is 'regresion'; choose 'auto' or 'classification' or 'regression'"):
         read_federation(tmp_path / "whole", task="regresion")  # type: ignore[arg-type]

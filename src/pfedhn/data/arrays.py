@@ -81,10 +81,11 @@ def refuse_mixed_labels(named: Sequence[tuple[int | str, Tensor]]) -> None:
     for client, y in named[1:]:
         other, first = named[0]
         if y.is_floating_point() != first.is_floating_point():
-            whole, fractions = (other, client) if y.is_floating_point() else (client, other)
+            kinds = {True: "floating-point labels, numbers to predict,", False: "class numbers"}
             raise UserError(
-                f"client {fractions} has floating-point labels, numbers to predict, and client {whole} has class "
-                'numbers; give all clients one kind (for files, task = "regression" or "classification" makes it one).'
+                f"client {client} has {kinds[y.is_floating_point()]} and client {other} has "
+                f'{kinds[first.is_floating_point()]}; give all clients one kind (for files, task = "regression" or '
+                '"classification" makes it one).'
             )
         if y.shape[1:] != first.shape[1:]:
             raise UserError(

@@ -7,7 +7,7 @@ numbers, so that an error can name the line and the column.
 import csv
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from pfedhn.data.arrays import Array
-from pfedhn.errors import UserError, first_line
+from pfedhn.errors import UserError, closest, first_line, short
 from pfedhn.system.files import reading
 
 if TYPE_CHECKING:
@@ -259,6 +259,14 @@ def is_blank(cells: "pandas.Series[Any]") -> "pandas.Series[bool]":
 def is_few(count: int, total: int) -> bool:
     """Whether so many cells of a column that are no numbers are mistakes."""
     return count <= FEW * total
+
+
+def check_columns(where: str, columns: Iterable[str], wanted: Iterable[str]) -> None:
+    """Refuse a table that lacks a wanted column."""
+    known = list(columns)
+    for name in wanted:
+        if not isinstance(name, str) or name not in known:
+            raise UserError(f"{where} has no column {short(name)}; {closest(name, known)}")
 
 
 def leave_it_out(name: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from pfedhn.data.arrays import Array, as_tensor
-from pfedhn.data.cells import Columns, is_blank, is_empty, is_few, leave_it_out, texts
+from pfedhn.data.cells import Columns, check_columns, is_blank, is_empty, is_few, leave_it_out, texts
 from pfedhn.data.federation import Federation
 from pfedhn.data.reading import Column, TableReading
 from pfedhn.errors import UserError, closest, some
@@ -78,12 +78,7 @@ def encoded_like(columns: Columns, table: TableReading) -> Features:
 
     Where the run fills empty cells in, a number that is missing is NaN.
     """
-    for column in table.columns:
-        if column.name not in columns:
-            raise UserError(
-                f"{columns.file.name} has no column {column.name!r}, which the run was trained on; "
-                f"{closest(column.name, columns)}"
-            )
+    check_columns(columns.file.name, columns, [column.name for column in table.columns])
     return numpy.concatenate([_read_as(column, columns, table.is_filled) for column in table.columns], axis=1)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy
 
 from pfedhn.data.arrays import Array, check_choice
-from pfedhn.data.cells import read_columns
+from pfedhn.data.cells import check_columns, read_columns
 from pfedhn.data.columns import PLAIN, Encode, Encoding, Fitted, Missing, encoded_like, filled, to_numbers
 from pfedhn.data.federation import Federation
 from pfedhn.data.folders import Folders, client_folders, from_folders, load_array
@@ -179,8 +179,7 @@ def _examples_of(
         raise UserError(f"{file.name} is a table, and this run's examples have shape {shape}; give arrays or images.")
     wanted = None if table is None else {label, *(column.name for column in table.columns)}
     columns = read_columns(file, lambda name: wanted is not None and name not in wanted)
-    if label is not None and label not in columns:
-        raise UserError(f"{file.name} has no column {label!r}; {closest(label, columns)}")
+    check_columns(file.name, columns, [] if label is None else [label])
     labels = None if label is None else as_numbers(columns[label])
     features = [name for name in columns if name != label and name not in leave_out]
     if not features or not len(columns[features[0]]):

@@ -13,13 +13,13 @@ import torch
 from pfedhn import keys
 from pfedhn.data.arrays import SPLITS, Array, check_classes, check_values
 from pfedhn.data.catalogue import ANOTHER_CACHE
-from pfedhn.data.cells import is_empty
+from pfedhn.data.cells import check_columns, is_empty
 from pfedhn.data.dealing import split_examples
 from pfedhn.data.federation import Federation
 from pfedhn.data.images import Channels, decode, image_size
 from pfedhn.data.labels import as_labels
 from pfedhn.data.lazy import lazy_federation
-from pfedhn.errors import UserError, closest, first_line, short
+from pfedhn.errors import UserError, first_line, short
 from pfedhn.settings import check_seed
 from pfedhn.system.files import cache_folder, make_folder
 
@@ -72,7 +72,7 @@ def from_hugging_face(
         raise UserError(
             f'dataset is {short(dataset)}; give one split of a data set, as load_dataset(..., split="train") makes it.'
         )
-    _check_columns(columns, wanted)
+    check_columns("the data set", columns, wanted)
     for column in (client_column, label_column):
         empty = [row for row, cell in enumerate(dataset[column]) if is_empty(cell)]
         if empty:
@@ -122,18 +122,12 @@ def from_hugging_face(
     return replace(federation, names=tuple(names), class_names=class_names, labels=known[in_order]).checked()
 
 
-def _check_columns(columns: Sequence[str], wanted: Sequence[str]) -> None:
-    for column in wanted:
-        if column not in columns:
-            raise UserError(f"the data set has no column {short(column)}; {closest(column, columns)}")
-
-
 def _spooled(stream: Any, wanted: Sequence[str]) -> Any:
     """The columns of a stream as a data set on disk."""
     import datasets
 
     if stream.column_names is not None:  # else they are known by the first row
-        _check_columns(stream.column_names, wanted)
+        check_columns("the data set", stream.column_names, wanted)
         stream = stream.select_columns(list(dict.fromkeys(wanted)))
     features = stream.features
     # As they are: an image that is decoded and encoded again may be another one.

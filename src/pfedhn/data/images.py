@@ -52,13 +52,20 @@ def _readable(place: Path, files: Sequence[Path]) -> list[Path]:
     way_out = "save such images as PNG or JPEG files"
     if others and not images:
         raise UserError(f"{others[0]} is neither PNG nor JPEG, as images must be; {way_out}.")
-    if others and str(place) not in _warned and multiprocessing.parent_process() is None:  # it is read several times
-        _warned.add(str(place))
-        logger.warning(
-            "images in %s that are neither PNG nor JPEG are left out (%d, such as %s); %s.",
-            *(place, len(others), others[0].name, way_out),
+    if others:
+        _warn_once(
+            place,
+            f"images in {place} that are neither PNG nor JPEG are left out ({len(others)}, such as {others[0].name}); "
+            f"{way_out}.",
         )
     return images
+
+
+def _warn_once(place: Path, sentence: str) -> None:
+    """Warn in one process: files are read several times."""
+    if str(place) not in _warned and multiprocessing.parent_process() is None:
+        _warned.add(str(place))
+        logger.warning(sentence)
 
 
 def _ending_in(endings: Sequence[str], files: Sequence[Path]) -> list[Path]:
@@ -158,9 +165,7 @@ def _decoded(
                 raise UserError(
                     f"{file} is not a complete image ({first_line(error)}); bring it back, or {way_out}."
                 ) from error
-            if str(file) not in _warned and multiprocessing.parent_process() is None:  # it is read several times
-                _warned.add(str(file))
-                logger.warning("%s is not a complete image and was skipped.", file)
+            _warn_once(file, f"{file} is not a complete image and was skipped.")
 
 
 def decode(image: Any, resize: tuple[int, int] | None, channels: Channels) -> Array:

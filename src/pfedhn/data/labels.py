@@ -2,21 +2,20 @@
 
 import re
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import numpy
 
-from pfedhn.data.arrays import Array
+from pfedhn.data.arrays import Array, check_choice
 from pfedhn.data.cells import Columns, is_mark, texts
-from pfedhn.errors import UserError, closest, short
+from pfedhn.errors import UserError
 
 Task: TypeAlias = Literal["auto", "classification", "regression"]
 
 
 def as_labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array], tuple[str, ...] | None]:
     """Labels as numbers: text becomes its place in the sorted order of all, numbers to predict become float32."""
-    if not isinstance(task, str) or task not in get_args(Task):
-        raise UserError(f"there is no task {short(task)}; {closest(task, get_args(Task))}")
+    check_choice("task", task, Task)
     if task == "classification":
         labels = [as_numbers(array) if array.dtype.kind == "f" else array for array in labels]
     kinds = {array.dtype.kind for array in labels}

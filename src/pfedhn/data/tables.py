@@ -9,11 +9,11 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn.data.arrays import Array
-from pfedhn.data.cells import is_empty, read_columns
+from pfedhn.data.cells import check_columns, is_empty, read_columns
 from pfedhn.data.columns import PLAIN, Encoding, encoded
 from pfedhn.data.labels import Task, as_identifiers, as_labels, as_numbers, refuse_marks
 from pfedhn.data.reading import Column
-from pfedhn.errors import UserError, closest, short
+from pfedhn.errors import UserError, short
 from pfedhn.system.files import given_path, reading
 
 
@@ -78,9 +78,7 @@ def from_table(
         raise UserError(f"ignore_columns is {short(ignore_columns)}; give a list of columns.")
     needed = (client_column, label_column)  # whose empty cells are refused below: nothing fills them in
     columns = read_columns(file, lambda name: name in ignore_columns)
-    for wanted in (client_column, label_column, *ignore_columns):
-        if not isinstance(wanted, str) or wanted not in columns:
-            raise UserError(f"{file.name} has no column {short(wanted)}; {closest(wanted, columns)}")
+    check_columns(file.name, columns, (*needed, *ignore_columns))
     if client_column == label_column:
         raise UserError(f"{label_column!r} cannot be both the client and the label; name two columns.")
     for name in needed:
