@@ -89,7 +89,7 @@ def test_a_million_clients() -> None:
         (lambda client: {**splits_of(client), "valid": 0}, "client 1 .*'valid'; did you mean 'validation'"),
         (lambda client: {"train": splits_of(client)["train"][0]}, "client 1: train is .*; a client brings {\"train\":"),
         (lambda client: {"train": (["a"], ["b"])}, "client 1: train does not fit.*; a client brings {\"train\":"),
-        (lambda client: {"train": (torch.tensor(1), torch.tensor(2))}, "client 1: train is .*; a client brings"),
+        (lambda client: {"train": (torch.tensor(1), torch.tensor(2))}, "client 1: train does not fit"),
         (lambda client: splits_of(client)["train"], "for client 1 load returned .*; a client brings {\"train\":"),
         (lambda client: None, "for client 1 load returned None; a client brings {\"train\":"),
     ],
@@ -142,7 +142,7 @@ def test_counts_that_are_none(counts: object, sentence: str) -> None:
 
 @pytest.mark.parametrize("number", [0, -1, 2.5, "5", None, [5]])
 def test_numbers_of_clients_that_are_none(number: object) -> None:
-    with pytest.raises(ValueError, match="a federation needs at least one client, not"):
+    with pytest.raises(ValueError, match=r"num_clients is .*; give a whole number of at least 1"):
         Federation.lazy(number, splits_of, train=7)  # type: ignore[arg-type]
 
 

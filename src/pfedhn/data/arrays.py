@@ -63,12 +63,11 @@ def as_pair(client: int | str, what: str, arrays: Any) -> Pair:
     try:
         x, y = arrays
         pair = as_tensor(x, "x"), as_tensor(y, "y")
+        check_lengths(*pair)
     except UserError as error:
         raise UserError(f"client {client}: {what} does not fit: {str(error).rstrip('.')}; {EXPECTED}.") from None
     except (TypeError, ValueError):  # no pair
         raise UserError(f"client {client}: {what} is {short(arrays)}; {EXPECTED}.") from None
-    if not pair[0].ndim or not pair[1].ndim:
-        raise UserError(f"client {client}: {what} is {short(arrays)}; {EXPECTED}.")
     return pair
 
 

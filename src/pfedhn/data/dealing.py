@@ -18,7 +18,6 @@ from pfedhn.data.arrays import (
     as_pair,
     as_splits,
     check_classes,
-    check_lengths,
     refuse_mixed_labels,
 )
 from pfedhn.data.partition import Assignment, Labels, Partition
@@ -131,8 +130,6 @@ def split_clients(
         for name, client in zip(called, clients, strict=True)
     ]
     pairs = [(name, pair) for name, client in zip(called, brought, strict=True) for pair in client.values()]
-    for _, pair in pairs:
-        check_lengths(*pair)
     shapes = {tuple(x.shape[1:]) for _, (x, _) in pairs if len(x)}
     if len(shapes) > 1:
         raise UserError(f"clients bring examples of different shapes {sorted(shapes)}; one network needs one shape.")

@@ -124,10 +124,10 @@ class Federation:
         """
         check_seed(seed)
         pairs = [(as_tensor(x, "x"), as_tensor(y, "y"))]
+        check_lengths(*pairs[0])
         if test is not None:
             pairs.append(as_pair("all", "test", test))
         for pair in pairs:
-            check_lengths(*pair)
             check_values(*pair)
         xs, ys = zip(*pairs, strict=True)
         check_classes(ys, sum(map(len, ys)), class_names)

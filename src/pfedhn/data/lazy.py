@@ -23,6 +23,7 @@ from pfedhn.data.batches import Examples, gather
 from pfedhn.data.federation import Federation
 from pfedhn.data.palette import in_fast_order
 from pfedhn.errors import UserError, first_line, short
+from pfedhn.settings import whole_number
 
 MAX_CLIENTS = 100_000_000  # the server's table of them has 48 bytes for each
 MAX_EXAMPLES = 2**62  # their numbers have 64 bits
@@ -128,20 +129,16 @@ class LazyFederation(Federation):
 
 def lazy_federation(num_clients: int, load: Load, sizes: Mapping[str, Any], num_cached: int) -> LazyFederation:
     """`Federation.lazy`; sizes: how many examples each client has in each split."""
-    number = as_whole_numbers(num_clients)
-    if number is None or number.ndim or number < 1:
-        raise UserError(f"a federation needs at least one client, not {short(num_clients)}.")
+    num_clients = whole_number("num_clients", num_clients)
     if not callable(load):
         raise UserError(f"load is {short(load)}; give a function from a client's number to its examples.")
-    if int(number) > MAX_CLIENTS:
-        raise UserError(f"{int(number):,} clients are more than {MAX_CLIENTS:,}, the most that a federation can have.")
-    cached = as_whole_numbers(num_cached)
-    if cached is None or cached.ndim or cached < 0:
-        raise UserError(f"num_cached is {short(num_cached)}; give a whole number of clients.")
-    counts = {name: _counts(name, value, int(number)) for name, value in sizes.items()}
+    if num_clients > MAX_CLIENTS:
+        raise UserError(f"{num_clients:,} clients are more than {MAX_CLIENTS:,}, the most that a federation can have.")
+    num_cached = whole_number("num_cached", num_cached, least=0)
+    counts = {name: _counts(name, value, num_clients) for name, value in sizes.items()}
     if sum(float(count.double().sum()) for count in counts.values()) > MAX_EXAMPLES:
         raise UserError("the clients announce more examples together than can be numbered; fix the counts.")
-    total = sum(counts.values(), torch.zeros(int(number), dtype=torch.int64))
+    total = sum(counts.values(), torch.zeros(num_clients, dtype=torch.int64))
     offset, splits = total.cumsum(0) - total, {}
     for name, size in counts.items():
         splits[name] = ExamplesInOrder(torch.empty(0, dtype=torch.int64), offset, size)
