@@ -1,4 +1,4 @@
-"""Arrays that a person hands over, as tensors; what could not be trained on is refused."""
+"""Check the arrays that a user gives, and make tensors of them."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +23,7 @@ EXPECTED = 'a client brings {"train": (x, y), "validation": (x, y), "test": (x, 
 
 
 def as_tensor(values: Any, what: str = "it") -> Tensor:
-    """Numbers in the precision they are trained in; whole ones as int64, but images of bytes stay bytes."""
+    """Numbers in the precision of training; whole numbers as int64, but images of bytes stay bytes."""
     try:
         tensor = values.detach() if isinstance(values, Tensor) else torch.from_numpy(_native(numpy.asarray(values)))
     except (TypeError, ValueError, RuntimeError, OverflowError):  # texts, dates, lists of unequal lengths, ...
@@ -42,7 +42,7 @@ def as_tensor(values: Any, what: str = "it") -> Tensor:
 
 
 def _way_out(values: Any) -> str:
-    """How to make numbers of what people have instead."""
+    """How to make numbers of datasets and texts."""
     if isinstance(values, torch.utils.data.Dataset):
         return "; of a PyTorch Dataset, give x = torch.stack([x for x, _ in dataset]) and y = [y for _, y in dataset]"
     with suppress(ValueError):
@@ -57,7 +57,7 @@ def _native(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def as_pair(client: int | str, what: str, arrays: Any) -> Pair:
-    """The x and y that a client brings."""
+    """A client's x and y."""
     if isinstance(arrays, torch.utils.data.Dataset):
         raise UserError(f"client {client}: {what} is a {type(arrays).__name__}{_way_out(arrays)}.")
     try:
@@ -72,10 +72,10 @@ def as_pair(client: int | str, what: str, arrays: Any) -> Pair:
 
 
 def refuse_mixed_labels(named: Sequence[tuple[int | str, Tensor]]) -> None:
-    """Labels of one kind and shape: a single client's fractions would make numbers to predict of all classes.
+    """Refuse labels of different kinds or shapes: one client's fractions would make a regression of all.
 
     Args:
-        named: Every client's labels with what it is called, those without examples left out.
+        named: The name and labels of every client that has examples.
     """
     for client, y in named[1:]:
         other, first = named[0]
@@ -94,7 +94,7 @@ def refuse_mixed_labels(named: Sequence[tuple[int | str, Tensor]]) -> None:
 
 
 def as_splits(client: int | str, given: Mapping[str, Arrays | None]) -> dict[str, Pair]:
-    """The splits that a client brings, training first; those that it leaves out are missing here too."""
+    """The splits that a client brings, training first."""
     for name in given:
         if name not in SPLITS:
             raise UserError(f"client {client} has a split {name!r}; {closest(str(name), SPLITS)}")
@@ -102,7 +102,7 @@ def as_splits(client: int | str, given: Mapping[str, Arrays | None]) -> dict[str
 
 
 def as_whole_numbers(values: Any) -> Tensor | None:
-    """One number or a list of them as int64; None where they are anything else, such as fractions."""
+    """One number or a list of them as int64; None if they are not whole numbers."""
     try:
         numbers = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):  # what torch raises depends on what it is given
@@ -140,7 +140,7 @@ def check_names(names: Sequence[Any], num_clients: int) -> None:
         raise UserError(f"a client is called {short(wrong[0])}; give every client a name of at least one letter.")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"two clients are called {twice!r}; give every client a name of its own.")
+        raise UserError(f"two clients are called {twice!r}; give every client another name.")
 
 
 def check_values(x: Tensor, y: Tensor) -> None:
@@ -155,7 +155,7 @@ def check_values(x: Tensor, y: Tensor) -> None:
 
 
 def check_classes(labels: Sequence[Tensor], num_examples: int, class_names: Sequence[str] | None = None) -> None:
-    """Refuse labels that are no class numbers before anything is made that is as large as the highest of them."""
+    """Refuse labels that are not class numbers, before anything as large as the highest label is allocated."""
     if class_names is not None and not (
         isinstance(class_names, Sequence) and all(isinstance(name, str) for name in class_names)
     ):

@@ -190,10 +190,10 @@ def get(name: str, data_dir: str | Path | None = None, progress: Progress | None
 
 
 def _refuse_other(name: str, source: Source, arrays: dict[str, Array], num_classes: int) -> None:
-    """A part of a data set, or another one, must not pass for it: its results would."""
+    """Refuse a part of a data set, or another one."""
     found = tuple(len(arrays[key]) for key in ("x", "test_x") if key in arrays)
     wanted = " and ".join(f"{number:,}" for number in source.num_rows)
-    way_out = "use a whole copy, or give yours a name of its own as your own data"
+    way_out = "use a whole copy, or read yours as your own data"
     if source.num_rows and (found, num_classes) != (source.num_rows, source.num_classes):
         rows = " and ".join(f"{number:,}" for number in found)
         raise UserError(
@@ -212,7 +212,7 @@ def _content_sha256(arrays: dict[str, Array]) -> str:
 
 
 def cache_path(name: str) -> Path:
-    """Where a data set's decoded copy is or would be; next to it lies a .json with its checksum."""
+    """The path of a data set's decoded copy; its checksum is in a .json file beside it."""
     return cache_folder() / f"{name}.safetensors"
 
 
@@ -266,7 +266,7 @@ def _has_record(path: Path) -> bool:
 
 
 def _whole_record(path: Path) -> dict[str, Any] | None:
-    """What is written down of a cached copy; None if it is not as it was written, by another version, or of a part."""
+    """The record of a cached copy; None if the copy is damaged, incomplete or of another version."""
     num_rows = DATASETS[path.stem].num_rows
     try:
         record: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
@@ -278,7 +278,7 @@ def _whole_record(path: Path) -> dict[str, Any] | None:
 
 
 def cache_state(name: str) -> Literal["cached", "not cached", "damaged"]:
-    """How a data set's copy in the cache is; this reads the whole of it."""
+    """Whether a data set is in the cache; this reads the whole copy."""
     path = cache_path(name)
     if not _has_record(path):
         return "not cached"

@@ -107,7 +107,7 @@ def _text(file: Path) -> str:
 
 
 def _separator(file: Path, text: str) -> str:
-    """What separates cells; a spreadsheet of a country with decimal commas writes semicolons."""
+    """The separator of cells; spreadsheets of countries with decimal commas write semicolons."""
     if file.suffix.lower() == ".tsv":
         return "\t"
     header = text.partition("\n")[0]
@@ -203,7 +203,7 @@ def _read_parquet(file: Path, is_ignored: Callable[[str], bool]) -> Columns:
     except (OSError, MemoryError, pyarrow.ArrowException) as error:
         raise UserError(f"{file} is not a whole parquet file ({first_line(error)}); write it again.") from error
     if len(set(table.column_names)) != len(table.column_names):
-        raise UserError(f"{file.name} has two columns of one name; give every column a name of its own.")
+        raise UserError(f"{file.name} has two columns of one name; give every column another name.")
     read = Columns(file)
     for name in table.column_names:
         if is_ignored(name):
@@ -261,14 +261,14 @@ def is_few(count: int, total: int) -> bool:
     return count <= FEW * total
 
 
-def check_columns(where: str, columns: Iterable[str], wanted: Iterable[str]) -> None:
-    """Refuse a table that lacks a wanted column."""
+def check_columns(where: str, columns: Iterable[str], wanted: Iterable[str], why: str = "") -> None:
+    """Refuse a table that lacks a wanted column; the sentence may say why it is wanted."""
     known = list(columns)
     for name in wanted:
         if not isinstance(name, str) or name not in known:
-            raise UserError(f"{where} has no column {short(name)}; {closest(name, known)}")
+            raise UserError(f"{where} has no column {short(name)}{why}; {closest(name, known)}")
 
 
 def leave_it_out(name: str) -> str:
-    """What to do about a column that is no feature: a date, or somebody's number."""
+    """The way out for a column that is no feature, such as a date."""
     return f'leave it out with columns.ignore = ["{name}"] (in Python, ignore_columns=["{name}"])'

@@ -29,7 +29,7 @@ FIX, FILL = "fix the cell", "fill the cell or drop the example"
 
 
 def encode_it(name: str) -> str:
-    """What to do about a column of texts."""
+    """The way out for a column of texts."""
     return (
         'make numbers of such columns with read = {encode = "one-hot"} in the experiment\'s file (in Python, '
         f'encode="one-hot"), or {leave_it_out(name)}'
@@ -44,8 +44,8 @@ class Encoding:
         encode: Columns of texts are refused, or become a column of zeros and ones for each text ("one-hot").
         missing: Empty cells are refused, or filled with the median of their column, or with 0. Among numbers, `MARKS`
             such as NA are empty cells too. An empty cell among texts is none of them.
-        fitted: Whose training examples a median is taken of: the client's own, or all clients'. Where a client has no
-            value of a column, all clients'.
+        fitted: Whether a median is that of the client's training examples or of all clients'. If a client has no value
+            in a column, it is all clients'.
     """
 
     encode: Encode = "refuse"
@@ -76,9 +76,10 @@ def encoded(columns: Columns, features: Sequence[str], encoding: Encoding) -> tu
 def encoded_like(columns: Columns, table: TableReading) -> Features:
     """[examples, features] of another table, its columns found by name and read as the run's were.
 
-    Where the run fills empty cells in, a number that is missing is NaN.
+    If the run fills empty cells in, a missing number is NaN.
     """
-    check_columns(columns.file.name, columns, [column.name for column in table.columns])
+    names = [column.name for column in table.columns]
+    check_columns(columns.file.name, columns, names, ", which the run was trained on")
     return numpy.concatenate([_read_as(column, columns, table.is_filled) for column in table.columns], axis=1)
 
 
@@ -131,13 +132,13 @@ def _read_as(column: Column, columns: Columns, is_filled: bool, text: str = FIX,
 
 
 def to_numbers(columns: Columns, name: str, text: str = FIX, empty: str = FILL, is_filled: bool = False) -> Features:
-    """A column of a table as features; what is no finite number is refused.
+    """A column of a table as features, which must be finite numbers.
 
     Args:
         columns: Of the table.
         name: Of the column.
-        text: What to do about a text, in words.
-        empty: What to do about an empty cell.
+        text: The way out for a text.
+        empty: The way out for an empty cell.
         is_filled: Whether empty cells are filled in later; they are NaN then, and refused otherwise.
     """
     import pandas
@@ -164,9 +165,10 @@ def to_numbers(columns: Columns, name: str, text: str = FIX, empty: str = FILL, 
 
 
 def filled(federation: Federation, x: Features, table: TableReading) -> tuple[Federation, TableReading]:
-    """The federation, whose examples are numbers of rows of `x`, with these rows, their empty cells filled in.
+    """Replace a federation's examples, which are row numbers of `x`, by these rows with their empty cells filled in.
 
-    Also what they were filled with. Where the table has a fill for everybody already, clients join that run.
+    The table that is returned holds the fill values. If it has common ones already, they are those of the run that
+    these clients join.
     """
     values = torch.from_numpy(x)[federation.x[:, 0].long()]
     if table.missing == "median":
@@ -197,10 +199,9 @@ def new_client(
     seed: int,
     table: TableReading | None,
 ) -> tuple[Federation, tuple[float, ...] | None]:
-    """The federation of a client that joins, and what its empty cells were filled with if the run fills them in.
+    """The federation of a client that joins, and the values of its empty cells if the run fills them in.
 
-    They are filled by the client's own training examples, as the others' were; where these have no value of a column,
-    by what all clients of the run had.
+    These are the medians of its own training examples; in a column without values, those of all clients of the run.
     """
 
     def dealt(examples: ArrayLike | torch.Tensor) -> Federation:

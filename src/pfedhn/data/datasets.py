@@ -1,4 +1,4 @@
-"""Data sets by name, and a person's own: the public face of `pfedhn.data`."""
+"""Data sets by name and from your own files: `pfedhn.datasets`."""
 
 from pfedhn.data.catalogue import DATASETS, Dataset, cache_path, cache_state, get, load
 from pfedhn.data.files import read_federation

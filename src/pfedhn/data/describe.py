@@ -1,4 +1,4 @@
-"""A federation as a person sees it: who has how many examples of which classes, as a table and as a figure.
+"""Show how many examples of each class every client has, as a table and as a figure.
 
 Axes: [N] clients, those that join later last; [C]lasses.
 """
@@ -68,7 +68,7 @@ def describe(federation: Federation) -> str:
 
 
 def large_labels(federation: Federation) -> tuple[float, float] | None:
-    """The mean and standard deviation of numbers to predict, where one is far above what networks are made for."""
+    """The mean and standard deviation of labels to predict, if one is too large for a network to learn well."""
     if not federation.y.is_floating_point() or not len(federation.y):
         return None
     values = federation.y.double()
@@ -77,7 +77,7 @@ def large_labels(federation: Federation) -> tuple[float, float] | None:
 
 
 def check_ending(path: str | Path) -> None:
-    """Refuse a figure of a form that is not drawn."""
+    """Refuse a file type that figures are not drawn in."""
     if (ending := Path(path).suffix.lower()) not in FIGURES:
         raise UserError(f"a figure cannot be drawn as {ending!r}; give {', '.join(FIGURES)}.")
 

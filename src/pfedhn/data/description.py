@@ -1,4 +1,4 @@
-"""Who the clients of a run are and what their examples look like, without the examples."""
+"""A run's clients and the form of their examples, without the examples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Description:
-    """What is known of clients and their examples without seeing one."""
+    """A run's clients and the form of their examples."""
 
     clients: int
     shape: tuple[int, ...]  # of one example
@@ -92,7 +92,7 @@ class Description:
         return None if names is None else {name: number for number, name in enumerate(names)}
 
     def identity(self, number: int) -> int:
-        """The number that keys a client's draws, on whatever machine they are made."""
+        """The number that keys a client's draws, on every machine."""
         if self.client_names is not None:
             return keys.hash_text(self.client_names[number])
         return number if self.identities is None else self.identities[number]

@@ -39,7 +39,7 @@ from pfedhn.sgd import Batches
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """A set of clients, each with training, validation and test examples of its own.
+    """A set of clients, each with its own training, validation and test examples.
 
     Make one with `Federation.from_arrays` (one data set, divided among clients by a rule), `Federation.from_clients`
     (every client brings its own arrays) or `Federation.lazy` (a client's data are loaded when they are needed).
@@ -62,7 +62,7 @@ class Federation:
     class_names: tuple[str, ...] | None = None
     identities: Tensor | None = None  # [N], what clients draw by: from their names, or numbers that do not begin at 0
     joining: "Federation | None" = None  # clients that take part after training, with the same x and y
-    reading: Reading | None = None  # how the examples were read from somebody's own files
+    reading: Reading | None = None  # how the examples were read from files
     palette: Tensor | None = None  # [channels, 256], the values that the bytes of `x` stand for
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Federation:
             object.__setattr__(self, "identities", identities)
 
     def with_training_examples(self) -> "Federation":
-        """Itself, unless a client has nothing to train on."""
+        """Refuse clients without training examples; return the federation."""
         empty = [self.name_of(client) for client in (self.splits["train"].size == 0).nonzero().flatten().tolist()]
         if empty:
             raise UserError(
@@ -86,7 +86,7 @@ class Federation:
         return self
 
     def checked(self) -> "Federation":
-        """Itself, unless its data could not be trained on."""
+        """Refuse data that cannot be trained on; return the federation."""
         self.with_training_examples()
         check_values(self.x, self.y)
         return self
@@ -115,7 +115,7 @@ class Federation:
             split: The fractions of the examples for training, validation and test, drawn at random; every client's
                 share of a class is the same in all three. With `test`, the third is 0.
             seed: The seed of the split and of the partition.
-            test: (x, y), where the data set has test examples of its own.
+            test: (x, y), if the data set has separate test examples.
             groups: The group of each example, for `by_group`.
             coarse: The coarse class of each example, for `by_coarse_class`.
             test_coarse: The coarse class of each example in `test`.
@@ -178,8 +178,8 @@ class Federation:
     ) -> "Federation":
         """A federation of clients that bring their own data.
 
-        The split and the minibatches of a client with a name depend on that name, so that it draws the same on a
-        machine of its own as among the others.
+        A named client's split and minibatches depend on its name, so that it draws the same on its own machine as among
+        the others.
 
         Args:
             clients: A list, or a mapping from each client's own name. A client is either (x, y), which is split at
@@ -259,7 +259,7 @@ class Federation:
 
     @cached_property
     def num_classes(self) -> int | None:
-        """None where y is not a class number."""
+        """None if y does not hold class numbers."""
         if self.y.is_floating_point() or self.y.ndim > 1:
             return None
         return int(self.y.max()) + 1 if self.class_names is None else len(self.class_names)
@@ -298,7 +298,7 @@ class Federation:
 
     @property
     def descriptor_dim(self) -> int | None:
-        """How many numbers describe a client where embeddings are fixed."""
+        """The size of a client's fixed embedding."""
         return self.num_classes if self.descriptors is None else self.descriptors.shape[1]
 
     @cached_property
@@ -421,7 +421,7 @@ class Federation:
         return replace(self, splits=splits)
 
     def name_of(self, number: int) -> str:
-        """What a client is called: its own name, or its number.
+        """A client's name, or its number if it has none.
 
         Args:
             number: Its position in every table.
@@ -440,11 +440,11 @@ class Federation:
 
     @cached_property
     def description(self) -> Description:
-        """Who the clients are and what their examples look like."""
+        """The clients and the form of their examples."""
         return Description.of(self)
 
     def identity(self, clients: Tensor) -> Tensor:
-        """What these clients' draws are keyed by, on whatever machine they are made."""
+        """The numbers that key these clients' draws, on every machine."""
         return clients if self.identities is None else self.identities[clients]
 
     def batches(self, clients: Tensor, key: Key, num_batches: int, batch_size: int) -> Batches:
@@ -457,7 +457,7 @@ class Federation:
     def sampled_batches(self, clients: Tensor, key: Key, num_batches: int, batch_size: int) -> Batches:
         """Minibatches [C, K, ...] that every training example joins by itself, `batch_size` of them on average.
 
-        A client with fewer examples uses all of them. What an accountant of privacy calls Poisson sampling.
+        A client with fewer examples uses all of them. This is Poisson sampling, as privacy accountants assume.
         """
         table, largest = self.splits["train"], self.largest_train_size
         steps = torch.arange(num_batches, device=clients.device)

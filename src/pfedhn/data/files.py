@@ -118,7 +118,7 @@ def read_federation(
 
 
 def file_digest(file: Path) -> str:
-    """A name for what a file holds."""
+    """The SHA-256 of a file."""
     with reading(file), file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -136,7 +136,7 @@ def read_client(
         path: A folder with x.npy and y.npy, a folder with a folder of images per class, or a .csv, .tsv or .parquet
             file.
         label_column: The column of a table that holds the label; that of the run's table where None.
-        class_names: What the classes are called that text labels name.
+        class_names: The names of the classes, for text labels.
         shape: Of one example of the run that the client joins; images are brought to it.
         how: How that run read its own: a table's columns are found by name, and empty cells that it fills in are
             NaN. Without it, all columns but the label are features, in their order.
@@ -193,7 +193,7 @@ class Inputs(NamedTuple):
     """Examples to predict."""
 
     x: Array
-    answers: Array | None = None  # the right ones, where they are known
+    answers: Array | None = None  # the right ones, if they are known
     files: tuple[str, ...] | None = None  # of images: where each was
 
 
@@ -209,7 +209,7 @@ def read_inputs(
     Args:
         path: A table, x.npy, a folder that has it, an image, or a folder of images.
         label_column: The column of a table that holds the right answers.
-        leave_out: Columns that are no features, where the table has them.
+        leave_out: Columns that are no features; the table may lack them.
         shape: Of one example of the run; images are brought to it.
         how: How the run read its own, as for `read_client`.
     """

@@ -12,7 +12,7 @@ from pfedhn.system.files import given_path, reading
 
 
 class Folders(NamedTuple):
-    """What every client's folder holds."""
+    """The examples in every client's folder."""
 
     clients: dict[str, tuple[Array, Array]]  # (x, y) by the folder's name
     class_names: tuple[str, ...] | None  # of classes 0, 1, ... where the labels were text

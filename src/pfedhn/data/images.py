@@ -1,4 +1,4 @@
-"""A person's own images: a folder per client, in it a folder per class, in it PNG or JPEG files."""
+"""Your own images: PNG or JPEG files in a folder per class, in a folder per client."""
 
 import logging
 import multiprocessing
@@ -95,9 +95,9 @@ def read_images(
 
     Args:
         folders: One for each client, with a folder per class.
-        resize: Height and width that all images are brought to; None where they are of one size.
+        resize: Height and width that all images are brought to; None if all have one size.
         channels: "rgb" has three, "gray" one.
-        corrupt: What is done about a file that is not a complete image: it is refused by name, or skipped and named.
+        corrupt: Whether an incomplete image is refused, or skipped with a warning.
     """
     files = {folder.name: image_files(folder) for folder in folders}
     for folder in folders:
@@ -135,7 +135,7 @@ def images_below(place: Path) -> list[Path]:
 def read_like(files: list[Path], shape: tuple[int, ...], how: ImageReading | None = None) -> tuple[list[Path], Array]:
     """Images as a run has them, brought to the shape [C, H, W] of its examples; and the files that are images.
 
-    Where the run skipped damaged files, they are skipped here.
+    If the run skipped damaged files, they are skipped here.
     """
     if len(shape) != 3 or shape[0] not in (1, 3):
         raise UserError(f"{files[0]} is an image, and this run's examples have shape {shape}; give arrays or a table.")

@@ -47,11 +47,11 @@ class LazyFederation(Federation):
     num_cached: int = field(kw_only=True)
     num_outputs: int | None = field(kw_only=True, default=None)  # labels must be smaller; a run fills it in
 
-    labels: Tensor | None = field(kw_only=True, default=None)  # of all examples, by number, where they are known
+    labels: Tensor | None = field(kw_only=True, default=None)  # of all examples, by number, if they are known
 
     @property
     def num_classes(self) -> int | None:
-        """None also where nobody has seen all labels."""
+        """None also if the labels are not known."""
         if self.labels is None or self.labels.is_floating_point() or self.labels.ndim > 1:
             return None
         return int(self.labels.max()) + 1 if self.class_names is None else len(self.class_names)

@@ -39,7 +39,7 @@ MAX_DRAWING_BYTES = 1_000_000  # a drawing of Omniglot has a few hundred
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set comes from and how it is prepared."""
+    """The origin of a data set and its preparation."""
 
     description: str
     shape: tuple[int, ...]
@@ -48,14 +48,14 @@ class Source:
     std: tuple[float, ...]
     num_rows: tuple[int, ...] = ()  # training examples, and test examples where it has its own; () is not checked
     hub: str | None = None  # its id on the Hugging Face Hub
-    sha256: str | None = None  # of its images and labels in canonical order, where that is known
+    sha256: str | None = None  # of its images and labels in canonical order, if known
     image: str = "image"  # columns there
     label: str = "label"
     coarse: str | None = None
 
 
 class Originals(NamedTuple):
-    """A folder of a data set's files, as somebody downloaded them."""
+    """A folder of a data set's files, as downloaded."""
 
     folder: Path
     files: list[Path]
@@ -245,7 +245,7 @@ def _blobs(table: Any, source: Source) -> list[Any]:
 
 
 def _class_names(table: Any, column: str) -> list[str]:
-    """What the Hugging Face library calls the numbers in a column; empty if it does not say."""
+    """The names that the Hugging Face library stores for the numbers in a column; empty if there are none."""
     described = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
     names: list[str] = described.get("info", {}).get("features", {}).get(column, {}).get("names", [])
     return names

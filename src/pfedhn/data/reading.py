@@ -1,4 +1,4 @@
-"""How a run's examples were read from somebody's own files: kept with the run, so that later ones are read alike."""
+"""How a run's examples were read from files; it is kept with the run, so that later examples are read alike."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class Column:
 
     @property
     def features(self) -> list[str]:
-        """What its features are called, in order."""
+        """The names of its features, in order."""
         return [self.name] if self.texts is None else [f"{self.name}={text}" for text in self.texts]
 
 
@@ -30,7 +30,7 @@ class TableReading:
     missing: str = "refuse"  # as in `Encoding`
     fitted: str = "client"
     common: tuple[float, ...] | None = None  # what empty cells are filled with, feature by feature: for everybody
-    own: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # and for clients with medians of their own
+    own: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # and for clients with their own medians
     sha256: str = ""  # of the file
 
     @property
@@ -43,7 +43,7 @@ class TableReading:
         return self.missing != "refuse"
 
     def fill_of(self, client: str) -> tuple[float, ...] | None:
-        """What a client's empty cells are filled with, feature by feature; None where they are refused."""
+        """The values of a client's empty cells, feature by feature; None if these are refused."""
         if not self.is_filled:
             return None
         return self.own.get(client, self.common or (0.0,) * len(self.features))
@@ -67,12 +67,12 @@ class Reading:
 
 
 def reading_card(how: Reading | None, shape: Sequence[int], fill: Sequence[float] | None) -> dict[str, Any]:
-    """What goes into a model, as plain values for its card; empty where nobody knows.
+    """The inputs of a model as plain values for its card; empty if they are unknown.
 
     Args:
         how: How the run read its examples.
         shape: Of one example.
-        fill: What this client's empty cells are filled with, feature by feature.
+        fill: The values of this client's empty cells, feature by feature.
     """
     if how is None:
         return {}

@@ -18,7 +18,7 @@ from pfedhn.system.files import given_path, reading
 
 
 class Table(NamedTuple):
-    """A table of numbers in which every example has a client and a label."""
+    """A table of numbers with a client and a label for each example."""
 
     x: NDArray[numpy.float32]  # [examples, features]
     y: Array  # class numbers int64, or float32 where the labels have fractions
@@ -55,8 +55,8 @@ def from_table(
         label_column: The column that holds the label.
         task: "classification" where labels are class numbers or names, "regression" where they are numbers to predict.
             With "auto" it is regression if some label has a fraction.
-        encoding: What is done about columns of texts and empty cells, which are refused by default; `read_federation`
-            fills cells in, and here they are NaN.
+        encoding: How columns become numbers; texts and empty cells are refused by default. `read_federation` fills
+            empty cells in, and here they are NaN.
         ignore_columns: Columns that are no features.
 
     Examples:
@@ -107,7 +107,7 @@ def from_table(
 
 
 def count_clients(path: str | Path, client_column: str) -> int:
-    """How many clients a table has, whatever its other columns hold; 0 where it has no such column."""
+    """The number of clients in a table, whatever its other columns hold; 0 without such a column."""
     columns = read_columns(given_path(path), lambda name: name != client_column)
     cells = as_identifiers(columns[client_column]) if client_column in columns else numpy.empty(0)
     return len(numpy.unique(cells))
