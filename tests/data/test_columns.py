@@ -146,6 +146,13 @@ def test_a_text_among_numbers_is_named_and_not_the_empty_cell_before_it(tmp_path
         encoded_like(read_columns(file), table)
 
 
+def test_lines_without_a_cell_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("who,what,a\n1,2,3\n\n,,\n1,2,x\n,,\n")
+    with pytest.raises(UserError, match=r"'a' in line 5 of table\.csv is 'x'"):
+        from_table(tmp_path / "table.csv", "who", "what")
+    assert read_columns(tmp_path / "table.csv")["a"].tolist() == ["3", "x"]
+
+
 @pytest.mark.parametrize("number", ["1.234,5", "1 234,50", "-12.345.678,9"])
 def test_signs_between_thousands_are_refused(number: str, tmp_path: Path) -> None:
     file = tmp_path / "costs.csv"

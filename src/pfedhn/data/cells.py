@@ -46,7 +46,7 @@ class Columns(dict[str, Array]):
     def _lines(self) -> list[int]:
         """The line of the header and of each example of a text file, which only errors ask for."""
         assert self.separator is not None
-        return [line for line, cells in _records(self.file, _text(self.file), self.separator) if cells]
+        return [line for line, _ in _records(self.file, _text(self.file), self.separator)]
 
 
 def is_table(path: Path) -> bool:
@@ -69,8 +69,7 @@ def read_columns(file: Path, is_ignored: Callable[[str], bool] = lambda name: Fa
 def _read_text(file: Path, is_ignored: Callable[[str], bool]) -> Columns:
     text = _text(file)
     separator = _separator(file, text)
-    _, first = next(_records(file, text, separator), (0, []))
-    header = [name.strip() for name in first]
+    header = [name.strip() for name in next(_records(file, text, separator))[1]]
     if len(set(header)) != len(header) or not header:
         raise UserError(f"the first line of {file.name} must name every column once.")
     read = Columns(file, separator)
@@ -115,7 +114,7 @@ def _separator(file: Path, text: str) -> str:
 
 
 def _parsed(file: Path, text: str, separator: str, header: list[str]) -> "pandas.DataFrame":
-    """The cells below the header; a line must have as many of them as the header."""
+    """The cells below the header, without blank lines."""
     import pandas
 
     try:
@@ -128,35 +127,34 @@ def _parsed(file: Path, text: str, separator: str, header: list[str]) -> "pandas
             skip_blank_lines=False,
         )[1:]
     except pandas.errors.ParserError:
-        last = _refuse_ragged(file, text, separator, header)
+        lines = [0, *(line for line, _ in _records(file, text, separator))]
         raise UserError(
-            f"a quotation mark opens a cell below line {last} of {file.name}, and none closes it; repair it."
+            f"a quotation mark opens a cell below line {lines[-2]} of {file.name}, and none closes it; repair it."
         ) from None
-    if (table[len(header) - 1] == "").any():  # pandas fills short lines up, and blank ones
-        _refuse_ragged(file, text, separator, header)
-        table = table[[bool(cells) for _, cells in _records(file, text, separator)][1:]]
-    return table
-
-
-def _refuse_ragged(file: Path, text: str, separator: str, header: list[str]) -> int:
-    """Refuse a line with more or fewer cells than the header; the line above the last record if there is none."""
-    lines = [0]
-    for line, cells in _records(file, text, separator):
-        if cells and len(cells) != len(header):
-            others = [word for sign, word in SEPARATORS.items() if sign != separator and sign in "".join(header)]
-            hint = f", or separate all cells by commas if they are separated by {others[0]}" if others else ""
-            raise UserError(
-                f"line {line} of {file.name} has {len(cells)} cells and the header {len(header)}; repair it{hint}."
-            )
-        lines.append(line)
-    return lines[-2]
+    if (table[len(header) - 1] == "").any():  # pandas fills short lines up, which are refused here
+        for _ in _records(file, text, separator):
+            pass
+    return table[(table != "").any(axis=1)]
 
 
 def _records(file: Path, text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """(number of its last line, cells) of every record, for errors: pandas does not count lines."""
+    """(number of its last line, cells) of the header and every record that is not blank; pandas does not count lines.
+
+    A record must have as many cells as the header.
+    """
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     try:
-        yield from ((reader.line_num, cells) for cells in reader)
+        header = next(reader, [])
+        yield reader.line_num, header
+        for cells in filter(any, reader):
+            if len(cells) != len(header):
+                others = [word for sign, word in SEPARATORS.items() if sign != separator and sign in "".join(header)]
+                hint = f", or separate all cells by commas if they are separated by {others[0]}" if others else ""
+                raise UserError(
+                    f"line {reader.line_num} of {file.name} has {len(cells)} cells and the header {len(header)}; "
+                    f"repair it{hint}."
+                )
+            yield reader.line_num, cells
     except csv.Error as error:
         raise UserError(f"{file} is not a table of cells ({error}); repair it.") from error
 

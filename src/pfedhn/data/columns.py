@@ -144,14 +144,12 @@ def to_numbers(columns: Columns, name: str, text: str = FIX, empty: str = FILL, 
     import pandas
 
     column = columns[name]
-    if column.dtype.kind in "biuf":
-        numbers, is_missing = column, numpy.isnan(column)
-    else:
-        cells = texts(column)
-        numbers = pandas.to_numeric(cells, errors="coerce").to_numpy()
-        is_missing = is_blank(cells).to_numpy(dtype=bool)
+    numbers = pandas.to_numeric(pandas.Series(column, dtype=column.dtype), errors="coerce").to_numpy()
     with numpy.errstate(over="ignore"):  # what is too large for float32 is refused below
         values: Features = numbers.astype(numpy.float32)
+    is_missing = numpy.isnan(values)
+    if is_missing.any():
+        is_missing = is_blank(texts(column)).to_numpy(dtype=bool)
     for is_wrong, why in (
         (numpy.isnan(values) & ~is_missing, f" and not a number; {text}"),
         (numpy.isinf(values), f" and not a finite number; {FIX}"),
