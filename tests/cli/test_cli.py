@@ -26,7 +26,7 @@ from typer.testing import CliRunner, Result
 
 import pfedhn
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.cli import choosing
+from pfedhn.cli import find
 from pfedhn.cli.app import app
 from pfedhn.cli.tune import tune
 from pfedhn.data import catalogue as datasets
@@ -607,7 +607,7 @@ def test_debug_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_of_ours_is_called_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "find_experiment", Mock(side_effect=KeyError("oops")))
+    monkeypatch.setattr(find, "find_experiment", Mock(side_effect=KeyError("oops")))
     refused(1, "KeyError: 'oops' (an error inside pfedhn; `pfedhn --debug ...` shows where).", "run", "demo")
 
 

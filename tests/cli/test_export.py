@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -16,12 +15,10 @@ from support import encoded
 from typer.testing import CliRunner, Result
 
 import pfedhn
-from pfedhn.cli import plan
 from pfedhn.cli.app import app
 from pfedhn.engine.simulate import Simulation
 from pfedhn.runs.portable import to_markdown
 from pfedhn.storage.spec import read_spec, write_spec
-from pfedhn.system.screen import Screen
 
 CLINICS = """
 dataset = "visits.csv"
@@ -433,23 +430,14 @@ def test_a_plan_is_whole_where_it_is_piped_and_json_where_asked_for(monkeypatch:
     assert "--json is for --dry-run" in refused.output
 
 
-def test_a_plan_is_shown_line_by_line_and_runs_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, terminal, num_lines = plan.measure, io.StringIO(), []
-
-    def measured(*arguments: Any) -> plan.Size:
-        num_lines.append(len(terminal.getvalue().splitlines()))
-        return measure(*arguments)
-
+def test_a_plan_runs_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise AssertionError("a round was run")
 
     monkeypatch.setattr(Simulation, "_round", refuse)
-    monkeypatch.setattr(plan, "measure", measured)
-    monkeypatch.setattr(plan, "table_screen", lambda: Screen(file=terminal, width=120))
     Path("two.toml").write_text(CLINICS.replace('"pfedhn"', '["pfedhn", "local"]'))
-    command = ["run", "two.toml", "--dry-run", "--device", "cpu", "--out", "other"]
-    whole = invoke(*command)
-    assert whole.exit_code == 0, whole.output
-    assert num_lines == [1, 2]
-    header, first, second = terminal.getvalue().splitlines()
+    result = invoke("run", "two.toml", "--dry-run", "--device", "cpu", "--out", "other")
+    assert result.exit_code == 0, result.output
+    header, first, second = result.stdout.splitlines()[:3]
+    assert [line.split()[0] for line in (header, first, second)] == ["cell", "pfedhn-visits-3", "local-visits-3"]
     assert len({len(line.rstrip()) for line in (header, first, second)}) == 1, "all end below each other"

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pfedhn.cli.options import DeviceOption, RunArgument
+from pfedhn.cli.options import DeviceOption, RunArgument, RunNameOption
 from pfedhn.errors import UserError
 from pfedhn.system.screen import say
 
@@ -15,26 +15,21 @@ def add_client(
     data: Annotated[
         Path,
         typer.Option(
-            "--data",
-            metavar="PATH",
-            help="A folder with x.npy and y.npy, or with a folder of images per class, or a table.",
+            metavar="PATH", help="A folder with x.npy and y.npy, or with a folder of images per class, or a table."
         ),
     ],
     label: Annotated[
-        str | None, typer.Option("--label", metavar="COLUMN", help="For a table: the label column, if not the run's.")
+        str | None, typer.Option(metavar="COLUMN", help="For a table: the label column, if not the run's.")
     ] = None,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs.")
-    ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Rounds that the client takes part in.")] = 100,
+    run: RunNameOption = None,
+    rounds: Annotated[int, typer.Option(metavar="N", help="Rounds that the client takes part in.")] = 100,
     architecture: Annotated[
-        str | None, typer.Option("--architecture", metavar="NAME", help="Which of a run's several target networks.")
+        str | None, typer.Option(metavar="NAME", help="Which of a run's several target networks.")
     ] = None,
     name: Annotated[
-        str | None,
-        typer.Option("--name", help="The client's name; its random draws depend on it.", show_default="none"),
+        str | None, typer.Option(help="The client's name; its random draws depend on it.", show_default="none")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the split and the draws.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the split and the draws.")] = 0,
     assignments: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,8 +40,7 @@ def add_client(
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="Where the model is written: .safetensors, .onnx or .pt2."),
+        Path | None, typer.Option(metavar="FILE", help="Where the model is written: .safetensors, .onnx or .pt2.")
     ] = None,
     device: DeviceOption = None,
 ) -> None:

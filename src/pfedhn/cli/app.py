@@ -43,24 +43,13 @@ def all_commands(
     """
 
 
-# Each is a function in the module of the same name.
-COMMANDS = {
-    "demo": "demo",
-    "list": "list_all",
-    "run": "run",
-    "tune": "tune",
-    "report": "report",
-    "add-client": "add_client",
-    "export": "export",
-    "predict": "predict",
-    "bench": "bench",
-    "doctor": "doctor",
-    "serve": "serve",
-    "invite": "invite",
-    "join": "join",
-    "status": "status",
-}
-
-for command, name in COMMANDS.items():
+# Each is a function in a module of its name.
+COMMANDS = (
+    *("demo", "list", "run", "tune", "report"),
+    *("add-client", "export", "predict", "bench", "doctor"),
+    *("serve", "invite", "join", "status"),
+)
+for command in COMMANDS:
+    name = "list_all" if command == "list" else command.replace("-", "_")
     app.command(command)(getattr(import_module(f"pfedhn.cli.{name}"), name))
 app.add_typer(data, name="data")

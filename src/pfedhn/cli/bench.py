@@ -21,7 +21,7 @@ COLUMNS = {
 def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead of a table.")] = False,
     device: DeviceOption = None,
-    repeats: Annotated[int, typer.Option("--repeats", metavar="N", help="Rounds measured for each variant.")] = 7,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Rounds measured for each variant.")] = 7,
 ) -> None:
     """Measure the engine against a textbook implementation of pFedHN.
 

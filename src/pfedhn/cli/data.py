@@ -68,7 +68,7 @@ def data_show(
         ),
     ],
     assignments: SetOption = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the partition.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
     data_dir: DataDirOption = None,
     figure: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it (.png, .pdf or .svg).")

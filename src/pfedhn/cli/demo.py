@@ -13,7 +13,7 @@ from pfedhn.system.screen import Screen, say
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", help="Where the runs and the figure are kept.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Where the runs and the figure are kept.")] = Path("runs/demo"),
     jobs: JobsOption = None,
 ) -> None:
     """Watch pFedHN+ learn on handwritten digits, beside other methods: a table, a figure, no downloads.

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from pfedhn.cli.options import RunArgument
+from pfedhn.cli.options import RunArgument, RunNameOption
 from pfedhn.errors import UserError
 from pfedhn.system.screen import say
 
@@ -14,33 +14,24 @@ PARTY = "party.json"  # of the folder of a party that takes part in a federation
 
 def export(
     directory: RunArgument,
-    to: Annotated[
-        Path, typer.Option("--to", metavar="FILE", help="Where: .onnx, .pt2 or .safetensors; with --all, a folder.")
-    ],
-    client: Annotated[
-        str | None, typer.Option("--client", metavar="NAME", help="Whose model, by name or number.")
-    ] = None,
+    to: Annotated[Path, typer.Option(metavar="FILE", help="Where: .onnx, .pt2 or .safetensors; with --all, a folder.")],
+    client: Annotated[str | None, typer.Option(metavar="NAME", help="Whose model, by name or number.")] = None,
     every: Annotated[bool, typer.Option("--all", help="The model of every client.")] = False,
     kind: Annotated[
         str | None,
         typer.Option("--format", metavar="NAME", help="With --all: onnx, pt2 or safetensors.", show_default="onnx"),
     ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs; a unique beginning will do."),
-    ] = None,
+    run: RunNameOption = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            "--data",
             metavar="PATH",
             help="The client's own training examples, for a method that adapts on them: a folder with x.npy and y.npy, "
             "or a table.",
         ),
     ] = None,
     label: Annotated[
-        str | None,
-        typer.Option("--label", metavar="COLUMN", help="If these are a table: the column that holds the label."),
+        str | None, typer.Option(metavar="COLUMN", help="If these are a table: the column that holds the label.")
     ] = None,
 ) -> None:
     """Write personal models to files that run without this package.

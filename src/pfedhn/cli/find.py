@@ -1,17 +1,22 @@
-"""What the words of a command name: an experiment, its rates, seeds, a device."""
+"""What the words of a command name: an experiment, its runs, its rates, its seeds."""
 
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pfedhn.errors import UserError, closest
-from pfedhn.experiments.grid import from_toml
+from pfedhn.experiments.build import check
+from pfedhn.experiments.directory import Options
+from pfedhn.experiments.grid import from_toml, refuse_without_effect, select, with_assignments
 from pfedhn.experiments.rates import rates_file
 from pfedhn.experiments.registry import experiments
-from pfedhn.experiments.spec import TABLE_ENDINGS, Experiment
+from pfedhn.experiments.spec import TABLE_ENDINGS, Experiment, RunSpec, with_pretraining
+from pfedhn.paper.experiments import with_rates_of
+from pfedhn.settings import parse_assignments
 from pfedhn.studies import Study, studies
 from pfedhn.system.files import given_path, reading
 from pfedhn.system.reference import load_file
+from pfedhn.system.screen import say
 
 
 def find_experiment(name: str, small: bool = False, also: Iterable[str] = ()) -> tuple[Experiment, str]:
@@ -22,12 +27,13 @@ def find_experiment(name: str, small: bool = False, also: Iterable[str] = ()) ->
         small: A study at reduced size.
         also: What else could have been meant.
     """
-    if small and (study := find_study(name)) is None:
+    study = find_study(name)
+    if small and study is None:
         raise UserError(f"--small is for studies, and {name!r} is none; there, --set steps=100 makes runs short.")
     if name in experiments():
         return experiments()[name], name
     file = given_path(name)
-    if (study := find_study(name)) is not None:
+    if study is not None:
         return study.experiment(small), name if name in studies() else str(given_path(file, is_resolved=True))
     with reading(file):
         if file.suffix.lower() in TABLE_ENDINGS or file.is_dir():
@@ -66,10 +72,26 @@ def find_study(source: str) -> Study | None:
     return study
 
 
-def rates_beside(source: str) -> Path | None:
-    """The file of rates that was read with a user's experiment file."""
-    file = None if source in experiments() or source in studies() else rates_file(Path(source))
-    return file if file is not None and file.exists() else None
+def chosen_runs(
+    name: str, assignments: list[str], only: list[str], seeds: list[str] | None, rates: Path | None, small: bool
+) -> tuple[Experiment, list[RunSpec], Options]:
+    """The experiment with the person's changes, the runs chosen from it, and how a later command names it."""
+    chosen, source = find_experiment(name, small)
+    beside = None if source in experiments() or source in studies() else rates_file(Path(source))
+    if rates is not None:
+        rates = given_path(rates, is_resolved=True)
+        with reading(rates):
+            if not rates.is_file():
+                raise UserError(f"there is no file {rates}.")
+        chosen = with_rates_of(chosen, rates)
+    if (file := rates or beside) is not None and file.exists():
+        say(f"Learning rates: {file}", is_error=True)
+    chosen = with_assignments(chosen, parse_assignments(assignments))
+    check(chosen)
+    runs = select(chosen, only, whole_numbers(seeds))
+    refuse_without_effect(assignments, [run.cell for run in with_pretraining(chosen, runs)])
+    norms = (study := find_study(name)) is not None and study.norms
+    return chosen, runs, Options(source=source, small=small, assignments=tuple(assignments), rates=rates, norms=norms)
 
 
 def whole_numbers(texts: Sequence[str] | None) -> list[int] | None:

@@ -15,7 +15,7 @@ from pfedhn.system.screen import say
 def invite(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The party's name.")],
     state: StateOption = Path("federation"),
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="The bundle; NAME.invite.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The bundle; NAME.invite.")] = None,
     key: Annotated[
         Path | None, typer.Option("--public-key", metavar="FILE", help="The public key of a party that has its own.")
     ] = None,

@@ -9,56 +9,44 @@ from pfedhn.cli.federation import JsonOption, need_the_extra, sayer
 from pfedhn.errors import UserError
 from pfedhn.system.screen import say
 
-FolderOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--folder",
-        metavar="DIR",
-        help="The party's own folder, with its key and personal layers; pfedhn-NAME by default.",
-    ),
-]
-
 
 def join(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The invitation.")],
     data: Annotated[
-        Path, typer.Option("--data", metavar="PATH", help="A folder with x.npy and y.npy, or a table (.csv, .parquet).")
+        Path, typer.Option(metavar="PATH", help="A folder with x.npy and y.npy, or a table (.csv, .parquet).")
     ],
-    size: Annotated[str, typer.Option("--size", metavar="S", help="Which of several networks to run.")] = "",
-    folder: FolderOption = None,
+    size: Annotated[str, typer.Option(metavar="S", help="Which of several networks to run.")] = "",
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="The party's folder, with its key and personal layers; pfedhn-NAME by default."
+        ),
+    ] = None,
     key: Annotated[
-        Path | None, typer.Option("--key", metavar="FILE", help="Your own private key; created if not given.")
+        Path | None, typer.Option(metavar="FILE", help="Your own private key; created if not given.")
     ] = None,
     clip: Annotated[
         float | None,
-        typer.Option(
-            "--clip", metavar="C", help="Privacy: the largest norm of an update, or of an example's gradient."
-        ),
+        typer.Option(metavar="C", help="Privacy: the largest norm of an update, or of an example's gradient."),
     ] = None,
     noise: Annotated[
-        float | None,
-        typer.Option("--noise", metavar="S", help="Privacy: noise of standard deviation S * C on every value."),
+        float | None, typer.Option(metavar="S", help="Privacy: noise of standard deviation S * C on every value.")
     ] = None,
     level: Annotated[
         str | None,
         typer.Option(
-            "--level",
             metavar="L",
             help="Privacy: protects all your data (client), or any single example (example).",
             show_default="client",
         ),
     ] = None,
     epsilon: Annotated[
-        float | None,
-        typer.Option("--epsilon", metavar="E", help="Privacy: the budget; when it is spent, nothing more is sent."),
+        float | None, typer.Option(metavar="E", help="Privacy: the budget; when it is spent, nothing more is sent.")
     ] = None,
     delta: Annotated[
         float | None,
         typer.Option(
-            "--delta",
-            metavar="D",
-            help="Privacy: the probability that the budget is counted at.",
-            show_default="0.00001",
+            metavar="D", help="Privacy: the probability that the budget is counted at.", show_default="0.00001"
         ),
     ] = None,
     stay: Annotated[bool, typer.Option("--stay", help="Keep running when the run is over.")] = False,
@@ -83,12 +71,11 @@ def join(
     from pfedhn.system.files import claimed, given_path, make_folder
     from pfedhn.system.stopping import stop_requests
 
-    privacy = None
-    if any(option is not None for option in (clip, noise, epsilon, level, delta)):  # one that counts for nothing lies
+    privacy, wanted = None, {"clip": clip, "noise": noise, "epsilon": epsilon, "level": level, "delta": delta}
+    if any(value is not None for value in wanted.values()):
         if clip is None or noise is None or epsilon is None:
             raise UserError("privacy needs all three: --clip, --noise and --epsilon.")
-        given_too = {name: value for name, value in (("level", level), ("delta", delta)) if value is not None}
-        privacy = Privacy(clip, noise, epsilon, **given_too)  # type: ignore[arg-type]  # which it checks
+        privacy = Privacy(**{name: value for name, value in wanted.items() if value is not None})  # type: ignore[arg-type]
     given, stop, show = read_bundle(given_path(bundle)), threading.Event(), sayer(as_json)
     own = (folder or Path(f"pfedhn-{given.name}")).absolute()
     make_folder(own, mode=0o700)

@@ -64,4 +64,8 @@ RunArgument = Annotated[
         autocompletion=completion.run_directories,
     ),
 ]
+RunNameOption = Annotated[
+    str | None,
+    typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs; a unique beginning will do."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]

@@ -1,9 +1,9 @@
 """`pfedhn run --dry-run`: the runs of an experiment and their sizes."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -12,82 +12,46 @@ from pfedhn.engine.memory import bytes_of_shared
 from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Directory, Options, num_jobs
 from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
-from pfedhn.system.screen import say, table_screen
-
-COLUMNS = ("cell", "seeds", "rounds", "parameters", "memory")
-
-
-class Size(NamedTuple):
-    """The size of one run of a cell."""
-
-    rounds: int
-    parameters: int  # of the largest target network
-    megabytes: float  # of examples and of the server's model
-
-
-def measure(run: RunSpec, options: Options) -> Size:
-    simulation = build_simulation(run, options)
-    federation = simulation.federation
-    held = federation.x.nbytes + federation.y.nbytes + bytes_of_shared(simulation)
-    parameters = max(sum(shape.numel() for shape in model.shapes.values()) for model in simulation.models.values())
-    return Size(simulation.num_rounds, parameters, held / 2**20)
+from pfedhn.system.screen import Screen, say, table_screen
 
 
 def print_plan(
     path: Path, experiment: Experiment, runs: Sequence[RunSpec], options: Options, jobs: int | None, as_json: bool
 ) -> None:
-    """Say what `run` would do; nothing is written."""
+    """Say what `run` would do, and write nothing."""
     options.check()
     Directory(path).refuse_other(experiment)
     runs = with_pretraining(experiment, runs)
     left = [run for run in runs if not (path / run.name / "result.json").exists()]
-    cells: dict[str, list[RunSpec]] = {}
+    by_cell: dict[str, list[RunSpec]] = {}
     for run in left:
-        cells.setdefault(run.cell_name, []).append(run)
-    screen, widths = table_screen(), _widths(cells)
-    if not as_json:
-        screen.print(_table(widths, show_header=True))
-    largest, listed = 0.0, []
-    for name, members in cells.items():
-        size = measure(members[0], options)
-        largest = max(largest, size.megabytes)
-        listed.append({"name": name, "runs": [member.name for member in members], **size._asdict()})
-        if as_json:
-            continue
-        row = _table(widths)
-        row.add_row(
-            escape(name),
-            str(len(members)),
-            f"{size.rounds:,}",
-            f"{size.parameters:,}",
-            f"{size.megabytes:.1f} MB",
-        )
-        screen.print(row)  # at once: the next cell may take a while to build
+        by_cell.setdefault(run.cell_name, []).append(run)
+    cells: list[dict[str, Any]] = []
+    for name, members in by_cell.items():
+        with Screen(stderr=True).status(f"measuring {escape(name)}"):
+            simulation = build_simulation(members[0], options)
+        federation, models = simulation.federation, simulation.models.values()
+        held = federation.x.nbytes + federation.y.nbytes + bytes_of_shared(simulation)
+        parameters = max(sum(shape.numel() for shape in model.shapes.values()) for model in models)
+        sizes = {"rounds": simulation.num_rounds, "parameters": parameters, "megabytes": held / 2**20}
+        cells.append({"name": name, "runs": [member.name for member in members], **sizes})
     side_by_side = num_jobs(max(len(left), 1), jobs) if options.device == "cpu" else None
     if as_json:
         finished = [run.name for run in runs if run not in left]
-        plan = {"directory": str(path), "cells": listed, "finished": finished, "jobs": side_by_side}
-        say(json.dumps(plan))
+        say(json.dumps({"directory": str(path), "cells": cells, "finished": finished, "jobs": side_by_side}))
         return
+    table = Table("cell", box=None, pad_edge=False)
+    for heading in ("seeds", "rounds", "parameters", "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for cell in cells:
+        numbers = f"{len(cell['runs'])}", f"{cell['rounds']:,}", f"{cell['parameters']:,}"
+        table.add_row(escape(cell["name"]), *numbers, f"{cell['megabytes']:.1f} MB")
+    table_screen().print(table)
     beside = "" if side_by_side is None else f", {side_by_side} side by side"
     say(f"{len(left)} runs in {path}{beside} ({len(runs) - len(left)} are finished already).")
     if side_by_side is not None and left:
+        largest = max(cell["megabytes"] for cell in cells)
         say(
-            f"About {largest * side_by_side:.0f} MB hold data and server models; training needs more "
-            "memory. A run shows the time it has left."
+            f"About {largest * side_by_side:.0f} MB hold data and server models; training needs more memory. A run "
+            "shows the time it has left."
         )
-
-
-def _widths(cells: Mapping[str, Sequence[RunSpec]]) -> list[int]:
-    """Guess how wide each column must be before its cells are known."""
-    steps = [f"{members[0].cell.steps:,}" for members in cells.values()]  # no run has more rounds
-    likely = [*cells], ["999"], steps, ["10,000,000"], ["1000.0 MB"]
-    return [max(map(len, (name, *words))) for name, words in zip(COLUMNS, likely, strict=True)]
-
-
-def _table(widths: Sequence[int], show_header: bool = False) -> Table:
-    """Some lines of the table; those of all are one below the other."""
-    table = Table(box=None, pad_edge=False, show_header=show_header)
-    for name, width in zip(COLUMNS, widths, strict=True):
-        table.add_column(name, justify="left" if name == "cell" else "right", no_wrap=True, min_width=width)
-    return table

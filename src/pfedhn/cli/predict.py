@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pfedhn.cli.options import RunArgument
+from pfedhn.cli.options import RunArgument, RunNameOption
 from pfedhn.errors import UserError
 from pfedhn.system.screen import say
 
@@ -17,22 +17,15 @@ if TYPE_CHECKING:
 
 def predict(
     directory: RunArgument,
-    client: Annotated[str, typer.Option("--client", metavar="NAME", help="Whose model, by name or number.")],
-    data: Annotated[
-        Path,
-        typer.Option("--data", metavar="PATH", help="A table (.csv, .tsv, .parquet), x.npy, or images."),
-    ],
+    client: Annotated[str, typer.Option(metavar="NAME", help="Whose model, by name or number.")],
+    data: Annotated[Path, typer.Option(metavar="PATH", help="A table (.csv, .tsv, .parquet), x.npy, or images.")],
     label: Annotated[
         str | None,
-        typer.Option(
-            "--label", metavar="COLUMN", help="For a table: a column with the right answers, to report the accuracy."
-        ),
+        typer.Option(metavar="COLUMN", help="For a table: a column with the right answers, to report the accuracy."),
     ] = None,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs.")
-    ] = None,
+    run: RunNameOption = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.csv", help="Where the predictions go.", show_default="stdout")
+        Path | None, typer.Option(metavar="FILE.csv", help="Where the predictions go.", show_default="stdout")
     ] = None,
 ) -> None:
     """Predict with a client's own model: a line for each example.
@@ -48,9 +41,7 @@ def predict(
       pfedhn predict runs/photos --client Berlin --data new-photos
       pfedhn predict runs/demo --run pfedhn-plus-digits-50-seed0 --client 7 --data my-digits
     """
-    import csv
-    import io
-
+    import pandas
     import torch
 
     from pfedhn.runs.load import load
@@ -69,30 +60,24 @@ def predict(
         outputs: Any = model(x)
     if not isinstance(outputs, torch.Tensor):
         raise UserError("the network gives no single tensor; use personal_model in Python.")
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
     names = described.class_names
-    lines: list[list[Any]]
+    lines = pandas.DataFrame() if files is None else pandas.DataFrame({"file": files})
     if described.classes is None:
         values = outputs.reshape(len(outputs), -1)
-        header = ["prediction"] if values.shape[1] == 1 else [f"prediction_{i}" for i in range(values.shape[1])]
-        lines = values.tolist()
-        said: list[Any] = values[:, 0].tolist()
+        columns = ["prediction"] if values.shape[1] == 1 else [f"prediction_{i}" for i in range(values.shape[1])]
+        lines[columns] = values.tolist()
     else:
         best = outputs.softmax(-1).max(-1)
-        said = [names[place] if names else place for place in best.indices.tolist()]
-        header = ["prediction", "probability"]
-        lines = [[word, f"{value:.4f}"] for word, value in zip(said, best.values.tolist(), strict=True)]
-    if files is not None:
-        header, lines = ["file", *header], [[file, *line] for file, line in zip(files, lines, strict=True)]
-    writer.writerow(header)
-    writer.writerows(lines)
+        lines["prediction"] = [names[place] if names else place for place in best.indices.tolist()]
+        lines["probability"] = [f"{value:.4f}" for value in best.values.tolist()]
+    text = lines.to_csv(index=False)
     if out is None:
-        sys.stdout.write(text.getvalue())
+        sys.stdout.write(text)
     else:
-        write_atomically(out, text.getvalue().encode())
-        say(f"{len(said)} predictions are in {out}.")
+        write_atomically(out, text.encode())
+        say(f"{len(lines)} predictions are in {out}.")
     if answers is not None:
+        said = lines.filter(like="prediction").iloc[:, 0].tolist()
         say(_compared(said, answers.tolist(), described.classes is not None), is_error=True)
 
 

@@ -23,7 +23,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Where the files are written.", show_default="DIR/report; for .jsonl files, report"),
+        typer.Option(help="Where the files are written.", show_default="DIR/report; for .jsonl files, report"),
     ] = None,
     formats: Annotated[
         list[str] | None,
@@ -32,16 +32,14 @@ def report(
         ),
     ] = None,
     study: Annotated[
-        Path | None,
-        typer.Option("--study", metavar="FILE.py", help="A study of your own that draws what these runs show."),
+        Path | None, typer.Option(metavar="FILE.py", help="A study of your own that draws what these runs show.")
     ] = None,
     average: Annotated[
-        str, typer.Option("--average", help="Which accuracy is compared and drawn: over clients or over samples.")
+        str, typer.Option(help="Which accuracy is compared and drawn: over clients or over samples.")
     ] = "clients",
     export: Annotated[
         Path | None,
         typer.Option(
-            "--export",
             metavar="FILE.jsonl",
             help="Instead of a report, put each finished run into FILE as one small line; a run made again replaces "
             "its line.",
@@ -69,7 +67,7 @@ def report(
     """
     from pfedhn.cli.find import find_study
     from pfedhn.report import results
-    from pfedhn.report.entries import Average, to_reports
+    from pfedhn.report.entries import Average, counted, to_reports
     from pfedhn.report.findings import to_terminal as finding_to_terminal
     from pfedhn.report.page import FORMATS, check_formats, write
     from pfedhn.report.tables import to_json, to_terminal
@@ -79,31 +77,28 @@ def report(
     if average not in ("clients", "samples"):
         raise UserError(f"--average {average} does not fit; it takes clients or samples.")
     over: Average = "samples" if average == "samples" else "clients"
-    files_asked = [name for name, value in (("--out", out), ("--format", formats), ("--export", export)) if value]
+    files_asked = [name for name, value in (("--export", export), ("--out", out), ("--format", formats)) if value]
     if as_json and files_asked:
         raise UserError(f"--json writes no files, so {files_asked[0]} cannot be given with it.")
+    if export is not None and files_asked[1:]:
+        raise UserError(f"--export makes no report, so {files_asked[1]} cannot be given with it.")
     wanted = [part.strip() for text in formats or [] for part in text.split(",")]
     check_formats(wanted)
-    if export is not None:
-        if given := next((name for name, value in (("--out", out), ("--format", formats)) if value), None):
-            raise UserError(f"--export makes no report, so {given} cannot be given with it.")
-        with writing(export):
-            export.exists()  # a name that the system does not take is refused before anything is read
-        for path in paths:
-            _check_place(path)
-        done = results.export(paths, export)
-        added = "1 run" if done.new == 1 else f"{done.new} runs"
-        say(f"{export}: {added} added, {done.replaced} replaced, {done.total} in all.")
-        return
     for path in paths:
         _check_place(path)
+    if export is not None:
+        with writing(export):
+            export.exists()  # a name that the system does not take is refused before anything is read
+        done = results.export(paths, export)
+        say(f"{export}: {counted(done.new, 'run')} added, {done.replaced} replaced, {done.total} in all.")
+        return
     runs = [part for path in paths for part in results.read(path)]
     found = to_reports(runs)
     if as_json:
         say(json.dumps({"reports": to_json(found)}))
         return
-    own = [] if study is None else [find_study(str(study))]
-    shown = findings(runs, [item for item in own if item is not None])
+    own = None if study is None else find_study(str(study))
+    shown = findings(runs, [] if own is None else [own])
     console = table_screen()
     for item in found:
         console.print(to_terminal(item, over))

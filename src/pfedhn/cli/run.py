@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,51 +29,41 @@ def run(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            "--only",
             metavar="FIELD=VALUE,...",
             autocompletion=completion.assignments,
             help="Only the runs that match: method=pfedhn,clients=50. A field given twice takes either value.",
         ),
     ] = None,
     seeds: Annotated[
-        list[str] | None,
-        typer.Option("--seeds", metavar="N,...", help="Seeds to use instead of the experiment's, e.g. 0,1."),
+        list[str] | None, typer.Option(metavar="N,...", help="Seeds to use instead of the experiment's, e.g. 0,1.")
     ] = None,
     small: Annotated[
-        bool,
-        typer.Option("--small", help="A study at reduced size, on the digits; takes seconds on a CPU."),
+        bool, typer.Option("--small", help="A study at reduced size, on the digits; takes seconds on a CPU.")
     ] = False,
     out: OutOption = None,
     jobs: JobsOption = None,
     on: OnOption = None,
     rates: Annotated[
-        Path | None,
-        typer.Option("--rates", metavar="FILE", help="Learning rates that `pfedhn tune` chose.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Learning rates that `pfedhn tune` chose.", show_default=False)
     ] = None,
     data_dir: DataDirOption = None,
     device: DeviceOption = None,
     executor: Annotated[
         str | None,
-        typer.Option(
-            "--executor",
-            help="How a cohort is computed: auto, loop, traced, vectorized, captured.",
-            show_default="auto",
-        ),
+        typer.Option(help="How a cohort is computed: auto, loop, traced, vectorized, captured.", show_default="auto"),
     ] = None,
     checkpoint_every: Annotated[
-        int | None,
-        typer.Option("--checkpoint-every", metavar="STEPS", help="Steps between checkpoints.", show_default="a minute"),
+        int | None, typer.Option(metavar="STEPS", help="Steps between checkpoints.", show_default="a minute")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", help="Threads of each run.", show_default="cores / jobs")
+        int | None, typer.Option(metavar="N", help="Threads of each run.", show_default="cores / jobs")
     ] = None,
     precision: PrecisionOption = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="On a GPU: the same bits from the same GPU and versions.")
     ] = False,
     track: Annotated[
-        str | None,
-        typer.Option("--track", metavar="NAME", help="Also send every evaluation to tensorboard, mlflow or wandb."),
+        str | None, typer.Option(metavar="NAME", help="Also send every evaluation to tensorboard, mlflow or wandb.")
     ] = None,
     norms: Annotated[
         bool, typer.Option("--norms", help="Also note norms of what the server keeps at every evaluation.")
@@ -86,12 +76,7 @@ def run(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every evaluation.")] = False,
     resume: Annotated[
         Path | None,
-        typer.Option(
-            "--resume",
-            metavar="DIR",
-            help="Resume the runs of a directory.",
-            autocompletion=completion.run_directories,
-        ),
+        typer.Option(metavar="DIR", help="Resume the runs of a directory.", autocompletion=completion.run_directories),
     ] = None,
 ) -> None:
     """Run an experiment, its runs in parallel, and print its table.
@@ -131,9 +116,11 @@ def run(
       dataset = "visits.csv"    a table (.csv, .tsv, .parquet), and with it
       columns = {client = "clinic", label = "outcome"}
     """
-    from pfedhn.cli.choosing import chosen_runs, stored_runs
+    from pfedhn.cli.find import chosen_runs
     from pfedhn.cli.running import choose_device_on, displayed, end
     from pfedhn.cli.showing import show_results
+    from pfedhn.experiments.build import check
+    from pfedhn.experiments.directory import Directory
     from pfedhn.experiments.runner import run_ready
     from pfedhn.experiments.tasks import connected
     from pfedhn.storage.history import MendableError
@@ -144,23 +131,24 @@ def run(
         given |= {"--rates": rates, "--small": "--small" if small else None}
         if clash := [name for name, value in given.items() if value]:
             raise UserError(f"--resume continues what {resume} holds, so {clash[0]} cannot be given with it.")
-        chosen, runs, options = stored_runs(resume)
+        chosen, runs = Directory(resume).read()
+        check(chosen)
+        options = Directory(resume).options()
     elif experiment is None:
         raise UserError("give the name or the file of an experiment, or --resume DIR; `pfedhn list` shows the names.")
     else:
         chosen, runs, options = chosen_runs(experiment, assignments or [], only or [], seeds, rates, small)
-    if data_dir is not None:
-        options = replace(options, data_dir=given_path(data_dir, is_resolved=True))
-    options = replace(
-        options,
-        executor=executor or options.executor,
-        checkpoint_every=options.checkpoint_every if checkpoint_every is None else checkpoint_every,
-        threads=options.threads if threads is None else threads,
-        precision=options.precision if precision is None else precision,
-        deterministic=options.deterministic or deterministic,
-        track=track or options.track,
-        norms=options.norms or norms,
-    )
+    changes: dict[str, Any] = {
+        "executor": executor,
+        "checkpoint_every": checkpoint_every,
+        "threads": threads,
+        "precision": precision,
+        "deterministic": deterministic or None,
+        "track": track,
+        "norms": norms or None,
+        "data_dir": None if data_dir is None else given_path(data_dir, is_resolved=True),
+    }
+    options = replace(options, **{name: value for name, value in changes.items() if value is not None})
     if quiet and verbose:
         raise UserError("--quiet and --verbose cannot be given together; choose one.")
     if as_json and not dry_run:

@@ -15,14 +15,12 @@ def serve(
         Path | None, typer.Argument(metavar="[SPEC]", help="The federation's file; not needed to resume one.")
     ] = None,
     state: StateOption = Path("federation"),
-    host: Annotated[
-        str | None, typer.Option("--host", help="The network address to listen on.", show_default="all")
-    ] = None,
+    host: Annotated[str | None, typer.Option(help="The network address to listen on.", show_default="all")] = None,
     port: Annotated[
-        int | None, typer.Option("--port", help="The port; it is the only one that parties need.", show_default="9443")
+        int | None, typer.Option(help="The port; it is the only one that parties need.", show_default="9443")
     ] = None,
     address: Annotated[
-        str | None, typer.Option("--address", metavar="HOST:PORT", help="Where parties find it; this machine's name.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Where parties find it; this machine's name.")
     ] = None,
     leave: Annotated[
         bool, typer.Option("--leave", help="Exit when training has ended; without it, others can still join.")

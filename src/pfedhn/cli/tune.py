@@ -26,30 +26,23 @@ def tune(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            "--only",
             metavar="FIELD=VALUE,...",
             help="Only these methods or cells: method=fedavg. pFedHN and pFedHN-PC are tuned only if named here.",
         ),
     ] = None,
     seeds: Annotated[
-        list[str] | None,
-        typer.Option("--seeds", metavar="N,...", help="Scores are means over these seeds.", show_default="0"),
+        list[str] | None, typer.Option(metavar="N,...", help="Scores are means over these seeds.", show_default="0")
     ] = None,
     fraction: Annotated[
-        float,
-        typer.Option("--fraction", metavar="F", help="Fraction of a cell's steps that every point gets at first."),
+        float, typer.Option(metavar="F", help="Fraction of a cell's steps that every point gets at first.")
     ] = 0.2,
-    finalists: Annotated[
-        int, typer.Option("--finalists", metavar="N", help="Points of each method that then get all steps.")
-    ] = 3,
+    finalists: Annotated[int, typer.Option(metavar="N", help="Points of each method that then get all steps.")] = 3,
     save: Annotated[
         Path | None,
-        typer.Option(
-            "--save", metavar="FILE", help="Also write the chosen rates to this file.", show_default="FILE.rates.toml"
-        ),
+        typer.Option(metavar="FILE", help="Also write the chosen rates to this file.", show_default="FILE.rates.toml"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where its results are kept.", show_default="runs/NAME-tuning")
+        Path | None, typer.Option(help="Where its results are kept.", show_default="runs/NAME-tuning")
     ] = None,
     jobs: JobsOption = None,
     on: OnOption = None,

@@ -1,27 +1,36 @@
-"""What is known of the cells of experiments: what every table and figure is made of."""
+"""The cells of experiments and what their runs found: the input of every table and figure."""
 
-import itertools
 import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy
 from numpy.typing import NDArray
 
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.experiments.spec import Cell, Experiment, RunSpec, dataset_name, distinctions, method_name, pretraining_cell
+from pfedhn.experiments.spec import (
+    Cell,
+    Experiment,
+    RunSpec,
+    cell_names,
+    dataset_name,
+    distinctions,
+    method_name,
+    pretraining_cell,
+)
 from pfedhn.models import squared_error
 from pfedhn.report.results import Runs, read
 from pfedhn.storage.schema import Curve, Moment, Result
 from pfedhn.system.environment import Environment
 from pfedhn.system.reference import name_of
 
-Average: TypeAlias = Literal["clients", "samples"]
+Value = TypeVar("Value")
 
+Average: TypeAlias = Literal["clients", "samples"]
 
 Cost: TypeAlias = Literal["steps", "bytes_up", "bytes_down", "seconds"]
 
@@ -64,13 +73,17 @@ class Entry:
     title: str = ""  # of its experiment
     histories: Mapping[int, Sequence[Moment]] = field(default_factory=dict)  # by seed, of runs in directories
     client_names: Sequence[str] | None = None
-    is_squared: bool = False  # where there is no accuracy: whether the loss is the squared error
+    is_squared: bool = False  # for a task without accuracy: whether the loss is the squared error
     running: frozenset[int] = frozenset()  # the seeds that a process is at work on
-    diverged: frozenset[int] = frozenset()  # the seeds whose runs ended so
+    diverged: frozenset[int] = frozenset()  # the seeds whose runs diverged
 
     @property
     def column(self) -> Column:
         return dataset_name(self.cell), self.cell.clients
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.results or self.curves)
 
     @property
     def has_accuracy(self) -> bool:
@@ -78,16 +91,20 @@ class Entry:
             return all(result.test.has_accuracy for result in self.results.values())
         return all(curve.test.client_mean is not None for curve in self.curves.values())
 
-    def test(self, average: Average = "clients") -> Summary | None:
-        """Test accuracy in percent at the chosen round; of a task without accuracy, the loss."""
+    def scores(self, average: Average = "clients") -> dict[int, float]:
+        """By seed, the test accuracy in percent at the chosen round; of a task without accuracy, the loss."""
         if not self.has_accuracy:
-            return summarize(result.test.loss for result in self.results.values())
-        return summarize(100 * getattr(result.test, MEANS[average]) for result in self.results.values())
+            return {seed: result.test.loss for seed, result in self.results.items()}
+        return {seed: 100 * getattr(result.test, MEANS[average]) for seed, result in self.results.items()}
+
+    def test(self, average: Average = "clients") -> Summary | None:
+        """Summarize the scores over seeds."""
+        return summarize(self.scores(average).values())
 
     def loss_over_clients(self) -> Summary | None:
-        """The mean of the clients' own test losses, each client counting the same, of a task without accuracy."""
-        found = [self._client_means(seed) for seed in self.results]
-        return summarize(float(means[~numpy.isnan(means)].mean()) for means in found if not numpy.isnan(means).all())
+        """Average the clients' own test losses, each client counting the same, of a task without accuracy."""
+        found = [means[~numpy.isnan(means)] for means in map(self.client_scores, self.results)]
+        return summarize(float(means.mean()) for means in found if len(means))
 
     def root(self) -> Summary | None:
         """The root of a regression's mean squared error over all test examples, in the unit of the labels."""
@@ -100,8 +117,8 @@ class Entry:
 
     def total(self, cost: Cost) -> Summary | None:
         """Steps, bytes or seconds of a run, with those of the run it starts from."""
-        parts = [[result, *([result.pretrain] if result.pretrain else [])] for result in self.results.values()]
-        return summarize(sum(getattr(part, cost) for part in both) for both in parts)
+        both = [(result, result.pretrain) for result in self.results.values()]
+        return summarize(sum(getattr(part, cost) for part in parts if part is not None) for parts in both)
 
     def difference(self, average: Average = "clients") -> float | None:
         ours = self.test(average)
@@ -109,10 +126,10 @@ class Entry:
 
     @property
     def seeds_text(self) -> str:
-        done = len(self.results)
         if not self.num_planned:
             return ""
-        return seeds_count(done) if done == self.num_planned else f"{done} of {seeds_count(self.num_planned)}"
+        done, planned = len(self.results), counted(self.num_planned, "seed")
+        return planned if done == self.num_planned else f"{done} of {planned}"
 
     @property
     def diverged_text(self) -> str:
@@ -129,22 +146,17 @@ class Entry:
 
     @property
     def adapts(self) -> bool:
-        """Whether clients of its finished runs took steps of their own at the chosen round, which no curve shows."""
+        """Whether clients of its finished runs fine-tuned at the chosen round, which no curve shows."""
         return bool(self.results) and all(result.unadapted is not None for result in self.results.values())
 
-    def client_accuracy(self, seed: int) -> NDArray[numpy.float64]:
-        """[clients]: each one's own test accuracy in percent; NaN where it has no test examples."""
-        return 100 * self._client_means(seed)
-
     def client_scores(self, seed: int) -> NDArray[numpy.float64]:
-        """[clients]: each one's own test accuracy in percent; of a task without accuracy, its loss."""
-        return self.client_accuracy(seed) if self.has_accuracy else self._client_means(seed)
-
-    def _client_means(self, seed: int) -> NDArray[numpy.float64]:
+        """[clients]: each one's test accuracy in percent, or its loss; NaN without test examples."""
         test = self.results[seed].test
         examples = numpy.array(test.client_examples, dtype=numpy.float64)
-        sums = numpy.array(test.clients, dtype=numpy.float64)
-        return numpy.divide(sums, examples, out=numpy.full_like(examples, numpy.nan), where=examples > 0)
+        means = numpy.array(test.clients) / numpy.where(examples > 0, examples, numpy.nan)
+        return 100 * means if self.has_accuracy else means
+
+    client_accuracy = client_scores  # for methods that are known to have one
 
     def curve(self, seed: int, average: Average = "clients") -> dict[int, float]:
         """Communication steps -> test accuracy in percent (or loss); empty where there are no test examples."""
@@ -153,6 +165,16 @@ class Entry:
         values = [100 * mean for mean in means] if means is not None else curve.test.loss or ()
         pairs = zip(curve.step, values, strict=True)
         return {self.steps_before + step: value for step, value in pairs if not math.isnan(value)}
+
+    def all_curves(self, average: Average = "clients") -> list[dict[int, float]]:
+        """The curves of every seed with test examples."""
+        return [curve for seed in self.curves if (curve := self.curve(seed, average))]
+
+
+def on_common_steps(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], NDArray[numpy.float64]]:
+    """The steps that all curves have, and [curves, steps]: their values there."""
+    steps = sorted(set.intersection(*map(set, curves)))
+    return steps, numpy.array([[curve[step] for step in steps] for curve in curves])
 
 
 @dataclass(frozen=True)
@@ -203,24 +225,23 @@ def collect(paths: Iterable[Path]) -> list[Report]:
 
 
 def to_reports(sources: Iterable[Runs]) -> list[Report]:
-    found: list[tuple[Experiment, list[Runs]]] = []
+    """Join the runs of one experiment, and put experiments into one table if no two of their entries share a place."""
+    found: list[Runs] = []
     for runs in sources:
-        same = next((parts for experiment, parts in found if experiment == runs.experiment), None)
+        same = next((n for n, other in enumerate(found) if other.experiment == runs.experiment), None)
         if same is None:
-            found.append((runs.experiment, [runs]))
+            found.append(runs)
         else:
-            same.append(runs)
+            found[same] = found[same].joined(runs)
     reports: list[Report] = []
-    told_apart = _told_apart([_entries(experiment, parts) for experiment, parts in found])
-    for (experiment, _), entries in zip(found, told_apart, strict=True):
+    for runs, entries in zip(found, _told_apart(list(map(_entries, found))), strict=True):
         taken = {(entry.label, entry.column) for entry in entries}
-        home = next((r for r in reports if not taken & {(e.label, e.column) for e in r.entries}), None)
-        if home is None:
-            reports.append(Report(_joined_titles(entries), entries, (experiment,)))
-        else:
-            together = [*home.entries, *entries]
-            experiments = (*home.experiments, experiment)
-            reports[reports.index(home)] = Report(_joined_titles(together), together, experiments)
+        homes = [n for n, r in enumerate(reports) if not taken & {(e.label, e.column) for e in r.entries}]
+        number = homes[0] if homes else len(reports)
+        before = reports[number] if homes else Report("")
+        together = [*before.entries, *entries]
+        title = "; ".join(dict.fromkeys(entry.title for entry in together))
+        reports[number : number + 1] = [Report(title, together, (*before.experiments, runs.experiment))]
     return reports
 
 
@@ -235,10 +256,6 @@ def _told_apart(groups: Sequence[list[Entry]]) -> list[list[Entry]]:
     return [[replace(e, label=labels.get(id(e), e.label)) for e in entries] for entries in groups]
 
 
-def _joined_titles(entries: Sequence[Entry]) -> str:
-    return "; ".join(dict.fromkeys(entry.title for entry in entries))
-
-
 def _label(cell: Cell, different: Mapping[str, Any]) -> str:
     return " ".join([method_name(cell), *(f"{name}={value}" for name, value in different.items())])
 
@@ -250,76 +267,58 @@ def asked_for(report: Report) -> Report:
     return replace(report, entries=[e for e in report.entries if e.label in labels and e.column in columns])
 
 
-def _entries(experiment: Experiment, parts: Sequence[Runs]) -> list[Entry]:
-    entries = []
-    planned: dict[str, dict[str, RunSpec]] = {}
-    for run in (run for part in parts for run in part.planned):
-        planned.setdefault(run.cell_name, {})[run.name] = run
-    title = experiment.title or experiment.name
-    names = [run.cell_name for run in experiment.runs([0])]
+def _entries(runs: Runs) -> list[Entry]:
+    experiment = runs.experiment
+    planned: dict[str, list[RunSpec]] = {}
+    for run in sorted(runs.planned, key=lambda run: run.seed):
+        planned.setdefault(run.cell_name, []).append(run)
     differences = distinctions(experiment.cells)
     differing: dict[tuple[str, str, int], dict[str, None]] = {}  # by method, data set and number of clients
     for cell, different in zip(experiment.cells, differences, strict=True):
         differing.setdefault((method_name(cell), cell.dataset, cell.clients), {}).update(dict.fromkeys(different))
-    for name, cell, different in zip(names, experiment.cells, differences, strict=True):
-        results: dict[int, Result] = {}
-        curves: dict[int, Curve] = {}
-        runs = list(planned.get(name, {}).values())
-        for run in sorted(runs, key=lambda run: run.seed):
-            for part in parts:
-                if run.name in part.results:
-                    results.setdefault(run.seed, part.results[run.name])
-                if run.name in part.curves:
-                    curves.setdefault(run.seed, part.curves[run.name])
-        # A run that one directory has finished counts as finished, whatever became of it in another.
-        running = {r.seed for r in runs for part in parts if r.name in part.running} - results.keys()
-        diverged = {r.seed for r in runs for part in parts if r.name in part.diverged} - results.keys() - running
-        histories = {r.seed: part.histories[r.name] for r in runs for part in parts if r.name in part.histories}
-        own_names = (part.client_names[r.name] for r in runs for part in parts if r.name in part.client_names)
-        described = (result.clients.names for result in results.values() if result.clients is not None)
-        # What a cell leaves at its default, and others of its kind do not, is in its name too.
-        chosen = dict(next(iter(results.values())).settings) | different if results else different
-        mine = differing[method_name(cell), cell.dataset, cell.clients]
-        label = _label(cell, {name: chosen[name] for name in mine if chosen.get(name) is not None})
+    entries = []
+    for name, cell, different in zip(cell_names(experiment.cells), experiment.cells, differences, strict=True):
+        mine, method = planned.get(name, []), method_name(cell)
+        results = _by_seed(mine, runs.results)
+        first = next(iter(results.values()), None)
+        # What a cell leaves at its default, and others of its kind do not, is in its label too.
+        values = different if first is None else {**first.settings, **different}
+        shown = differing[method, cell.dataset, cell.clients]
+        names = [*_by_seed(mine, runs.client_names).values()]
+        names += [result.clients.names for result in results.values() if result.clients and result.clients.names]
         published = experiment.published
-        known = published.get(f"{method_name(cell)}/{cell.dataset}/{cell.clients}") or published.get(
-            f"{method_name(cell)}/{cell.clients}"
-        )
-        before = pretraining_cell(experiment, cell).steps if cell.pretrain is not None else 0
+        losses = [loss for found in _by_seed(mine, runs.losses).values() for loss in found]
         entries.append(
             Entry(
-                label,
+                _label(cell, {key: values[key] for key in shown if values.get(key) is not None}),
                 cell,
                 results,
-                curves,
-                len(runs),
-                known,
-                before,
-                title,
-                histories,
-                next(filter(None, itertools.chain(own_names, described)), None),
-                _is_squared(cell, [name for r in runs for part in parts for name in part.losses.get(r.name, ())]),
-                frozenset(running),
-                frozenset(diverged),
+                _by_seed(mine, runs.curves),
+                num_planned=len(mine),
+                published=published.get(f"{method}/{cell.dataset}/{cell.clients}")
+                or published.get(f"{method}/{cell.clients}"),
+                steps_before=0 if cell.pretrain is None else pretraining_cell(experiment, cell).steps,
+                title=experiment.title or experiment.name,
+                histories=_by_seed(mine, runs.histories),
+                client_names=next(iter(names), None),
+                # A file of results does not name the loss. An experiment has no other than the squared error; a run by
+                # `pfedhn.train`, which has no partition, may have any.
+                is_squared=all(loss == SQUARED_ERROR for loss in losses) if losses else bool(cell.partition),
+                running=frozenset(run.seed for run in mine if run.name in runs.running),
+                diverged=frozenset(run.seed for run in mine if run.name in runs.diverged),
             )
         )
     return entries
 
 
+def _by_seed(runs: Iterable[RunSpec], found: Mapping[str, Value]) -> dict[int, Value]:
+    return {run.seed: found[run.name] for run in runs if run.name in found}
+
+
 def is_squared(entries: Iterable[Entry]) -> bool:
     """Whether those that have begun are measured by the squared error."""
-    begun = [entry for entry in entries if entry.results or entry.curves]
+    begun = [entry for entry in entries if entry.has_begun]
     return not all(entry.has_accuracy for entry in begun) and all(entry.is_squared for entry in begun)
-
-
-def _is_squared(cell: Cell, losses: Sequence[str]) -> bool:
-    """Whether the loss is the squared error; a file of results does not say, but experiments have no other.
-
-    Args:
-        cell: Of an experiment, or of a run by `pfedhn.train`, which has no partition.
-        losses: The names of the functions, where they are known.
-    """
-    return all(name == SQUARED_ERROR for name in losses) if losses else bool(cell.partition)
 
 
 def _place(environment: Environment) -> str:
@@ -339,10 +338,6 @@ def loss_digits(entries: Iterable[Entry]) -> int:
 
 def column_text(column: Column) -> str:
     return f"{column[0]}, {column[1]} clients"
-
-
-def seeds_count(number: int) -> str:
-    return counted(number, "seed")
 
 
 def counted(number: int, noun: str) -> str:
@@ -370,17 +365,17 @@ class Comparison(NamedTuple):
 
 
 def compare(entry: Entry, other: Entry) -> Comparison | None:
-    """Client by client on the same examples; seeds in which the two had different splits are left out."""
-    better = same = worse = num_seeds = 0
-    for seed in entry.results.keys() & other.results.keys():
-        mine, theirs = entry.results[seed], other.results[seed]
-        if mine.partition_sha256 != theirs.partition_sha256:
-            continue
-        num_seeds += 1
-        difference = entry.client_scores(seed) - other.client_scores(seed)
-        if not entry.has_accuracy:  # the less loss, the better
-            difference = -difference
-        better += int((difference > 0).sum())
-        same += int((difference == 0).sum())
-        worse += int((difference < 0).sum())
-    return Comparison(better, same, worse, num_seeds) if num_seeds else None
+    """Compare client by client over the seeds in which both have the same split."""
+    seeds = seeds_alike(entry, other)
+    if not seeds:
+        return None
+    differences = numpy.concatenate([entry.client_scores(seed) - other.client_scores(seed) for seed in seeds])
+    better = differences > 0 if entry.has_accuracy else differences < 0
+    worse = differences < 0 if entry.has_accuracy else differences > 0
+    return Comparison(int(better.sum()), int((differences == 0).sum()), int(worse.sum()), len(seeds))
+
+
+def seeds_alike(entry: Entry, other: Entry) -> list[int]:
+    """The seeds in which both have the same split."""
+    splits = {seed: result.partition_sha256 for seed, result in other.results.items()}
+    return [seed for seed, result in entry.results.items() if splits.get(seed) == result.partition_sha256]

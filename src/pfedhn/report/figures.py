@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy
+import pandas
 from numpy.typing import NDArray
 
 from pfedhn.algorithms import ALGORITHMS
@@ -23,11 +24,11 @@ from pfedhn.report.entries import (
     display_name,
     is_squared,
     loss_digits,
+    on_common_steps,
 )
 from pfedhn.report.tables import sentence
 
 ADAPTED = " \N{BLACK DIAMOND}"
-ADAPTED_MEANS = "after the clients' own steps, unless validation fell; lines are before them"
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -55,11 +56,9 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
     drawn: list[tuple[Entry, str, float, float]] = []
     spread: list[float] = []
     for entry in entries:
-        curves = [curve for seed in entry.curves if (curve := entry.curve(seed, average))]
-        if not curves:
+        if not (curves := entry.all_curves(average)):
             continue
-        steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-        values = numpy.array([[curve[step] for step in steps] for curve in curves])
+        steps, values = on_common_steps(curves)
         spread += [float(values.min()), float(values.max())]
         color, dash = style(entry, entries)
         if len(curves) > 1:
@@ -153,33 +152,34 @@ def spaced(values: Sequence[float], gap: float, low: float, high: float) -> list
 
     Values that come too close move as a block, to either side of where they were.
     """
-    blocks: list[tuple[float, int]] = []  # the mean of (value - place in line * gap), and how many there are
-    for number, value in enumerate(values):
-        mean, count = value - number * gap, 1
-        while blocks and blocks[-1][0] >= mean:
-            before, others = blocks.pop()
-            mean, count = (mean * count + before * others) / (count + others), count + others
-        blocks.append((mean, count))
-    starts = [min(max(mean, low), high - (len(values) - 1) * gap) for mean, count in blocks for _ in range(count)]
-    return [start + number * gap for number, start in enumerate(starts)]
+    from sklearn.isotonic import isotonic_regression
+
+    shifts = gap * numpy.arange(len(values))
+    places = isotonic_regression(numpy.asarray(values, dtype=numpy.float64) - shifts)
+    return [float(place) for place in numpy.clip(places, low, high - shifts[-1]) + shifts]
 
 
 def plot_clients(axes: Any, entries: Sequence[Entry], against: Entry | None = None) -> None:
     """A dot for each client and seed at its own test accuracy, a bar at the mean; below, who beats training alone."""
-    entries = [entry for entry in entries if entry.test() is not None and entry.has_accuracy]
-    labels = []
+    labels: list[str] = []
     lowest = 100.0
-    for place, entry in enumerate(entries):
-        values = numpy.concatenate([entry.client_accuracy(seed) for seed in entry.results])
+    for entry in entries:
+        if (mean := entry.test()) is None or not entry.has_accuracy:
+            continue
+        place = len(labels)
+        values = numpy.concatenate([entry.client_scores(seed) for seed in entry.results])
         values = values[~numpy.isnan(values)]
         lowest = min(lowest, float(values.min(initial=100.0)))
         color, _ = style(entry, entries)
         axes.scatter(place + _side_by_side(values), values, s=9, color=color, alpha=0.6, linewidths=0, clip_on=False)
-        mean = entry.test()
-        assert mean is not None
         axes.plot([place - 0.42, place + 0.42], [mean.mean] * 2, color="black", linewidth=1.8, zorder=3)
         name = re.sub(r" (?=\S+=)", "\n", printable(display_name(entry.label)))  # settings under the method
-        labels.append("\n".join([name, f"{mean.mean:.1f} %", *_counts_text(entry, against)]))
+        lines = [name, f"{mean.mean:.1f} %"]
+        if against is not None and entry.label == against.label:
+            lines += ["", "(alone)", ""]
+        elif against is not None and (counts := compare(entry, against)) is not None:
+            lines += [f"{counts.better} better", f"{counts.same} same", f"{counts.worse} worse"]
+        labels.append("\n".join(lines))
     axes.set_xticks(range(len(labels)), labels, fontsize=9)
     axes.set_xlim(-0.55, len(labels) - 0.45)
     axes.set_ylabel("a client's own test accuracy in %")
@@ -189,27 +189,12 @@ def plot_clients(axes: Any, entries: Sequence[Entry], against: Entry | None = No
     axes.grid(axis="x", visible=False)
 
 
-def _counts_text(entry: Entry, against: Entry | None) -> list[str]:
-    """How many clients do better than alone, all seeds together."""
-    if against is None:
-        return []
-    if entry.label == against.label:
-        return ["", "(alone)", ""]
-    counts = compare(entry, against)
-    if counts is None:
-        return []
-    return [f"{counts.better} better", f"{counts.same} same", f"{counts.worse} worse"]
-
-
 def _side_by_side(values: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
     """Places for dots: those of like height stand beside each other around the middle, closer where there are many."""
-    sideways = numpy.zeros(len(values))
-    levels = numpy.round(values)
-    for level in numpy.unique(levels):
-        members = numpy.flatnonzero(levels == level)
-        apart = min(0.038, 0.8 / len(members))
-        sideways[members] = apart * (numpy.arange(len(members)) - (len(members) - 1) / 2)
-    return sideways
+    levels = pandas.Series(values).round()
+    counts = levels.map(levels.value_counts())
+    apart = (0.8 / counts).clip(upper=0.038)
+    return numpy.asarray(apart * (levels.groupby(levels).cumcount() - (counts - 1) / 2))
 
 
 def tidy(axes: Any) -> None:
@@ -221,8 +206,8 @@ def tidy(axes: Any) -> None:
 
 
 def draw_curves(report: Report, column: Column, average: Average = "clients") -> Any | None:
-    """A figure; None where no run has begun."""
-    entries = [entry for entry in report.in_column(column) if any(map(entry.curve, entry.curves))]
+    """A figure; None if no run has begun."""
+    entries = [entry for entry in report.in_column(column) if entry.all_curves()]
     if not entries:
         return None
     titles = dict.fromkeys(entry.title for entry in report.in_column(column))
@@ -233,13 +218,13 @@ def draw_curves(report: Report, column: Column, average: Average = "clients") ->
     plot_curves(axes, report.in_column(column), average)
     lines.append(column_text(column))
     if any(entry.adapts for entry in entries):
-        lines.append(f"{ADAPTED.strip()} {ADAPTED_MEANS}")
+        lines.append(f"{ADAPTED.strip()} after the clients' own steps, unless validation fell; lines are before them")
     axes.set_title("\n".join(lines), loc="left", fontsize=11)
     return figure
 
 
 def draw_clients(report: Report, column: Column) -> Any | None:
-    """A figure; None where no run is finished, or none has accuracies."""
+    """A figure; None if no run is finished, or none has accuracies."""
     entries = [entry for entry in report.in_column(column) if entry.test() is not None and entry.has_accuracy]
     if not entries:
         return None
@@ -271,11 +256,11 @@ def draw_demo(report: Report) -> bytes:
     return to_png(figure)
 
 
-def to_png(figure: Any, dpi: int = 150, is_dark: bool = False) -> bytes:
+def to_png(figure: Any, is_dark: bool = False) -> bytes:
     """A figure as PNG; for a dark page its ground is transparent and its colors are light."""
     if is_dark:
         _for_dark_pages(figure)
-    return _saved(figure, format="png", dpi=dpi, transparent=is_dark)
+    return _saved(figure, format="png", dpi=150, transparent=is_dark)
 
 
 def to_svg(figure: Any, is_dark: bool = False) -> bytes:
@@ -338,13 +323,10 @@ def _saved(figure: Any, **how: Any) -> bytes:
 def figures_of(reports: Sequence[Report], average: Average = "clients") -> dict[str, Any]:
     """Figures by the names of their files: for each data set and number of clients, the curves and the clients."""
     drawn: dict[str, Any] = {}
-    for number, report in enumerate(reports):
+    for number, report in enumerate(reports, 1):
         for column in report.columns:
             name = re.sub(r"[^\w.=+-]+", "_", column[0])[:80]  # of a file now
-            ending = "-".join([name, str(column[1]), *([str(number + 1)] if len(reports) > 1 else [])])
-            curves, clients = draw_curves(report, column, average), draw_clients(report, column)
-            if curves is not None:
-                drawn[f"curves-{ending}"] = curves
-            if clients is not None:
-                drawn[f"clients-{ending}"] = clients
-    return drawn
+            ending = f"{name}-{column[1]}" + (f"-{number}" if len(reports) > 1 else "")
+            drawn[f"curves-{ending}"] = draw_curves(report, column, average)
+            drawn[f"clients-{ending}"] = draw_clients(report, column)
+    return {name: figure for name, figure in drawn.items() if figure is not None}

@@ -38,13 +38,13 @@ class Finding:
         return f"{self.name}-{figure}" if figure else self.name
 
 
-def pngs(finding: Finding, dpi: int = 150, is_dark: bool = False) -> dict[str, bytes]:
+def pngs(finding: Finding, is_dark: bool = False) -> dict[str, bytes]:
     """Every figure as PNG, by file name."""
-    return {f"{finding.stem(name)}.png": to_png(draw(), dpi, is_dark) for name, draw in finding.figures.items()}
+    return {f"{finding.stem(name)}.png": to_png(draw(), is_dark) for name, draw in finding.figures.items()}
 
 
 def svgs(finding: Finding, is_dark: bool = False) -> dict[str, bytes]:
-    """Every figure as SVG, by file name; those for dark pages are called so."""
+    """Every figure as SVG, by file name, which says if it is for dark pages."""
     ending = "-dark.svg" if is_dark else ".svg"
     return {f"{finding.stem(name)}{ending}": to_svg(draw(), is_dark) for name, draw in finding.figures.items()}
 
@@ -57,10 +57,10 @@ def to_terminal(finding: Finding) -> Group:
     return Group(*parts)
 
 
-def to_markdown(finding: Finding, folder: str = "") -> str:
-    """A section of a page; its figures lie in `folder`."""
+def to_markdown(finding: Finding) -> str:
+    """A section of a page; its figures lie beside the page."""
     parts = [f"## {finding.title}", finding.sentence]
-    parts += [f"![{finding.title}]({folder}{finding.stem(name)}.png)" for name in finding.figures]
+    parts += [f"![{finding.title}]({finding.stem(name)}.png)" for name in finding.figures]
     for lines, caption in finding.tables:
         parts += [markdown_table(lines), caption]
     return "\n\n".join(part for part in parts if part) + "\n"

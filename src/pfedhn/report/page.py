@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -27,6 +26,7 @@ from pfedhn.report.entries import (
     counted,
     display_name,
     is_squared,
+    on_common_steps,
     summarize,
 )
 from pfedhn.report.figures import figures_of, style, to_png, to_svg
@@ -38,6 +38,7 @@ from pfedhn.report.tables import (
     caption,
     commands,
     details,
+    displayed,
     grid,
     sentence,
     to_csv,
@@ -94,7 +95,7 @@ def to_html(
         style=Markup((folder / "page.css").read_text()),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own file
         # The only script that a browser runs here: whatever words a file holds, they stay words.
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        digest=_base64(hashlib.sha256(script.encode()).digest()),
         data=Markup(_json(chart_data(reports, average))),  # noqa: S704 - every < is escaped
     )
 
@@ -102,27 +103,26 @@ def to_html(
 def _section(report: Report, average: Average) -> dict[str, Any]:
     """What the template shows of a report."""
     finished = replace(report, entries=[entry for entry in report.entries if entry.results])
-    begun = {
-        entry.label for entry in report.entries if entry.results or entry.curves or entry.running or entry.diverged
-    }
-    names = [display_name(label) for label in report.labels if label not in begun]
-    standing = [unfinished(report), f"Not run yet: {', '.join(names)}." if names else ""]
-    heading, *lines = details(finished, average)
-    cost = [place for place, name in enumerate(heading) if name in ("method", "data set", "clients", *COSTS)]
+    unstarted = [
+        display_name(label)
+        for label in report.labels
+        if not any(e.has_begun or e.running or e.diverged for e in report.entries if e.label == label)
+    ]
+    standing = [unfinished(report), f"Not run yet: {', '.join(unstarted)}." if unstarted else ""]
+    lines = displayed(details(finished, average))
     if len(finished.columns) > 1:
-        results = grid(finished, average), caption(finished, average)
-        cost = list(range(len(heading)))
+        results, note, cost = displayed(grid(finished, average)), caption(finished, average), lines
     else:
-        kept = [place for place, name in enumerate(heading) if name not in COSTS]
-        results = _some_columns([heading, *lines], kept), caption(finished)
+        results, note = _columns(lines, lambda name: name not in COSTS), caption(finished)
+        cost = _columns(lines, lambda name: name in ("method", *COSTS))
     return {
         "title": report.title,
         "sentence": sentence(report) if report.columns else "",
         "is_finished": bool(finished.entries),  # at least in part
         "is_loss": not report.has_accuracy,
-        "results": (_displayed(results[0]), results[1]),
+        "results": (results, note),
         "standing": " ".join(filter(None, standing)),
-        "cost": (_displayed(_some_columns([heading, *lines], cost)), COST_CAPTION),
+        "cost": (cost, COST_CAPTION),
         "differences": differing_settings(report.entries),
         "columns": [
             {
@@ -138,13 +138,10 @@ COSTS = ("steps", "up", "down", "time")
 COST_CAPTION = "Of one run, the mean over seeds: communication steps, bytes from and to the clients, wall time."
 
 
-def _some_columns(lines: Sequence[Sequence[str]], kept: Sequence[int]) -> list[list[str]]:
+def _columns(lines: Sequence[Sequence[str]], is_kept: Callable[[str], bool]) -> list[list[str]]:
+    """Some columns of a table, chosen by their heading."""
+    kept = [place for place, name in enumerate(lines[0]) if is_kept(name)]
     return [[line[place] for place in kept] for line in lines]
-
-
-def _displayed(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    """A table of methods, each as its paper writes it."""
-    return [list(lines[0]), *([display_name(line[0]), *line[1:]] for line in lines[1:])]
 
 
 def spec_text(experiment: Experiment) -> str:
@@ -172,20 +169,16 @@ def best_cells(lines: Sequence[Sequence[str]], is_loss: bool = False) -> set[tup
         groups: dict[tuple[str, ...], dict[int, float]] = {}
         singles = set()
         for row, line in enumerate(lines[1:]):
-            if (number := _first_number(line[place])) is not None:
+            if number := re.match(r"(-?\d+(?:\.\d+)?)( ±)?", line[place]):
                 group = tuple(line[other] for other in apart)
-                groups.setdefault(group, {})[row] = number
-                singles |= {group} if "±" not in line[place].split("\n")[0] else set()
+                groups.setdefault(group, {})[row] = float(number[1])
+                if number[2] is None:
+                    singles.add(group)
         for group, numbers in groups.items():
             if len(numbers) > 1 and group not in singles:
                 best = (min if is_loss else max)(numbers.values())
                 found |= {(row, place) for row, number in numbers.items() if number == best}
     return found
-
-
-def _first_number(text: str) -> float | None:
-    match = re.match(r"-?\d+(\.\d+)?", text)
-    return None if match is None else float(match[0])
 
 
 TEMPLATES.globals["best_cells"] = best_cells
@@ -196,8 +189,11 @@ def differing_settings(entries: Sequence[Entry]) -> list[list[str]]:
 
     A setting that only some of the methods have counts where these differ in it.
     """
-    known = [entry for entry in entries if entry.results or entry.curves]
-    values = [flat_fields(entry.cell) | _settings(entry) for entry in known]
+    known = [entry for entry in entries if entry.has_begun]
+    values = []
+    for entry in known:
+        result = next(iter(entry.results.values()), None)  # it names defaults too
+        values.append(flat_fields(entry.cell) | (dict(result.settings) if result else {}))
     names = [name for name in dict.fromkeys(name for part in values for name in part) if name != "method"]
     differing = [name for name in names if len({repr(part[name]) for part in values if name in part}) > 1]
     if not differing:
@@ -205,12 +201,6 @@ def differing_settings(entries: Sequence[Entry]) -> list[list[str]]:
     is_one_column = len({entry.column for entry in known}) == 1
     texts = [display_name(e.label) + ("" if is_one_column else f", {column_text(e.column)}") for e in known]
     return [["setting", *texts], *([name, *(_value(part.get(name)) for part in values)] for name in differing)]
-
-
-def _settings(entry: Entry) -> dict[str, Any]:
-    """Every setting of the method, also those that were left at their defaults."""
-    result = next(iter(entry.results.values()), None)
-    return {} if result is None else dict(result.settings)
 
 
 def _value(value: Any) -> str:
@@ -247,14 +237,13 @@ def _column(entries: Sequence[Entry], column: Column, average: Average) -> dict[
     }
     names = [entry.client_names for entry in entries] + [clients.names for clients in described.values()]
     class_names = next((clients.class_names for clients in described.values() if clients.class_names), None)
-    is_accuracy = all(entry.has_accuracy for entry in entries)
     labels = [label for rows in holds.values() for held in rows for label, _ in held]
     return {
         "name": printable(column_text(column)),
-        "isAccuracy": is_accuracy,
+        "isAccuracy": all(entry.has_accuracy for entry in entries),
         "isSquared": is_squared(entries),
-        "series": [_series(entry, entries, average) for entry in entries if entry.results or entry.curves],
-        "names": _words(next((found for found in names if found), None)),
+        "series": [_series(entry, entries, average) for entry in entries if entry.has_begun],
+        "names": _words(next(filter(None, names), None)),
         "classNames": _words(class_names),
         "numClasses": max(len(class_names or ()), max(labels, default=-1) + 1),
         "holds": holds,
@@ -273,7 +262,7 @@ def _series(entry: Entry, entries: Sequence[Entry], average: Average) -> dict[st
         "dashed": dash not in ("-", "solid"),
         "numSeeds": len(entry.curves),
         "sendsNothing": entry.sends_nothing,
-        "curves": {"score": _spread(_scores(entry, average)), "loss": _spread(_losses(entry))},
+        "curves": {"score": _spread(entry.all_curves(average)), "loss": _spread(_losses(entry))},
         "chosen": {
             "score": _mean(entry.test(average)),
             "loss": _mean(summarize(result.validation.loss for result in entry.results.values())),
@@ -296,10 +285,6 @@ def _series(entry: Entry, entries: Sequence[Entry], average: Average) -> dict[st
     }
 
 
-def _scores(entry: Entry, average: Average) -> list[dict[int, float]]:
-    return [curve for seed in entry.curves if (curve := entry.curve(seed, average))]
-
-
 def _losses(entry: Entry) -> list[dict[int, float]]:
     """The validation loss, which only a run's own directory has."""
     found = [
@@ -309,14 +294,13 @@ def _losses(entry: Entry) -> list[dict[int, float]]:
     return [curve for curve in found if curve and all(map(math.isfinite, curve.values()))]
 
 
-def _spread(curves: Sequence[Mapping[int, float]]) -> dict[str, list[float]] | None:
+def _spread(curves: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:
     """The mean over seeds at the steps that all of them have, the lowest and the highest."""
     if not curves:
         return None
-    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-    values = numpy.array([[curve[step] for step in steps] for curve in curves])
+    steps, values = on_common_steps(curves)
     rows = {"mean": values.mean(0), "low": values.min(0), "high": values.max(0)}
-    return {"step": list(steps), **{name: [round(float(v), 4) for v in row] for name, row in rows.items()}}
+    return {"step": steps, **{name: [round(float(v), 4) for v in row] for name, row in rows.items()}}
 
 
 def _mean(value: Summary | None) -> float | None:
@@ -334,8 +318,8 @@ def _plain(value: float) -> float | None:
 
 def _encoded(finding: Finding) -> dict[str, tuple[str, str]]:
     """Every figure twice: for a light and for a dark screen."""
-    dark = pngs(finding, is_dark=True)
-    return {name: (_base64(content), _base64(dark[name])) for name, content in pngs(finding).items()}
+    light, dark = pngs(finding), pngs(finding, is_dark=True)
+    return {name: (_base64(light[name]), _base64(dark[name])) for name in light}
 
 
 def _base64(content: bytes) -> str:
@@ -343,7 +327,6 @@ def _base64(content: bytes) -> str:
 
 
 def check_formats(names: Iterable[str]) -> None:
-    """Refuse a format that there is not."""
     for name in names:
         if name not in FORMATS:
             raise UserError(f"there is no format {name!r}; {closest(name, FORMATS)}")

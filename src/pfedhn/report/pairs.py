@@ -14,6 +14,7 @@ from pfedhn.report.entries import (
     column_text,
     display_name,
     loss_digits,
+    seeds_alike,
     summarize,
 )
 
@@ -36,18 +37,14 @@ class Difference(NamedTuple):
 
 def scores(entry: Entry, average: Average = "clients") -> dict[int, float]:
     """Test accuracy in percent by seed; of a task without accuracy, minus the loss."""
-    name = {"clients": "client_mean", "samples": "sample_mean"}[average]
-    found = {
-        seed: 100 * getattr(result.test, name) if entry.has_accuracy else -result.test.loss
-        for seed, result in entry.results.items()
-    }
-    return {seed: value for seed, value in found.items() if not math.isnan(value)}
+    sign = 1 if entry.has_accuracy else -1
+    return {seed: sign * value for seed, value in entry.scores(average).items() if not math.isnan(value)}
 
 
 def difference(entry: Entry, other: Entry, average: Average = "clients") -> Difference | None:
-    """`entry` minus `other` over the seeds in which both had the same splits; None where there is no such seed."""
+    """`entry` minus `other` over the seeds in which both had the same splits; None if there is no such seed."""
     mine, theirs = scores(entry, average), scores(other, average)
-    found = [mine[seed] - theirs[seed] for seed in mine if seed in theirs and _same_split(entry, other, seed)]
+    found = [mine[seed] - theirs[seed] for seed in seeds_alike(entry, other) if seed in mine and seed in theirs]
     if not found:
         return None
     mean = statistics.fmean(found)
@@ -59,24 +56,19 @@ def difference(entry: Entry, other: Entry, average: Average = "clients") -> Diff
     return Difference(mean, (mean - half, mean + half), len(found))
 
 
-def _same_split(entry: Entry, other: Entry, seed: int) -> bool:
-    return entry.results[seed].partition_sha256 == other.results[seed].partition_sha256
-
-
 def ranks(
     entries: Sequence[Entry], average: Average = "clients", seeds: Collection[int] | None = None
 ) -> dict[str, Summary]:
     """Each method's place among all, 1 for the best, over the seeds that all of them have; equals share a place."""
+    from scipy.stats import rankdata
+
     found = {entry.label: scores(entry, average) for entry in entries}
-    common = set.intersection(*(set(values) for values in found.values())) if found else set()
-    places: dict[str, list[float]] = {label: [] for label in found}
-    for seed in common if seeds is None else common & set(seeds):
-        values = [found[label][seed] for label in found]
-        for label in found:
-            better = sum(value > found[label][seed] for value in values)
-            equal = sum(value == found[label][seed] for value in values)
-            places[label].append(better + (equal + 1) / 2)
-    summaries = {label: summarize(values) for label, values in places.items()}
+    common = [seed for seed in next(iter(found.values()), ()) if all(seed in values for values in found.values())]
+    common = [seed for seed in common if seeds is None or seed in seeds]
+    if not common:
+        return {}
+    places = rankdata([[-values[seed] for seed in common] for values in found.values()], axis=0)
+    summaries = {label: summarize(line) for label, line in zip(found, places, strict=True)}
     return {label: summary for label, summary in summaries.items() if summary is not None}
 
 

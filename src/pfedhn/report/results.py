@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
+
 from pfedhn.errors import RunError, UserError
 from pfedhn.experiments.analysis import Analysis, identity, read_analysis
 from pfedhn.experiments.directory import Directory, check_place
@@ -41,18 +43,33 @@ class Runs:
 
     experiment: Experiment
     planned: Sequence[RunSpec]
-    results: Mapping[str, Result]  # of those that have finished
-    curves: Mapping[str, Curve]  # of those that have begun
-    analyses: Mapping[str, Analysis] = field(default_factory=dict)  # of those from which a study computed something
-    histories: Mapping[str, Sequence[Moment]] = field(default_factory=dict)  # every evaluation, of directories alone
-    client_names: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of runs whose clients have names
-    losses: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the names of loss functions, of directories
-    running: frozenset[str] = frozenset()  # those that a process is at work on
-    diverged: frozenset[str] = frozenset()  # those that ended so, of directories
+    results: Mapping[str, Result]  # of finished runs
+    curves: Mapping[str, Curve]  # of runs that have begun
+    analyses: Mapping[str, Analysis] = field(default_factory=dict)  # of runs from which a study computed something
+    # Only directories have what follows.
+    histories: Mapping[str, Sequence[Moment]] = field(default_factory=dict)  # every evaluation
+    client_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    losses: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the names of loss functions
+    running: frozenset[str] = frozenset()  # runs that a process is at work on
+    diverged: frozenset[str] = frozenset()
 
-
-class LineError(ValueError):
-    """What is wrong with a line."""
+    def joined(self, other: "Runs") -> "Runs":
+        """Add runs of the same experiment from another place; of a run in both places, this one's files count."""
+        results = {**other.results, **self.results}
+        # A run that one directory has finished counts as finished, whatever became of it in another.
+        running = (self.running | other.running) - results.keys()
+        return Runs(
+            self.experiment,
+            list({run.name: run for run in (*self.planned, *other.planned)}.values()),
+            results,
+            {**other.curves, **self.curves},
+            {**other.analyses, **self.analyses},
+            {**other.histories, **self.histories},
+            {**other.client_names, **self.client_names},
+            {**other.losses, **self.losses},
+            running,
+            (self.diverged | other.diverged) - results.keys() - running,
+        )
 
 
 def read(path: Path) -> list[Runs]:
@@ -74,59 +91,53 @@ def read(path: Path) -> list[Runs]:
 
 
 def read_experiment(path: Path) -> Runs:
-    """What lies in the directory of an experiment."""
+    """Read the directory of an experiment."""
     experiment, planned = Directory(path).read()
-    results, curves, analyses, histories, client_names, losses = {}, {}, {}, {}, {}, {}
-    running, diverged = set(), set()
+    found: list[tuple[RunSpec, Path, Result | None, Spec | None]] = []
     for run in planned:
-        if (result := read_result(path / run.name)) is not None:
-            check_place(path / run.name, run, result)
-            results[run.name] = result
-            if (analysis := read_analysis(path / run.name, result)) is not None:
-                analyses[run.name] = analysis
-        elif _is_running(path / run.name):
-            running.add(run.name)
-        elif _has_diverged(path / run.name):
-            diverged.add(run.name)
-        if history := read_history(path / run.name):
-            curves[run.name], histories[run.name] = Curve.of(history), history
-            with suppress(UserError):  # a result vouches for itself; without its spec it only has no names
-                spec = read_spec(path / run.name)
-                if spec is not None:
-                    losses[run.name] = _losses(spec)
-                if spec is not None and spec.data.client_names is not None:
-                    client_names[run.name] = spec.data.client_names
-    known = Runs(experiment, planned, results, curves, analyses, histories, client_names, losses)
-    return replace(known, running=frozenset(running), diverged=frozenset(diverged))
-
-
-def _losses(spec: Spec) -> list[str]:
-    return [network.loss.name for network in spec.networks.values()]
-
-
-def _is_running(folder: Path) -> bool:
-    """Whether a process is at work on a run; of a folder that only can be read, nobody can tell."""
-    return os.access(folder / LOCK, os.W_OK) and is_claimed(folder)
-
-
-def _has_diverged(folder: Path) -> bool:
-    return (folder / DIVERGED).exists()
+        folder, spec = path / run.name, None
+        if (result := read_result(folder)) is not None:
+            check_place(folder, run, result)
+        with suppress(UserError):  # a result vouches for itself; a run without a spec only has no names
+            spec = read_spec(folder)
+        found.append((run, folder, result, spec))
+    return _read_folders(experiment, found)
 
 
 def read_run(path: Path) -> Runs:
-    """A single run, as an experiment that has no other."""
+    """Read a single run, as an experiment that has no other."""
     spec = read_spec(path)
     assert spec is not None
-    name = path.resolve().name
-    experiment = Experiment(name, (_cell_of(spec),), (spec.seed,))
+    experiment = Experiment(path.resolve().name, (_cell_of(spec),), (spec.seed,))
     (run,) = experiment.runs()
-    result, history = read_result(path, spec), read_history(path)
-    known = {} if result is None else {run.name: replace(result, name=run.name, experiment=name, cell=asdict(run.cell))}
-    curves, histories = ({run.name: Curve.of(history)}, {run.name: history}) if history else ({}, {})
-    names = {} if spec.data.client_names is None else {run.name: spec.data.client_names}
-    running = frozenset({run.name} if result is None and _is_running(path) else ())
-    diverged = frozenset({run.name} if result is None and not running and _has_diverged(path) else ())
-    return Runs(experiment, [run], known, curves, {}, histories, names, {run.name: _losses(spec)}, running, diverged)
+    if (result := read_result(path, spec)) is not None:
+        result = replace(result, name=run.name, experiment=experiment.name, cell=asdict(run.cell))
+    return _read_folders(experiment, [(run, path, result, spec)])
+
+
+def _read_folders(experiment: Experiment, found: Iterable[tuple[RunSpec, Path, Result | None, Spec | None]]) -> Runs:
+    planned, running, diverged = [], set(), set()
+    results, curves, analyses, histories, client_names, losses = {}, {}, {}, {}, {}, {}
+    for run, folder, result, spec in found:
+        planned.append(run)
+        if result is not None:
+            results[run.name] = result
+            if (analysis := read_analysis(folder, result)) is not None:
+                analyses[run.name] = analysis
+        elif os.access(folder / LOCK, os.W_OK) and is_claimed(folder):  # else nobody can tell
+            running.add(run.name)
+        elif (folder / DIVERGED).exists():
+            diverged.add(run.name)
+        if history := read_history(folder):
+            curves[run.name], histories[run.name] = Curve.of(history), history
+        if spec is not None:
+            losses[run.name] = [network.loss.name for network in spec.networks.values()]
+            if spec.data.client_names is not None:
+                client_names[run.name] = spec.data.client_names
+    return Runs(
+        experiment, planned, results, curves, analyses, histories, client_names, losses,
+        frozenset(running), frozenset(diverged),
+    )  # fmt: skip
 
 
 def _cell_of(spec: Spec) -> Cell:
@@ -148,9 +159,9 @@ def _cell_of(spec: Spec) -> Cell:
 
 
 def read_file(path: Path) -> list[Runs]:
-    """The experiments of a JSONL file, each with its runs; a run that has two lines counts as it finished last."""
+    """Read the experiments of a JSONL file, each with its runs; of a run's lines, the one that finished last counts."""
     experiments: dict[str, Experiment] = {}
-    announced: dict[str, int] = {}  # how many runs the lines of experiments say there are; files may be put together
+    announced: Counter[str] = Counter()  # how many runs the experiments' lines announce; files may be put together
     lines: list[tuple[int, dict[str, Any]]] = []
     for number, text in enumerate(read_bytes(path).split(b"\n"), 1):
         with _naming(path, number):
@@ -160,12 +171,15 @@ def read_file(path: Path) -> list[Runs]:
             if line["kind"] != "experiment":
                 lines.append((number, line))
                 continue
-            experiment = _experiment(line)
-            announced[experiment.name] = announced.get(experiment.name, 0) + _announced(line)
+            if "cells" not in line:
+                raise SchemaError("'cells' is missing")
+            announced_here = from_json(_Announced, line).runs
+            experiment = from_table({key: value for key, value in line.items() if key not in ("kind", "runs")}, "")
+            announced[experiment.name] += announced_here
             if experiments.setdefault(experiment.name, experiment) != experiment:
-                raise LineError(f"it says otherwise than an earlier line what {experiment.name!r} is")
+                raise SchemaError(f"it contradicts an earlier line about the experiment {experiment.name!r}")
     found: dict[str, dict[str, Line]] = {name: {} for name in experiments}
-    for number, table in sorted(lines, key=lambda line: line[1]["kind"] == "analysis"):  # what it is of comes first
+    for number, table in sorted(lines, key=lambda line: line[1]["kind"] == "analysis"):  # after the runs
         with _naming(path, number):
             if table["kind"] == "analysis":
                 _attach(table, found)
@@ -186,40 +200,35 @@ def read_file(path: Path) -> list[Runs]:
 
 @contextmanager
 def _naming(path: Path, number: int) -> Iterator[None]:
+    """Add the file and the line to an error."""
     try:
         yield
-    except LineError as error:
-        raise UserError(f"{path}, line {number}: {error}; fix or remove the line.") from None
+    except UserError as error:
+        reason = str(error).removesuffix(".")
+        raise UserError(f"{path}, line {number}: {reason}; fix or remove the line.") from None
 
 
 def _parse(text: bytes) -> dict[str, Any]:
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
-        raise LineError("it is not JSON") from None
+        raise SchemaError("it is not JSON") from None
     if not isinstance(line, dict) or line.get("kind") not in ("experiment", "run", "analysis"):
-        raise LineError('it is neither of kind "experiment" nor of kind "run" nor of kind "analysis"')
+        raise SchemaError('it is neither of kind "experiment" nor of kind "run" nor of kind "analysis"')
     stored = line.pop("sha256", None)  # earlier versions wrote none
     if stored is not None and stored != digest(line):
-        raise LineError("it was changed after it was written")
+        raise SchemaError("it was changed after it was written")
     return line
 
 
-def _announced(line: Mapping[str, Any]) -> int:
-    """How many runs follow; earlier versions did not say."""
-    number = line.get("runs", 0)
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise LineError(f"'runs' is {number!r}, which is no number of runs")
-    return number
+@dataclass(frozen=True)
+class _Announced:
+    runs: int = 0  # earlier versions did not say
 
 
-def _experiment(line: Mapping[str, Any]) -> Experiment:
-    if "cells" not in line:
-        raise LineError("'cells' is missing")
-    try:
-        return from_table({key: value for key, value in line.items() if key not in ("kind", "runs")}, "")
-    except UserError as error:
-        raise LineError(str(error).removesuffix(".")) from None
+@dataclass(frozen=True)
+class _Curve:
+    curve: Curve
 
 
 class Line(NamedTuple):
@@ -230,46 +239,34 @@ class Line(NamedTuple):
     analysis: Analysis | None = None
 
 
-@dataclass(frozen=True)
-class _Curve:
-    curve: Curve
-
-
 def _line(table: Mapping[str, Any]) -> Line:
-    try:
-        return Line(from_json(Result, table).without_harmful_adaptation(), from_json(_Curve, table).curve)
-    except SchemaError as error:
-        raise LineError(str(error)) from None
+    return Line(from_json(Result, table).without_harmful_adaptation(), from_json(_Curve, table).curve)
 
 
 def _attach(table: Mapping[str, Any], found: Mapping[str, dict[str, Line]]) -> None:
-    """Put what was computed from a run beside it; of two runs of one name, it belongs to one."""
-    try:
-        analysis = from_json(Analysis, table)
-    except SchemaError as error:
-        raise LineError(str(error)) from None
+    """Put an analysis beside its run, unless the run was made again since."""
+    analysis = from_json(Analysis, table)
     line = found.get(str(table.get("experiment")), {}).get(analysis.run)
     if line is None:
-        raise LineError(f"no line has the run {analysis.run!r} that it was computed from")
+        raise SchemaError(f"no line has the run {analysis.run!r} that it was computed from")
     if analysis.made_from == identity(line.result):
         found[line.result.experiment][analysis.run] = line._replace(analysis=analysis)
 
 
 def _check(line: Line, experiments: Mapping[str, Experiment]) -> None:
-    """A run must be of its experiment, with the settings that this has, and its numbers must be possible."""
+    """Refuse a run that is not of its experiment, has other settings, or holds impossible numbers."""
     result = line.result
     experiment = experiments.get(result.experiment)
     if experiment is None:
-        raise LineError(f"no line says what the experiment {result.experiment!r} is")
-    try:
-        run = experiment.find(result.name)
-        stored = build(Cell, result.cell, result.name)
-    except UserError as error:
-        raise LineError(str(error).removesuffix(".")) from None
+        raise SchemaError(f"no line says what the experiment {result.experiment!r} is")
+    run = experiment.find(result.name)
+    stored = build(Cell, result.cell, result.name)
     if stored != run.cell:
-        raise LineError(f"{result.name} has other settings ({_differences(stored, run.cell)}) than its experiment")
+        mine, theirs = asdict(stored), asdict(run.cell)
+        different = [f"{name} = {mine[name]!r}, not {theirs[name]!r}" for name in mine if mine[name] != theirs[name]]
+        raise SchemaError(f"{result.name} has other settings ({', '.join(different)}) than its experiment")
     if result.seed != run.seed:
-        raise LineError(f"{result.name} has the seed {result.seed}")
+        raise SchemaError(f"{result.name} has the seed {result.seed}")
     _check_numbers(line, is_accuracy=bool(run.cell.partition))
 
 
@@ -281,53 +278,44 @@ def _check_numbers(line: Line, is_accuracy: bool) -> None:
         is_accuracy: Whether its metric is one; that of a run by `pfedhn.train` may be anything.
     """
     result, curve = line.result, line.curve
-    counts = {name: getattr(result, name) for name in ("chosen_step", "steps", "rounds", "bytes_down", "bytes_up")}
-    for cost in [] if result.pretrain is None else [result.pretrain]:
-        counts |= {f"pretrain.{name}": getattr(cost, name) for name in ("steps", "bytes_down", "bytes_up", "seconds")}
-    for name, value in {**counts, "seconds": result.seconds, **result.unused_examples}.items():
+    names = ("chosen_step", "steps", "rounds", "bytes_down", "bytes_up", "seconds")
+    parts = [part for part in (result, result.pretrain) if part is not None]
+    counts = [(name, getattr(part, name, 0)) for part in parts for name in names]
+    for name, value in [*counts, *result.unused_examples.items()]:
         if not 0 <= value < math.inf:
-            raise LineError(f"{name!r} is {value}, which cannot be")
+            raise SchemaError(f"{name!r} is {value}, which cannot be")
     if list(curve.step) != sorted(set(curve.step)) or (curve.step and curve.step[0] < 0):
-        raise LineError("the steps of its curve do not rise")
+        raise SchemaError("the steps of its curve do not rise")
     if result.chosen_step > result.steps or (curve.step and result.chosen_step not in curve.step):
-        raise LineError(f"'chosen_step' is {result.chosen_step}, which its curve does not have")
+        raise SchemaError(f"'chosen_step' is {result.chosen_step}, which its curve does not have")
     for split in ("validation", "test"):
         scores, measures = getattr(result, split), getattr(curve, split)
         _check_scores(split, scores, is_accuracy)
         accuracies = [*(measures.client_mean or ()), *(measures.sample_mean or ())]
         if is_accuracy and not all(0 <= value <= 1 or math.isnan(value) for value in accuracies):
-            raise LineError(f"an accuracy of its {split} curve is not between 0 and 1")
+            raise SchemaError(f"an accuracy of its {split} curve is not between 0 and 1")
 
 
 def _check_scores(split: str, scores: Scores, is_accuracy: bool) -> None:
     means = [mean for mean in (scores.client_mean, scores.sample_mean) if mean is not None]
     if scores.examples < 0 or any(number < 0 for number in scores.client_examples or ()):
-        raise LineError(f"{split}: a number of examples is below 0")
+        raise SchemaError(f"{split}: a number of examples is below 0")
     if is_accuracy and not all(0 <= mean <= 1 or (math.isnan(mean) and not scores.examples) for mean in means):
-        raise LineError(f"{split}: an accuracy is not between 0 and 1")
-    if scores.clients is None or scores.client_examples is None or scores.client_mean is None:
+        raise SchemaError(f"{split}: an accuracy is not between 0 and 1")
+    if scores.clients is None or scores.client_examples is None or not means:
         return
     pairs = [(value, number) for value, number in zip(scores.clients, scores.client_examples, strict=True) if number]
     if is_accuracy and not all(0 <= value <= number for value, number in pairs):
-        raise LineError(f"{split}: a client has more correct examples than examples")
+        raise SchemaError(f"{split}: a client has more correct examples than examples")
     if scores.examples != sum(scores.client_examples):
-        raise LineError(f"{split}: 'examples' is not the sum of the clients'")
+        raise SchemaError(f"{split}: 'examples' is not the sum of the clients'")
     if pairs:
-        over_clients = statistics.fmean(value / number for value, number in pairs)
-        over_samples = sum(value for value, _ in pairs) / scores.examples
-        both = (scores.client_mean, over_clients), (scores.sample_mean, over_samples)
-        if not all(_is_near(mean, made) for mean, made in both):
-            raise LineError(f"{split}: the means are not those of the clients")
-
-
-def _is_near(mean: float | None, made: float) -> bool:
-    """Lines hold six digits."""
-    return mean is not None and (abs(mean - made) <= 2e-6 * max(1.0, abs(made)) or (mean != mean and made != made))
-
-
-def _differences(cell: Cell, other: Cell) -> str:
-    mine, theirs = asdict(cell), asdict(other)
-    return ", ".join(f"{name} = {mine[name]!r}, not {theirs[name]!r}" for name in mine if mine[name] != theirs[name])
+        made = [
+            statistics.fmean(value / number for value, number in pairs),
+            sum(value for value, _ in pairs) / scores.examples,
+        ]
+        if not numpy.allclose(means, made, rtol=2e-6, atol=2e-6, equal_nan=True):  # lines hold six digits
+            raise SchemaError(f"{split}: the means are not those of the clients")
 
 
 def _runs_of(experiment: Experiment, lines: Mapping[str, Line]) -> Runs:
@@ -367,13 +355,9 @@ def _later(one: Line | None, other: Line) -> Line:
     """The line of a run that finished last, so that files can be put together in any order."""
     if one is None:
         return other
-    first, last = (one, other) if _finished(one) <= _finished(other) else (other, one)
+    first, last = sorted((one, other), key=lambda line: line.result.environment.finished or "")
     is_same_run = identity(first.result) == identity(last.result)
     return last._replace(analysis=first.analysis) if is_same_run and last.analysis is None else last
-
-
-def _finished(line: Line) -> str:
-    return line.result.environment.finished or ""
 
 
 class Exported(NamedTuple):
@@ -399,39 +383,45 @@ def _export(paths: Iterable[Path], file: Path) -> Exported:
     kept: dict[str, tuple[Experiment, dict[str, Line]]] = {}
     for runs in read_file(file) if file.exists() else []:
         kept[runs.experiment.name] = runs.experiment, _lines(runs)
-    before = {(name, run): line for name, (_, lines) in kept.items() for run, line in lines.items()}
+    before = _texts(kept)
     for runs in (runs for path in paths for runs in read(path)):
-        experiment, lines = kept.get(runs.experiment.name, (runs.experiment, {}))
         fresh = _lines(runs)
-        _check_before_writing(runs.experiment, fresh)
-        experiment = _one_for_both(file, experiment, lines, runs.experiment, fresh)
+        for name, line in fresh.items():  # nothing is written that could not be read again
+            try:
+                _check(line, {runs.experiment.name: runs.experiment})
+            except UserError as error:
+                reason = str(error).removesuffix(".")
+                raise UserError(
+                    f"the result of {name} cannot be kept: {reason}; run it again with this version."
+                ) from None
+        stored, lines = kept.get(runs.experiment.name, (runs.experiment, {}))
+        experiment = _one_for_both(file, stored, lines, runs.experiment, fresh)
         kept[experiment.name] = experiment, lines | {name: _later(lines.get(name), fresh[name]) for name in fresh}
-    after = {(name, run): line for name, (_, lines) in kept.items() for run, line in lines.items()}
-    content = "".join(
-        _text(line)
-        for _, (experiment, lines) in sorted(kept.items())
-        for line in [
-            {"kind": "experiment", **asdict(experiment), "runs": len(lines)},
-            *_in_order(experiment, lines),
-        ]
-    ).encode()
+    after = _texts(kept)
+    parts = []
+    for name, (experiment, lines) in sorted(kept.items()):
+        parts.append(_text({"kind": "experiment", **asdict(experiment), "runs": len(lines)}))
+        seeds = sorted({line.result.seed for line in lines.values()})
+        parts += [after[name, run.name] for run in experiment.runs(seeds) if run.name in lines]
+    content = "".join(parts).encode()
     if not file.exists() or read_bytes(file) != content:
         write_atomically(file, content)
-    # By their texts: NaN, the score of nobody, is equal to nothing.
-    replaced = sum(_texts(after[key]) != _texts(line) for key, line in before.items())
+    # Texts are compared, since NaN, the score of a split without examples, is equal to nothing.
+    replaced = sum(after[key] != text for key, text in before.items())
     return Exported(len(after) - len(before), replaced, len(after))
 
 
-def _texts(line: Line) -> list[str]:
-    return list(map(_text, to_lines(line)))
-
-
-def to_lines(line: Line) -> list[dict[str, Any]]:
-    """A finished run as JSON, and what was computed from it."""
-    lines = [to_line(line.result, line.curve)]
-    if line.analysis is not None:
-        lines.append({"kind": "analysis", "experiment": line.result.experiment, **to_json(line.analysis)})
-    return lines
+def _texts(kept: Mapping[str, tuple[Experiment, Mapping[str, Line]]]) -> dict[tuple[str, str], str]:
+    """What stands in a file of each run, and of what was computed from it, by the names of experiment and run."""
+    found = {}
+    for experiment, (_, lines) in kept.items():
+        for name, line in lines.items():
+            found[experiment, name] = _text(to_line(line.result, line.curve))
+            if line.analysis is not None:
+                found[experiment, name] += _text(
+                    {"kind": "analysis", "experiment": line.result.experiment, **to_json(line.analysis)}
+                )
+    return found
 
 
 def _text(line: Mapping[str, Any]) -> str:
@@ -439,27 +429,11 @@ def _text(line: Mapping[str, Any]) -> str:
 
 
 def _lines(runs: Runs) -> dict[str, Line]:
-    """The finished runs as they will stand in a file: rounded, so that what is read equals what was written."""
+    """The finished runs as a file holds them: rounded, so that what is read equals what was written."""
     return {
         name: _line(to_line(result, runs.curves.get(name, Curve.of([]))))._replace(analysis=runs.analyses.get(name))
         for name, result in runs.results.items()
     }
-
-
-def _check_before_writing(experiment: Experiment, lines: Mapping[str, Line]) -> None:
-    """Nothing is written that could not be read again."""
-    for name, line in lines.items():
-        try:
-            _check(line, {experiment.name: experiment})
-        except LineError as error:
-            raise UserError(f"the result of {name} cannot be kept: {error}; run it again with this version.") from None
-
-
-def _in_order(experiment: Experiment, lines: Mapping[str, Line]) -> list[dict[str, Any]]:
-    """As the experiment names its cells, then by seed."""
-    seeds = sorted({line.result.seed for line in lines.values()})
-    named = [lines[run.name] for run in experiment.runs(seeds) if run.name in lines]
-    return [text for line in named for text in to_lines(line)]
 
 
 def _one_for_both(

@@ -1,12 +1,11 @@
 """Tables of a report: for a terminal, Markdown, CSV and LaTeX."""
 
-import csv
 import html
-import io
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pandas
 from rich import box
 from rich.console import Group
 from rich.markup import escape
@@ -14,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from pfedhn.errors import printable
-from pfedhn.experiments.spec import Cell
 from pfedhn.report.entries import (
     Average,
     Column,
@@ -40,13 +38,14 @@ def number_text(value: Summary | None, digits: int = 2) -> str:
 
 
 def accuracy_text(entry: Entry, average: Average = "clients") -> str:
-    """Mean and deviation, and where seeds are missing, or it is one alone, how many there are and how many diverged."""
+    """Mean and deviation, and how many seeds there are and diverged if some are missing or there is only one."""
     value = entry.test(average)
     if value is None:
         return entry.diverged_text
-    is_less = value.num_seeds == 1 or value.num_seeds != entry.num_planned
-    note = f" ({', '.join(filter(None, [entry.seeds_text, entry.diverged_text]))})" if is_less else ""
-    return number_text(value, 2 if entry.has_accuracy else loss_digits([entry])) + note
+    text = number_text(value, 2 if entry.has_accuracy else loss_digits([entry]))
+    if 1 < value.num_seeds == entry.num_planned:
+        return text
+    return f"{text} ({', '.join(filter(None, [entry.seeds_text, entry.diverged_text]))})"
 
 
 def bytes_text(value: Summary | None) -> str:
@@ -89,19 +88,25 @@ def grid(report: Report, average: Average = "clients", columns: Sequence[Column]
     for label in report.labels:
         entries = [report.entry(label, column) for column in columns]
         if any(entries):
-            texts = ["" if entry is None else "\n".join(_with_published(entry, average)) for entry in entries]
-            lines.append([label, *texts])
+            lines.append([label, *(_with_published(entry, average) for entry in entries)])
     return lines
 
 
-def _with_published(entry: Entry, average: Average) -> list[str]:
-    lines = [accuracy_text(entry, average)]
-    if entry.published is not None:
-        mean, deviation = entry.published
-        difference = entry.difference(average)
-        lines.append(f"paper {mean:.2f} ± {deviation:.2f}")
-        lines.append("" if difference is None else f"{difference:+.2f}")
-    return lines
+def _with_published(entry: Entry | None, average: Average) -> str:
+    if entry is None:
+        return ""
+    if entry.published is None:
+        return accuracy_text(entry, average)
+    return f"{accuracy_text(entry, average)}\npaper {_published(entry)}\n{_difference(entry, average)}"
+
+
+def _published(entry: Entry) -> str:
+    return "" if entry.published is None else "{:.2f} ± {:.2f}".format(*entry.published)
+
+
+def _difference(entry: Entry, average: Average) -> str:
+    difference = entry.difference(average)
+    return "" if difference is None else f"{difference:+.2f}"
 
 
 def details(report: Report, average: Average = "clients", column: Column | None = None) -> list[list[str]]:
@@ -112,52 +117,36 @@ def details(report: Report, average: Average = "clients", column: Column | None 
         average: Over clients or over samples, of the difference from what was published.
         column: Only the cells of one, beside a grid that says what was published.
     """
-    extra: list[tuple[str, Callable[[Entry], str]]] = []
+    fields: dict[str, Callable[[Entry], str]] = {"method": lambda entry: entry.label}
     if column is None and len({dataset for dataset, _ in report.columns}) > 1:
-        extra.append(("data set", lambda entry: entry.column[0]))
+        fields["data set"] = lambda entry: entry.column[0]
     if column is None and len({clients for _, clients in report.columns}) > 1:
-        extra.append(("clients", lambda entry: str(entry.column[1])))
-    numbers: list[tuple[str, Callable[[Entry], str]]] = [
-        ("over clients", lambda entry: number_text(entry.test("clients"))),
-        ("over samples", lambda entry: number_text(entry.test("samples"))),
-    ]
-    if not report.has_accuracy:
+        fields["clients"] = lambda entry: str(entry.column[1])
+    if report.has_accuracy:
+        fields["over clients"] = lambda entry: number_text(entry.test("clients"))
+        fields["over samples"] = lambda entry: number_text(entry.test("samples"))
+    else:
         digits = loss_digits(report.entries)
-        numbers = [
-            ("squared error" if report.is_squared else "test loss", lambda entry: number_text(entry.test(), digits)),
-            ("over clients", lambda entry: number_text(entry.loss_over_clients(), digits)),
-        ]
-    if report.is_squared:
-        finer = min(4, digits + 1)
-        numbers.insert(0, ("RMSE", lambda entry: number_text(entry.root(), finer)))
+        if report.is_squared:
+            fields["RMSE"] = lambda entry: number_text(entry.root(), min(4, digits + 1))
+        measure = "squared error" if report.is_squared else "test loss"
+        fields[measure] = lambda entry: number_text(entry.test(), digits)
+        fields["over clients"] = lambda entry: number_text(entry.loss_over_clients(), digits)
     if report.has_published and len(report.columns) == 1 and column is None:  # else the grid has them
-        numbers += [
-            ("paper", lambda entry: "" if entry.published is None else "{:.2f} ± {:.2f}".format(*entry.published)),
-            ("difference", lambda entry: _signed(entry.difference(average))),
-        ]
-    diverged: list[tuple[str, Callable[[Entry], str]]] = []
+        fields["paper"] = _published
+        fields["difference"] = lambda entry: _difference(entry, average)
+    fields["seeds"] = lambda entry: entry.seeds_text.removesuffix(" seeds").removesuffix(" seed")
     if any(entry.diverged for entry in report.entries):
-        diverged.append(("diverged", lambda entry: str(len(entry.diverged) or "")))
-    fields: list[tuple[str, Callable[[Entry], str]]] = [
-        ("method", lambda entry: entry.label),
-        *extra,
-        *numbers,
-        ("seeds", lambda entry: entry.seeds_text.removesuffix(" seeds").removesuffix(" seed")),
-        *diverged,
-        ("steps", steps_text),
-        ("up", lambda entry: bytes_text(entry.total("bytes_up"))),
-        ("down", lambda entry: bytes_text(entry.total("bytes_down"))),
-        ("time", lambda entry: seconds_text(entry.total("seconds"))),
-    ]
+        fields["diverged"] = lambda entry: str(len(entry.diverged) or "")
+    fields["steps"] = steps_text
+    fields["up"] = lambda entry: bytes_text(entry.total("bytes_up"))
+    fields["down"] = lambda entry: bytes_text(entry.total("bytes_down"))
+    fields["time"] = lambda entry: seconds_text(entry.total("seconds"))
     # Beside a grid, which has a place for every cell, only what was asked for.
     entries = [entry for entry in report.entries if entry.num_planned or len(report.columns) == 1]
     if column is not None:
         entries = [entry for entry in entries if entry.column == column]
-    return [[name for name, _ in fields], *([show(entry) for _, show in fields] for entry in entries)]
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.2f}"
+    return [list(fields), *([show(entry) for show in fields.values()] for entry in entries)]
 
 
 def caption(report: Report, average: Average | None = None) -> str:
@@ -257,12 +246,8 @@ def commands(report: Report) -> list[str]:
 
 def to_csv(reports: Sequence[Report]) -> str:
     """A line per cell, all numbers unrounded."""
-    lines = [numbers(entry) for report in reports for entry in report.entries]
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, list(numbers(Entry("", Cell(), {}, {}, 0))), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return stream.getvalue()
+    cells = [numbers(entry) for report in reports for entry in report.entries]
+    return str(pandas.DataFrame(cells).to_csv(index=False, lineterminator="\n"))
 
 
 def numbers(entry: Entry) -> dict[str, Any]:
@@ -284,10 +269,8 @@ def numbers(entry: Entry) -> dict[str, Any]:
     for average in averages:
         found[f"difference_over_{average}"] = entry.difference(average) if entry.has_accuracy else None
     costs: tuple[Cost, ...] = ("steps", "bytes_up", "bytes_down", "seconds")
-    for cost in costs:
-        total = entry.total(cost)
-        found[cost] = total and total.mean
-    return found | {"hardware": entry.hardware}
+    totals = {cost: entry.total(cost) for cost in costs}
+    return found | {name: total and total.mean for name, total in totals.items()} | {"hardware": entry.hardware}
 
 
 def to_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
@@ -309,7 +292,7 @@ def _runs(entry: Entry) -> list[dict[str, Any]]:
             "loss": result.test.loss,
             "settings": result.settings,
             "client_names": entry.client_names and list(entry.client_names),
-            "client_accuracy": [None if v != v else v / 100 for v in entry.client_accuracy(seed).tolist()]
+            "client_accuracy": [None if v != v else v / 100 for v in entry.client_scores(seed).tolist()]
             if entry.has_accuracy
             else None,
             "command": result.command,
@@ -331,25 +314,32 @@ def _latex_grid(report: Report, average: Average) -> str:
         ["", *(rf"\multicolumn{{{len(span)}}}{{c}}{{{_latex(span[0][0])}}}" for span in spans)],
         ["Clients", *(str(clients) for _, clients in columns)],
     ]
-    num_heading_rows = len(rows)
-    for label in report.labels:
-        entries = [report.entry(label, column) for column in columns]
-        rows.append([_latex(display_name(label)), *(_latex_accuracy(entry, average) for entry in entries)])
-        if any(entry is not None and entry.published for entry in entries):
-            rows.append([r"\quad published", *map(_latex_published, entries)])
-        if any(entry is not None and entry.difference(average) is not None for entry in entries):
-            differences = [None if entry is None else entry.difference(average) for entry in entries]
-            rows.append([r"\quad difference", *("" if d is None else f"${d:+.2f}$" for d in differences)])
+    for label, *cells in grid(report, average, columns)[1:]:
+        parts = [[*cell.split("\n"), "", ""] for cell in cells]
+        rows.append([_latex(display_name(label)), *(_math(part[0]) for part in parts)])
+        for place, name in ((1, "published"), (2, "difference")):
+            if any(part[place] for part in parts):
+                rows.append([rf"\quad {name}", *(_math(part[place].removeprefix("paper ")) for part in parts)])
     heading = f"{_latex(report.title)}. {_latex(caption(report, average))}"
-    return _latex_table(heading, "c" * len(columns), rows, num_heading_rows)
+    return _latex_table(heading, "c" * len(columns), rows, num_heading_rows=2)
+
+
+def _math(text: str) -> str:
+    """A text whose number and deviation stand in math mode."""
+    number = re.match(r"[+-]?[\d.]+( ± [\d.]+)?", text)
+    return text if number is None else "$" + number[0].replace("±", r"\pm") + "$" + text[number.end() :]
 
 
 def _latex_details(report: Report, average: Average) -> str:
-    first, *lines = details(report, average)
-    lines = [[display_name(line[0]), *line[1:]] for line in lines]
-    rows = [[_latex(cell) for cell in line] for line in [first, *lines]]
-    heading = f"{_latex(report.title)}: both averages, and the cost of a run. {_latex(caption(report))}"
-    return _latex_table(heading, "r" * (len(first) - 1), rows, 1)
+    heading, *lines = details(report, average)
+    rows = [[_latex(cell) for cell in line] for line in [heading, *displayed(lines)]]
+    text = f"{_latex(report.title)}: both averages, and the cost of a run. {_latex(caption(report))}"
+    return _latex_table(text, "r" * (len(heading) - 1), rows, num_heading_rows=1)
+
+
+def displayed(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Lines of methods, each named as its paper writes it."""
+    return [[display_name(label), *cells] for label, *cells in lines]
 
 
 def _latex_table(heading: str, columns: str, rows: Sequence[Sequence[str]], num_heading_rows: int) -> str:
@@ -363,22 +353,6 @@ def _latex_table(heading: str, columns: str, rows: Sequence[Sequence[str]], num_
     )
 
 
-def _latex_accuracy(entry: Entry | None, average: Average) -> str:
-    """The number of seeds beside it where it is not what was planned, as in every other format."""
-    if entry is None or (value := entry.test(average)) is None:
-        return ""
-    return _latex_number(value) + accuracy_text(entry, average).removeprefix(number_text(value))
-
-
-def _latex_published(entry: Entry | None) -> str:
-    return "" if entry is None or entry.published is None else "${:.2f} \\pm {:.2f}$".format(*entry.published)
-
-
-def _latex_number(value: Summary) -> str:
-    spread = "" if value.deviation is None else rf" \pm {value.deviation:.2f}"
-    return f"${value.mean:.2f}{spread}$"
-
-
 def _latex(text: str) -> str:
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
     text = " ".join(printable(text).split("\n"))
@@ -389,31 +363,28 @@ HYPERNETWORKS = ("pfedhn", "pfedhn-plus")  # the sentence is about the first tha
 
 
 def sentence(report: Report) -> str:
-    """What a comparison with a hypernetwork shows in the first column; empty where its numbers cannot say it."""
+    """Say what a hypernetwork reaches in the first column beside others; empty if its numbers cannot say it."""
     column = report.columns[0]
-    alone, shared = (report.entry(method, column) for method in ("local", "fedavg"))
-    candidates = [(report.entry(method, column), display_name(method)) for method in HYPERNETWORKS]
-    # Of runs that are not finished, or have no test examples, there is no number.
-    found = [(entry, name) for entry, name in candidates if entry is not None and entry.test() is not None]
-    if not found:
+    measured = {entry.label: entry for entry in report.in_column(column) if entry.test() is not None}
+    label = next((label for label in HYPERNETWORKS if label in measured), None)
+    if label is None:
         return ""
-    ours, name = found[0]
-    named = [(ours, name), (alone, "a model trained alone"), (shared, "FedAvg's one shared model")]
-    measured = [(entry, whose) for entry, whose in named if entry is not None and entry.test() is not None]
-    parts = [f"{_measured_text(entry)} with {whose}" for entry, whose in measured]
-    listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    ours, name = measured[label], display_name(label)
+    named = {label: name, "local": "a model trained alone", "fedavg": "FedAvg's one shared model"}
+    shown = {method: whose for method, whose in named.items() if method in measured}
+    *parts, last = [f"{_measured_text(measured[method])} with {whose}" for method, whose in shown.items()]
+    listed = " and ".join(filter(None, [", ".join(parts), last]))
     where = f"with {column_text(column)}, " if len(report.columns) > 1 else ""
-    numbers_of_seeds = {len(entry.results) for entry, _ in measured}
+    numbers_of_seeds = {len(measured[method].results) for method in shown}
     luck = f"one seed, {ours.num_test_examples:,} test examples: " if numbers_of_seeds == {1} else ""
     text = f"{where}{luck}{_subject(ours)} is {listed}"
-    counts = None if alone is None or alone not in [entry for entry, _ in measured] else compare(ours, alone)
-    if counts is not None:
-        whose = f" ({counts.num_seeds} seeds together)" * (counts.num_seeds > 1)
+    if "local" in measured and (counts := compare(ours, measured["local"])) is not None:
+        seeds = f" ({counts.num_seeds} seeds together)" if counts.num_seeds > 1 else ""
         text += (
-            f"; of {counts.total} clients{whose}, {counts.better} do better with {name} than alone, "
+            f"; of {counts.total} clients{seeds}, {counts.better} do better with {name} than alone, "
             f"{counts.same} the same and {counts.worse} worse"
         )
-    warning = " A single seed cannot rank methods." if 1 in numbers_of_seeds and len(measured) > 1 else ""
+    warning = " A single seed cannot rank methods." if 1 in numbers_of_seeds and len(shown) > 1 else ""
     return f"{text[0].upper()}{text[1:]}.{warning}"
 
 
@@ -434,34 +405,26 @@ MAX_NAMED = 6  # runs in a sentence
 
 def unfinished(report: Report) -> str:
     """Which runs are going on, which diverged, and which have begun but stand still; empty if there are none."""
-    running = [_progress(entry, seed) for entry in report.entries for seed in sorted(entry.running)]
-    diverged = [_which(entry, seed) for entry in report.entries for seed in sorted(entry.diverged)]
-    halted = [
-        _progress(entry, seed)
-        for entry in report.entries
-        for seed in sorted(entry.curves.keys() - entry.results.keys() - entry.running - entry.diverged)
-    ]
-    parts = [f"Running now: {_some(running)}."] if running else []
-    if diverged:
-        parts.append(
-            f"Diverged, so without a score: {_some(diverged)}; diverged.txt in a run's folder says in which round."
-        )
-    if halted:
-        parts.append(
-            f"Begun, but stopped before the end: {_some(halted)}; started again, they continue or say what failed."
-        )
-    return " ".join(parts)
-
-
-def _progress(entry: Entry, seed: int) -> str:
-    steps = entry.curves[seed].step if seed in entry.curves else ()
-    return f"{_which(entry, seed)} (step {max(steps, default=0):,} of {entry.cell.steps:,})"
-
-
-def _which(entry: Entry, seed: int) -> str:
-    return display_name(entry.label) + (f", seed {seed}" if entry.num_planned > 1 else "")
+    running, diverged, halted = [], [], []
+    for entry in report.entries:
+        for seed in sorted({*entry.curves, *entry.running, *entry.diverged} - entry.results.keys()):
+            which = display_name(entry.label) + (f", seed {seed}" if entry.num_planned > 1 else "")
+            steps = entry.curves[seed].step if seed in entry.curves else ()
+            progress = f"{which} (step {max(steps, default=0):,} of {entry.cell.steps:,})"
+            if seed in entry.running:
+                running.append(progress)
+            elif seed in entry.diverged:
+                diverged.append(which)
+            else:
+                halted.append(progress)
+    sentences = (
+        (running, "Running now: {}."),
+        (diverged, "Diverged, so without a score: {}; diverged.txt in a run's folder says in which round."),
+        (halted, "Begun, but stopped before the end: {}; started again, they continue or say what failed."),
+    )
+    return " ".join(text.format(_some(names)) for names, text in sentences if names)
 
 
 def _some(names: Sequence[str]) -> str:
-    more = len(names) - MAX_NAMED
-    return "; ".join(names[:MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
+    more = [f"and {len(names) - MAX_NAMED} more"] if len(names) > MAX_NAMED else []
+    return "; ".join([*names[:MAX_NAMED], *more])

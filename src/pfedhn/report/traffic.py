@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy
 
-from pfedhn.report.entries import Column, Entry, Report, display_name
+from pfedhn.report.entries import Column, Entry, Report, display_name, on_common_steps
 from pfedhn.report.figures import ADAPTED, label_ends, lowest_shown, make_logarithmic, new_figure, style, tidy
 from pfedhn.storage.schema import Curve
 
@@ -47,18 +47,13 @@ def megabytes(entry: Entry, seed: int, step: int) -> float:
 
 def mean_line(entry: Entry) -> dict[float, float]:
     """Megabytes per client -> accuracy of the round chosen so far: the mean over seeds."""
-    curves = {
-        seed: dict(zip(curve.step, chosen_so_far(curve), strict=True))
-        for seed, curve in entry.curves.items()
-        if seed in entry.results
-    }
-    steps = sorted(set.intersection(*(set(values) for values in curves.values()))) if curves else []
-    return {
-        float(numpy.mean([megabytes(entry, seed, step) for seed in curves])): float(
-            numpy.mean([values[step] for values in curves.values()])
-        )
-        for step in steps
-    }
+    seeds = [seed for seed in entry.curves if seed in entry.results]
+    if not seeds:
+        return {}
+    curves = [dict(zip(entry.curves[s].step, chosen_so_far(entry.curves[s]), strict=True)) for s in seeds]
+    steps, values = on_common_steps(curves)
+    sizes = [float(numpy.mean([megabytes(entry, seed, step) for seed in seeds])) for step in steps]
+    return dict(zip(sizes, values.mean(0).tolist(), strict=True))
 
 
 def megabytes_to(entry: Entry, accuracy: float) -> float | None:
