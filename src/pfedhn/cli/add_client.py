@@ -91,10 +91,10 @@ def add_client(
         f"Round {joined.round} of {rounds} was chosen on validation; {seconds:.1f} s."
     )
     if joined.tried:
-        values = {
-            field: f"{value:g}" if isinstance(value, float) else value for field, value in joined.settings.items()
-        }
-        chosen = ", ".join(f"{field} = {value}" for field, value in values.items())
+        values = joined.settings.items()
+        chosen = ", ".join(
+            f"{name} = {value:g}" if isinstance(value, float) else f"{name} = {value}" for name, value in values
+        )
         say(f"It joined with {chosen}, the best on validation of {len(joined.tried)} settings that were tried.")
     if out is not None:
         joined.export(out)

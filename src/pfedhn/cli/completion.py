@@ -19,20 +19,18 @@ def _state() -> str:
 
 def names(kind: str) -> list[str]:
     """The experiments (studies too), methods, data sets, or fields that `--set` takes."""
-    try:
-        state = _state()
-        file = cache_folder() / "completion.json"
+    with suppress(Exception):  # a shell that completes is no place for an error
+        state, file = _state(), cache_folder() / "completion.json"
         with suppress(OSError, ValueError):
             table = json.loads(file.read_text())
             if table["state"] == state:
                 return [str(name) for name in table[kind]]
         table = {"state": state, **_generated()}
-        with suppress(Exception):  # where nothing can be written, it takes longer
+        with suppress(Exception):  # if nothing can be written, it takes longer
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, json.dumps(table).encode())
         return list(table[kind])
-    except Exception:  # a shell that completes is no place for an error
-        return []
+    return []
 
 
 def _generated() -> dict[str, list[str]]:

@@ -49,22 +49,24 @@ def doctor(as_json: JsonOption = False) -> None:
     from pfedhn.system.files import cache_folder, write_trouble
     from pfedhn.system.process import num_cores
 
-    table: dict[str, str] = {}
-    table["pfedhn"] = f"{pfedhn.__version__}, {Path(pfedhn.__file__).parent}"
-    table["python"] = f"{platform.python_version()}, {sys.executable}"
-    table["torch"] = f"{torch.__version__}, NumPy {numpy.__version__}"
-    table["device"] = _device_line()
-    table["cores"] = f"{num_cores()} ({processor_name()})"
-    table["threads"] = f"{torch.get_num_threads()} unless --jobs or --threads say otherwise"
+    table = {
+        "pfedhn": f"{pfedhn.__version__}, {Path(pfedhn.__file__).parent}",
+        "python": f"{platform.python_version()}, {sys.executable}",
+        "torch": f"{torch.__version__}, NumPy {numpy.__version__}",
+        "device": _device_line(),
+        "cores": f"{num_cores()} ({processor_name()})",
+        "threads": f"{torch.get_num_threads()} unless --jobs or --threads say otherwise",
+    }
     for name, (modules, purpose) in EXTRAS.items():
-        missing = [module for module in modules if importlib.util.find_spec(module) is None]
-        state = f"present ({purpose})" if not missing else f"missing ({purpose}): pip install 'pfedhn[{name}]'"
-        table[f"extra {name}"] = state
+        is_missing = any(importlib.util.find_spec(module) is None for module in modules)
+        table[f"extra {name}"] = (
+            f"missing ({purpose}): pip install 'pfedhn[{name}]'" if is_missing else f"present ({purpose})"
+        )
     trouble = write_trouble(cache_folder())
-    state = (
+    is_usable = (
         "can be written" if trouble is None else f"cannot be written ({trouble}); set PFEDHN_CACHE to another folder"
     )
-    table["cache"] = f"{cache_folder()}: {state}"
+    table["cache"] = f"{cache_folder()}: {is_usable}"
     for name, source in DATASETS.items():
         where = " --data-dir FOLDER" if source.hub is None else ""
         state = data_state(name)
@@ -73,7 +75,11 @@ def doctor(as_json: JsonOption = False) -> None:
     if as_json:
         say(json.dumps(table))
     else:
-        Screen().print(_drawn(table))
+        drawn = Table(show_header=False, box=None, pad_edge=False)
+        drawn.add_column(no_wrap=True, style="cyan")
+        for name, state in table.items():
+            drawn.add_row(name, escape(state))
+        Screen().print(drawn)
     try:
         load("digits")
     except Exception as error:  # whatever it is, the person should see it here
@@ -81,15 +87,6 @@ def doctor(as_json: JsonOption = False) -> None:
         raise typer.Exit(FAILED) from None
     if not as_json:
         say("Ready: `pfedhn demo`.")
-
-
-def _drawn(lines: dict[str, str]) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(no_wrap=True, style="cyan")
-    table.add_column()
-    for name, state in lines.items():
-        table.add_row(name, escape(state))
-    return table
 
 
 def _device_line() -> str:

@@ -57,14 +57,7 @@ def watched(
 def standing(
     known: Mapping[str, Any], invited: Sequence[str], revoked: Sequence[str] = (), is_served: bool = True
 ) -> list[RenderableType]:
-    """Where a federation stands, line by line, and its parties as a table.
-
-    Args:
-        known: What its server last wrote; empty if it has not begun.
-        invited: The names of all parties.
-        revoked: Those that were taken out.
-        is_served: Whether its server is at work.
-    """
+    """Where a federation stands by what its server last wrote, line by line, and its parties as a table."""
     if not known:
         return [f"Invited: {', '.join(invited) or 'nobody'}. The run has not begun."]
     ended = f"; it has ended, and round {known['chosen']} was chosen" if known["has_ended"] else ""

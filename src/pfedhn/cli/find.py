@@ -20,12 +20,9 @@ from pfedhn.system.screen import say
 
 
 def find_experiment(name: str, small: bool = False, also: Iterable[str] = ()) -> tuple[Experiment, str]:
-    """An experiment by name or file, and how a later command should name it.
+    """Find an experiment by name or file, a study also at reduced size, and how a later command names it.
 
-    Args:
-        name: Its name or file.
-        small: A study at reduced size.
-        also: What else could have been meant.
+    `also` lists what else the name could have meant.
     """
     study = find_study(name)
     if small and study is None:

@@ -23,27 +23,23 @@ def list_all(as_json: JsonOption = False) -> None:
     from pfedhn.report.entries import counted
     from pfedhn.studies import studies
 
+    found = {
+        "methods": {name: known.description for name, known in ALGORITHMS.items()},
+        "datasets": {name: source.description for name, source in DATASETS.items()},
+        "experiments": {name: item.title for name, item in experiments().items()},
+        "studies": {name: study.title for name, study in studies().items()},
+    }
     if as_json:
-        table = {
-            "methods": {name: known.description for name, known in ALGORITHMS.items()},
-            "datasets": {name: source.description for name, source in DATASETS.items()},
-            "experiments": {name: item.title for name, item in experiments().items()},
-            "studies": {name: study.title for name, study in studies().items()},
-        }
-        say(json.dumps(table))
+        say(json.dumps(found))
         return
-    console = Screen()
-    console.print(listing("methods", [(name, ALGORITHMS[name].description) for name in ALGORITHMS]))
-    console.print(listing("data sets", [(name, source.description) for name, source in DATASETS.items()]))
-    lines = [
-        (name, f"{item.title} ({counted(len(item.cells), 'cell')}, {counted(len(item.seeds), 'seed')} each)")
-        for name, item in experiments().items()
-    ]
-    console.print(listing("experiments", lines))
-    lines = [
-        (name, f"{study.title} ({counted(len(study.experiment().cells), 'cell')})") for name, study in studies().items()
-    ]
-    console.print(listing("studies: the rest of the paper", lines))
+    for name, item in experiments().items():
+        sizes = f"{counted(len(item.cells), 'cell')}, {counted(len(item.seeds), 'seed')} each"
+        found["experiments"][name] += f" ({sizes})"
+    for name, study in studies().items():
+        found["studies"][name] += f" ({counted(len(study.experiment().cells), 'cell')})"
+    console, titles = Screen(), {"datasets": "data sets", "studies": "studies: the rest of the paper"}
+    for kind, texts in found.items():
+        console.print(listing(titles.get(kind, kind), list(texts.items())))
     console.print(
         "`pfedhn run NAME` runs an experiment or a study; `pfedhn run FILE.toml` one of your own (see its --help)."
     )

@@ -41,17 +41,9 @@ def displayed(
     split: str = "test",
     detail: Detail = "normal",
 ) -> Iterator[Ready]:
-    """Inside the block, the runs named and those they start from can go on, and are shown as they do.
+    """Inside the block, the runs named and those they start from can go on, and are shown with scores on `split`.
 
-    Args:
-        chosen: the experiment.
-        runs: its runs that are wanted.
-        path: the directory that holds it.
-        options: how to run.
-        jobs: runs side by side; None for as many as there are cores or room.
-        cluster: where they will run; this machine where None.
-        split: whose scores are shown as runs finish.
-        detail: how much is shown.
+    `jobs` run side by side, or as many as there are cores or memory; on `cluster`, or on this machine without one.
     """
     options.check()
     if jobs is not None and jobs < 1:

@@ -16,14 +16,7 @@ from pfedhn.system.screen import Screen, say, table_screen
 
 
 def show_results(path: Path, runs: Sequence[RunSpec], options: Options, quiet: bool) -> None:
-    """Print the tables of an experiment; for a study, compute what its findings need and print them too.
-
-    Args:
-        path: The experiment's directory.
-        runs: Its runs that were wanted.
-        options: How they were run.
-        quiet: Compute, and print nothing.
-    """
+    """Print the tables of the runs that were asked for; for a study, compute what its findings need and print them."""
     tables = [to_terminal(asked_for(found)) for found in collect([path])]
     study = find_study(options.source)
     if not quiet:

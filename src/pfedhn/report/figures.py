@@ -115,11 +115,9 @@ def lowest_shown(ends: Sequence[float], least: float) -> float:
 
 
 def label_ends(axes: Any, drawn: Sequence[tuple[Entry, str, float, float]]) -> None:
-    """Each line's name and last value beside the figure, pushed apart where they would overlap.
+    """Write each line's name and last value beside the figure, pushed apart if they would overlap.
 
-    Args:
-        axes: With the limits that they will have.
-        drawn: What each line is of, its color, and where it ends.
+    `axes` have their final limits; `drawn` are the lines' entries, colors and ends.
     """
     low, high = axes.get_ylim()
     to_scale, from_scale = (math.log10, lambda place: 10**place) if axes.get_yscale() == "log" else (float, float)

@@ -16,36 +16,11 @@ from markupsafe import Markup
 from pfedhn.errors import UserError, closest, printable
 from pfedhn.experiments.directory import plain
 from pfedhn.experiments.spec import Experiment, flat_fields
-from pfedhn.report.entries import (
-    Average,
-    Column,
-    Entry,
-    Report,
-    Summary,
-    column_text,
-    counted,
-    display_name,
-    is_squared,
-    on_common_steps,
-    summarize,
-)
+from pfedhn.report import findings as of_studies
+from pfedhn.report import pairs, tables
+from pfedhn.report.entries import Average, Entry, Report, column_text, counted, display_name, on_common_steps, summarize
 from pfedhn.report.figures import figures_of, style, to_png, to_svg
-from pfedhn.report.findings import Finding, pngs, svgs
-from pfedhn.report.findings import to_markdown as finding_to_markdown
-from pfedhn.report.pairs import caption as pairs_caption
-from pfedhn.report.pairs import pairs
-from pfedhn.report.tables import (
-    caption,
-    commands,
-    details,
-    displayed,
-    grid,
-    sentence,
-    to_csv,
-    to_latex,
-    to_markdown,
-    unfinished,
-)
+from pfedhn.report.findings import Finding
 from pfedhn.settings import to_toml
 from pfedhn.storage.schema import Result
 from pfedhn.system.files import make_folder, write_atomically
@@ -67,30 +42,15 @@ TEMPLATES = Environment(
 )
 
 
-def to_html(
-    reports: Sequence[Report],
-    average: Average = "clients",
-    findings: Sequence[Finding] = (),
-) -> str:
-    """One page that holds everything: it opens offline, and asks nothing of anybody.
-
-    Args:
-        reports: What is reported, in this order.
-        average: Which accuracy is compared.
-        findings: What studies show, before everything else.
-    """
-    shown: list[dict[str, Any]] = [
-        {"title": finding.title, "sentence": finding.sentence, "tables": finding.tables, "figures": _encoded(finding)}
-        for finding in findings
-    ]
-    sections = [_section(report, average) for report in reports]
+def to_html(reports: Sequence[Report], average: Average = "clients", findings: Sequence[Finding] = ()) -> str:
+    """One page that holds everything, the findings of studies first: it opens offline, and asks nothing of anybody."""
     folder = Path(__file__).parent
     script = (folder / "page.js").read_text()
     return TEMPLATES.get_template("page.html").render(
-        findings=shown,
-        sections=sections,
+        findings=findings,
+        sections=[_section(report, average) for report in reports],
         specs=[(experiment.name, spec_text(experiment)) for report in reports for experiment in report.experiments],
-        commands=[command for report in reports for command in commands(report)],
+        commands=[command for report in reports for command in tables.commands(report)],
         versions=versions(reports),
         style=Markup((folder / "page.css").read_text()),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704 - our own file
@@ -100,42 +60,41 @@ def to_html(
     )
 
 
+COSTS = ("steps", "up", "down", "time")
+
+
 def _section(report: Report, average: Average) -> dict[str, Any]:
     """What the template shows of a report."""
     finished = replace(report, entries=[entry for entry in report.entries if entry.results])
-    unstarted = [
-        display_name(label)
-        for label in report.labels
-        if not any(e.has_begun or e.running or e.diverged for e in report.entries if e.label == label)
-    ]
-    standing = [unfinished(report), f"Not run yet: {', '.join(unstarted)}." if unstarted else ""]
-    lines = displayed(details(finished, average))
+    begun = {entry.label for entry in report.entries if entry.has_begun or entry.running or entry.diverged}
+    unstarted = [display_name(label) for label in report.labels if label not in begun]
+    standing = [tables.unfinished(report), f"Not run yet: {', '.join(unstarted)}." if unstarted else ""]
+    lines = tables.displayed(tables.details(finished, average))
     if len(finished.columns) > 1:
-        results, note, cost = displayed(grid(finished, average)), caption(finished, average), lines
+        results, note = tables.displayed(tables.grid(finished, average)), tables.caption(finished, average)
+        cost = lines
     else:
-        results, note = _columns(lines, lambda name: name not in COSTS), caption(finished)
+        results, note = _columns(lines, lambda name: name not in COSTS), tables.caption(finished)
         cost = _columns(lines, lambda name: name in ("method", *COSTS))
     return {
         "title": report.title,
-        "sentence": sentence(report) if report.columns else "",
+        "sentence": tables.sentence(report) if report.columns else "",
         "is_finished": bool(finished.entries),  # at least in part
         "is_loss": not report.has_accuracy,
-        "results": (results, note),
+        "results": results,
+        "note": note,
         "standing": " ".join(filter(None, standing)),
-        "cost": (cost, COST_CAPTION),
+        "cost": cost,
         "differences": differing_settings(report.entries),
         "columns": [
             {
                 "name": column_text(column),
-                "pairs": (found, pairs_caption(column)) if (found := pairs(report, column, average)) else None,
+                "pairs": pairs.pairs(report, column, average),
+                "note": pairs.caption(column),
             }
             for column in report.columns
         ],
     }
-
-
-COSTS = ("steps", "up", "down", "time")
-COST_CAPTION = "Of one run, the mean over seeds: communication steps, bytes from and to the clients, wall time."
 
 
 def _columns(lines: Sequence[Sequence[str]], is_kept: Callable[[str], bool]) -> list[list[str]]:
@@ -181,9 +140,6 @@ def best_cells(lines: Sequence[Sequence[str]], is_loss: bool = False) -> set[tup
     return found
 
 
-TEMPLATES.globals["best_cells"] = best_cells
-
-
 def differing_settings(entries: Sequence[Entry]) -> list[list[str]]:
     """A table of every setting in which the runs shown differ: a line per setting, a column per cell; or nothing.
 
@@ -224,10 +180,14 @@ def versions(reports: Sequence[Report]) -> list[str]:
 
 def chart_data(reports: Sequence[Report], average: Average = "clients") -> list[list[dict[str, Any]]]:
     """What the charts draw: for each report and column, the curves of its cells and what every client has."""
-    return [[_column(report.in_column(column), column, average) for column in report.columns] for report in reports]
+    return [
+        [_column(replace(report, entries=report.in_column(column)), average) for column in report.columns]
+        for report in reports
+    ]
 
 
-def _column(entries: Sequence[Entry], column: Column, average: Average) -> dict[str, Any]:
+def _column(report: Report, average: Average) -> dict[str, Any]:
+    entries = report.entries
     results = [result for entry in entries for result in entry.results.values()]
     described = {result.partition_sha256: result.clients for result in results if result.clients is not None}
     holds = {
@@ -239,9 +199,9 @@ def _column(entries: Sequence[Entry], column: Column, average: Average) -> dict[
     class_names = next((clients.class_names for clients in described.values() if clients.class_names), None)
     labels = [label for rows in holds.values() for held in rows for label, _ in held]
     return {
-        "name": printable(column_text(column)),
-        "isAccuracy": all(entry.has_accuracy for entry in entries),
-        "isSquared": is_squared(entries),
+        "name": printable(column_text(report.columns[0])),
+        "isAccuracy": report.has_accuracy,
+        "isSquared": report.is_squared,
         "series": [_series(entry, entries, average) for entry in entries if entry.has_begun],
         "names": _words(next(filter(None, names), None)),
         "classNames": _words(class_names),
@@ -264,8 +224,8 @@ def _series(entry: Entry, entries: Sequence[Entry], average: Average) -> dict[st
         "sendsNothing": entry.sends_nothing,
         "curves": {"score": _spread(entry.all_curves(average)), "loss": _spread(_losses(entry))},
         "chosen": {
-            "score": _mean(entry.test(average)),
-            "loss": _mean(summarize(result.validation.loss for result in entry.results.values())),
+            "score": _mean(entry.scores(average).values()),
+            "loss": _mean(result.validation.loss for result in entry.results.values()),
         },
         "bytesPerStep": _per_step(entry, lambda result: result.bytes_up + result.bytes_down),
         "roundsPerStep": _per_step(entry, lambda result: result.rounds),
@@ -303,8 +263,9 @@ def _spread(curves: Sequence[Mapping[int, float]]) -> dict[str, Any] | None:
     return {"step": steps, **{name: [round(float(v), 4) for v in row] for name, row in rows.items()}}
 
 
-def _mean(value: Summary | None) -> float | None:
-    return None if value is None else _plain(value.mean)
+def _mean(values: Iterable[float]) -> float | None:
+    found = summarize(values)
+    return None if found is None else _plain(found.mean)
 
 
 def _per_step(entry: Entry, count: Callable[[Result], float]) -> float | None:
@@ -316,10 +277,13 @@ def _plain(value: float) -> float | None:
     return round(value, 4) if math.isfinite(value) else None
 
 
-def _encoded(finding: Finding) -> dict[str, tuple[str, str]]:
-    """Every figure twice: for a light and for a dark screen."""
-    light, dark = pngs(finding), pngs(finding, is_dark=True)
+def _light_and_dark(finding: Finding) -> dict[str, tuple[str, str]]:
+    """Every figure for a light and for a dark screen."""
+    light, dark = of_studies.pngs(finding), of_studies.pngs(finding, is_dark=True)
     return {name: (_base64(light[name]), _base64(dark[name])) for name in light}
+
+
+TEMPLATES.globals |= {"best_cells": best_cells, "light_and_dark": _light_and_dark}
 
 
 def _base64(content: bytes) -> str:
@@ -339,30 +303,19 @@ def write(
     average: Average = "clients",
     findings: Sequence[Finding] = (),
 ) -> list[Path]:
-    """Write the report in the formats asked for.
-
-    Args:
-        reports: what is reported.
-        out: the folder for the files; it is made if it is not there.
-        formats: some of `FORMATS`.
-        average: which accuracy is compared and drawn.
-        findings: what studies show of the same runs.
-
-    Returns:
-        The files that were written.
-    """
+    """Write the report, and what studies found in the same runs, and return the files that were written."""
     check_formats(formats)
     if not reports:
         raise UserError("there is nothing to report; name a directory that `pfedhn run` made.")
     files: dict[str, bytes] = {}
     if "md" in formats:
-        sections = [finding_to_markdown(finding) for finding in findings]
-        files["report.md"] = "\n".join([*sections, to_markdown(reports, average)]).encode()
+        sections = [of_studies.to_markdown(finding) for finding in findings]
+        files["report.md"] = "\n".join([*sections, tables.to_markdown(reports, average)]).encode()
     if "csv" in formats:
-        files["report.csv"] = to_csv(reports).encode()
+        files["report.csv"] = tables.to_csv(reports).encode()
     if "tex" in formats:
-        files["report.tex"] = to_latex(reports, average).encode()
-    for name, save, of_finding in (("png", to_png, pngs), ("svg", to_svg, svgs)):
+        files["report.tex"] = tables.to_latex(reports, average).encode()
+    for name, save, of_finding in (("png", to_png, of_studies.pngs), ("svg", to_svg, of_studies.svgs)):
         if name in formats:
             files |= {f"{stem}.{name}": save(figure) for stem, figure in figures_of(reports, average).items()}
             for finding in findings:

@@ -77,15 +77,9 @@ def pairs(
 ) -> list[list[str]]:
     """A table of a column: each method's rank and how far it is from the best, best first.
 
-    Where some methods have three seeds, the best is one of them, and methods with fewer have no rank.
-
-    Empty where there is nothing to compare: one method alone, or fewer than two seeds that two methods share.
-
-    Args:
-        report: What is shown.
-        column: Of the report.
-        average: Over clients or over samples.
-        seeds: Those that means and ranks are taken over; None for all. Differences take all that two methods share.
+    If some methods have three seeds, the best is one of them, and methods with fewer have no rank. The table is empty
+    for one method alone, or if no two methods share two seeds. Means and ranks are over `seeds`, or all of them;
+    differences take every seed that two methods share.
     """
     means = {
         entry.label: statistics.fmean(values)

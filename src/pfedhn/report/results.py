@@ -271,12 +271,7 @@ def _check(line: Line, experiments: Mapping[str, Experiment]) -> None:
 
 
 def _check_numbers(line: Line, is_accuracy: bool) -> None:
-    """Refuse what no run can have found.
-
-    Args:
-        line: A run.
-        is_accuracy: Whether its metric is one; that of a run by `pfedhn.train` may be anything.
-    """
+    """Refuse what no run can have found; unlike an accuracy, the metric of a run by `pfedhn.train` may be anything."""
     result, curve = line.result, line.curve
     names = ("chosen_step", "steps", "rounds", "bytes_down", "bytes_up", "seconds")
     parts = [part for part in (result, result.pretrain) if part is not None]
@@ -437,11 +432,7 @@ def _lines(runs: Runs) -> dict[str, Line]:
 
 
 def _one_for_both(
-    file: Path,
-    stored: Experiment,
-    stored_lines: Mapping[str, Line],
-    given: Experiment,
-    given_lines: Mapping[str, Line],
+    file: Path, stored: Experiment, stored_lines: Iterable[str], given: Experiment, given_lines: Iterable[str]
 ) -> Experiment:
     """The given experiment, but with the stored one's cells that have runs: a cell is as it was run.
 
@@ -450,17 +441,11 @@ def _one_for_both(
     named = dict(zip(cell_names(given.cells), given.cells, strict=True))
     named |= {run.cell_name: run.cell for run in map(stored.find, stored_lines)}
     both = replace(given, cells=tuple(named.values()))
-    misfits = _misfits(both, given, given_lines) + _misfits(both, stored, stored_lines)
-    if misfits:
+    theirs = [*map(given.find, given_lines), *map(stored.find, stored_lines)]
+    mine = {run.name: run for run in both.runs(list({run.seed for run in theirs}))}
+    if misfits := [run.name for run in theirs if mine.get(run.name) != run]:
         raise UserError(
             f"{file} holds runs of other settings of {given.name!r} (such as {misfits[0]}); remove their lines, or "
             "give another file."
         )
     return both
-
-
-def _misfits(experiment: Experiment, owner: Experiment, names: Iterable[str]) -> list[str]:
-    """The runs of `owner` that `experiment` does not have, or has with other settings."""
-    theirs = list(map(owner.find, names))
-    mine = {run.name: run for run in experiment.runs(list({run.seed for run in theirs}))}
-    return [run.name for run in theirs if mine.get(run.name) != run]

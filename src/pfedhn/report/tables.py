@@ -78,10 +78,7 @@ def steps_text(entry: Entry) -> str:
 def grid(report: Report, average: Average = "clients", columns: Sequence[Column] | None = None) -> list[list[str]]:
     """A line per method, a column per data set and number of clients; under ours the published number, if there is one.
 
-    Args:
-        report: What is shown.
-        average: Over clients or over samples.
-        columns: Only these, and the methods that have a cell there.
+    With `columns`, only these, and the methods that have a cell there.
     """
     columns = report.columns if columns is None else columns
     lines = [["method", *map(column_text, columns)]]
@@ -110,12 +107,9 @@ def _difference(entry: Entry, average: Average) -> str:
 
 
 def details(report: Report, average: Average = "clients", column: Column | None = None) -> list[list[str]]:
-    """A line per cell: both averages, what was published, how many seeds, and what it cost.
+    """A line per cell: both averages, what was published and how far ours is from it, how many seeds, and the cost.
 
-    Args:
-        report: What is shown.
-        average: Over clients or over samples, of the difference from what was published.
-        column: Only the cells of one, beside a grid that says what was published.
+    With `column`, only its cells, beside a grid that has the published numbers.
     """
     fields: dict[str, Callable[[Entry], str]] = {"method": lambda entry: entry.label}
     if column is None and len({dataset for dataset, _ in report.columns}) > 1:
