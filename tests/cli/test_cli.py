@@ -370,7 +370,9 @@ def test_report_writes_beside_the_runs(finished: Path) -> None:
     Path("runs/mine").mkdir(parents=True)
     refused(2, "made, such as runs/mine.", "report", "mine.toml", "--export", "mine.jsonl")
     refused(2, "there is no format 'pdf'", "report", str(finished / "runs"), "--format", "pdf")
-    refused(2, "it takes clients or samples", "report", str(finished / "runs"), "--average", "rows")
+    refused(
+        2, "--average must be clients or samples, got 'rows'.", "report", str(finished / "runs"), "--average", "rows"
+    )
 
 
 @pytest.mark.slow
@@ -436,7 +438,7 @@ def test_the_demo_compares_methods_at_one_number_of_steps() -> None:
         ("fedper: local_steps = 0 does not fit; it must be at least 1.", "run demo --set fedper.local_steps=0"),
         ("where method is local, fedavg, fedper or pfedhn-plus; clients is 50.", "run demo --only method=x,clients=5"),
         ("--only: there is no field 'metod'", "run demo --only metod=local"),
-        ("--seeds 0,x does not fit; it takes whole numbers", "run demo --seeds 0,x"),
+        ("--seeds must be whole numbers such as 0,1,2, got '0,x'.", "run demo --seeds 0,x"),
         ("there is no device 'gpu'; did you mean 'cpu'?", "run demo --device gpu"),
         ("there is no executor 'lop'; did you mean 'loop'?", "run demo --executor lop"),
         ("--jobs is 0; it must be at least 1.", "run demo --jobs 0"),

@@ -341,7 +341,7 @@ def spoil(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
         (4, spoil(lambda line: line["curve"].update(test=3)), "'curve' is not whole"),
         (4, spoil(lambda line: line["environment"].pop("device")), "'environment' is not whole"),
         (5, spoil(lambda line: line.update(name="nobody-seed0")), "'tiny' has no run 'nobody-seed0'"),
-        (5, spoil(lambda line: line.update(experiment="huge")), "no line says what the experiment 'huge' is"),
+        (5, spoil(lambda line: line.update(experiment="huge")), "no earlier line says what the experiment 'huge' is"),
         (5, spoil(lambda line: line["cell"].update(steps=7)), "has other settings (steps = 7, not 2) than its"),
         (4, spoil(lambda line: line["curve"]["test"].pop("sample_mean")), "'curve' is not whole"),
         (1, spoil(lambda line: line.pop("cells")), "'cells' is missing"),

@@ -1,9 +1,9 @@
-"""`pfedhn add-client`: a model from a trained run for a person who holds data of their own."""
+"""`pfedhn add-client`: a model from a trained run for a new client."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from pfedhn.cli.options import DeviceOption, RunArgument, RunNameOption
 from pfedhn.errors import UserError
@@ -14,25 +14,23 @@ def add_client(
     directory: RunArgument,
     data: Annotated[
         Path,
-        typer.Option(
-            metavar="PATH", help="A folder with x.npy and y.npy, or with a folder of images per class, or a table."
-        ),
+        Option(metavar="PATH", help="A folder with x.npy and y.npy, or with a folder of images per class, or a table."),
     ],
     label: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="For a table: the label column, if not the run's.")
+        str | None, Option(metavar="COLUMN", help="For a table: the label column, if not the run's.")
     ] = None,
     run: RunNameOption = None,
-    rounds: Annotated[int, typer.Option(metavar="N", help="Rounds that the client takes part in.")] = 100,
+    rounds: Annotated[int, Option(metavar="N", help="Rounds that the client takes part in.")] = 100,
     architecture: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Which of a run's several target networks.")
+        str | None, Option(metavar="NAME", help="Which of a run's several target networks.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="The client's name; its random draws depend on it.", show_default="none")
+        str | None, Option(help="The client's name; its random draws depend on it.", show_default="none")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the split and the draws.")] = 0,
+    seed: Annotated[int, Option(metavar="N", help="Seed of the split and the draws.")] = 0,
     assignments: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--set",
             metavar="FIELD=VALUE",
             help="A setting of the run's method while the client joins (embedding_lr=1.0), instead of what its "
@@ -40,16 +38,16 @@ def add_client(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the model is written: .safetensors, .onnx or .pt2.")
+        Path | None, Option(metavar="FILE", help="Where the model is written: .safetensors, .onnx or .pt2.")
     ] = None,
     device: DeviceOption = None,
 ) -> None:
-    """Give somebody with data of their own a model from a trained run.
+    """Give a new client a model from a trained run.
 
     The run's hypernetwork stays as it is; only the new client's embedding learns,
-    and its personal layers where the method has such. 70 % of the examples train,
-    15 % choose the round and how fast the embedding learns, and on the other 15 %
-    the accuracy is measured. A table is read as the run read its own: columns by
+    and its personal layers if the method has them. 70 % of the examples train,
+    15 % choose the round and the embedding's learning rate, and the other 15 %
+    measure the accuracy. A table is read as the run read its own: columns by
     name, texts and empty cells alike.
 
     \b

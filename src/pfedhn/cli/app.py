@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Annotated
 
 import typer
+from typer import Option
 
 import pfedhn
 from pfedhn.cli.data import data
@@ -31,11 +32,9 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def all_commands(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", envvar="PFEDHN_DEBUG", help="Show the traceback of an error.")
-    ] = False,
+    debug: Annotated[bool, Option("--debug", envvar="PFEDHN_DEBUG", help="Show the traceback of an error.")] = False,
 ) -> None:
     """A simulator and a deployment framework for personalized federated learning.
 

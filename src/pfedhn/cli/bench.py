@@ -3,8 +3,8 @@
 import json
 from typing import Annotated, Any
 
-import typer
 from rich.table import Table
+from typer import Option
 
 from pfedhn.cli.options import DeviceOption
 from pfedhn.errors import UserError
@@ -19,9 +19,9 @@ COLUMNS = {
 
 
 def bench(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead of a table.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object per line instead of a table.")] = False,
     device: DeviceOption = None,
-    repeats: Annotated[int, typer.Option(metavar="N", help="Rounds measured for each variant.")] = 7,
+    repeats: Annotated[int, Option(metavar="N", help="Rounds measured for each variant.")] = 7,
 ) -> None:
     """Measure the engine against a textbook implementation of pFedHN.
 

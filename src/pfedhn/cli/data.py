@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from pfedhn.cli import completion
 from pfedhn.cli.list_all import listing
@@ -38,9 +39,9 @@ def data_list() -> None:
 
 @data.command("get")
 def data_get(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="mnist, cifar10, cifar100, omniglot.")],
+    name: Annotated[str, Argument(metavar="NAME", help="mnist, cifar10, cifar100, omniglot.")],
     data_dir: DataDirOption = None,
-    again: Annotated[bool, typer.Option("--again", help="Decode even if there is a cached copy.")] = False,
+    again: Annotated[bool, Option("--again", help="Decode even if there is a cached copy.")] = False,
 ) -> None:
     """Decode a data set into the cache, from files or from the Hugging Face Hub.
 
@@ -61,18 +62,16 @@ def data_get(
 def data_show(
     name: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="NAME",
             help="A data set, or an experiment or TOML file, whose first cell is shown.",
             autocompletion=completion.datasets_and_experiments,
         ),
     ],
     assignments: SetOption = None,
-    seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the partition.")] = 0,
     data_dir: DataDirOption = None,
-    figure: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it (.png, .pdf or .svg).")
-    ] = None,
+    figure: Annotated[Path | None, Option("--plot", metavar="FILE", help="Also draw it (.png, .pdf or .svg).")] = None,
 ) -> None:
     """Show how clients share a data set: their examples, their classes, what is left unused.
 

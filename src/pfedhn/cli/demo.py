@@ -4,8 +4,8 @@ import importlib.util
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.markup import escape
+from typer import Option
 
 from pfedhn.cli.options import JobsOption
 from pfedhn.system.process import num_cores, start_ahead
@@ -13,7 +13,7 @@ from pfedhn.system.screen import Screen, say
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the runs and the figure are kept.")] = Path("runs/demo"),
+    out: Annotated[Path, Option(help="Where the runs and the figure are kept.")] = Path("runs/demo"),
     jobs: JobsOption = None,
 ) -> None:
     """Watch pFedHN+ learn on handwritten digits, beside other methods: a table, a figure, no downloads.
@@ -27,10 +27,9 @@ def demo(
     """
     if not out.exists() and num_cores() > 1 and jobs != 1:
         start_ahead("pfedhn.experiments.workers", "torch._dynamo")  # the second is part of every gradient
-    from pfedhn.cli.running import displayed, end
+    from pfedhn.cli.running import end, run_shown
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.grid import select
-    from pfedhn.experiments.runner import run_ready
     from pfedhn.paper.experiments import DEMO
     from pfedhn.report.entries import collect
     from pfedhn.report.figures import draw_demo
@@ -43,9 +42,7 @@ def demo(
     screen.print(f"[bold]{escape(DEMO.title)}.[/]", highlight=False)
     methods = ", ".join(dict.fromkeys(cell.method for cell in DEMO.cells))
     screen.print(f"{methods}; {len(DEMO.seeds)} seeds each: {len(runs)} runs.", highlight=False)
-    with displayed(DEMO, runs, out, Options(source="demo"), jobs) as ready:
-        outcome = run_ready(ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
-    end(outcome)
+    end(run_shown(DEMO, runs, out, Options(source="demo"), jobs).outcome)
     (found,) = collect([out])
     Screen().print(to_terminal(found))
     say()

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from pfedhn.cli.options import RunArgument, RunNameOption
 from pfedhn.errors import UserError
@@ -14,24 +14,24 @@ PARTY = "party.json"  # of the folder of a party that takes part in a federation
 
 def export(
     directory: RunArgument,
-    to: Annotated[Path, typer.Option(metavar="FILE", help="Where: .onnx, .pt2 or .safetensors; with --all, a folder.")],
-    client: Annotated[str | None, typer.Option(metavar="NAME", help="Whose model, by name or number.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="The model of every client.")] = False,
+    to: Annotated[Path, Option(metavar="FILE", help="Where: .onnx, .pt2 or .safetensors; with --all, a folder.")],
+    client: Annotated[str | None, Option(metavar="NAME", help="Whose model, by name or number.")] = None,
+    every: Annotated[bool, Option("--all", help="The model of every client.")] = False,
     kind: Annotated[
         str | None,
-        typer.Option("--format", metavar="NAME", help="With --all: onnx, pt2 or safetensors.", show_default="onnx"),
+        Option("--format", metavar="NAME", help="With --all: onnx, pt2 or safetensors.", show_default="onnx"),
     ] = None,
     run: RunNameOption = None,
     data: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="PATH",
             help="The client's own training examples, for a method that adapts on them: a folder with x.npy and y.npy, "
             "or a table.",
         ),
     ] = None,
     label: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="If these are a table: the column that holds the label.")
+        str | None, Option(metavar="COLUMN", help="If these are a table: the column that holds the label.")
     ] = None,
 ) -> None:
     """Write personal models to files that run without this package.
@@ -44,14 +44,19 @@ def export(
       pfedhn export runs/clinics --client Berlin --to berlin.onnx
       pfedhn export runs/demo --run pfedhn-plus-digits-50-seed0 --client 7 --to seven.pt2
       pfedhn export runs/clinics --all --to models --format safetensors
-      pfedhn export pfedhn-lyon --to lyon.onnx  # by a party of a federation, of its own
+      pfedhn export pfedhn-lyon --to lyon.onnx  # a party exports its own
     """
+    from pfedhn.cli.federation import need_the_extra
     from pfedhn.data.columns import filled_with
     from pfedhn.data.files import read_client
     from pfedhn.runs.load import load
 
     if (directory / PARTY).exists():
-        _export_of_party(directory, to, data)
+        need_the_extra()
+        from pfedhn.deploy.join import export_model
+
+        name = export_model(directory.absolute(), to, data)
+        say(f"The model of {name} is in {to}, and what it is in {to.with_suffix('.md')}.")
         return
     if every == (client is not None):
         raise UserError("say whose model is wanted: --client NAME for one, --all for every client.")
@@ -73,13 +78,3 @@ def export(
         examples = described.prepared(x), y
     trained.export(client, to, data=examples)
     say(f"The model of client {client} is in {to}, and what it is in {to.with_suffix('.md')}.")
-
-
-def _export_of_party(folder: Path, to: Path, data: Path | None) -> None:
-    from pfedhn.cli.federation import need_the_extra
-
-    need_the_extra()
-    from pfedhn.deploy.join import export_model
-
-    name = export_model(folder.absolute(), to, data)
-    say(f"The model of {name} is in {to}, and what it is in {to.with_suffix('.md')}.")

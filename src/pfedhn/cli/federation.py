@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from typer import Option
 
 from pfedhn.errors import missing_extra, printable
 from pfedhn.system.screen import Screen, say
 
 StateOption = Annotated[
-    Path, typer.Option("--state", metavar="DIR", help="The server's folder: keys, invitations, checkpoints, log.")
+    Path, Option("--state", metavar="DIR", help="The server's folder: keys, invitations, checkpoints, log.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print what happens as JSON, an object per line.")]
+JsonOption = Annotated[bool, Option("--json", help="Print what happens as JSON, an object per line.")]
 
 
 def need_the_extra() -> None:

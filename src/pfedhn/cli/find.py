@@ -98,4 +98,4 @@ def whole_numbers(texts: Sequence[str] | None) -> list[int] | None:
     try:
         return list(dict.fromkeys(int(part) for text in texts for part in text.split(",")))
     except ValueError:
-        raise UserError(f"--seeds {' '.join(texts)} does not fit; it takes whole numbers, e.g. 0,1,2.") from None
+        raise UserError(f"--seeds must be whole numbers such as 0,1,2, got {' '.join(texts)!r}.") from None

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from pfedhn.cli.federation import StateOption, need_the_extra
 from pfedhn.errors import UserError
@@ -13,13 +13,13 @@ from pfedhn.system.screen import say
 
 
 def invite(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The party's name.")],
+    name: Annotated[str, Argument(metavar="NAME", help="The party's name.")],
     state: StateOption = Path("federation"),
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="The bundle; NAME.invite.")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="The bundle; NAME.invite.")] = None,
     key: Annotated[
-        Path | None, typer.Option("--public-key", metavar="FILE", help="The public key of a party that has its own.")
+        Path | None, Option("--public-key", metavar="FILE", help="The public key of a party that has its own.")
     ] = None,
-    revoke: Annotated[bool, typer.Option("--revoke", help="Remove the party: its key is no longer accepted.")] = False,
+    revoke: Annotated[bool, Option("--revoke", help="Remove the party: its key is no longer accepted.")] = False,
 ) -> None:
     """Invite a party: write a bundle that lets it join once.
 

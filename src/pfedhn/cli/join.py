@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from pfedhn.cli.federation import JsonOption, need_the_extra, sayer
 from pfedhn.errors import UserError
@@ -11,45 +11,36 @@ from pfedhn.system.screen import say
 
 
 def join(
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The invitation.")],
-    data: Annotated[
-        Path, typer.Option(metavar="PATH", help="A folder with x.npy and y.npy, or a table (.csv, .parquet).")
-    ],
-    size: Annotated[str, typer.Option(metavar="S", help="Which of several networks to run.")] = "",
+    bundle: Annotated[Path, Argument(metavar="BUNDLE", help="The invitation.")],
+    data: Annotated[Path, Option(metavar="PATH", help="A folder with x.npy and y.npy, or a table (.csv, .parquet).")],
+    size: Annotated[str, Option(metavar="S", help="Which of several networks to run.")] = "",
     folder: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="The party's folder, with its key and personal layers; pfedhn-NAME by default."
-        ),
+        Option(metavar="DIR", help="The party's folder, with its key and personal layers; pfedhn-NAME by default."),
     ] = None,
-    key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Your own private key; created if not given.")
-    ] = None,
+    key: Annotated[Path | None, Option(metavar="FILE", help="Your own private key; created if not given.")] = None,
     clip: Annotated[
-        float | None,
-        typer.Option(metavar="C", help="Privacy: the largest norm of an update, or of an example's gradient."),
+        float | None, Option(metavar="C", help="Privacy: the largest norm of an update, or of an example's gradient.")
     ] = None,
     noise: Annotated[
-        float | None, typer.Option(metavar="S", help="Privacy: noise of standard deviation S * C on every value.")
+        float | None, Option(metavar="S", help="Privacy: noise of standard deviation S * C on every value.")
     ] = None,
     level: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="L",
             help="Privacy: protects all your data (client), or any single example (example).",
             show_default="client",
         ),
     ] = None,
     epsilon: Annotated[
-        float | None, typer.Option(metavar="E", help="Privacy: the budget; when it is spent, nothing more is sent.")
+        float | None, Option(metavar="E", help="Privacy: the budget; when it is spent, nothing more is sent.")
     ] = None,
     delta: Annotated[
         float | None,
-        typer.Option(
-            metavar="D", help="Privacy: the probability that the budget is counted at.", show_default="0.00001"
-        ),
+        Option(metavar="D", help="Privacy: the probability that the budget is counted at.", show_default="0.00001"),
     ] = None,
-    stay: Annotated[bool, typer.Option("--stay", help="Keep running when the run is over.")] = False,
+    stay: Annotated[bool, Option("--stay", help="Keep running when the run is over.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Take part in a federation. Data and personal layers never leave this machine.

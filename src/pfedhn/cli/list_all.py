@@ -41,7 +41,7 @@ def list_all(as_json: JsonOption = False) -> None:
     for kind, texts in found.items():
         console.print(listing(titles.get(kind, kind), list(texts.items())))
     console.print(
-        "`pfedhn run NAME` runs an experiment or a study; `pfedhn run FILE.toml` one of your own (see its --help)."
+        "`pfedhn run NAME` runs an experiment or a study; `pfedhn run FILE.toml` runs yours (see its --help)."
     )
 
 

@@ -3,26 +3,24 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from pfedhn.cli import completion
 
-ExperimentArgument = typer.Argument(
+ExperimentArgument = Argument(
     metavar="NAME-OR-FILE",
     help="An experiment that `pfedhn list` shows, or a TOML file.",
     show_default=False,
     autocompletion=completion.experiments,
 )
-OutOption = Annotated[Path | None, typer.Option("--out", help="Where the runs are kept.", show_default="runs/NAME")]
+OutOption = Annotated[Path | None, Option("--out", help="Where the runs are kept.", show_default="runs/NAME")]
 JobsOption = Annotated[
     int | None,
-    typer.Option(
-        "--jobs", metavar="N", help="Runs at the same time.", show_default="one per core, or what a GPU holds"
-    ),
+    Option("--jobs", metavar="N", help="Runs at the same time.", show_default="one per core, or what a GPU holds"),
 ]
 OnOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--on",
         metavar="ray|ray:ADDRESS",
         help="Run on a Ray cluster: a local one, or the one at ADDRESS.",
@@ -30,12 +28,11 @@ OnOption = Annotated[
     ),
 ]
 DataDirOption = Annotated[
-    Path | None,
-    typer.Option("--data-dir", help="Folder with the files of data sets; without it, the Hugging Face Hub."),
+    Path | None, Option("--data-dir", help="Folder with the files of data sets; without it, the Hugging Face Hub.")
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         metavar="FIELD=VALUE",
         autocompletion=completion.assignments,
@@ -44,11 +41,11 @@ SetOption = Annotated[
     ),
 ]
 PrecisionOption = Annotated[
-    str | None, typer.Option("--precision", help="On a GPU: tf32, or fp32 (slower).", show_default="tf32")
+    str | None, Option("--precision", help="On a GPU: tf32, or fp32 (slower).", show_default="tf32")
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--device",
         help="auto, cpu or cuda.",
         show_default="auto",
@@ -57,7 +54,7 @@ DeviceOption = Annotated[
 ]
 RunArgument = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         metavar="RUN",
         help="The directory of a run, or of an experiment.",
         show_default=False,
@@ -66,6 +63,6 @@ RunArgument = Annotated[
 ]
 RunNameOption = Annotated[
     str | None,
-    typer.Option("--run", metavar="NAME", help="For an experiment: which of its runs; a unique beginning will do."),
+    Option("--run", metavar="NAME", help="For an experiment: which of its runs; a unique beginning will do."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+JsonOption = Annotated[bool, Option("--json", help="Print one JSON object, for programs.")]

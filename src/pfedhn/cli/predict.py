@@ -1,11 +1,11 @@
-"""`pfedhn predict`: what a client's own model says of examples."""
+"""`pfedhn predict`: the predictions of a client's model."""
 
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from pfedhn.cli.options import RunArgument, RunNameOption
 from pfedhn.errors import UserError
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 def predict(
     directory: RunArgument,
-    client: Annotated[str, typer.Option(metavar="NAME", help="Whose model, by name or number.")],
-    data: Annotated[Path, typer.Option(metavar="PATH", help="A table (.csv, .tsv, .parquet), x.npy, or images.")],
+    client: Annotated[str, Option(metavar="NAME", help="Whose model, by name or number.")],
+    data: Annotated[Path, Option(metavar="PATH", help="A table (.csv, .tsv, .parquet), x.npy, or images.")],
     label: Annotated[
         str | None,
-        typer.Option(metavar="COLUMN", help="For a table: a column with the right answers, to report the accuracy."),
+        Option(metavar="COLUMN", help="For a table: a column with the right answers, to report the accuracy."),
     ] = None,
     run: RunNameOption = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.csv", help="Where the predictions go.", show_default="stdout")
+        Path | None, Option(metavar="FILE.csv", help="Where the predictions go.", show_default="stdout")
     ] = None,
 ) -> None:
-    """Predict with a client's own model: a line for each example.
+    """Predict with a client's model, a line for each example.
 
-    For classes, a line has the class and the probability that the model gives it;
-    else the numbers. A table's columns are found by their names and read as the run
-    read its own; others in it do not matter. Images are brought to the run's size.
+    A line has the class and its probability, or the predicted numbers. A table's
+    columns are found by their names and read as the run read its own; others in it
+    do not matter. Images are brought to the run's size.
 
     \b
     [bold]Examples[/]
@@ -61,15 +61,17 @@ def predict(
     if not isinstance(outputs, torch.Tensor):
         raise UserError("the network gives no single tensor; use personal_model in Python.")
     names = described.class_names
-    lines = pandas.DataFrame() if files is None else pandas.DataFrame({"file": files})
     if described.classes is None:
         values = outputs.reshape(len(outputs), -1)
         columns = ["prediction"] if values.shape[1] == 1 else [f"prediction_{i}" for i in range(values.shape[1])]
-        lines[columns] = values.tolist()
+        lines = pandas.DataFrame(values.tolist(), columns=columns)
     else:
         best = outputs.softmax(-1).max(-1)
-        lines["prediction"] = [names[place] if names else place for place in best.indices.tolist()]
-        lines["probability"] = [f"{value:.4f}" for value in best.values.tolist()]
+        said = [names[place] if names else place for place in best.indices.tolist()]
+        lines = pandas.DataFrame({"prediction": said, "probability": [f"{p:.4f}" for p in best.values.tolist()]})
+    said = lines.iloc[:, 0].tolist()
+    if files is not None:
+        lines.insert(0, "file", files)
     text = lines.to_csv(index=False)
     if out is None:
         sys.stdout.write(text)
@@ -77,7 +79,6 @@ def predict(
         write_atomically(out, text.encode())
         say(f"{len(lines)} predictions are in {out}.")
     if answers is not None:
-        said = lines.filter(like="prediction").iloc[:, 0].tolist()
         say(_compared(said, answers.tolist(), described.classes is not None), is_error=True)
 
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from pfedhn.cli.options import JsonOption
 from pfedhn.errors import UserError
@@ -15,31 +15,28 @@ from pfedhn.system.screen import Screen, say, table_screen
 def report(
     paths: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             metavar="DIR-OR-FILE...",
             help="Directories that `pfedhn run` made, or .jsonl files that --export made, or a folder of these.",
             show_default=False,
         ),
     ],
     out: Annotated[
-        Path | None,
-        typer.Option(help="Where the files are written.", show_default="DIR/report; for .jsonl files, report"),
+        Path | None, Option(help="Where the files are written.", show_default="DIR/report; for .jsonl files, report")
     ] = None,
     formats: Annotated[
         list[str] | None,
-        typer.Option(
-            "--format", metavar="md,csv,...", help="Some of md, csv, tex, png, svg, html.", show_default="all"
-        ),
+        Option("--format", metavar="md,csv,...", help="Some of md, csv, tex, png, svg, html.", show_default="all"),
     ] = None,
     study: Annotated[
-        Path | None, typer.Option(metavar="FILE.py", help="A study of your own that draws what these runs show.")
+        Path | None, Option(metavar="FILE.py", help="Your own study, which draws what these runs show.")
     ] = None,
     average: Annotated[
-        str, typer.Option(help="Which accuracy is compared and drawn: over clients or over samples.")
+        str, Option(help="Which accuracy is compared and drawn: over clients or over samples.")
     ] = "clients",
     export: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE.jsonl",
             help="Instead of a report, put each finished run into FILE as one small line; a run made again replaces "
             "its line.",
@@ -75,7 +72,7 @@ def report(
     from pfedhn.system.files import writing
 
     if average not in ("clients", "samples"):
-        raise UserError(f"--average {average} does not fit; it takes clients or samples.")
+        raise UserError(f"--average must be clients or samples, got {average!r}.")
     over: Average = "samples" if average == "samples" else "clients"
     files_asked = [name for name, value in (("--export", export), ("--out", out), ("--format", formats)) if value]
     if as_json and files_asked:
@@ -84,8 +81,6 @@ def report(
         raise UserError(f"--export makes no report, so {files_asked[1]} cannot be given with it.")
     wanted = [part.strip() for text in formats or [] for part in text.split(",")]
     check_formats(wanted)
-    for path in paths:
-        _check_place(path)
     if export is not None:
         with writing(export):
             export.exists()  # a name that the system does not take is refused before anything is read
@@ -113,16 +108,3 @@ def report(
     place = out or (paths[0] / "report" if is_one_directory else Path("report"))
     files = write(found, place, wanted, over, shown)
     say(f"Written to {place}: {', '.join(file.name for file in files)}")
-
-
-def _check_place(path: Path) -> None:
-    """Refuse what is no place of results, before its lines are called wrong."""
-    from pfedhn.system.files import reading
-
-    with reading(path):
-        if not path.exists():
-            raise UserError(f"there is no file or folder {path}; give a directory that `pfedhn run` made.")
-        if path.is_file() and path.suffix.lower() != ".jsonl":
-            made = Path("runs") / path.stem
-            hint = f", such as {made}" if path.suffix == ".toml" and made.is_dir() else ""
-            raise UserError(f"{path} holds no results; give the directory that `pfedhn run` made{hint}.")

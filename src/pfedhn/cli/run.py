@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from pfedhn.cli import completion
 from pfedhn.cli.options import (
@@ -28,55 +28,51 @@ def run(
     assignments: SetOption = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="FIELD=VALUE,...",
             autocompletion=completion.assignments,
             help="Only the runs that match: method=pfedhn,clients=50. A field given twice takes either value.",
         ),
     ] = None,
     seeds: Annotated[
-        list[str] | None, typer.Option(metavar="N,...", help="Seeds to use instead of the experiment's, e.g. 0,1.")
+        list[str] | None, Option(metavar="N,...", help="Seeds to use instead of the experiment's, e.g. 0,1.")
     ] = None,
     small: Annotated[
-        bool, typer.Option("--small", help="A study at reduced size, on the digits; takes seconds on a CPU.")
+        bool, Option("--small", help="A study at reduced size, on the digits; takes seconds on a CPU.")
     ] = False,
     out: OutOption = None,
     jobs: JobsOption = None,
     on: OnOption = None,
     rates: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Learning rates that `pfedhn tune` chose.", show_default=False)
+        Path | None, Option(metavar="FILE", help="Learning rates that `pfedhn tune` chose.", show_default=False)
     ] = None,
     data_dir: DataDirOption = None,
     device: DeviceOption = None,
     executor: Annotated[
         str | None,
-        typer.Option(help="How a cohort is computed: auto, loop, traced, vectorized, captured.", show_default="auto"),
+        Option(help="How a cohort is computed: auto, loop, traced, vectorized, captured.", show_default="auto"),
     ] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="Steps between checkpoints.", show_default="a minute")
+        int | None, Option(metavar="STEPS", help="Steps between checkpoints.", show_default="a minute")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(metavar="N", help="Threads of each run.", show_default="cores / jobs")
+        int | None, Option(metavar="N", help="Threads of each run.", show_default="cores / jobs")
     ] = None,
     precision: PrecisionOption = None,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="On a GPU: the same bits from the same GPU and versions.")
+        bool, Option("--deterministic", help="On a GPU: the same bits from the same GPU and versions.")
     ] = False,
     track: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Also send every evaluation to tensorboard, mlflow or wandb.")
+        str | None, Option(metavar="NAME", help="Send every evaluation to tensorboard, mlflow or wandb.")
     ] = None,
-    norms: Annotated[
-        bool, typer.Option("--norms", help="Also note norms of what the server keeps at every evaluation.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan (runs and their sizes) and run nothing.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as one JSON object.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every evaluation.")] = False,
+    norms: Annotated[bool, Option("--norms", help="Log norms of the server's weights at every evaluation.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Show the plan (runs and their sizes) and run nothing.")] = False,
+    as_json: Annotated[bool, Option("--json", help="With --dry-run: the plan as one JSON object.")] = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Print errors only.")] = False,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Print a line for every evaluation.")] = False,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Resume the runs of a directory.", autocompletion=completion.run_directories),
+        Option(metavar="DIR", help="Resume the runs of a directory.", autocompletion=completion.run_directories),
     ] = None,
 ) -> None:
     """Run an experiment, its runs in parallel, and print its table.
@@ -117,11 +113,10 @@ def run(
       columns = {client = "clinic", label = "outcome"}
     """
     from pfedhn.cli.find import chosen_runs
-    from pfedhn.cli.running import choose_device_on, displayed, end
+    from pfedhn.cli.running import choose_device_on, end, run_shown
     from pfedhn.cli.showing import show_results
     from pfedhn.experiments.build import check
     from pfedhn.experiments.directory import Directory
-    from pfedhn.experiments.runner import run_ready
     from pfedhn.experiments.tasks import connected
     from pfedhn.storage.history import MendableError
     from pfedhn.system.files import given_path
@@ -163,11 +158,10 @@ def run(
     with connected(on) as cluster:
         if device is not None or resume is None:
             options = replace(options, device=choose_device_on(cluster, device))
-        with displayed(chosen, runs, path, options, jobs, cluster, detail=detail) as ready:
-            outcome = run_ready(ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster)
+        outcome, runs, options = run_shown(chosen, runs, path, options, jobs, cluster, detail=detail)
     if outcome.results:
         try:
-            show_results(path, ready.runs.runs, ready.options, quiet)
+            show_results(path, runs, options, quiet)
         except MendableError:
             end(outcome)  # a run that could not be mended is in no table, and why is said there
             raise

@@ -1,7 +1,6 @@
 """Runs with a display: everything between a checked command and its outcome."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -13,25 +12,25 @@ from pfedhn.cli.endings import BAD_INPUT, FAILED, Stopped, complain
 from pfedhn.data import catalogue
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory, Options
-from pfedhn.experiments.preflight import Preflight, build_each_cell, preflight
+from pfedhn.experiments.preflight import build_each_cell, preflight
 from pfedhn.experiments.queue import Outcome
+from pfedhn.experiments.runner import run_ready
 from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.experiments.tasks import Cluster
 from pfedhn.runs.assemble import choose_device
-from pfedhn.runs.progress import Detail, Display
+from pfedhn.runs.progress import Detail, Display, Event
 from pfedhn.system.screen import Screen
 
 
-class Ready(NamedTuple):
-    """The arguments of `run_ready`, once everything is checked and the display is up."""
+class Ran(NamedTuple):
+    """What became of some runs, and how they were run."""
 
-    runs: Preflight
+    outcome: Outcome
+    runs: list[RunSpec]  # those that were asked for, and those they start from
     options: Options
-    listen: Display
 
 
-@contextmanager
-def displayed(
+def run_shown(
     chosen: Experiment,
     runs: Sequence[RunSpec],
     path: Path,
@@ -40,11 +39,9 @@ def displayed(
     cluster: Cluster | None = None,
     split: str = "test",
     detail: Detail = "normal",
-) -> Iterator[Ready]:
-    """Inside the block, the runs named and those they start from can go on, and are shown with scores on `split`.
-
-    `jobs` run side by side, or as many as there are cores or memory; on `cluster`, or on this machine without one.
-    """
+    listen: Callable[[Event], None] = lambda event: None,
+) -> Ran:
+    """Check and run what is not finished, side by side, and show progress and the scores on `split`."""
     options.check()
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs is {jobs}; it must be at least 1.")
@@ -63,12 +60,18 @@ def displayed(
     directory.open(chosen, ready.runs, options)
     if ready.finished and detail != "quiet":
         screen.print(f"{len(ready.finished)} of {len(ready.runs)} runs are finished already.", highlight=False)
+
+    def tell(event: Event) -> None:
+        listen(event)
+        display(event)
+
     try:
         with Display(len(left), screen, split, detail) as display:
-            yield Ready(ready, options, display)
+            outcome = run_ready(ready, jobs=jobs, options=options, listen=tell, cluster=cluster)
     except KeyboardInterrupt:
         where = "" if cluster is None else f" --on {cluster.on}"
         raise Stopped(f"stopped; `pfedhn run --resume {path}{where}` continues.") from None
+    return Ran(outcome, list(ready.runs), options)
 
 
 def choose_device_on(cluster: Cluster | None, device: str | None) -> str:

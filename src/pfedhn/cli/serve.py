@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import RenderableType
+from typer import Argument, Option
 
 from pfedhn.cli.federation import JsonOption, StateOption, need_the_extra, standing, watched
 from pfedhn.system.screen import say
@@ -12,22 +12,22 @@ from pfedhn.system.screen import say
 
 def serve(
     spec: Annotated[
-        Path | None, typer.Argument(metavar="[SPEC]", help="The federation's file; not needed to resume one.")
+        Path | None, Argument(metavar="[SPEC]", help="The federation's file; not needed to resume one.")
     ] = None,
     state: StateOption = Path("federation"),
-    host: Annotated[str | None, typer.Option(help="The network address to listen on.", show_default="all")] = None,
+    host: Annotated[str | None, Option(help="The network address to listen on.", show_default="all")] = None,
     port: Annotated[
-        int | None, typer.Option(help="The port; it is the only one that parties need.", show_default="9443")
+        int | None, Option(help="The port; it is the only one that parties need.", show_default="9443")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where parties find it; this machine's name.")
+        str | None, Option(metavar="HOST:PORT", help="The address that parties connect to; this machine's name.")
     ] = None,
     leave: Annotated[
-        bool, typer.Option("--leave", help="Exit when training has ended; without it, others can still join.")
+        bool, Option("--leave", help="Exit when training has ended; without it, others can still join.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve a federation of real parties, each with data of its own.
+    """Serve a federation of real parties, each with its own data.
 
     Creates certificates and keys at the first start. After any interruption, the
     same command continues from the last update that was accepted; host, port and

@@ -7,12 +7,11 @@ from pathlib import Path
 from rich.markup import escape
 
 from pfedhn.cli.endings import Stopped
-from pfedhn.cli.running import displayed, end
+from pfedhn.cli.running import end, run_shown
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.queue import Outcome
 from pfedhn.experiments.rates import read_rates
-from pfedhn.experiments.runner import run_ready
 from pfedhn.experiments.tasks import Cluster
 from pfedhn.experiments.tune import Point, Stage, Tuning
 from pfedhn.runs.progress import Event, RunFinished
@@ -44,18 +43,17 @@ def run_stage(
 ) -> Outcome:
     """Run some points; one that diverges is a finding, any other failure ends the command."""
 
-    def listen(event: Event) -> None:
+    def forget(event: Event) -> None:
         if isinstance(event, RunFinished):  # nobody uses the model of a point, and those of a large grid fill a disk
             remove_old(path / event.run, num_kept=0)
-        ready.listen(event)
 
     path, chosen = out / stage, tuning.stages[stage]
     options = replace(options, source=str((path / "experiment.toml").resolve()))
     Screen(stderr=True).print(f"[bold]{escape(chosen.title)}[/]", highlight=False)
+    runs = tuning.runs(stage, points)
     try:
         # No test score is shown: who sees it while choosing has chosen by it.
-        with displayed(chosen, tuning.runs(stage, points), path, options, jobs, cluster, split="validation") as ready:
-            outcome = run_ready(ready.runs, jobs=jobs, options=ready.options, listen=listen, cluster=cluster)
+        outcome = run_shown(chosen, runs, path, options, jobs, cluster, split="validation", listen=forget).outcome
     except Stopped:
         raise Stopped("stopped; the same command continues.") from None
     end(Outcome(failures={name: why for name, why in outcome.failures.items() if not why.has_diverged}))

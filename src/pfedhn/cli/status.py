@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from pfedhn.cli.federation import StateOption, need_the_extra, standing
 from pfedhn.system.screen import Screen, say
@@ -12,7 +12,7 @@ from pfedhn.system.screen import Screen, say
 
 def status(
     state: StateOption = Path("federation"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print it as one JSON object.")] = False,
 ) -> None:
     """Show the state of a federation: rounds, scores, bytes, who is connected, what was refused.
 

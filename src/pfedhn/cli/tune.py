@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from pfedhn.cli.endings import FAILED, complain
 from pfedhn.cli.options import (
@@ -25,25 +26,23 @@ def tune(
     assignments: SetOption = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="FIELD=VALUE,...",
             help="Only these methods or cells: method=fedavg. pFedHN and pFedHN-PC are tuned only if named here.",
         ),
     ] = None,
     seeds: Annotated[
-        list[str] | None, typer.Option(metavar="N,...", help="Scores are means over these seeds.", show_default="0")
+        list[str] | None, Option(metavar="N,...", help="Scores are means over these seeds.", show_default="0")
     ] = None,
     fraction: Annotated[
-        float, typer.Option(metavar="F", help="Fraction of a cell's steps that every point gets at first.")
+        float, Option(metavar="F", help="Fraction of a cell's steps that every point gets at first.")
     ] = 0.2,
-    finalists: Annotated[int, typer.Option(metavar="N", help="Points of each method that then get all steps.")] = 3,
+    finalists: Annotated[int, Option(metavar="N", help="Points of each method that then get all steps.")] = 3,
     save: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Also write the chosen rates to this file.", show_default="FILE.rates.toml"),
+        Option(metavar="FILE", help="Also write the chosen rates to this file.", show_default="FILE.rates.toml"),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Where its results are kept.", show_default="runs/NAME-tuning")
-    ] = None,
+    out: Annotated[Path | None, Option(help="Where its results are kept.", show_default="runs/NAME-tuning")] = None,
     jobs: JobsOption = None,
     on: OnOption = None,
     data_dir: DataDirOption = None,

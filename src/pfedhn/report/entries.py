@@ -110,11 +110,6 @@ class Entry:
         """The root of a regression's mean squared error over all test examples, in the unit of the labels."""
         return summarize(math.sqrt(result.test.loss) for result in self.results.values())
 
-    @property
-    def num_test_examples(self) -> int:
-        """How many test examples all seeds have together."""
-        return sum(result.test.examples for result in self.results.values())
-
     def total(self, cost: Cost) -> Summary | None:
         """Steps, bytes or seconds of a run, with those of the run it starts from."""
         both = [(result, result.pretrain) for result in self.results.values()]
@@ -358,10 +353,6 @@ class Comparison(NamedTuple):
     same: int
     worse: int
     num_seeds: int
-
-    @property
-    def total(self) -> int:
-        return self.better + self.same + self.worse
 
 
 def compare(entry: Entry, other: Entry) -> Comparison | None:

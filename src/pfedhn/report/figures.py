@@ -161,14 +161,12 @@ def plot_clients(axes: Any, entries: Sequence[Entry], against: Entry | None = No
     """A dot for each client and seed at its own test accuracy, a bar at the mean; below, who beats training alone."""
     labels: list[str] = []
     lowest = 100.0
-    for entry in entries:
-        if (mean := entry.test()) is None or not entry.has_accuracy:
-            continue
-        place = len(labels)
+    finished = [(entry, mean) for entry in entries if (mean := entry.test()) is not None and entry.has_accuracy]
+    for place, (entry, mean) in enumerate(finished):
         values = numpy.concatenate([entry.client_scores(seed) for seed in entry.results])
         values = values[~numpy.isnan(values)]
         lowest = min(lowest, float(values.min(initial=100.0)))
-        color, _ = style(entry, entries)
+        color, _ = style(entry, [other for other, _ in finished])
         axes.scatter(place + _side_by_side(values), values, s=9, color=color, alpha=0.6, linewidths=0, clip_on=False)
         axes.plot([place - 0.42, place + 0.42], [mean.mean] * 2, color="black", linewidth=1.8, zorder=3)
         name = re.sub(r" (?=\S+=)", "\n", printable(display_name(entry.label)))  # settings under the method
@@ -278,7 +276,7 @@ def _for_dark_pages(figure: Any) -> None:
     kept = {figure.patch, *(axes.patch for axes in figure.axes)}
     kept |= {text for axes in figure.axes if axes.images for text in axes.texts}  # its ground is the image
     for artist in figure.findobj(lambda artist: artist not in kept):
-        found = {}  # all are read before one is written: a mark without a color of its own has that of its line
+        found = {}  # all are read before one is written: a mark without its own color has that of its line
         for name in ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor"):
             if hasattr(artist, f"get_{name}") and hasattr(artist, f"set_{name}"):
                 found[name] = getattr(artist, f"get_{name}")()

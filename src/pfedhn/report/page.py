@@ -116,8 +116,8 @@ def _json(value: Any) -> str:
 def best_cells(lines: Sequence[Sequence[str]], is_loss: bool = False) -> set[tuple[int, int]]:
     """The places (row, column) of the best numbers in a table of methods: accuracies, most; losses, least.
 
-    Where a table has several data sets or numbers of clients one under the other, each has a best of its own. None is
-    best where some number comes from a single seed, and so has no deviation beside it.
+    Each data set and number of clients has its own best. None is best if some number comes from a single seed, and so
+    has no deviation beside it.
     """
     found = set()
     measures = ("over clients", "over samples", "test loss", "squared error", "RMSE")

@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import pandas
+
 from pfedhn.report.entries import (
     Average,
     Column,
@@ -60,16 +62,11 @@ def ranks(
     entries: Sequence[Entry], average: Average = "clients", seeds: Collection[int] | None = None
 ) -> dict[str, Summary]:
     """Each method's place among all, 1 for the best, over the seeds that all of them have; equals share a place."""
-    from scipy.stats import rankdata
-
-    found = {entry.label: scores(entry, average) for entry in entries}
-    common = [seed for seed in next(iter(found.values()), ()) if all(seed in values for values in found.values())]
-    common = [seed for seed in common if seeds is None or seed in seeds]
-    if not common:
-        return {}
-    places = rankdata([[-values[seed] for seed in common] for values in found.values()], axis=0)
-    summaries = {label: summarize(line) for label, line in zip(found, places, strict=True)}
-    return {label: summary for label, summary in summaries.items() if summary is not None}
+    table = pandas.DataFrame({entry.label: scores(entry, average) for entry in entries}).dropna()  # a line per seed
+    if seeds is not None:
+        table = table[table.index.isin(list(seeds))]
+    places = table.rank(axis="columns", ascending=False)
+    return {label: summary for label in places if (summary := summarize(places[label])) is not None}
 
 
 def pairs(

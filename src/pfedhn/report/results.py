@@ -1,9 +1,8 @@
 """Finished runs as lines of a JSONL file: small enough to keep beside the source, whole enough for every table.
 
-A file has, for each of its experiments, one line with the experiment and one for each finished run: what `result.json`
-says, less each client's validation score and the folders in its command, and the learning curve. Curves are rounded to
-4 digits, accuracies to 6.
-What a study computed from a run is a line of its own, "analysis".
+A file has a line for each experiment and for each finished run: what `result.json` says, less each client's validation
+score and the folders in its command, and the learning curve. Curves are rounded to 4 digits, accuracies to 6. What a
+study computed from a run is another line, "analysis".
 """
 
 import json
@@ -75,8 +74,14 @@ class Runs:
 def read(path: Path) -> list[Runs]:
     """The runs of a directory of an experiment or of one run, of a JSONL file, or of a folder of such files."""
     with reading(path):
+        if not path.exists():
+            raise UserError(f"there is no file or folder {path}; give a directory that `pfedhn run` made.")
         is_file = path.is_file()
     if is_file:
+        if path.suffix.lower() != ".jsonl":
+            made = Path("runs") / path.stem
+            hint = f", such as {made}" if path.suffix == ".toml" and made.is_dir() else ""
+            raise UserError(f"{path} holds no results; give the directory that `pfedhn run` made{hint}.")
         return read_file(path)
     if (path / "spec.toml").exists():
         return [read_run(path)]
@@ -161,34 +166,28 @@ def _cell_of(spec: Spec) -> Cell:
 def read_file(path: Path) -> list[Runs]:
     """Read the experiments of a JSONL file, each with its runs; of a run's lines, the one that finished last counts."""
     experiments: dict[str, Experiment] = {}
+    found: dict[str, dict[str, Line]] = {}
     announced: Counter[str] = Counter()  # how many runs the experiments' lines announce; files may be put together
-    lines: list[tuple[int, dict[str, Any]]] = []
+    present: Counter[str] = Counter()
     for number, text in enumerate(read_bytes(path).split(b"\n"), 1):
+        if not text.strip():
+            continue
         with _naming(path, number):
-            if not text.strip():
-                continue
-            line = _parse(text)
-            if line["kind"] != "experiment":
-                lines.append((number, line))
-                continue
-            if "cells" not in line:
-                raise SchemaError("'cells' is missing")
-            announced_here = from_json(_Announced, line).runs
-            experiment = from_table({key: value for key, value in line.items() if key not in ("kind", "runs")}, "")
-            announced[experiment.name] += announced_here
-            if experiments.setdefault(experiment.name, experiment) != experiment:
-                raise SchemaError(f"it contradicts an earlier line about the experiment {experiment.name!r}")
-    found: dict[str, dict[str, Line]] = {name: {} for name in experiments}
-    for number, table in sorted(lines, key=lambda line: line[1]["kind"] == "analysis"):  # after the runs
-        with _naming(path, number):
+            table = _parse(text)
             if table["kind"] == "analysis":
                 _attach(table, found)
-                continue
-            run = _line(table)
-            _check(run, experiments)
-            runs = found[run.result.experiment]
-            runs[run.result.name] = _later(runs.get(run.result.name), run)
-    present = Counter(table["experiment"] for _, table in lines)
+            elif table["kind"] == "run":
+                line = _line(table)
+                _check(line, experiments)
+                runs = found[line.result.experiment]
+                runs[line.result.name] = _later(runs.get(line.result.name), line)
+                present[line.result.experiment] += 1
+            else:
+                experiment, num_runs = _experiment(table), from_json(_Announced, table).runs
+                if experiments.setdefault(experiment.name, experiment) != experiment:
+                    raise SchemaError(f"it contradicts an earlier line about the experiment {experiment.name!r}")
+                found.setdefault(experiment.name, {})
+                announced[experiment.name] += num_runs
     for name, count in announced.items():
         if present[name] < count:
             raise RunError(
@@ -196,6 +195,12 @@ def read_file(path: Path) -> list[Runs]:
                 '--export, or, if they were taken out, take "runs" and "sha256" out of the line of the experiment.'
             )
     return [_runs_of(experiment, found[name]) for name, experiment in experiments.items()]
+
+
+def _experiment(table: Mapping[str, Any]) -> Experiment:
+    if "cells" not in table:
+        raise SchemaError("'cells' is missing")
+    return from_table({key: value for key, value in table.items() if key not in ("kind", "runs")}, "")
 
 
 @contextmanager
@@ -258,7 +263,7 @@ def _check(line: Line, experiments: Mapping[str, Experiment]) -> None:
     result = line.result
     experiment = experiments.get(result.experiment)
     if experiment is None:
-        raise SchemaError(f"no line says what the experiment {result.experiment!r} is")
+        raise SchemaError(f"no earlier line says what the experiment {result.experiment!r} is")
     run = experiment.find(result.name)
     stored = build(Cell, result.cell, result.name)
     if stored != run.cell:
@@ -369,41 +374,30 @@ def export(paths: Iterable[Path], file: Path) -> Exported:
     Runs may still be going on. The file is written whole or not at all, and the same call again changes nothing.
     Calls at the same time wait for each other.
     """
+    found = [runs for path in paths for runs in read(path)]
     make_folder(file.parent)
     with one_at_a_time(file.parent):
-        return _export(paths, file)
-
-
-def _export(paths: Iterable[Path], file: Path) -> Exported:
-    kept: dict[str, tuple[Experiment, dict[str, Line]]] = {}
-    for runs in read_file(file) if file.exists() else []:
-        kept[runs.experiment.name] = runs.experiment, _lines(runs)
-    before = _texts(kept)
-    for runs in (runs for path in paths for runs in read(path)):
-        fresh = _lines(runs)
-        for name, line in fresh.items():  # nothing is written that could not be read again
-            try:
-                _check(line, {runs.experiment.name: runs.experiment})
-            except UserError as error:
-                reason = str(error).removesuffix(".")
-                raise UserError(
-                    f"the result of {name} cannot be kept: {reason}; run it again with this version."
-                ) from None
-        stored, lines = kept.get(runs.experiment.name, (runs.experiment, {}))
-        experiment = _one_for_both(file, stored, lines, runs.experiment, fresh)
-        kept[experiment.name] = experiment, lines | {name: _later(lines.get(name), fresh[name]) for name in fresh}
-    after = _texts(kept)
-    parts = []
-    for name, (experiment, lines) in sorted(kept.items()):
-        parts.append(_text({"kind": "experiment", **asdict(experiment), "runs": len(lines)}))
-        seeds = sorted({line.result.seed for line in lines.values()})
-        parts += [after[name, run.name] for run in experiment.runs(seeds) if run.name in lines]
-    content = "".join(parts).encode()
-    if not file.exists() or read_bytes(file) != content:
-        write_atomically(file, content)
-    # Texts are compared, since NaN, the score of a split without examples, is equal to nothing.
-    replaced = sum(after[key] != text for key, text in before.items())
-    return Exported(len(after) - len(before), replaced, len(after))
+        kept: dict[str, tuple[Experiment, dict[str, Line]]] = {}
+        for runs in read_file(file) if file.exists() else []:
+            kept[runs.experiment.name] = runs.experiment, _lines(runs)
+        before = _texts(kept)
+        for runs in found:
+            fresh = _lines(runs)
+            stored, lines = kept.get(runs.experiment.name, (runs.experiment, {}))
+            experiment = _one_for_both(file, stored, lines, runs.experiment, fresh)
+            kept[experiment.name] = experiment, lines | {name: _later(lines.get(name), fresh[name]) for name in fresh}
+        after = _texts(kept)
+        parts = []
+        for name, (experiment, lines) in sorted(kept.items()):
+            parts.append(_text({"kind": "experiment", **asdict(experiment), "runs": len(lines)}))
+            seeds = sorted({line.result.seed for line in lines.values()})
+            parts += [after[name, run.name] for run in experiment.runs(seeds) if run.name in lines]
+        content = "".join(parts).encode()
+        if not file.exists() or read_bytes(file) != content:
+            write_atomically(file, content)
+        # Texts are compared, since NaN, the score of a split without examples, is equal to nothing.
+        replaced = sum(after[key] != text for key, text in before.items())
+        return Exported(len(after) - len(before), replaced, len(after))
 
 
 def _texts(kept: Mapping[str, tuple[Experiment, Mapping[str, Line]]]) -> dict[tuple[str, str], str]:
@@ -424,11 +418,17 @@ def _text(line: Mapping[str, Any]) -> str:
 
 
 def _lines(runs: Runs) -> dict[str, Line]:
-    """The finished runs as a file holds them: rounded, so that what is read equals what was written."""
-    return {
-        name: _line(to_line(result, runs.curves.get(name, Curve.of([]))))._replace(analysis=runs.analyses.get(name))
-        for name, result in runs.results.items()
-    }
+    """The finished runs as a file holds them: rounded and checked, so that what is written can be read again."""
+    found = {}
+    for name, result in runs.results.items():
+        line = _line(to_line(result, runs.curves.get(name, Curve.of([]))))
+        try:
+            _check(line, {runs.experiment.name: runs.experiment})
+        except UserError as error:
+            reason = str(error).removesuffix(".")
+            raise UserError(f"the result of {name} cannot be kept: {reason}; run it again with this version.") from None
+        found[name] = line._replace(analysis=runs.analyses.get(name))
+    return found
 
 
 def _one_for_both(

@@ -168,19 +168,16 @@ def to_terminal(report: Report, average: Average = "clients") -> Group:
     """Tables for a terminal: the grid where there is much to compare, then the details of every column with a run."""
     parts: list[Any] = []
     if len(report.columns) > 1 or report.has_published:
-        title: str | None = report.title
         for dataset in dict.fromkeys(dataset for dataset, _ in report.columns):  # more would not fit side by side
             columns = [column for column in report.columns if column[0] == dataset]
-            parts.append(rich_table(grid(report, average, columns), title))
-            title = None
+            parts.append(rich_table(grid(report, average, columns), None if parts else report.title))
         parts.append(Text(caption(report, average), style="dim"))
         for column in report.columns:
             if any(entry.curves for entry in report.in_column(column)):
                 parts += ["", rich_table(details(report, average, column), column_text(column))]
     else:
-        title = f"{report.title} ({column_text(report.columns[0])})" if report.columns else report.title
-        parts.append(rich_table(details(report, average), title))
-        parts.append(Text(caption(report), style="dim"))
+        title = " ".join([report.title, *(f"({column_text(column)})" for column in report.columns)])
+        parts += [rich_table(details(report, average), title), Text(caption(report), style="dim")]
     if standing := unfinished(report):
         parts.append(Text(standing, style="dim"))
     return Group(*parts)
@@ -302,10 +299,10 @@ def to_latex(reports: Sequence[Report], average: Average = "clients") -> str:
 
 def _latex_grid(report: Report, average: Average) -> str:
     names = list(dict.fromkeys(dataset for dataset, _ in report.columns))
-    spans = [[column for column in report.columns if column[0] == name] for name in names]
-    columns = [column for span in spans for column in span]
+    columns = sorted(report.columns, key=lambda column: names.index(column[0]))
+    spans = {name: sum(dataset == name for dataset, _ in columns) for name in names}
     rows = [
-        ["", *(rf"\multicolumn{{{len(span)}}}{{c}}{{{_latex(span[0][0])}}}" for span in spans)],
+        ["", *(rf"\multicolumn{{{span}}}{{c}}{{{_latex(name)}}}" for name, span in spans.items())],
         ["Clients", *(str(clients) for _, clients in columns)],
     ]
     for label, *cells in grid(report, average, columns)[1:]:
@@ -370,12 +367,13 @@ def sentence(report: Report) -> str:
     listed = " and ".join(filter(None, [", ".join(parts), last]))
     where = f"with {column_text(column)}, " if len(report.columns) > 1 else ""
     numbers_of_seeds = {len(measured[method].results) for method in shown}
-    luck = f"one seed, {ours.num_test_examples:,} test examples: " if numbers_of_seeds == {1} else ""
+    num_examples = sum(result.test.examples for result in ours.results.values())
+    luck = f"one seed, {num_examples:,} test examples: " if numbers_of_seeds == {1} else ""
     text = f"{where}{luck}{_subject(ours)} is {listed}"
     if "local" in measured and (counts := compare(ours, measured["local"])) is not None:
         seeds = f" ({counts.num_seeds} seeds together)" if counts.num_seeds > 1 else ""
         text += (
-            f"; of {counts.total} clients{seeds}, {counts.better} do better with {name} than alone, "
+            f"; of {sum(counts[:3])} clients{seeds}, {counts.better} do better with {name} than alone, "
             f"{counts.same} the same and {counts.worse} worse"
         )
     warning = " A single seed cannot rank methods." if 1 in numbers_of_seeds and len(shown) > 1 else ""
