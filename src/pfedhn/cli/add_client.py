@@ -68,7 +68,7 @@ def add_client(
     clients = trained.plan.clients
     given, y = read_client(data, label, clients.class_names, clients.shape, clients.reading)
     if trained.description.classes is None:
-        y = y.astype("float32")  # whole numbers are no classes where the run predicts numbers
+        y = y.astype("float32")  # for a regression, whole numbers are no classes
     x = trained.description.prepared(given)
     began = time.monotonic()
     settings = parse_assignments(assignments) if assignments else None

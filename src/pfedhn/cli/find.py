@@ -45,7 +45,7 @@ def find_experiment(name: str, small: bool = False, also: Iterable[str] = ()) ->
 
 
 def _is_data(file: Path) -> UserError:
-    """What a person may have meant who named a table or a folder where an experiment belongs."""
+    """Say what a person may have meant by a table or a folder in place of an experiment."""
     if not file.exists():
         return UserError(f"there is no file {file}.")
     if (file / "experiment.toml").exists() or (file / "spec.toml").exists():

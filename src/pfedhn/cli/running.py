@@ -51,7 +51,7 @@ def run_shown(
     for name in dict.fromkeys(run.cell.dataset for run in left):
         if name in catalogue.DATASETS:
             get_dataset(name, options.data_dir, again=False)
-    # This machine may have no GPU where the cluster has some.
+    # The cluster may have a GPU that this machine lacks.
     build_each_cell(left, options if cluster is None else replace(options, device="cpu"))
     directory = Directory(path)
     if options.threads is None and directory.is_experiment:
@@ -84,7 +84,7 @@ def choose_device_on(cluster: Cluster | None, device: str | None) -> str:
 
 
 def end(outcome: Outcome) -> None:
-    """Say once more which runs failed, where it can be seen: a line for each reason."""
+    """List the failed runs again at the end, a line for each reason."""
     if not outcome.failures:
         return
     reasons: dict[str, list[str]] = {}

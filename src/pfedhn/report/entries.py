@@ -154,7 +154,7 @@ class Entry:
     client_accuracy = client_scores  # for methods that are known to have one
 
     def curve(self, seed: int, average: Average = "clients") -> dict[int, float]:
-        """Communication steps -> test accuracy in percent (or loss); empty where there are no test examples."""
+        """Communication steps -> test accuracy in percent (or loss); empty without test examples."""
         curve = self.curves[seed]
         means: Sequence[float] | None = getattr(curve.test, MEANS[average])
         values = [100 * mean for mean in means] if means is not None else curve.test.loss or ()
@@ -317,7 +317,7 @@ def is_squared(entries: Iterable[Entry]) -> bool:
 
 
 def _place(environment: Environment) -> str:
-    """The device and what else of it decides the numbers: of a processor the threads, of a GPU how it multiplies."""
+    """The device and what else decides the numbers: the threads of a processor, the precision of a GPU."""
     if not environment.device.startswith("cuda"):
         return f"{environment.device}, {counted(environment.threads, 'thread')}"
     kind = ", deterministic" if environment.deterministic else ""

@@ -41,7 +41,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def style(entry: Entry, entries: Sequence[Entry]) -> tuple[str, Any]:
-    """The method's own color and dash; cells of one method, and methods without any, go through the others'."""
+    """The method's color and dash; further cells of a method, and methods without any, take those of absent methods."""
     styles = {name: (known.color, known.dash) for name, known in ALGORITHMS.items() if known.color is not None}
     alike = [other.label for other in entries if other.cell.method == entry.cell.method]
     if entry.cell.method in styles and alike[0] == entry.label:
@@ -84,7 +84,7 @@ def plot_curves(axes: Any, entries: Sequence[Entry], average: Average = "clients
     if accuracy:
         low = max(lowest_shown([last for *_, last in drawn], min(spread)), 0.0)
         high = min(100.0, max(spread) + max(0.03 * (max(spread) - low), 0.3))
-        axes.set_ylim(min(low, high - 1), high)  # where everybody is at 100 %, a scale needs some height
+        axes.set_ylim(min(low, high - 1), high)  # if all are at 100 %, a scale needs some height
     elif 0 < 10 * min(spread) < max(spread):
         make_logarithmic(axes)  # a first value far above all that follows would press the rest flat
     for _, color, end, last in drawn:
@@ -106,7 +106,7 @@ def make_logarithmic(axes: Any, letter: Literal["x", "y"] = "y", steps: Sequence
 
 
 def lowest_shown(ends: Sequence[float], least: float) -> float:
-    """Where the scale begins: it follows the methods that compete, and one that stays far behind them may leave it."""
+    """The lower end of the scale: it follows the methods that compete, so one far behind them may leave it."""
     if len(ends) < 3:
         return least
     ordered = sorted(ends, reverse=True)
@@ -148,7 +148,7 @@ def label_ends(axes: Any, drawn: Sequence[tuple[Entry, str, float, float]]) -> N
 def spaced(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Rising values moved as little as possible so that they lie at least `gap` apart, between `low` and `high`.
 
-    Values that come too close move as a block, to either side of where they were.
+    Values that come too close move as a block, to both sides.
     """
     from sklearn.isotonic import isotonic_regression
 
@@ -186,7 +186,7 @@ def plot_clients(axes: Any, entries: Sequence[Entry], against: Entry | None = No
 
 
 def _side_by_side(values: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
-    """Places for dots: those of like height stand beside each other around the middle, closer where there are many."""
+    """Offsets of dots: those of similar height stand side by side around the middle, closer if there are many."""
     levels = pandas.Series(values).round()
     counts = levels.map(levels.value_counts())
     apart = (0.8 / counts).clip(upper=0.038)

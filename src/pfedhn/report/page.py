@@ -143,7 +143,7 @@ def best_cells(lines: Sequence[Sequence[str]], is_loss: bool = False) -> set[tup
 def differing_settings(entries: Sequence[Entry]) -> list[list[str]]:
     """A table of every setting in which the runs shown differ: a line per setting, a column per cell; or nothing.
 
-    A setting that only some of the methods have counts where these differ in it.
+    A setting that only some methods have counts if these differ in it.
     """
     known = [entry for entry in entries if entry.has_begun]
     values = []

@@ -33,7 +33,7 @@ class Difference(NamedTuple):
 
     @property
     def holds_zero(self) -> bool:
-        """Whether the seeds cannot tell the two apart; where there are too few for an interval, nothing is claimed."""
+        """Whether the seeds cannot tell the two apart; with too few for an interval, nothing is claimed."""
         return self.ends is not None and self.ends[0] <= 0 <= self.ends[1]
 
 

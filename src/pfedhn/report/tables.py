@@ -165,7 +165,7 @@ def caption(report: Report, average: Average | None = None) -> str:
 
 
 def to_terminal(report: Report, average: Average = "clients") -> Group:
-    """Tables for a terminal: the grid where there is much to compare, then the details of every column with a run."""
+    """Tables for a terminal: the grid if there is much to compare, then the details of every column with a run."""
     parts: list[Any] = []
     if len(report.columns) > 1 or report.has_published:
         for dataset in dict.fromkeys(dataset for dataset, _ in report.columns):  # more would not fit side by side
@@ -188,7 +188,7 @@ def rich_table(lines: Sequence[Sequence[str]], title: str | None) -> Table:
     heading = None if title is None else escape(title)
     table = Table(title=heading, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, name in enumerate(lines[0]):
-        # Where a terminal is narrow, steps may break once ("5,000 + 1,000"), and a method before its settings
+        # On a narrow terminal, steps may break once ("5,000 + 1,000"), and a method before its settings
         # ("pfedhn lr=0.01"): all else is read worse in two parts.
         is_whole = name in ("up", "down", "time", "seeds", "over clients", "over samples")
         is_whole |= number == 0 and not any(" " in line[0] for line in lines)
