@@ -2,17 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
-
-from typer import Option
 
 from pfedhn.cli.federation import StateOption, need_the_extra, standing
+from pfedhn.cli.options import JsonOption
 from pfedhn.system.screen import Screen, say
 
 
 def status(
     state: StateOption = Path("federation"),
-    as_json: Annotated[bool, Option("--json", help="Print it as one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the state of a federation: rounds, scores, bytes, who is connected, what was refused.
 

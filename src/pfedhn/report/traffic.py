@@ -11,6 +11,7 @@ from pfedhn.report.figures import ADAPTED, label_ends, lowest_shown, make_logari
 from pfedhn.storage.schema import Curve
 
 NUM_BEST = 10
+EMPHASIZED = "pfedhn-plus"
 
 
 def best_of(report: Report, column: Column) -> list[Entry]:
@@ -66,7 +67,7 @@ def accuracy_at(entry: Entry, size: float) -> float:
     return max((value for other, value in mean_line(entry).items() if other <= size), default=0.0)
 
 
-def plot_traffic(axes: Any, report: Report, column: Column, emphasized: str = "pfedhn-plus") -> None:
+def plot_traffic(axes: Any, report: Report, column: Column) -> None:
     """A line for each of the best methods, and the level that training alone reaches without a byte."""
     entries = best_of(report, column)
     drawn = []
@@ -76,7 +77,7 @@ def plot_traffic(axes: Any, report: Report, column: Column, emphasized: str = "p
         line = mean_line(entry)
         end = max(line)
         sizes = [size for size in line if size > 0]
-        width, order = (3.0, 3) if entry.label == emphasized else (1.6, 2)
+        width, order = (3.0, 3) if entry.label == EMPHASIZED else (1.6, 2)
         values = [line[size] for size in sizes]
         axes.plot(sizes, values, color=color, linestyle=dash, linewidth=width, zorder=order)
         if entry.adapts:  # before the end nobody has measured what the clients' own steps would give
