@@ -8,10 +8,7 @@ from pfedhn.cli.options import JsonOption
 from pfedhn.system.screen import Screen, say
 
 
-def status(
-    state: StateOption = Path("federation"),
-    as_json: JsonOption = False,
-) -> None:
+def status(state: StateOption = Path("federation"), as_json: JsonOption = False) -> None:
     """Show the state of a federation: rounds, scores, bytes, who is connected, what was refused.
 
     \b

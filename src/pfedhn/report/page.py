@@ -87,11 +87,7 @@ def _section(report: Report, average: Average) -> dict[str, Any]:
         "cost": cost,
         "differences": differing_settings(report.entries),
         "columns": [
-            {
-                "name": column_text(column),
-                "pairs": pairs.pairs(report, column, average),
-                "note": pairs.caption(column),
-            }
+            {"name": column_text(column), "pairs": pairs.pairs(report, column, average), "note": pairs.caption(column)}
             for column in report.columns
         ],
     }
