@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 from clusters import cluster_of, killing
-from support import SMALL, scores
+from support import SMALL, run_many, scores
 
 import pfedhn
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.grid import with_assignments
 from pfedhn.experiments.queue import Outcome
-from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.experiments.tasks import MAX_LOSSES, Cluster, connected
 from pfedhn.runs.progress import Event, RunFailed, RunFinished, Said, Update

@@ -43,8 +43,8 @@ def demo(
     screen.print(f"[bold]{escape(DEMO.title)}.[/]", highlight=False)
     methods = ", ".join(dict.fromkeys(cell.method for cell in DEMO.cells))
     screen.print(f"{methods}; {len(DEMO.seeds)} seeds each: {len(runs)} runs.", highlight=False)
-    with displayed(DEMO, runs, out, Options(source="demo"), jobs) as ready:
-        outcome = run_ready(ready.runs, jobs=jobs, options=ready.options, listen=ready.listen)
+    with displayed(DEMO, runs, out, Options(source="demo"), jobs) as (ready, listen):
+        outcome = run_ready(ready, listen)
     end(outcome)
     (found,) = collect([out])
     Screen().print(to_terminal(found))

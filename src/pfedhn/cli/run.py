@@ -175,11 +175,11 @@ def run(
     with connected(on) as cluster:
         if device is not None or resume is None:
             options = replace(options, device=choose_device_on(cluster, device))
-        with displayed(chosen, runs, path, options, jobs, cluster, detail=detail) as ready:
-            outcome = run_ready(ready.runs, jobs=jobs, options=ready.options, listen=ready.listen, cluster=cluster)
+        with displayed(chosen, runs, path, options, jobs, cluster, detail=detail) as (ready, listen):
+            outcome = run_ready(ready, listen, cluster)
     if outcome.results:
         try:
-            show_results(path, ready.runs.runs, ready.options, quiet)
+            show_results(path, ready.runs, ready.options, quiet)
         except MendableError:
             end(outcome)  # a run that could not be mended is in no table, and why is said there
             raise

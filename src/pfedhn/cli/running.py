@@ -4,14 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pfedhn.cli.endings import BAD_INPUT, FAILED, Stopped, complain
 from pfedhn.data import catalogue
-from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.preflight import Preflight, build_each_cell, preflight
 from pfedhn.experiments.queue import Outcome
@@ -20,14 +18,6 @@ from pfedhn.experiments.tasks import Cluster
 from pfedhn.runs.assemble import choose_device
 from pfedhn.runs.progress import Detail, Display
 from pfedhn.system.screen import Screen
-
-
-class Ready(NamedTuple):
-    """The arguments of `run_ready`, once everything is checked and the display is up."""
-
-    runs: Preflight
-    options: Options
-    listen: Display
 
 
 @contextmanager
@@ -40,8 +30,8 @@ def displayed(
     cluster: Cluster | None = None,
     split: str = "test",
     detail: Detail = "normal",
-) -> Iterator[Ready]:
-    """Inside the block, the runs named and those they start from can go on, and are shown as they do.
+) -> Iterator[tuple[Preflight, Display]]:
+    """Inside the block, the runs named and those they start from can go on, as `run_ready` takes them, and are shown.
 
     Args:
         chosen: the experiment.
@@ -53,27 +43,20 @@ def displayed(
         split: whose scores are shown as runs finish.
         detail: how much is shown.
     """
-    options.check()
-    if jobs is not None and jobs < 1:
-        raise UserError(f"--jobs is {jobs}; it must be at least 1.")
-    ready = preflight(path, chosen, runs, options)
+    ready = preflight(path, chosen, runs, options, jobs, cluster is not None)
     left = ready.waiting
     screen = Screen(stderr=True)
     for name in dict.fromkeys(run.cell.dataset for run in left):
         if name in catalogue.DATASETS:
             get_dataset(name, options.data_dir, again=False)
     # This machine may have no GPU where the cluster has some.
-    build_each_cell(left, options if cluster is None else replace(options, device="cpu"))
-    directory = Directory(path)
-    if options.threads is None and directory.is_experiment:
-        options = replace(options, threads=directory.options().threads)  # however few runs are left by now
-    options = options.with_threads(len(ready.runs), jobs, cluster is not None)
-    directory.open(chosen, ready.runs, options)
+    build_each_cell(left, ready.options if cluster is None else replace(ready.options, device="cpu"))
+    Directory(path).open(chosen, ready.runs, ready.options)
     if ready.finished and detail != "quiet":
         screen.print(f"{len(ready.finished)} of {len(ready.runs)} runs are finished already.", highlight=False)
     try:
         with Display(len(left), screen, split, detail) as display:
-            yield Ready(ready, options, display)
+            yield ready, display
     except KeyboardInterrupt:
         where = "" if cluster is None else f" --on {cluster.on}"
         raise Stopped(f"stopped; `pfedhn run --resume {path}{where}` continues.") from None

@@ -47,15 +47,16 @@ def run_stage(
     def listen(event: Event) -> None:
         if isinstance(event, RunFinished):  # nobody uses the model of a point, and those of a large grid fill a disk
             remove_old(path / event.run, num_kept=0)
-        ready.listen(event)
+        show(event)
 
     path, chosen = out / stage, tuning.stages[stage]
     options = replace(options, source=str((path / "experiment.toml").resolve()))
     Screen(stderr=True).print(f"[bold]{escape(chosen.title)}[/]", highlight=False)
     try:
         # No test score is shown: who sees it while choosing has chosen by it.
-        with displayed(chosen, tuning.runs(stage, points), path, options, jobs, cluster, split="validation") as ready:
-            outcome = run_ready(ready.runs, jobs=jobs, options=ready.options, listen=listen, cluster=cluster)
+        runs = tuning.runs(stage, points)
+        with displayed(chosen, runs, path, options, jobs, cluster, split="validation") as (ready, show):
+            outcome = run_ready(ready, listen, cluster)
     except Stopped:
         raise Stopped("stopped; the same command continues.") from None
     end(Outcome(failures={name: why for name, why in outcome.failures.items() if not why.has_diverged}))

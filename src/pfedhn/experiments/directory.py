@@ -1,5 +1,6 @@
 """The files of one experiment: `experiment.toml`, which carries its own digest, and a folder per run."""
 
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -8,8 +9,8 @@ from typing import Any
 
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.errors import RunError, UserError, closest
-from pfedhn.experiments.grid import from_table
-from pfedhn.experiments.spec import Cell, Experiment, RunSpec
+from pfedhn.experiments.grid import assignments_for, from_table, only_this
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_cell
 from pfedhn.runs.tracking import TRACKERS
 from pfedhn.settings import build, to_toml
 from pfedhn.storage.history import MENDS, MendableError, read_finished
@@ -67,6 +68,21 @@ class Options:
         if self.threads is not None or self.device != "cpu":
             return self
         return replace(self, threads=1 if is_on_cluster else max(1, num_cores() // num_jobs(num_runs, jobs)))
+
+
+def rerun_command(experiment: Experiment, run: RunSpec, options: Options) -> str:
+    """The command that repeats just this run."""
+    words = ["pfedhn", "run", options.source or experiment.name, *(["--small"] if options.small else [])]
+    words += ["--only", only_this(experiment, run), "--seeds", str(run.seed)]
+    earlier = [] if run.cell.pretrain is None else [pretraining_cell(experiment, run.cell)]
+    for text in assignments_for(options.assignments, [run.cell, *earlier]):  # others would be refused
+        words += ["--set", text]
+    for name in ("rates", "device", "executor", "threads", "precision", "deterministic", "data_dir"):
+        value = getattr(options, name)
+        if name == "device" or value != getattr(Options, name):
+            option = f"--{name.replace('_', '-')}"
+            words += [option] if value is True else [option, str(value)]
+    return shlex.join(words)
 
 
 @dataclass(frozen=True)

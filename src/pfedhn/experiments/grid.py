@@ -325,3 +325,17 @@ def _values_of(field: str, runs: Iterable[RunSpec]) -> str:
     values = [_fields_of(run).get(field) for run in runs]
     words = list(dict.fromkeys("none" if value is None else str(value) for value in values))
     return " or ".join([*([", ".join(words[:-1])] if words[:-1] else []), words[-1]])
+
+
+def only_this(experiment: Experiment, run: RunSpec) -> str:
+    """What `--only` takes to leave one cell: the fewest of method, data set and clients, or else its name."""
+    cell = run.cell
+    alike = [other for other in experiment.cells if other.method == cell.method]
+    chosen = [f"method={cell.method}"]
+    for name in ("dataset", "clients"):
+        if len({getattr(other, name) for other in alike}) > 1:
+            chosen.append(f"{name}={getattr(cell, name)}")
+    fitting = [other for other in alike if (other.dataset, other.clients) == (cell.dataset, cell.clients)]
+    if len(fitting) == 1 and "," not in cell.dataset + cell.method:
+        return ",".join(chosen)
+    return f"name={run.cell_name}"

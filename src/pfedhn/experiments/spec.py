@@ -70,20 +70,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run: a cell, a seed, and the name of its folder."""
+    """One run: a cell, a seed, and the name that all seeds of the cell share."""
 
     cell: Cell
     seed: int
-    name: str
+    cell_name: str
 
     @property
-    def cell_name(self) -> str:
-        """The name that all seeds of the cell share."""
-        return self.name.removesuffix(_seed_suffix(self.seed))
-
-
-def _seed_suffix(seed: int) -> str:
-    return f"-seed{seed}"
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"{self.cell_name}-seed{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -120,14 +116,12 @@ class Experiment:
     def runs(self, seeds: Sequence[int] | None = None) -> list[RunSpec]:
         """Every run, cell by cell; with other seeds than the experiment's own where they are given."""
         return [
-            RunSpec(cell, seed, name + _seed_suffix(seed))
-            for name, cell in self._named
-            for seed in (self.seeds if seeds is None else seeds)
+            RunSpec(cell, seed, name) for name, cell in self._named for seed in (self.seeds if seeds is None else seeds)
         ]
 
     def run_of(self, cell: Cell, seed: int) -> RunSpec:
         """The run of one of its cells."""
-        return RunSpec(cell, seed, self._name_of[cell_digest(cell)] + _seed_suffix(seed))
+        return RunSpec(cell, seed, self._name_of[cell_digest(cell)])
 
     def find(self, name: str) -> RunSpec:
         """The run of a folder or line with this name, also of a seed that was given on the command line."""
@@ -135,7 +129,7 @@ class Experiment:
         cell = self._cell_of.get(head) if separator and re.fullmatch(r"0|-?[1-9]\d{0,18}", seed) else None
         if cell is None:
             raise UserError(f"{self.name!r} has no run {name!r}.")
-        return RunSpec(cell, int(seed), name)
+        return RunSpec(cell, int(seed), head)
 
 
 def method_name(cell: Cell) -> str:
