@@ -133,7 +133,7 @@ def test_a_directory_refuses_another_experiment(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"or other settings of it: steps is .* there and 31 here; give another"):
         directory.open(with_assignments(SMALL, {"steps": 31}), [])
     other_rates = with_assignments(SMALL, {"local_lr": 0.3})
-    with pytest.raises(UserError, match="holds 'small' with other learning rates: --rates, "):
+    with pytest.raises(UserError, match=r"holds 'small' with other learning rates \(local_lr is None there and 0\.3 "):
         directory.open(other_rates, [])
     with pytest.raises(UserError, match="or other settings of it: steps is 30 there"):
         directory.open(with_assignments(other_rates, {"steps": 31}), [])

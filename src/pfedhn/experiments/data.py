@@ -3,7 +3,7 @@
 import inspect
 import logging
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -58,15 +58,20 @@ def build_partition(cell: Cell) -> partition.Partition:
     if "num_clients" in known:
         settings["num_clients"] = cell.clients
     hints = get_type_hints(PARTITIONS[rule])
+    _refuse_unknown(settings, known, f"partition {rule}")
     for name, value in settings.items():
-        if name not in known:
-            raise UserError(f"partition {rule} has no setting {name!r}; {closest(name, known)}")
         if not fits(value, hints[name]):
             raise UserError(f"partition {rule}: {name} = {value!r} does not fit; it must be {describe(hints[name])}.")
     missing = [n for n, p in known.items() if p.default is p.empty and n not in settings]
     if missing:
         raise UserError(f"partition {rule} needs {', '.join(missing)}.")
     return PARTITIONS[rule](**settings)
+
+
+def _refuse_unknown(names: Iterable[str], known: Collection[str], what: str) -> None:
+    for name in names:
+        if name not in known:
+            raise UserError(f"{what} has no setting {name!r}; {closest(name, known)}")
 
 
 def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device: str = "cpu") -> Federation:
@@ -106,9 +111,7 @@ def made(cell: Cell) -> Callable[[], Federation]:
     function = find_code(cell.dataset)
     known = inspect.signature(function).parameters
     given = {} if cell.partition == Cell().partition else dict(cell.partition)
-    for name in given:
-        if name not in known:
-            raise UserError(f"{cell.dataset} has no setting {name!r}; {closest(name, known)}")
+    _refuse_unknown(given, known, cell.dataset)
     try:
         inspect.signature(function).bind(cell.clients, seed=0, **given)
     except TypeError as error:
@@ -134,8 +137,8 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
     federation = read_federation(cell.dataset, **how)
     unscaled = [name for name in network_names(cell) if name.startswith(("mlp", "linear"))]
     if cell.dataset.lower().endswith(TABLE_ENDINGS) and unscaled:
-        warn_of_scales(Path(cell.dataset), unscaled[0], federation)
-    warn_of_labels(Path(cell.dataset), columns.get("label_column"), cell.task, federation)
+        _warn_of_scales(Path(cell.dataset), unscaled[0], federation)
+    _warn_of_labels(Path(cell.dataset), columns.get("label_column"), cell.task, federation)
     return federation
 
 
@@ -159,42 +162,47 @@ MANY = 100  # classes that a person seldom means
 _warned: set[str] = set()  # of which files; an experiment reads each several times
 
 
-def warn_of_labels(file: Path, column: str | None, task: str, federation: Federation) -> None:
+def _warn_once(what: str, sentence: str, *values: object) -> None:
+    """Warn of something in a person's data once, and not in every worker process again."""
+    if what not in _warned and multiprocessing.parent_process() is None:
+        _warned.add(what)
+        logger.warning(sentence, *values)
+
+
+def _warn_of_labels(file: Path, column: str | None, task: str, federation: Federation) -> None:
     """Numbers as large as prices make training diverge, and a quantity that is taken for classes learns nothing."""
-    what = "the labels" if column is None else repr(column)
-    key = f"{file.resolve()}: {what}"
-    if key in _warned or multiprocessing.parent_process() is not None:
-        return
+    labels = "the labels" if column is None else repr(column)
+    key = f"{file.resolve()}: {labels}"
     if (scale := large_labels(federation)) is not None:
-        _warned.add(key)
-        logger.warning(
+        _warn_once(
+            key,
             "%s: the numbers to predict, %s, have mean %.4g and standard deviation %.4g, so that training learns badly "
             "or diverges. Standardize them (subtract that mean, divide by that deviation), and undo it in predictions.",
-            *(file.name, what, *scale),
+            *(file.name, labels, *scale),
         )
     if task != "auto" or federation.class_names is not None or federation.num_classes is None:
         return
     different = len(federation.y.unique())
     if different > MANY and 10 * different > len(federation.y):
-        _warned.add(key)
-        logger.warning(
+        _warn_once(
+            key,
             "%s: %s: %s different whole numbers, which are taken for classes; the network tells %s apart. For a "
             'quantity, set task = "regression"; for classes, task = "classification".',
-            *(file.name, what, f"{different:,}", f"{federation.num_classes:,}"),
+            *(file.name, labels, f"{different:,}", f"{federation.num_classes:,}"),
         )
 
 
-def warn_of_scales(file: Path, model: str, federation: Federation) -> None:
+def _warn_of_scales(file: Path, model: str, federation: Federation) -> None:
     """Columns as large as ages or prices drown the others, and nothing else than a low accuracy would say so."""
     values = federation.x.double()
     mean, deviation = values.mean(0), values.std(0, correction=0)
     (large,) = torch.nonzero(torch.maximum(mean.abs(), deviation) > LARGE, as_tuple=True)
-    if len(large) and str(file.resolve()) not in _warned and multiprocessing.parent_process() is None:
-        _warned.add(str(file.resolve()))
-        number = int(large[0])
+    if len(large):
         assert federation.reading is not None
         assert federation.reading.table is not None
-        logger.warning(
+        number = int(large[0])
+        _warn_once(
+            str(file.resolve()),
             "%s is not scaled: its column %r has mean %.4g and standard deviation %.4g, which %s learns badly from. "
             'Scale the columns, or set model = "tabular-32", which scales them by each client\'s own data.',
             *(file.name, federation.reading.table.features[number], mean[number], deviation[number], model),
@@ -207,9 +215,8 @@ COLUMNS = {"client": "client_column", "label": "label_column", "ignore": "ignore
 def table_columns(cell: Cell) -> dict[str, Any]:
     """What the columns of a cell's table are, as `read_federation` takes it."""
     named: dict[str, Any] = {}
+    _refuse_unknown(cell.columns, COLUMNS, "columns")
     for name, value in cell.columns.items():
-        if name not in COLUMNS:
-            raise UserError(f"columns has no setting {name!r}; {closest(name, COLUMNS)}")
         listed = [value] if name != "ignore" or isinstance(value, str) else value
         if not isinstance(listed, list | tuple) or not all(isinstance(part, str) for part in listed):
             form = 'a list of columns, as in ["visit_date"]' if name == "ignore" else "a column's name"
@@ -223,9 +230,7 @@ READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted")
 
 def reading_options(cell: Cell) -> dict[str, Any]:
     """How a cell's own data are read; `read_federation` checks the values."""
-    for name in cell.read:
-        if name not in READ:
-            raise UserError(f"read has no setting {name!r}; {closest(name, READ)}")
+    _refuse_unknown(cell.read, READ, "read")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in cell.read.items()}
 
 

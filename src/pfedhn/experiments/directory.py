@@ -91,43 +91,45 @@ class Directory:
 
     path: Path
 
-    def refuse_other(self, experiment: Experiment, named: Path | None = None) -> None:
+    def refuse_other(self, experiment: Experiment, named: Path | None = None) -> list[RunSpec]:
         """Refuse a directory that is neither empty nor holds this very experiment.
 
         Args:
             experiment: What is to be kept there.
             named: The folder that the person gave, if this is a part of it.
+
+        Returns:
+            The runs that were asked for so far.
         """
         named = named or self.path
         if is_empty(self.path):
-            return
+            return []
         if self.is_experiment:
-            stored, _ = self.read()
+            stored, planned = self.read()
             if plain(asdict(stored)) == plain(asdict(experiment)):
-                return
-            if plain(asdict(_without_rates(stored))) == plain(asdict(_without_rates(experiment))):
+                return planned
+            name, difference = _first_difference(plain(asdict(stored)), plain(asdict(experiment)))
+            if name.endswith("lr"):
                 raise UserError(
-                    f"{named} holds {stored.name!r} with other learning rates: --rates, --set or the experiment's "
-                    ".rates.toml has changed since; give another --out, or the rates it was made with."
+                    f"{named} holds {stored.name!r} with other learning rates ({difference}): --rates, --set or the "
+                    "experiment's .rates.toml has changed since; give another --out, or the rates it was made with."
                 )
-            difference = _first_difference(plain(asdict(stored)), plain(asdict(experiment)))
             raise UserError(
                 f"{named} holds another experiment, or other settings of it: {difference}; give another --out, or the "
                 "settings it was made with."
             )
         if not self._has_runs:  # each of them refuses other settings when it goes on
             raise UserError(f"{named} is not empty and holds no experiment; give another --out.")
+        return []
 
     def open(self, experiment: Experiment, planned: Sequence[RunSpec], options: Options | None = None) -> None:
         """Claim the directory for an experiment, or refuse one that holds another.
 
         Commands at the same time wait for each other here, so that none loses what another has planned.
         """
-        self.refuse_other(experiment)
         make_folder(self.path)
         with one_at_a_time(self.path):
-            self.refuse_other(experiment)  # another command may have been first
-            before = self.read()[1] if self.is_experiment else []
+            before = self.refuse_other(experiment)  # another command may have been first
             names = dict.fromkeys(run.name for run in (*before, *planned))
             table = {**plain(asdict(experiment)), "planned": list(names)}
             if options is not None:
@@ -217,25 +219,18 @@ def _is_of(run: RunSpec, name: str, seed: int, cell: Mapping[str, Any] | None) -
 REMOVE = "remove it and repeat the command that started the experiment: its runs continue"
 
 
-def _first_difference(there: Any, here: Any, where: str = "") -> str:
-    """Where two experiments part, as "steps is 20 there and 5000 here"."""
+def _first_difference(there: Any, here: Any, where: str = "") -> tuple[str, str]:
+    """A field in which two experiments differ, and how: "steps", "steps is 20 there and 5000 here"."""
     if isinstance(there, dict) and isinstance(here, dict):
         for name in dict.fromkeys([*there, *here]):
             if there.get(name) != here.get(name):
-                return _first_difference(there.get(name), here.get(name), name if name != "cells" else "")
-    if isinstance(there, list) and isinstance(here, list) and all(isinstance(part, dict) for part in (*there, *here)):
+                return _first_difference(there.get(name), here.get(name), name)
+    if where == "cells":
         if len(there) != len(here):
-            return f"it has {len(there)} cells and this {len(here)}"
+            return where, f"it has {len(there)} cells and this {len(here)}"
         pair = next((one, other) for one, other in zip(there, here, strict=True) if one != other)
         return _first_difference(*pair)
-    return f"{where} is {there} there and {here} here"
-
-
-def _without_rates(experiment: Experiment) -> Experiment:
-    def others(cell: Cell) -> Cell:
-        return replace(cell, settings={name: v for name, v in cell.settings.items() if not name.endswith("lr")})
-
-    return replace(experiment, cells=tuple(map(others, experiment.cells)))
+    return where, f"{where} is {there} there and {here} here"
 
 
 def plain(value: Any) -> Any:

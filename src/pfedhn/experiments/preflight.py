@@ -69,12 +69,9 @@ def preflight(
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs is {jobs}; it must be at least 1.")
     folder = Directory(directory)
-    folder.refuse_other(experiment)
-    known: list[RunSpec] = []  # of earlier commands too
-    if folder.is_experiment:
-        known = folder.read()[1]
-        if options.threads is None:
-            options = replace(options, threads=folder.options().threads)
+    known = folder.refuse_other(experiment)  # runs of earlier commands too
+    if folder.is_experiment and options.threads is None:
+        options = replace(options, threads=folder.options().threads)
     ready = survey(directory, experiment, runs, options, jobs, is_on_cluster)
     others = {run.name: run for run in known if run.name not in {wanted.name for wanted in ready.runs}}
     everybody = [*others.values(), *ready.runs]

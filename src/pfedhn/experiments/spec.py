@@ -4,10 +4,11 @@ import hashlib
 import json
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,22 +16,6 @@ from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError
 
 TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
-
-
-FEDERATION_FIELDS = (
-    "dataset",
-    "clients",
-    "partition",
-    "split",
-    "stratify",
-    "data_seed",
-    "labels",
-    "columns",
-    "read",
-    "task",
-    "sizes",
-    "part",
-)
 
 
 @dataclass(frozen=True)
@@ -50,9 +35,7 @@ class Cell:
     task: Literal["auto", "classification", "regression"] = "auto"  # "auto": whole numbers and texts are classes
     model: str = "mlp-32"  # or "module:function" or "file.py:function", which makes it
     network: Mapping[str, Any] = field(default_factory=dict)  # what that function is called with
-    sizes: tuple[str, ...] | None = (
-        None  # target networks instead of `model`: as many clients of each, one after another
-    )
+    sizes: tuple[str, ...] | None = None  # networks instead of `model`: as many clients of each, one after another
     part: str | None = None  # of clients of several sizes, only those of this one take part
     resize_every: int | None = None  # steps after which every client goes on to the next of the sizes
     descriptors: Literal["client", "class"] = "client"  # of a fixed embedding: shares of its examples, or of each class
@@ -104,14 +87,6 @@ class Experiment:
     def _name_of(self) -> dict[str, str]:
         """The name of a cell by its digest."""
         return {cell_digest(cell): name for name, cell in self._named}
-
-    @cached_property
-    def alike(self) -> dict[str, list[Cell]]:
-        """The cells of one method on one federation and network, by what says which these are."""
-        found: dict[str, list[Cell]] = {}
-        for cell in self.cells:
-            found.setdefault(_place(cell, cell.method), []).append(cell)
-        return found
 
     def runs(self, seeds: Sequence[int] | None = None) -> list[RunSpec]:
         """Every run, cell by cell; with other seeds than the experiment's own where they are given."""
@@ -176,11 +151,11 @@ def distinctions(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
     values = [flat_fields(cell) for cell in cells]
     # Of every group, one cell's values and the names of those in which another one differs.
-    firsts: dict[tuple[str, str, int], dict[str, Any]] = {}
-    differing: dict[tuple[str, str, int], set[str]] = {}
+    firsts: dict[Any, dict[str, Any]] = {}
+    differing: defaultdict[Any, set[str]] = defaultdict(set)
     for cell, mine in zip(cells, values, strict=True):
-        first, names = firsts.setdefault(group(cell), mine), differing.setdefault(group(cell), set())
-        names |= {name for name in {*first, *mine} - names if first.get(name) != mine.get(name)}
+        first = firsts.setdefault(group(cell), mine)
+        differing[group(cell)] |= {name for name in {*first, *mine} if first.get(name) != mine.get(name)}
     return [
         {name: value for name, value in mine.items() if name in differing[group(cell)] and value is not None}
         for cell, mine in zip(cells, values, strict=True)
@@ -201,24 +176,16 @@ def cell_names(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-YOUNGER_FIELDS: tuple[tuple[str, Any], ...] = (
-    ("task", "auto"),
-    ("upload", "full"),
-    ("download", "full"),
-    ("sizes", None),
-    ("part", None),
-    ("resize_every", None),
-    ("descriptors", "client"),
-    ("network", {}),
-    ("read", {}),
-    ("privacy", {}),
-    ("in_flight", None),
+# Names with a digest must stay what they were before there were these fields, which stored runs do not have.
+YOUNGER_FIELDS = (
+    *("task", "upload", "download", "sizes", "part", "resize_every", "descriptors", "network", "read", "privacy"),
+    "in_flight",
 )
-"""Fields that stored runs do not have, with what they then are: names with a digest must stay what they were."""
 
 
 def cell_digest(cell: Cell) -> str:
-    table = {name: value for name, value in asdict(cell).items() if (name, value) not in YOUNGER_FIELDS}
+    usual = asdict(Cell())
+    table = {name: v for name, v in asdict(cell).items() if name not in YOUNGER_FIELDS or v != usual[name]}
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
@@ -226,40 +193,26 @@ def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
     return tuple({cell_digest(cell): cell for cell in cells}.values())
 
 
-CELL_TABLES = (
-    "partition",
-    "settings",
-    "columns",
-    "network",
-    "read",
-    "privacy",
-)  # fields that are tables, which "partition.alpha" reaches into
+# Fields that are tables, which "partition.alpha" reaches into.
+CELL_TABLES = ("partition", "settings", "columns", "network", "read", "privacy")
 
 
-def _place(cell: Cell, method: str | None) -> str:
-    """Which federation and network a cell has, and a method: a text that is equal where all of these are."""
-
-    def like(value: Any) -> Any:  # 1 and 1.0 are equal
-        if isinstance(value, Mapping):
-            return {key: like(part) for key, part in sorted(value.items())}
-        if isinstance(value, list | tuple):
-            return [like(part) for part in value]
-        return float(value) if isinstance(value, int | float) else value
-
-    return json.dumps(
-        [method, *(like(getattr(cell, name)) for name in (*FEDERATION_FIELDS, "model", "network"))], default=str
-    )
+# What the data of a run and its network are made from.
+ORIGIN_FIELDS = (
+    *("dataset", "clients", "partition", "split", "stratify", "data_seed", "labels", "columns", "read", "task"),
+    *("sizes", "part", "model", "network"),
+)
 
 
 def pretraining_cell(experiment: Experiment, cell: Cell) -> Cell:
     """The cell whose last model `cell` starts from: its `pretrain` method on the same federation and network."""
-    fitting = experiment.alike.get(_place(cell, cell.pretrain))
+    origin, mine = attrgetter(*ORIGIN_FIELDS), flat_fields(cell)
+    fitting = [other for other in experiment.cells if other.method == cell.pretrain and origin(other) == origin(cell)]
     if not fitting:
         raise UserError(
             f"{method_name(cell)} starts from a {cell.pretrain} run, which {experiment.name!r} does not have on the "
             "same data and network; add that cell."
         )
-    mine = flat_fields(cell)
     return max(fitting, key=lambda other: sum(mine.get(key) == value for key, value in flat_fields(other).items()))
 
 
