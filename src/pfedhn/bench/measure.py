@@ -68,20 +68,12 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, place: int) -> tuple[Tensor, int]:
         image = self.open_image(self.images[place].squeeze())
-        return self.normalized(self.to_tensor(image)), self.y[place]
-
-    def to_tensor(self, image: Any) -> Tensor:
-        """Does what `transforms.ToTensor` does."""
-        x = torch.from_numpy(numpy.array(image, copy=True)).view(self.images.shape[1:])
-        return x.permute(2, 0, 1).contiguous().to(self.dtype).div(255)
-
-    def normalized(self, x: Tensor) -> Tensor:
-        """Does what `transforms.Normalize` does."""
-        x = x.clone()
+        x = torch.from_numpy(numpy.array(image, copy=True)).view(self.images.shape[1:])  # as transforms.ToTensor
+        x = x.permute(2, 0, 1).contiguous().to(self.dtype).div(255).clone()  # from here as transforms.Normalize
         mean, std = torch.as_tensor(self.mean, dtype=x.dtype), torch.as_tensor(self.std, dtype=x.dtype)
         if (std == 0).any():
             raise UserError("a standard deviation is zero.")
-        return x.sub_(mean.view(-1, 1, 1)).div_(std.view(-1, 1, 1))
+        return x.sub_(mean.view(-1, 1, 1)).div_(std.view(-1, 1, 1)), self.y[place]
 
 
 def image_opener() -> Callable[[Any], Any]:
