@@ -586,7 +586,7 @@ def test_what_others_wait_for_and_what_takes_longest_starts_first(
         while (one := queue.take()) is not None:
             started.append(one.cell.method)
             assert result is not None
-            queue.hear(one.name, result)
+            queue.hear(RunFinished(one.name, result))
 
     monkeypatch.setattr(module, "computing_on", lambda *arguments: nullcontext())
     monkeypatch.setattr(module, "_wait_for", lambda card: None)

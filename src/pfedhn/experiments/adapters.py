@@ -39,7 +39,8 @@ def adapted(num_classes: int, backbone: str, rank: int = 4) -> nn.Module:
         rank: Of what an adapter adds.
     """
     directory = given_path(backbone)
-    weights, width, stem_stride = _backbone(directory, _stamp(directory))
+    changed = max((file.stat().st_mtime_ns for file in directory.glob("checkpoint-*.json")), default=0)
+    weights, width, stem_stride = _backbone(directory, changed)
     network = ResNet(num_classes, width, stem_stride=stem_stride)
     network.load_state_dict(weights, strict=False)
     for name, part in list(network.named_modules()):
@@ -51,14 +52,12 @@ def adapted(num_classes: int, backbone: str, rank: int = 4) -> nn.Module:
     return network
 
 
-def _stamp(directory: Path) -> tuple[tuple[str, int], ...]:
-    """What changes when a backbone is trained again in the same folder."""
-    return tuple(sorted((file.name, file.stat().st_mtime_ns) for file in directory.glob("checkpoint-*.json")))
-
-
 @lru_cache(maxsize=2)
-def _backbone(directory: Path, stamp: tuple[tuple[str, int], ...]) -> tuple[Params, int, int]:
-    """The weights of a trained ResNet, less its last layer, its width and the stride of its stem."""
+def _backbone(directory: Path, changed: int) -> tuple[Params, int, int]:
+    """The weights of a trained ResNet without its last layer, its width and the stride of its stem.
+
+    It is read again once its checkpoints have `changed`.
+    """
     from pfedhn.runs.load import load
 
     if not (directory / "spec.toml").exists():

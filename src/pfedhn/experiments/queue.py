@@ -4,7 +4,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from pfedhn.engine.state import Diverged, Schedule
 from pfedhn.errors import RunError, UserError, first_line, place_in_own_code
@@ -18,14 +18,6 @@ from pfedhn.system.stopping import stop_requests
 Listener: TypeAlias = Callable[[Event], None]
 
 
-class Failure(NamedTuple):
-    """Why a run did not finish."""
-
-    sentence: str
-    is_bad_input: bool  # else something happened on the way: divergence, a full disk
-    has_diverged: bool = False
-
-
 class Stopped(NamedTuple):
     """A worker's answer to a request to stop: the run is kept in its checkpoint."""
 
@@ -37,7 +29,7 @@ class Outcome:
     """What came of several runs, by their names."""
 
     results: dict[str, Result] = field(default_factory=dict)
-    failures: dict[str, Failure] = field(default_factory=dict)
+    failures: dict[str, RunFailed] = field(default_factory=dict)
 
 
 class Queue:
@@ -57,25 +49,23 @@ class Queue:
             earlier = self.ready.starts_from.get(run.name)
             if earlier in self.outcome.failures:
                 self.waiting.remove(run)
-                self.hear(run.name, Failure(f"the run it starts from, {earlier}, failed.", False))
+                self.hear(RunFailed(run.name, f"the run it starts from, {earlier}, failed."))
             elif earlier is None or earlier in self.outcome.results:
                 self.waiting.remove(run)
                 return run
         return None
 
-    def hear(self, name: str, word: Any) -> bool:
-        """Take in what a run says (`Event`), or how it ended (`Result`, `Failure`, `Stopped`); False if it ended."""
+    def hear(self, word: Event | Stopped) -> bool:
+        """Take in what is said of a run; False if it was the last word."""
         match word:
-            case Update() | Said():
-                self.listen(word)
-                return True
-            case Failure():
-                self.outcome.failures[name] = word
-                self.listen(RunFailed(name, word.sentence))
-            case Result():
-                self.outcome.results[name] = word
-                self.listen(RunFinished(name, word))
-        return False
+            case Stopped():
+                return False
+            case RunFailed():
+                self.outcome.failures[word.run] = word
+            case RunFinished():
+                self.outcome.results[word.run] = word.result
+        self.listen(word)
+        return isinstance(word, Update | Said)
 
 
 def _num_rounds(cell: Cell) -> float:
@@ -84,10 +74,10 @@ def _num_rounds(cell: Cell) -> float:
     return cell.steps / (size if algorithm.communicates else cell.clients)
 
 
-def failure(error: Exception, folder: Path) -> Failure:
-    """Why a run failed, in one sentence; the traceback is kept in its folder if nobody can do anything about it."""
+def failure(error: Exception, folder: Path) -> RunFailed:
+    """Why the run in a folder failed; the traceback is kept there if it says more than the error."""
     if isinstance(error, UserError):
-        return Failure(str(error), not isinstance(error, RunError), isinstance(error, Diverged))
+        return RunFailed(folder.name, str(error), not isinstance(error, RunError), isinstance(error, Diverged))
     log, place = folder / "error.txt", place_in_own_code(error)
     where = place or "an error inside pfedhn"
     try:
@@ -95,7 +85,7 @@ def failure(error: Exception, folder: Path) -> Failure:
         where += f"; the details are in {log}"
     except OSError:  # the disk may be what failed
         pass
-    return Failure(f"{first_line(error)} ({where}).", place is not None)
+    return RunFailed(folder.name, f"{first_line(error)} ({where}).", place is not None)
 
 
 class Crew(Protocol):

@@ -15,6 +15,7 @@ from pfedhn.experiments.queue import Listener, Outcome, Queue, failure
 from pfedhn.experiments.tasks import Cluster
 from pfedhn.experiments.workers import run_side_by_side
 from pfedhn.runs.execute import computing_on
+from pfedhn.runs.progress import RunFinished
 from pfedhn.runs.run import Run
 from pfedhn.system.stopping import stop_on_signal
 
@@ -70,14 +71,14 @@ def run_ready(ready: Preflight, listen: Listener = lambda event: None, cluster: 
                     (waiting.add if is_waiting else waiting.discard)(name)
                     continue
                 except StopIteration as end:
-                    queue.hear(name, end.value.result)
+                    queue.hear(RunFinished(name, end.value.result))
                 except KeyboardInterrupt:  # it wrote its checkpoint; the others have yet to write theirs
                     _wait_for(device_of[name])
                     if not stop.is_set():
                         raise
                 except Exception as error:
                     _wait_for(device_of[name])
-                    queue.hear(name, failure(error, ready.directory / name))
+                    queue.hear(failure(error, ready.directory / name))
                 going.pop(name, None)
                 waiting.discard(name)
                 _give_memory_back(options.device)

@@ -18,11 +18,11 @@ from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.execute import start
 from pfedhn.experiments.preflight import Preflight
-from pfedhn.experiments.queue import Failure, Queue, Stopped, failure, run_all
+from pfedhn.experiments.queue import Queue, Stopped, failure, run_all
 from pfedhn.experiments.spec import RunSpec
 from pfedhn.runs.cluster import Software, connection, submit, why_it_failed
 from pfedhn.runs.execute import computing_on
-from pfedhn.runs.progress import Event, Said, Update
+from pfedhn.runs.progress import Event, RunFailed, RunFinished, Said, Update
 from pfedhn.system.files import read_bytes
 from pfedhn.system.stopping import stop_on_signal
 
@@ -145,20 +145,20 @@ class _Tasks:
         except (StopIteration, ray.exceptions.TaskCancelledError):
             return False
         except ray.exceptions.RayTaskError as error:
-            return queue.hear(name, Failure(f"its Ray worker cannot be used: {why_it_failed(error)}.", True))
+            return queue.hear(RunFailed(name, f"its Ray worker cannot be used: {why_it_failed(error)}.", True))
         except ray.exceptions.RayError as error:
             self.losses[name] += 1
             if self.losses[name] >= MAX_LOSSES:
                 sentence = f"its worker was lost {MAX_LOSSES} times before it moved on, perhaps for want of memory"
-                return queue.hear(name, Failure(f"{sentence} ({first_line(error)}).", False))
-            queue.hear(name, Said(name, "its worker was lost; it continues elsewhere from its last checkpoint."))
+                return queue.hear(RunFailed(name, f"{sentence} ({first_line(error)})."))
+            queue.hear(Said(name, "its worker was lost; it continues elsewhere from its last checkpoint."))
             queue.waiting.insert(0, task.run)
             return False
         if isinstance(said, Update):
             if 0 <= task.step < said.step:
                 self.losses[name] = 0
             task.step = said.step
-        return queue.hear(name, said)
+        return queue.hear(said)
 
     def kill(self) -> None:
         import ray
@@ -221,7 +221,7 @@ def _look_around(ready: Preflight, content: bytes, runs: Sequence[RunSpec], soft
 def _work(ready: Preflight, run: RunSpec, software: Software) -> Iterator[Any]:
     """On a machine of the cluster: a run, what it says on the way, and how it ended."""
     if (trouble := software.trouble_here()) is not None:  # it may have joined the cluster after the others were asked
-        yield Failure(f"the Ray worker {platform.node()} cannot be used: {trouble}.", True)
+        yield RunFailed(run.name, f"the Ray worker {platform.node()} cannot be used: {trouble}.", True)
         return
     heard: list[Event] = []
     options = ready.options
@@ -229,14 +229,14 @@ def _work(ready: Preflight, run: RunSpec, software: Software) -> Iterator[Any]:
         computing_on(options.device, options.precision, options.deterministic, round(1 / GPU_SHARE)),
         stop_on_signal() as stop,  # Ray's cancel comes as Ctrl-C
     ):
-        ending: Any = None
+        ending: Event | Stopped | None = None
         try:
             going = start(ready, run, heard.append, stop)
             while ending is None:
                 try:
                     next(going)
                 except StopIteration as end:
-                    ending = end.value.result
+                    ending = RunFinished(run.name, end.value.result)
                 yield from _taken(heard)
         except KeyboardInterrupt:
             ending = Stopped(run.name)

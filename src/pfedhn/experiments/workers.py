@@ -8,14 +8,13 @@ from multiprocessing import connection as pipes
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
-from typing import Any
 
 from pfedhn.experiments.execute import start
 from pfedhn.experiments.preflight import Preflight
-from pfedhn.experiments.queue import Failure, Queue, Stopped, failure, run_all
+from pfedhn.experiments.queue import Queue, Stopped, failure, run_all
 from pfedhn.experiments.spec import RunSpec
 from pfedhn.runs.execute import drain
-from pfedhn.runs.progress import Event
+from pfedhn.runs.progress import Event, RunFailed, RunFinished
 from pfedhn.system.process import start_process
 
 
@@ -69,12 +68,12 @@ class _Workers:
         name = worker.run.name
         try:
             while worker.run is not None and worker.pipe.poll():
-                if not self.queue.hear(name, worker.pipe.recv()):
+                if not self.queue.hear(worker.pipe.recv()):
                     worker.run = None
         except (EOFError, OSError):
             worker.pipe.close()
             worker.process.join()
-            self.queue.hear(name, _failure_from_exit(worker.process.exitcode or 0))
+            self.queue.hear(_failure_from_exit(name, worker.process.exitcode or 0))
             self.workers.remove(worker)
 
     def kill(self) -> None:
@@ -85,10 +84,10 @@ class _Workers:
             worker.process.join()
 
 
-def _failure_from_exit(code: int) -> Failure:
+def _failure_from_exit(run: str, code: int) -> RunFailed:
     cause = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
     hint = ", perhaps for want of memory (fewer --jobs need less)" if code == -signal.SIGKILL else ""
-    return Failure(f"its process {cause}{hint}; the same command resumes from the last checkpoint.", False)
+    return RunFailed(run, f"its process {cause}{hint}; the same command resumes from the last checkpoint.")
 
 
 def _work(pipe: Connection, ready: Preflight) -> None:
@@ -114,9 +113,11 @@ def _work(pipe: Connection, ready: Preflight) -> None:
     threading.Thread(target=hear, daemon=True).start()
     with suppress(OSError):
         while (run := asked.get()) is not None:
-            ending: Any
+            ending: Event | Stopped
             try:
-                ending = drain(start(ready, run, listen, stop)).result
+                result = drain(start(ready, run, listen, stop)).result
+                assert result is not None
+                ending = RunFinished(run.name, result)
             except KeyboardInterrupt:
                 ending = Stopped(run.name)
             except Exception as error:
