@@ -2,16 +2,16 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
 
 from pfedhn.engine.memory import bytes_of_shared
-from pfedhn.experiments.build import build_simulation
-from pfedhn.experiments.directory import Directory, Options, num_jobs
-from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
+from pfedhn.engine.simulate import Simulation
+from pfedhn.experiments.directory import num_jobs
+from pfedhn.experiments.preflight import Preflight, build_each_cell
+from pfedhn.experiments.spec import RunSpec
 from pfedhn.system.screen import say, table_screen
 
 COLUMNS = ("cell", "seeds", "rounds", "parameters", "memory")
@@ -25,53 +25,55 @@ class Size(NamedTuple):
     megabytes: float  # of examples and of the server's model
 
 
-def measure(run: RunSpec, options: Options) -> Size:
-    simulation = build_simulation(run, options)
+def measure(simulation: Simulation) -> Size:
     federation = simulation.federation
     held = federation.x.nbytes + federation.y.nbytes + bytes_of_shared(simulation)
     parameters = max(sum(shape.numel() for shape in model.shapes.values()) for model in simulation.models.values())
     return Size(simulation.num_rounds, parameters, held / 2**20)
 
 
-def print_plan(
-    path: Path, experiment: Experiment, runs: Sequence[RunSpec], options: Options, jobs: int | None, as_json: bool
-) -> None:
+def print_plan(ready: Preflight, as_json: bool) -> None:
     """Say what `run` would do; nothing is written."""
-    options.check()
-    Directory(path).refuse_other(experiment)
-    runs = with_pretraining(experiment, runs)
-    left = [run for run in runs if not (path / run.name / "result.json").exists()]
+    path, left = ready.directory, ready.waiting
     cells: dict[str, list[RunSpec]] = {}
     for run in left:
         cells.setdefault(run.cell_name, []).append(run)
     screen, widths = table_screen(), _widths(cells)
     if not as_json:
         screen.print(_table(widths, show_header=True))
-    largest, listed = 0.0, []
-    for name, members in cells.items():
-        size = measure(members[0], options)
-        largest = max(largest, size.megabytes)
-        listed.append({"name": name, "runs": [member.name for member in members], **size._asdict()})
+    sizes: dict[str, Size] = {}
+
+    def show(run: RunSpec, simulation: Simulation) -> None:
+        name, size = run.cell_name, measure(simulation)
+        sizes[name] = size
         if as_json:
-            continue
+            return
         row = _table(widths)
         row.add_row(
             escape(name),
-            str(len(members)),
+            str(len(cells[name])),
             f"{size.rounds:,}",
             f"{size.parameters:,}",
             f"{size.megabytes:.1f} MB",
         )
         screen.print(row)  # at once: the next cell may take a while to build
-    side_by_side = num_jobs(max(len(left), 1), jobs) if options.device == "cpu" else None
+
+    build_each_cell(left, ready.options, show)
+    side_by_side = num_jobs(max(len(left), 1), ready.jobs) if ready.options.device == "cpu" else None
     if as_json:
-        finished = [run.name for run in runs if run not in left]
-        plan = {"directory": str(path), "cells": listed, "finished": finished, "jobs": side_by_side}
-        say(json.dumps(plan))
+        listed = [
+            {"name": name, "runs": [run.name for run in cells[name]], **size._asdict()} for name, size in sizes.items()
+        ]
+        say(
+            json.dumps(
+                {"directory": str(path), "cells": listed, "finished": list(ready.finished), "jobs": side_by_side}
+            )
+        )
         return
     beside = "" if side_by_side is None else f", {side_by_side} side by side"
-    say(f"{len(left)} runs in {path}{beside} ({len(runs) - len(left)} are finished already).")
+    say(f"{len(left)} runs in {path}{beside} ({len(ready.finished)} are finished already).")
     if side_by_side is not None and left:
+        largest = max(size.megabytes for size in sizes.values())
         say(
             f"About {largest * side_by_side:.0f} MB hold data and server models; training needs more "
             "memory. A run shows the time it has left."

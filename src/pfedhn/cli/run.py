@@ -168,8 +168,10 @@ def run(
     path = resume or out or Path("runs") / chosen.name
     if dry_run:
         from pfedhn.cli.plan import print_plan
+        from pfedhn.experiments.preflight import preflight
 
-        print_plan(path, chosen, runs, replace(options, device=choose_device_on(None, device)), jobs, as_json)
+        options = replace(options, device=choose_device_on(None, device))
+        print_plan(preflight(path, chosen, runs, options, jobs), as_json)
         return
     detail: Detail = "quiet" if quiet else "verbose" if verbose else "normal"
     with connected(on) as cluster:

@@ -1,12 +1,13 @@
 """Everything that is checked before the first run starts: once, and handed on as a value."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from pfedhn.data.files import file_digest
 from pfedhn.data.loaded import forget_datasets
+from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import CheckedNetworks, build_simulation, refuse_unused_start
 from pfedhn.experiments.data import build_federation
@@ -84,10 +85,17 @@ def preflight(
     return ready
 
 
-def build_each_cell(runs: Iterable[RunSpec], options: Options) -> None:
+def build_each_cell(
+    runs: Iterable[RunSpec],
+    options: Options,
+    look: Callable[[RunSpec, Simulation], None] = lambda run, simulation: None,
+) -> None:
     """Build each cell once, and try each network once, so that data or settings that cannot work are refused now.
 
-    The data sets of the package must be there.
+    Args:
+        runs: The first run of each cell is built; the data sets of the package must be there.
+        options: How they will run.
+        look: Called with each run that was built.
     """
     cells = {run.cell_name: run for run in reversed(list(runs))}
     checked: CheckedNetworks = {}
@@ -95,6 +103,7 @@ def build_each_cell(runs: Iterable[RunSpec], options: Options) -> None:
         simulation = build_simulation(run, options, checked=checked)
         if run.cell.pretrain is not None:
             refuse_unused_start(simulation, run.cell)
+        look(run, simulation)
     if options.device == "cpu":
         forget_datasets()
 
