@@ -76,9 +76,11 @@ def _refuse_unknown(names: Iterable[str], known: Collection[str], what: str) -> 
 
 def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device: str = "cpu") -> Federation:
     seed = seed if cell.data_seed is None else cell.data_seed
-    own = is_own_data(cell.dataset) or is_made(cell.dataset)
+    own = is_made(cell.dataset) or is_own_data(cell.dataset)
     if is_made(cell.dataset):
-        federation = _made_federation(cell, seed)
+        federation = made(cell)(seed=seed)  # type: ignore[call-arg]
+        if not isinstance(federation, Federation):
+            raise UserError(f"{cell.dataset} makes a {type(federation).__name__}; it must return a pfedhn.Federation.")
     else:
         federation = _own_federation(cell, seed) if own else _known_federation(cell, seed, data_dir, device)
     fixed = own or cell.partition["rule"] in ("by_group", "by_coarse_class")
@@ -118,13 +120,6 @@ def made(cell: Cell) -> Callable[[], Federation]:
         form = f"def {function.__name__}(clients, seed)"
         raise UserError(f"{cell.dataset} cannot be called ({error}); it must begin with {form}.") from None
     return partial(function, cell.clients, **given)
-
-
-def _made_federation(cell: Cell, seed: int) -> Federation:
-    federation = made(cell)(seed=seed)  # type: ignore[call-arg]
-    if not isinstance(federation, Federation):
-        raise UserError(f"{cell.dataset} makes a {type(federation).__name__}; it must return a pfedhn.Federation.")
-    return federation
 
 
 def _own_federation(cell: Cell, seed: int) -> Federation:

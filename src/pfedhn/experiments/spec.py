@@ -76,22 +76,20 @@ class Experiment:
     published: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # "method/clients" -> mean, deviation
 
     @cached_property
-    def _named(self) -> list[tuple[str, Cell]]:
-        return list(zip(cell_names(self.cells), self.cells, strict=True))
-
-    @cached_property
     def _cell_of(self) -> dict[str, Cell]:
-        return dict(self._named)
+        return dict(zip(cell_names(self.cells), self.cells, strict=True))
 
     @cached_property
     def _name_of(self) -> dict[str, str]:
         """The name of a cell by its digest."""
-        return {cell_digest(cell): name for name, cell in self._named}
+        return {cell_digest(cell): name for name, cell in self._cell_of.items()}
 
     def runs(self, seeds: Sequence[int] | None = None) -> list[RunSpec]:
         """Every run, cell by cell; with other seeds than the experiment's own where they are given."""
         return [
-            RunSpec(cell, seed, name) for name, cell in self._named for seed in (self.seeds if seeds is None else seeds)
+            RunSpec(cell, seed, name)
+            for name, cell in self._cell_of.items()
+            for seed in (self.seeds if seeds is None else seeds)
         ]
 
     def run_of(self, cell: Cell, seed: int) -> RunSpec:

@@ -22,7 +22,7 @@ from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.grid import select
 from pfedhn.experiments.queue import Outcome
 from pfedhn.experiments.rates import Rates
-from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest, is_own_data, method_name
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, distinct, is_own_data, method_name
 from pfedhn.storage.schema import Result, to_json
 from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
 from pfedhn.system.files import is_empty, read_bytes, write_atomically
@@ -245,7 +245,9 @@ def plan(
             raise UserError(f"--set {name} cannot be given: it is what is to be chosen.")
     points: list[Point] = []
     for method in dict.fromkeys(cell.method for cell in cells if cell.method in grids):
-        bases = _bases(method, cells, grids[method])
+        tried = [dict(zip(grids[method], rates, strict=True)) for rates in itertools.product(*grids[method].values())]
+        alike = [replace(cell, settings={**cell.settings, **tried[0]}) for cell in cells if cell.method == method]
+        bases = distinct(alike)  # which differ in more than what is tuned
         if method in methods and len(bases) > 1:
             raise UserError(
                 f"{experiment.name!r} has {len(bases)} cells of {method} with {bases[0].clients} clients, which might "
@@ -255,7 +257,12 @@ def plan(
             raise UserError(f"{method} would be tuned on validation examples, and there are none; {LEAVE_SOME}.")
         if method in methods and bases[0].pretrain is not None:
             raise UserError(f"{method} starts from {bases[0].pretrain} here; only methods with no pretrain are tuned.")
-        points += [point for base in bases if base.pretrain is None for point in _grid_points(base, grids[method])]
+        points += [
+            Point(method, rates, replace(base, settings={**base.settings, **rates}))
+            for base in bases
+            if base.pretrain is None
+            for rates in tried
+        ]
     return Tuning(experiment, tuple(points), tuple(methods), grids, tuple(seeds or (0,)), fraction, finalists)
 
 
@@ -282,19 +289,6 @@ def _methods_to_tune(
         hint = f"; --only method={others[0]} tunes {others[0]}" if others else ""
         raise UserError(f"{experiment.name!r} has no method that is tuned unless it is named{hint}.")
     return methods
-
-
-def _bases(method: str, cells: Iterable[Cell], grid: Grid) -> list[Cell]:
-    """The cells of a method that differ in more than what is tuned."""
-    first_point = {name: values[0] for name, values in grid.items()}
-    alike = [replace(c, settings={**c.settings, **first_point}) for c in cells if c.method == method]
-    return list({cell_digest(cell): cell for cell in alike}.values())
-
-
-def _grid_points(base: Cell, grid: Grid) -> Iterator[Point]:
-    for values in itertools.product(*grid.values()):
-        rates = dict(zip(grid, values, strict=True))
-        yield Point(base.method, rates, replace(base, settings={**base.settings, **rates}))
 
 
 def _text(score: float | None) -> str:
