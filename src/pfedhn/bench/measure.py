@@ -1,7 +1,7 @@
-"""How fast the engine is against pFedHN as a textbook writes it: same data, same batches, measured in turns.
+"""The engine's speed against pFedHN as a textbook writes it: same data, same batches, measured in turns.
 
-Every variant lives in a process of its own, so that its memory can be told, and runs a round when the parent says so:
-one after the other, again and again, so that a busy neighbor slows all of them alike.
+Every variant has its own process, so that its memory can be measured, and runs a round when the parent says so: one
+after the other, again and again, so that a busy neighbor slows all of them alike.
 """
 
 import multiprocessing
@@ -281,7 +281,7 @@ def _worker(pipe: Connection, variant: Variant, workload: Workload, device: str,
     rounds = rounds_of(variant, workload, device)
     phi = next(rounds)()
     if device != "cpu":
-        torch.cuda.synchronize()  # runs write on streams of their own
+        torch.cuda.synchronize()  # each run writes on its own stream
     pipe.send({name: value.detach().cpu().numpy() for name, value in phi.items()})
     while pipe.recv() == "turn":
         started = time.perf_counter()
@@ -297,7 +297,7 @@ def _worker(pipe: Connection, variant: Variant, workload: Workload, device: str,
 
 @dataclass
 class Worker:
-    """A variant in a process of its own."""
+    """A variant in its own process."""
 
     variant: Variant
     pipe: Connection

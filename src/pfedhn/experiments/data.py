@@ -109,7 +109,7 @@ def shares_of_classes(federation: Federation) -> torch.Tensor:
 
 
 def made(cell: Cell) -> Callable[[], Federation]:
-    """What makes the data of a cell; `partition` holds what it is called with."""
+    """The function that makes the data of a cell, with its arguments, which `partition` holds."""
     function = find_code(cell.dataset)
     known = inspect.signature(function).parameters
     given = {} if cell.partition == Cell().partition else dict(cell.partition)
@@ -138,9 +138,9 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
 
 
 def with_own_clients(cell: Cell) -> Cell:
-    """A cell of a person's own data with as many clients as these have; the same one where that cannot be told yet.
+    """A cell of a person's own data with their number of clients; the same cell if that is not known yet.
 
-    What else a table holds is not looked at: how it is to be read may still be given by `--set`.
+    Only the column of clients is read: `--set` may still change how the others are read.
     """
     place, columns = given_path(cell.dataset), table_columns(cell)
     if is_made(cell.dataset) or not is_own_data(cell.dataset):
@@ -165,7 +165,7 @@ def _warn_once(what: str, sentence: str, *values: object) -> None:
 
 
 def _warn_of_labels(file: Path, column: str | None, task: str, federation: Federation) -> None:
-    """Numbers as large as prices make training diverge, and a quantity that is taken for classes learns nothing."""
+    """Warn of labels as large as prices, which make training diverge, and of a quantity that is taken for classes."""
     labels = "the labels" if column is None else repr(column)
     key = f"{file.resolve()}: {labels}"
     if (scale := large_labels(federation)) is not None:
@@ -188,7 +188,7 @@ def _warn_of_labels(file: Path, column: str | None, task: str, federation: Feder
 
 
 def _warn_of_scales(file: Path, model: str, federation: Federation) -> None:
-    """Columns as large as ages or prices drown the others, and nothing else than a low accuracy would say so."""
+    """Warn of columns as large as ages or prices, which hide the others: only a low accuracy would show it."""
     values = federation.x.double()
     mean, deviation = values.mean(0), values.std(0, correction=0)
     (large,) = torch.nonzero(torch.maximum(mean.abs(), deviation) > LARGE, as_tuple=True)
@@ -208,7 +208,7 @@ COLUMNS = {"client": "client_column", "label": "label_column", "ignore": "ignore
 
 
 def table_columns(cell: Cell) -> dict[str, Any]:
-    """What the columns of a cell's table are, as `read_federation` takes it."""
+    """The columns of a cell's table, as arguments of `read_federation`."""
     named: dict[str, Any] = {}
     _refuse_unknown(cell.columns, COLUMNS, "columns")
     for name, value in cell.columns.items():

@@ -26,7 +26,7 @@ OLD_EXECUTORS = {"vectorised": "vectorized"}  # as earlier versions wrote them i
 
 @dataclass(frozen=True)
 class Options:
-    """How to run, where that is no part of the experiment itself; a directory keeps them for `--resume`."""
+    """How to run an experiment; a directory keeps these for `--resume`."""
 
     source: str = ""  # the experiment's name, or its file
     assignments: tuple[str, ...] = ()  # as given to --set
@@ -61,9 +61,9 @@ class Options:
         return values | {name: str(values[name].resolve()) for name in ("data_dir", "rates") if name in values}
 
     def with_threads(self, num_runs: int, jobs: int | None, is_on_cluster: bool = False) -> "Options":
-        """Share the cores among the runs side by side, unless it was said how many threads each has.
+        """Share the cores among the runs side by side, unless the number of threads was given.
 
-        Of a cluster's machines, each run has a core: which one it will be given is not known yet.
+        On a cluster each run has one core, since its machine is not known yet.
         """
         if self.threads is not None or self.device != "cpu":
             return self
@@ -190,14 +190,14 @@ class Directory:
 
 
 def finished(folder: Path, run: RunSpec) -> Result | None:
-    """What a run of an experiment found, all of whose files but the checkpoints are sound; None if it is to be run."""
+    """The result of a finished run, whose files are sound (its checkpoints are not looked at); None if it must run."""
     if (result := read_finished(folder)) is not None:
         check_place(folder, run, result)
     return result
 
 
 def check_place(folder: Path, run: RunSpec, result: Result) -> None:
-    """Refuse a result that is not that of the run in whose folder it lies."""
+    """Refuse the result of another run than that whose folder it is in."""
     if _is_of(run, result.name, result.seed, result.cell):
         return
     spec = read_spec(folder)

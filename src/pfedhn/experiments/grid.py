@@ -31,8 +31,8 @@ TABLES = Mapping[str, Mapping[str, Any]]
 def from_toml(path: Path) -> Experiment:
     """A user's own experiment; lists in scalar fields make a grid, `[methods.NAME]` holds what differs by method.
 
-    Where it does not say how many clients there are, a person's own data say it. The rates that `pfedhn tune` chose
-    are read from the file beside it: `mine.rates.toml` for `mine.toml`.
+    If the file does not give the number of clients, a person's own data tell it. The learning rates that `pfedhn tune`
+    chose are read from the file beside it: `mine.rates.toml` for `mine.toml`.
     """
     try:
         table = parse_toml(read_text(path), path)
@@ -53,7 +53,7 @@ def from_toml(path: Path) -> Experiment:
 
 
 def grids_from_toml(path: Path) -> dict[str, dict[str, tuple[Any, ...]]]:
-    """What `[tune.METHOD]` says in an experiment file: which settings `pfedhn tune` varies, and over which values."""
+    """The settings that `pfedhn tune` varies, and their values, from `[tune.METHOD]` of an experiment file."""
     table = _with_own_methods(parse_toml(read_text(path), path), path.parent).get("tune", {})
     if not fits(table, TABLES) or not all(table.values()):
         raise UserError("tune does not fit; write lines such as lr = [0.1, 0.01] under headings such as [tune.pfedhn].")
@@ -101,7 +101,7 @@ PATHS = ("method", "dataset", "model", "pretrain")  # fields of a cell that may 
 def _absolute(field: str, value: Any, base: Path) -> Any:
     """The value of a field, absolute if it is a path, so that a run can be resumed from anywhere.
 
-    A path is meant from where its file lies, or from here. In "file.py:function" the file is one; other names stay.
+    A path is relative to the experiment's file, or to the working directory. Of "file.py:function" the file is a path.
     """
     if field not in PATHS or not isinstance(value, str):
         return value
@@ -164,7 +164,7 @@ def _cells_of_grid(table: dict[str, Any], name: str) -> Iterator[Cell]:
 
 
 def _grid(table: Mapping[str, Any], hints: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of the values of the lists that stand where one value is meant."""
+    """Every combination of values, if a field of one value holds a list."""
     cell_hints = get_type_hints(Cell)
     for key, value in table.items():
         hint = hints.get(key) or cell_hints.get(key)
@@ -238,7 +238,7 @@ def assignments_for(texts: Iterable[str], cells: Collection[Cell]) -> list[str]:
 
 
 def refuse_without_effect(texts: Sequence[str], cells: Collection[Cell]) -> None:
-    """What was given to `--set` must be a field or setting of a run that was chosen, or nobody would notice a slip."""
+    """Refuse a `--set` that changes no chosen run: it is a slip that nobody would notice."""
     for text in texts:
         if not assignments_for([text], cells):
             methods = ", ".join(dict.fromkeys(map(method_name, cells)))
@@ -249,7 +249,7 @@ def refuse_without_effect(texts: Sequence[str], cells: Collection[Cell]) -> None
 
 
 def _aim(name: str, cell: Cell) -> str | None:
-    """What an assignment changes in a cell: a field, or a setting of its method; None if it is not meant."""
+    """The field of a cell, or the setting of its method, that an assignment changes; None if it changes neither."""
     head, _, rest = name.partition(".")
     if rest and head == method_name(cell):
         name = rest
@@ -311,7 +311,7 @@ def _values_of(field: str, runs: Iterable[RunSpec]) -> str:
 
 
 def only_this(experiment: Experiment, run: RunSpec) -> str:
-    """What `--only` takes to leave one cell: the fewest of method, data set and clients, or else its name."""
+    """The value of `--only` that selects one cell: as few of method, data set and clients as will do, or its name."""
     cell = run.cell
     alike = [other for other in experiment.cells if other.method == cell.method]
     chosen = [f"method={cell.method}"]

@@ -67,7 +67,7 @@ def run_ready(ready: Preflight, listen: Listener = lambda event: None, cluster: 
                     with _using(device_of[name]):
                         if run is not None:
                             going[name] = start(ready, run, listen, stop, device)
-                        is_waiting = next(going[name])  # a round, queued on a stream of its own
+                        is_waiting = next(going[name])  # a round, queued on the run's stream
                     (waiting.add if is_waiting else waiting.discard)(name)
                     continue
                 except StopIteration as end:
@@ -95,19 +95,19 @@ def gpus_of(device: str) -> list[str]:
 
 
 def _using(device: str) -> AbstractContextManager[Any]:
-    """Inside the block, what is made on a GPU without saying on which is made on this one."""
+    """Make this GPU the default inside the block."""
     return torch.cuda.device(device) if device.startswith("cuda:") else nullcontext()
 
 
 def _wait_for(device: str) -> None:
-    """What a run holds is freed together with its error. Rounds that it has in line on a GPU may still use it."""
+    """Wait for the rounds that a failed run has queued on a GPU: they may use memory that is freed with its error."""
     if device.startswith("cuda"):
         with suppress(RuntimeError):  # of the two errors, the run's own says more
             torch.cuda.synchronize(device)
 
 
 def _give_memory_back(device: str) -> None:
-    """What finished runs held is kept for their own streams; the next run would find the device full."""
+    """Free the memory of finished runs: PyTorch keeps it for their streams, and the next run would find none."""
     if device == "cpu":
         return
     gc.collect()  # a run and its captured round refer to each other

@@ -22,7 +22,7 @@ TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
 class Cell:
     """One method on one federation; with a seed it is a run. The fields of an experiment file are these."""
 
-    method: str = "pfedhn"  # or "mine.py:FedProx", a class of your own
+    method: str = "pfedhn"  # or "mine.py:FedProx", your own class
     dataset: str = "digits"  # or a path: a folder with a folder per client, or a table (.csv, .tsv, .parquet)
     clients: int = 50
     partition: Mapping[str, Any] = field(default_factory=lambda: {"rule": "by_classes", "classes_per_client": 5})
@@ -34,7 +34,7 @@ class Cell:
     read: Mapping[str, Any] = field(default_factory=dict)  # how your own images and tables are read, e.g. resize
     task: Literal["auto", "classification", "regression"] = "auto"  # "auto": whole numbers and texts are classes
     model: str = "mlp-32"  # or "module:function" or "file.py:function", which makes it
-    network: Mapping[str, Any] = field(default_factory=dict)  # what that function is called with
+    network: Mapping[str, Any] = field(default_factory=dict)  # arguments of that function
     sizes: tuple[str, ...] | None = None  # networks instead of `model`: as many clients of each, one after another
     part: str | None = None  # of clients of several sizes, only those of this one take part
     resize_every: int | None = None  # steps after which every client goes on to the next of the sizes
@@ -85,7 +85,7 @@ class Experiment:
         return {cell_digest(cell): name for name, cell in self._cell_of.items()}
 
     def runs(self, seeds: Sequence[int] | None = None) -> list[RunSpec]:
-        """Every run, cell by cell; with other seeds than the experiment's own where they are given."""
+        """Every run, cell by cell, with the seeds given or else the experiment's."""
         return [
             RunSpec(cell, seed, name)
             for name, cell in self._cell_of.items()
@@ -106,12 +106,12 @@ class Experiment:
 
 
 def method_name(cell: Cell) -> str:
-    """The method's name; of a class of your own, "mine.py:FedProx", the name of the class."""
+    """The method's name; for a person's class, "mine.py:FedProx", the name of the class."""
     return cell.method.rpartition(":")[2]
 
 
 def dataset_name(cell: Cell) -> str:
-    """The data set's name; of one given by its path, the last part; of a function that makes it, the function's."""
+    """The data set's name: the last part of a path, or the name of the function that makes it."""
     if is_made(cell.dataset):
         return cell.dataset.rpartition(":")[2]
     return Path(cell.dataset).stem if is_own_data(cell.dataset) else cell.dataset
@@ -142,7 +142,7 @@ def flat_fields(cell: Cell) -> dict[str, Any]:
 
 
 def distinctions(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """What tells each cell from the others of its method, data set and number of clients."""
+    """The values in which each cell differs from others of its method, data set and number of clients."""
 
     def group(cell: Cell) -> tuple[str, str, int]:
         return method_name(cell), cell.dataset, cell.clients
@@ -161,7 +161,7 @@ def distinctions(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def cell_names(cells: Sequence[Cell]) -> list[str]:
-    """A folder's name for each cell: what a person would call it, and a digest only where that is not enough."""
+    """A folder's name for each cell: words that a person would use, and a digest only if these are not enough."""
     names = []
     for cell, different in zip(cells, distinctions(cells), strict=True):
         words = [method_name(cell), dataset_name(cell), str(cell.clients)]

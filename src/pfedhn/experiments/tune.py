@@ -50,7 +50,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is tried for an experiment, and by which rule one point of each method is chosen."""
+    """The points to try for an experiment, and the rule that chooses one for each method."""
 
     experiment: Experiment
     points: tuple[Point, ...]  # of every method that has a grid; those not tuned this time are never run
@@ -92,7 +92,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class TuningResults:
-    """What came of the stages of a tuning so far."""
+    """The results of the stages of a tuning so far."""
 
     tuning: Tuning
     first: Outcome
