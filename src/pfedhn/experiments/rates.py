@@ -38,7 +38,7 @@ def read_rates(file: Path) -> dict[str, Rates]:
     except DamagedError as error:
         raise UserError(f"{file} {error}; if that was you, take its first line out, or else tune again.") from None
     for experiment, by_method in table.items():
-        if not fits(by_method, Mapping[str, Mapping]):  # type: ignore[type-arg]
+        if not fits(by_method, Mapping[str, Mapping[str, Any]]):
             raise UserError(f"{file}: {experiment!r} does not fit; write rates under headings [EXPERIMENT.METHOD].")
         for method, settings in by_method.items():
             heading = f"{file}: [{experiment}.{method}]"
