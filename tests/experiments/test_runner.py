@@ -27,6 +27,7 @@ from pfedhn.cli.app import app
 from pfedhn.data.federation import Federation
 from pfedhn.errors import UserError
 from pfedhn.experiments import directory as directory_module
+from pfedhn.experiments import preflight
 from pfedhn.experiments import runner as module
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.directory import Directory, Options, rerun_command
@@ -38,6 +39,7 @@ from pfedhn.experiments.workers import run_side_by_side
 from pfedhn.paper.experiments import DEMO, EXPERIMENTS
 from pfedhn.paper.studies import STUDIES
 from pfedhn.report.entries import collect
+from pfedhn.runs import assemble as assembly
 from pfedhn.runs import execute as execution
 from pfedhn.runs import files
 from pfedhn.runs import train as training
@@ -325,6 +327,17 @@ def test_going_on_with_another_executor_is_refused_also_where_all_is_finished(tm
     assert done.exit_code == 2
     assert "was begun with the executor auto" in done.stderr
     assert Directory(tmp_path).options().executor == "auto"
+
+
+def test_before_the_first_run_each_cell_is_built_once_and_each_network_tried_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built, tried = Mock(wraps=preflight.build_simulation), Mock(wraps=assembly.build_model)
+    monkeypatch.setattr(preflight, "build_simulation", built)
+    monkeypatch.setattr(assembly, "build_model", tried)
+    build_each_cell(SMALL.runs(), Options())
+    assert [call.args[0].name for call in built.call_args_list] == ["fedavg-digits-6-seed0", "pfedhn-digits-6-seed0"]
+    assert [call.args[0] for call in tried.call_args_list] == ["mlp-4"]
 
 
 def test_preparing_refuses_a_client_without_examples() -> None:
