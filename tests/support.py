@@ -6,7 +6,7 @@ they are the same bits on every machine.
 
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,12 @@ from pfedhn.data.federation import Federation
 from pfedhn.engine.network import with_frozen
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule, State
-from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.experiments.directory import Options
+from pfedhn.experiments.preflight import survey
+from pfedhn.experiments.queue import Listener, Outcome
+from pfedhn.experiments.runner import run_ready
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec
+from pfedhn.experiments.tasks import Cluster
 from pfedhn.kernels.launch import INTERPRETED
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy, is_correct
@@ -192,6 +197,21 @@ def memories_of(state: State) -> Any:
         for client, slot in sorted(table.slots.items())
     }
     return memories.shared, memories.rows, private
+
+
+def run_many(
+    directory: Path,
+    experiment: Experiment,
+    runs: Sequence[RunSpec],
+    *,
+    jobs: int | None = None,
+    options: Options | None = None,
+    listen: Listener = lambda event: None,
+    cluster: Cluster | None = None,
+) -> Outcome:
+    """Run some runs of an experiment, and before them those they start from, unchecked."""
+    ready = survey(directory, experiment, runs, options or Options(), jobs, cluster is not None)
+    return run_ready(ready, listen, cluster)
 
 
 # Triton's kernels: on a GPU where there is one, else in Triton's interpreter, which needs a process of its own.

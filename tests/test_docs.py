@@ -29,7 +29,7 @@ import numpy
 import pytest
 import typer
 from browser import CHROMIUM, Browser
-from support import mostly_slow
+from support import mostly_slow, run_many
 from typer.testing import CliRunner
 
 import pfedhn
@@ -42,7 +42,6 @@ from pfedhn.deploy.engine import free_port
 from pfedhn.experiments.build import check
 from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.grid import from_table
-from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.paper import methods_page
 from pfedhn.paper.experiments import DEMO, EXPERIMENTS

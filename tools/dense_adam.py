@@ -71,7 +71,7 @@ def simulations(rate: float, kind: type[PFedHN]) -> Iterator[Simulation]:
     cell = replace(DIGITS, steps=STEPS)
     settings: dict[str, Any] = {**PLUS, "embedding_optimizer": "adam", "embedding_lr": rate, "embedding_momentum": 0.9}
     for seed in SEEDS:
-        simulation = build_simulation(RunSpec(cell, seed, f"dense-adam-seed{seed}"), Options(executor="loop"))
+        simulation = build_simulation(RunSpec(cell, seed, "dense-adam"), Options(executor="loop"))
         algorithm = Method("pFedHN", kind)(**settings, local_steps=20).for_clients(cell.clients)
         yield replace(simulation, algorithm=algorithm)
 

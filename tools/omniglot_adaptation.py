@@ -114,7 +114,7 @@ def tested(simulation: Simulation, shared: Params, how: Adaptation) -> Mapping[s
 def main(run: Path | None) -> None:
     torch.set_num_threads(1)
     (cell,) = (cell for cell in EXPERIMENTS["table1-omniglot"].cells if cell.method == "per-fedavg")
-    simulation = build_simulation(RunSpec(cell, 0, "per-fedavg-omniglot-50-seed0"), Options())
+    simulation = build_simulation(RunSpec(cell, 0, "per-fedavg-omniglot-50"), Options())
     shared = pooled(simulation) if run is None else pfedhn.load(run, device="cpu").memories().shared
     found = [tested(simulation, shared, how) for how in TRIED]
     print(

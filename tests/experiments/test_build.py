@@ -20,7 +20,7 @@ from pfedhn.experiments.data import build_federation, build_partition
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.execute import start
 from pfedhn.experiments.grid import from_table, from_toml, with_assignments
-from pfedhn.experiments.preflight import build_each_cell
+from pfedhn.experiments.preflight import build_each_cell, survey
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.models import build, factory
 from pfedhn.runs.assemble import assemble
@@ -282,7 +282,8 @@ def test_a_function_makes_the_network(tmp_path: Path) -> None:
     check(experiment)
     (cell,) = experiment.cells
     (run,) = experiment.runs([0])
-    drain(start(tmp_path / "runs", experiment, run, Options(device="cpu"), lambda event: None, threading.Event()))
+    ready = survey(tmp_path / "runs", experiment, [run], Options(device="cpu"))
+    drain(start(ready, run, lambda event: None, threading.Event()))
     (folder,) = (tmp_path / "runs").glob("*-seed0")
     found = pfedhn.load(folder, device="cpu").personal_model(0)
     assert found[1].out_features == 6

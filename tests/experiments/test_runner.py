@@ -18,7 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support import SMALL, mlp, mostly_slow, resealed, scores
+from support import SMALL, mlp, mostly_slow, resealed, run_many, scores
 from typer.testing import CliRunner
 
 from pfedhn.algorithms import ALGORITHMS
@@ -27,19 +27,19 @@ from pfedhn.cli.app import app
 from pfedhn.data.federation import Federation
 from pfedhn.errors import UserError
 from pfedhn.experiments import directory as directory_module
+from pfedhn.experiments import preflight
 from pfedhn.experiments import runner as module
 from pfedhn.experiments.build import cell_algorithm
-from pfedhn.experiments.directory import Directory, Options
+from pfedhn.experiments.directory import Directory, Options, rerun_command
 from pfedhn.experiments.grid import from_table, from_toml, select, with_assignments
-from pfedhn.experiments.preflight import build_each_cell
-from pfedhn.experiments.provenance import rerun_command
-from pfedhn.experiments.queue import Outcome, Queue
-from pfedhn.experiments.runner import run_many
+from pfedhn.experiments.preflight import Preflight, build_each_cell, survey
+from pfedhn.experiments.queue import Queue
 from pfedhn.experiments.spec import Experiment, RunSpec, pretraining_run, with_pretraining
 from pfedhn.experiments.workers import run_side_by_side
 from pfedhn.paper.experiments import DEMO, EXPERIMENTS
 from pfedhn.paper.studies import STUDIES
 from pfedhn.report.entries import collect
+from pfedhn.runs import assemble as assembly
 from pfedhn.runs import execute as execution
 from pfedhn.runs import files
 from pfedhn.runs import train as training
@@ -135,7 +135,7 @@ def test_a_directory_refuses_another_experiment(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"or other settings of it: steps is .* there and 31 here; give another"):
         directory.open(with_assignments(SMALL, {"steps": 31}), [])
     other_rates = with_assignments(SMALL, {"local_lr": 0.3})
-    with pytest.raises(UserError, match="holds 'small' with other learning rates: --rates, "):
+    with pytest.raises(UserError, match=r"holds 'small' with other learning rates \(local_lr is None there and 0\.3 "):
         directory.open(other_rates, [])
     with pytest.raises(UserError, match="or other settings of it: steps is 30 there"):
         directory.open(with_assignments(other_rates, {"steps": 31}), [])
@@ -329,6 +329,17 @@ def test_going_on_with_another_executor_is_refused_also_where_all_is_finished(tm
     assert Directory(tmp_path).options().executor == "auto"
 
 
+def test_before_the_first_run_each_cell_is_built_once_and_each_network_tried_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built, tried = Mock(wraps=preflight.build_simulation), Mock(wraps=assembly.build_model)
+    monkeypatch.setattr(preflight, "build_simulation", built)
+    monkeypatch.setattr(assembly, "build_model", tried)
+    build_each_cell(SMALL.runs(), Options())
+    assert [call.args[0].name for call in built.call_args_list] == ["fedavg-digits-6-seed0", "pfedhn-digits-6-seed0"]
+    assert [call.args[0] for call in tried.call_args_list] == ["mlp-4"]
+
+
 def test_preparing_refuses_a_client_without_examples() -> None:
     crowded = with_assignments(SMALL, {"clients": 900})
     with pytest.raises(ValueError, match="leaves every client without examples; use fewer clients"):
@@ -347,7 +358,7 @@ def test_a_run_waits_for_the_one_it_starts_from() -> None:
 
 
 def test_a_run_is_found_by_its_name_with_any_seed() -> None:
-    assert SMALL.find("fedavg-digits-6-seed-5") == RunSpec(SMALL.cells[0], -5, "fedavg-digits-6-seed-5")
+    assert SMALL.find("fedavg-digits-6-seed-5") == RunSpec(SMALL.cells[0], -5, "fedavg-digits-6")
     assert SMALL.find("pfedhn-digits-6-seed1") in SMALL.runs()
     for name in ("fedavg-digits-7-seed0", "fedavg-digits-6", "fedavg-digits-6-seed", "fedavg-digits-6-seed01"):
         with pytest.raises(UserError, match=f"has no run '{name}'"):
@@ -411,8 +422,8 @@ def test_a_killed_worker_costs_its_run_alone(tmp_path: Path) -> None:
     long = with_assignments(SMALL, {"pfedhn.steps": 100_000})
     one = long.find("pfedhn-digits-6-seed0")
     # One worker at a time, so that the process to kill is the one that was heard.
-    monkey = Queue(long, [one], Outcome(), listen)
-    run_side_by_side(monkey, tmp_path, 1, Options(threads=1))
+    monkey = Queue(survey(tmp_path, long, [one], Options(threads=1)), listen)
+    run_side_by_side(monkey, 1)
     assert killed
     assert monkey.outcome.failures[one.name].sentence == (
         "its process was ended by signal 9, perhaps for want of memory (fewer --jobs need less); "
@@ -576,7 +587,7 @@ def test_what_others_wait_for_and_what_takes_longest_starts_first(
     started: list[str] = []
     result = storage_history.read_result(in_turn / "fedavg-digits-6-seed0")
 
-    def begin(directory: Path, experiment: Experiment, one: RunSpec, *arguments: Any) -> Any:
+    def begin(ready: Preflight, one: RunSpec, *arguments: Any) -> Any:
         started.append(one.cell.method)
         return iter(finished())
 
@@ -588,7 +599,7 @@ def test_what_others_wait_for_and_what_takes_longest_starts_first(
         while (one := queue.take()) is not None:
             started.append(one.cell.method)
             assert result is not None
-            queue.end(one.name, result)
+            queue.hear(RunFinished(one.name, result))
 
     monkeypatch.setattr(module, "computing_on", lambda *arguments: nullcontext())
     monkeypatch.setattr(module, "_wait_for", lambda card: None)
@@ -608,7 +619,7 @@ def test_none_begins_before_it_is_seen_what_the_last_one_takes(
     said: list[str] = []
     result = json.loads((in_turn / SMALL.runs()[0].name / "result.json").read_text())
 
-    def begin(directory: Path, experiment: Experiment, one: RunSpec, *arguments: Any) -> Iterator[bool]:
+    def begin(ready: Preflight, one: RunSpec, *arguments: Any) -> Iterator[bool]:
         number = len([word for word in said if word == "begins"])
         said.append("begins")
         if number == 1:
@@ -620,7 +631,7 @@ def test_none_begins_before_it_is_seen_what_the_last_one_takes(
         return Mock(result=result)
 
     monkeypatch.setattr(module, "start", begin)
-    monkeypatch.setattr(module.Queue, "end", lambda *arguments: None)
+    monkeypatch.setattr(module.Queue, "hear", lambda *arguments: None)
     run_many(tmp_path, SMALL, SMALL.runs()[:3], options=Options(device="cpu:0", threads=1))
     assert said == ["begins", "goes on", "begins", "waits", "goes on", "begins", "goes on"]
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 from clusters import cluster_of, killing
-from support import SMALL, scores
+from support import SMALL, run_many, scores
 
 import pfedhn
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.grid import with_assignments
+from pfedhn.experiments.preflight import survey
 from pfedhn.experiments.queue import Outcome
-from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.experiments.tasks import MAX_LOSSES, Cluster, connected
 from pfedhn.runs.progress import Event, RunFailed, RunFinished, Said, Update
@@ -195,9 +195,9 @@ def test_stopping_leaves_checkpoints_that_another_machine_goes_on_from(tmp_path:
 def test_what_no_machine_could_run_is_refused(tmp_path: Path, cluster: Cluster) -> None:
     Directory(tmp_path).open(SMALL, [])
     with pytest.raises(UserError, match="no machine of the Ray cluster has 64 cores, which a run needs"):
-        cluster.check(tmp_path, SMALL.runs(), Options(threads=64))
+        cluster.check(survey(tmp_path, SMALL, SMALL.runs(), Options(threads=64)))
     with pytest.raises(UserError, match=r"no machine of the Ray cluster has 1 cores and 0\.25 of a GPU"):
-        cluster.check(tmp_path, SMALL.runs(), Options(device="cuda"))
+        cluster.check(survey(tmp_path, SMALL, SMALL.runs(), Options(device="cuda")))
 
 
 @pytest.mark.slow

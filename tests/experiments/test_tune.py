@@ -160,7 +160,7 @@ def test_the_authors_rates_stay_unless_asked_and_fifty_clients_are_used() -> Non
 def test_the_first_stage_has_a_fifth_of_every_cells_steps() -> None:
     tuning = plan(TABLE1)
     steps = {
-        point.method: (tuning.steps("first", point), tuning.steps("finals", point), point.cell.steps)
+        point.method: (tuning.cell("first", point).steps, tuning.cell("finals", point).steps, point.cell.steps)
         for point in tuning.points
     }
     assert steps["fedavg"] == (1_000, 5_000, 5_000)

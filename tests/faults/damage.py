@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.table import Row, row_of
-from support import SMALL
+from support import SMALL, run_many
 from typer.testing import CliRunner
 
 import pfedhn
@@ -24,7 +24,7 @@ from pfedhn.cli.app import app
 from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.execute import start
-from pfedhn.experiments.runner import run_many
+from pfedhn.experiments.preflight import survey
 from pfedhn.report.results import export, read
 from pfedhn.runs.execute import drain
 from pfedhn.storage.schema import to_json
@@ -86,8 +86,9 @@ class Base:
             if getattr(event, "step", 0) >= 8:
                 stop.set()
 
+        run = EXPERIMENT.find(UNFINISHED)
         with suppress(KeyboardInterrupt):
-            drain(start(self.path, EXPERIMENT, EXPERIMENT.find(UNFINISHED), OPTIONS, listen, stop))
+            drain(start(survey(self.path, EXPERIMENT, [run], OPTIONS), run, listen, stop))
         assert not (self.path / UNFINISHED / "result.json").exists()
         export([self.whole], self.results)
         self.files = [

@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy
 import pytest
-from support import resealed_json
+from support import resealed_json, run_many
 from typer.testing import CliRunner
 
 from pfedhn.cli.app import app
 from pfedhn.errors import RunError, UserError
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.directory import Directory
-from pfedhn.experiments.runner import run_many
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.paper import comparison, results_figures, results_log, results_page, results_summary, stored_tables
 from pfedhn.paper.experiments import EXPERIMENTS

@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import SMALL, assert_same_bits, resealed, resealed_json
+from support import SMALL, assert_same_bits, resealed, resealed_json, run_many
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
@@ -25,7 +25,6 @@ from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.errors import RunError, UserError
 from pfedhn.experiments.directory import Directory, Options
-from pfedhn.experiments.runner import run_many
 from pfedhn.report.entries import collect
 from pfedhn.report.figures import figures_of
 from pfedhn.report.results import export

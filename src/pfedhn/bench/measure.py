@@ -1,7 +1,7 @@
-"""How fast the engine is against pFedHN as a textbook writes it: same data, same batches, measured in turns.
+"""The engine's speed against pFedHN as a textbook writes it: same data, same batches, measured in turns.
 
-Every variant lives in a process of its own, so that its memory can be told, and runs a round when the parent says so:
-one after the other, again and again, so that a busy neighbor slows all of them alike.
+Every variant has its own process, so that its memory can be measured, and runs a round when the parent says so: one
+after the other, again and again, so that a busy neighbor slows all of them alike.
 """
 
 import multiprocessing
@@ -68,20 +68,12 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, place: int) -> tuple[Tensor, int]:
         image = self.open_image(self.images[place].squeeze())
-        return self.normalized(self.to_tensor(image)), self.y[place]
-
-    def to_tensor(self, image: Any) -> Tensor:
-        """Does what `transforms.ToTensor` does."""
-        x = torch.from_numpy(numpy.array(image, copy=True)).view(self.images.shape[1:])
-        return x.permute(2, 0, 1).contiguous().to(self.dtype).div(255)
-
-    def normalized(self, x: Tensor) -> Tensor:
-        """Does what `transforms.Normalize` does."""
-        x = x.clone()
+        x = torch.from_numpy(numpy.array(image, copy=True)).view(self.images.shape[1:])  # as transforms.ToTensor
+        x = x.permute(2, 0, 1).contiguous().to(self.dtype).div(255).clone()  # from here as transforms.Normalize
         mean, std = torch.as_tensor(self.mean, dtype=x.dtype), torch.as_tensor(self.std, dtype=x.dtype)
         if (std == 0).any():
             raise UserError("a standard deviation is zero.")
-        return x.sub_(mean.view(-1, 1, 1)).div_(std.view(-1, 1, 1))
+        return x.sub_(mean.view(-1, 1, 1)).div_(std.view(-1, 1, 1)), self.y[place]
 
 
 def image_opener() -> Callable[[Any], Any]:
@@ -289,7 +281,7 @@ def _worker(pipe: Connection, variant: Variant, workload: Workload, device: str,
     rounds = rounds_of(variant, workload, device)
     phi = next(rounds)()
     if device != "cpu":
-        torch.cuda.synchronize()  # runs write on streams of their own
+        torch.cuda.synchronize()  # each run writes on its own stream
     pipe.send({name: value.detach().cpu().numpy() for name, value in phi.items()})
     while pipe.recv() == "turn":
         started = time.perf_counter()
@@ -305,7 +297,7 @@ def _worker(pipe: Connection, variant: Variant, workload: Workload, device: str,
 
 @dataclass
 class Worker:
-    """A variant in a process of its own."""
+    """A variant in its own process."""
 
     variant: Variant
     pipe: Connection

@@ -89,8 +89,8 @@ def data_show(
     from pfedhn.experiments.build import check
     from pfedhn.experiments.data import build_federation
     from pfedhn.experiments.grid import with_assignments
-    from pfedhn.experiments.registry import usual_cell
     from pfedhn.experiments.spec import Experiment
+    from pfedhn.paper.experiments import usual_cell
     from pfedhn.settings import parse_assignments
     from pfedhn.system.files import writing
 

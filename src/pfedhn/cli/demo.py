@@ -42,7 +42,7 @@ def demo(
     screen.print(f"[bold]{escape(DEMO.title)}.[/]", highlight=False)
     methods = ", ".join(dict.fromkeys(cell.method for cell in DEMO.cells))
     screen.print(f"{methods}; {len(DEMO.seeds)} seeds each: {len(runs)} runs.", highlight=False)
-    end(run_shown(DEMO, runs, out, Options(source="demo"), jobs).outcome)
+    end(run_shown(DEMO, runs, out, Options(source="demo"), jobs)[0])
     (found,) = collect([out])
     Screen().print(to_terminal(found))
     say()

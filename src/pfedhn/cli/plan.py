@@ -1,43 +1,38 @@
 """`pfedhn run --dry-run`: the runs of an experiment and their sizes."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from pfedhn.engine.memory import bytes_of_shared
-from pfedhn.experiments.build import build_simulation
-from pfedhn.experiments.directory import Directory, Options, num_jobs
-from pfedhn.experiments.spec import Experiment, RunSpec, with_pretraining
-from pfedhn.system.screen import Screen, say, table_screen
+from pfedhn.engine.simulate import Simulation
+from pfedhn.experiments.directory import num_jobs
+from pfedhn.experiments.preflight import Preflight, build_each_cell
+from pfedhn.experiments.spec import RunSpec
+from pfedhn.system.screen import say, table_screen
 
 
-def print_plan(
-    path: Path, experiment: Experiment, runs: Sequence[RunSpec], options: Options, jobs: int | None, as_json: bool
-) -> None:
-    """Say what `run` would do, and write nothing."""
-    options.check()
-    Directory(path).refuse_other(experiment)
-    runs = with_pretraining(experiment, runs)
-    left = [run for run in runs if not (path / run.name / "result.json").exists()]
+def print_plan(ready: Preflight, as_json: bool) -> None:
+    """Say what `run` would do; nothing is written."""
+    path, left = ready.directory, ready.waiting
     by_cell: dict[str, list[RunSpec]] = {}
     for run in left:
         by_cell.setdefault(run.cell_name, []).append(run)
     cells: list[dict[str, Any]] = []
-    for name, members in by_cell.items():
-        with Screen(stderr=True).status(f"measuring {escape(name)}"):
-            simulation = build_simulation(members[0], options)
+
+    def measure(run: RunSpec, simulation: Simulation) -> None:
         federation, models = simulation.federation, simulation.models.values()
         held = federation.x.nbytes + federation.y.nbytes + bytes_of_shared(simulation)
         parameters = max(sum(shape.numel() for shape in model.shapes.values()) for model in models)
         sizes = {"rounds": simulation.num_rounds, "parameters": parameters, "megabytes": held / 2**20}
-        cells.append({"name": name, "runs": [member.name for member in members], **sizes})
-    side_by_side = num_jobs(max(len(left), 1), jobs) if options.device == "cpu" else None
+        cells.append({"name": run.cell_name, "runs": [member.name for member in by_cell[run.cell_name]], **sizes})
+
+    build_each_cell(left, ready.options, measure)
+    side_by_side = num_jobs(max(len(left), 1), ready.jobs) if ready.options.device == "cpu" else None
     if as_json:
-        finished = [run.name for run in runs if run not in left]
+        finished = list(ready.finished)
         say(json.dumps({"directory": str(path), "cells": cells, "finished": finished, "jobs": side_by_side}))
         return
     table = Table("cell", box=None, pad_edge=False)
@@ -48,7 +43,7 @@ def print_plan(
         table.add_row(escape(cell["name"]), *numbers, f"{cell['megabytes']:.1f} MB")
     table_screen().print(table)
     beside = "" if side_by_side is None else f", {side_by_side} side by side"
-    say(f"{len(left)} runs in {path}{beside} ({len(runs) - len(left)} are finished already).")
+    say(f"{len(left)} runs in {path}{beside} ({len(ready.finished)} are finished already).")
     if side_by_side is not None and left:
         largest = max(cell["megabytes"] for cell in cells)
         say(

@@ -151,17 +151,19 @@ def run(
     path = resume or out or Path("runs") / chosen.name
     if dry_run:
         from pfedhn.cli.plan import print_plan
+        from pfedhn.experiments.preflight import preflight
 
-        print_plan(path, chosen, runs, replace(options, device=choose_device_on(None, device)), jobs, as_json)
+        options = replace(options, device=choose_device_on(None, device))
+        print_plan(preflight(path, chosen, runs, options, jobs), as_json)
         return
     detail: Detail = "quiet" if quiet else "verbose" if verbose else "normal"
     with connected(on) as cluster:
         if device is not None or resume is None:
             options = replace(options, device=choose_device_on(cluster, device))
-        outcome, runs, options = run_shown(chosen, runs, path, options, jobs, cluster, detail=detail)
+        outcome, ready = run_shown(chosen, runs, path, options, jobs, cluster, detail=detail)
     if outcome.results:
         try:
-            show_results(path, runs, options, quiet)
+            show_results(path, ready.runs, ready.options, quiet)
         except MendableError:
             end(outcome)  # a run that could not be mended is in no table, and why is said there
             raise

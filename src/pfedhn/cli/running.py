@@ -3,16 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pfedhn.cli.endings import BAD_INPUT, FAILED, Stopped, complain
 from pfedhn.data import catalogue
-from pfedhn.errors import UserError
 from pfedhn.experiments.directory import Directory, Options
-from pfedhn.experiments.preflight import build_each_cell, preflight
+from pfedhn.experiments.preflight import Preflight, build_each_cell, preflight
 from pfedhn.experiments.queue import Outcome
 from pfedhn.experiments.runner import run_ready
 from pfedhn.experiments.spec import Experiment, RunSpec
@@ -20,14 +18,6 @@ from pfedhn.experiments.tasks import Cluster
 from pfedhn.runs.assemble import choose_device
 from pfedhn.runs.progress import Detail, Display, Event
 from pfedhn.system.screen import Screen
-
-
-class Ran(NamedTuple):
-    """What became of some runs, and how they were run."""
-
-    outcome: Outcome
-    runs: list[RunSpec]  # those that were asked for, and those they start from
-    options: Options
 
 
 def run_shown(
@@ -40,24 +30,17 @@ def run_shown(
     split: str = "test",
     detail: Detail = "normal",
     listen: Callable[[Event], None] = lambda event: None,
-) -> Ran:
+) -> tuple[Outcome, Preflight]:
     """Check and run what is not finished, side by side, and show progress and the scores on `split`."""
-    options.check()
-    if jobs is not None and jobs < 1:
-        raise UserError(f"--jobs is {jobs}; it must be at least 1.")
-    ready = preflight(path, chosen, runs, options)
+    ready = preflight(path, chosen, runs, options, jobs, cluster is not None)
     left = ready.waiting
     screen = Screen(stderr=True)
     for name in dict.fromkeys(run.cell.dataset for run in left):
         if name in catalogue.DATASETS:
             get_dataset(name, options.data_dir, again=False)
     # The cluster may have a GPU that this machine lacks.
-    build_each_cell(left, options if cluster is None else replace(options, device="cpu"))
-    directory = Directory(path)
-    if options.threads is None and directory.is_experiment:
-        options = replace(options, threads=directory.options().threads)  # however few runs are left by now
-    options = options.with_threads(len(ready.runs), jobs, cluster is not None)
-    directory.open(chosen, ready.runs, options)
+    build_each_cell(left, ready.options if cluster is None else replace(ready.options, device="cpu"))
+    Directory(path).open(chosen, ready.runs, ready.options)
     if ready.finished and detail != "quiet":
         screen.print(f"{len(ready.finished)} of {len(ready.runs)} runs are finished already.", highlight=False)
 
@@ -67,11 +50,11 @@ def run_shown(
 
     try:
         with Display(len(left), screen, split, detail) as display:
-            outcome = run_ready(ready, jobs=jobs, options=options, listen=tell, cluster=cluster)
+            outcome = run_ready(ready, tell, cluster)
     except KeyboardInterrupt:
         where = "" if cluster is None else f" --on {cluster.on}"
         raise Stopped(f"stopped; `pfedhn run --resume {path}{where}` continues.") from None
-    return Ran(outcome, list(ready.runs), options)
+    return outcome, ready
 
 
 def choose_device_on(cluster: Cluster | None, device: str | None) -> str:

@@ -53,7 +53,7 @@ def run_stage(
     runs = tuning.runs(stage, points)
     try:
         # No test score is shown: who sees it while choosing has chosen by it.
-        outcome = run_shown(chosen, runs, path, options, jobs, cluster, split="validation", listen=forget).outcome
+        outcome, _ = run_shown(chosen, runs, path, options, jobs, cluster, split="validation", listen=forget)
     except Stopped:
         raise Stopped("stopped; the same command continues.") from None
     end(Outcome(failures={name: why for name, why in outcome.failures.items() if not why.has_diverged}))

@@ -1,4 +1,4 @@
-"""A ResNet that was trained before, frozen, with low-rank adapters that learn: LoRA (Hu et al., ICLR 2022)."""
+"""A frozen, pretrained ResNet with low-rank adapters that learn: LoRA (Hu et al., ICLR 2022)."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from pfedhn.system.files import given_path
 
 
 class AdaptedConv(nn.Module):
-    """A frozen convolution, to whose weights the product of two thin matrices is added; zero at first."""
+    """A frozen convolution plus the product of two thin matrices, which is zero at first."""
 
     def __init__(self, base: nn.Conv2d, rank: int) -> None:
         super().__init__()
@@ -31,15 +31,16 @@ class AdaptedConv(nn.Module):
 def adapted(num_classes: int, backbone: str, rank: int = 4) -> nn.Module:
     """The network of an experiment's cell: `model = "pfedhn.experiments.adapters:adapted"`.
 
-    Adapters of all convolutions and the last layer learn. The running statistics of BatchNorm are each client's own.
+    Adapters of all convolutions and the last layer learn. Each client keeps its own running statistics of BatchNorm.
 
     Args:
         num_classes: Outputs of the last layer, which is new.
         backbone: The directory of the run that trained a ResNet, for one client.
-        rank: Of what an adapter adds.
+        rank: Rank of each adapter's product.
     """
     directory = given_path(backbone)
-    weights, width, stem_stride = _backbone(directory, _stamp(directory))
+    changed = max((file.stat().st_mtime_ns for file in directory.glob("checkpoint-*.json")), default=0)
+    weights, width, stem_stride = _backbone(directory, changed)
     network = ResNet(num_classes, width, stem_stride=stem_stride)
     network.load_state_dict(weights, strict=False)
     for name, part in list(network.named_modules()):
@@ -51,14 +52,12 @@ def adapted(num_classes: int, backbone: str, rank: int = 4) -> nn.Module:
     return network
 
 
-def _stamp(directory: Path) -> tuple[tuple[str, int], ...]:
-    """What changes when a backbone is trained again in the same folder."""
-    return tuple(sorted((file.name, file.stat().st_mtime_ns) for file in directory.glob("checkpoint-*.json")))
-
-
 @lru_cache(maxsize=2)
-def _backbone(directory: Path, stamp: tuple[tuple[str, int], ...]) -> tuple[Params, int, int]:
-    """The weights of a trained ResNet, less its last layer, its width and the stride of its stem."""
+def _backbone(directory: Path, changed: int) -> tuple[Params, int, int]:
+    """The weights of a trained ResNet without its last layer, its width and the stride of its stem.
+
+    It is read again once its checkpoints have `changed`.
+    """
     from pfedhn.runs.load import load
 
     if not (directory / "spec.toml").exists():

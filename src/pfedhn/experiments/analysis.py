@@ -1,6 +1,6 @@
-"""What was computed from a finished run, beside its result: a small file of plain numbers that figures are drawn from.
+"""Numbers that a study computed from a finished run, for its figures: a small file beside the run's result.
 
-It knows the result that it was made from and is sealed, so that one that is stale or was edited is noticed.
+It names the result that it was made from and is sealed, so that a stale or edited file is noticed.
 """
 
 import hashlib
@@ -34,18 +34,18 @@ class Analysis:
 
     @staticmethod
     def of(study: str, result: Result, values: Mapping[str, Any]) -> "Analysis":
-        """What a study computed from the run of `result`; arrays become lists, and numbers keep six digits."""
+        """Keep what a study computed from the run of `result`: arrays as lists, numbers with six digits."""
         return Analysis(study, result.name, identity(result), plain(values))
 
 
 def identity(result: Result) -> str:
-    """By which one sees that a run was made again: what an exported line keeps of it as it was."""
+    """A digest that changes when a run is made again. An exported line keeps it."""
     known = [result.experiment, result.name, result.partition_sha256, result.chosen_step, result.environment.finished]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
 
 
 def plain(value: Any) -> Any:
-    """Values as JSON has them. A number that is not one, such as the accuracy of a client without examples, is null."""
+    """Values as JSON. NaN, such as the accuracy of a client without examples, becomes null."""
     if isinstance(value, Tensor | numpy.ndarray | numpy.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -62,7 +62,7 @@ def write_analysis(folder: Path, analysis: Analysis) -> None:
 
 
 def read_analysis(folder: Path, result: Result) -> Analysis | None:
-    """What was computed from a run; None if nothing was, or if the run was made again since."""
+    """The numbers computed from a run; None if there are none, or if the run was made again since."""
     file = folder / FILE
     if not file.exists():
         return None

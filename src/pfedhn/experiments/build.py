@@ -23,7 +23,7 @@ from pfedhn.experiments.data import (
     table_columns,
 )
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
-from pfedhn.model import Factory, Model
+from pfedhn.model import Model
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
 from pfedhn.runs.assemble import AnyAlgorithm, assemble, build_algorithm
@@ -41,14 +41,14 @@ def check(experiment: Experiment) -> None:
         raise UserError(f"name = {experiment.name!r} does not fit; it names a folder, so use letters, digits, - and _.")
     for cell in experiment.cells:
         cell_algorithm(cell)
-        if is_made(cell.dataset):
-            made(cell)
-        elif cell.dataset not in datasets.DATASETS and not is_own_data(cell.dataset):
-            raise UserError(f"there is no data set {cell.dataset!r}; {closest(cell.dataset, datasets.DATASETS)}")
         for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size", "resize_every", "in_flight"):
             if (value := getattr(cell, name)) is not None and value < 1:
                 raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
-        if not is_made(cell.dataset):
+        if is_made(cell.dataset):
+            made(cell)
+        else:
+            if cell.dataset not in datasets.DATASETS and not is_own_data(cell.dataset):
+                raise UserError(f"there is no data set {cell.dataset!r}; {closest(cell.dataset, datasets.DATASETS)}")
             build_partition(cell)
         table_columns(cell)
         if reading_options(cell) and not is_own_data(cell.dataset):
@@ -116,8 +116,8 @@ def refuse_unused_start(simulation: Simulation, cell: Cell) -> None:
         )
 
 
-CheckedNetworks: TypeAlias = dict[str, Model]
-"""Networks that were tried on examples already, by all that decides whether they fit."""
+CheckedNetworks: TypeAlias = dict[tuple[str, str], Model]
+"""Networks that were tried on examples already, by their name and all else that decides whether they fit."""
 
 
 def build_simulation(
@@ -137,14 +137,14 @@ def build_simulation(
     cell = run.cell
     federation = build_federation(cell, run.seed, options.data_dir, options.device)
     shape, num_outputs = tuple(federation.x.shape[1:]), federation.num_classes or 1
-    kind = (cell.dataset, cell.partition, cell.columns, cell.read, cell.task, cell.labels, federation.y.dtype)
-    networks: dict[str, Factory | Model] = {}
-    places = {}
-    for name in network_names(cell):
-        arguments = cell.network if ":" in name else None
-        own = models.network_name(name)
-        places[own] = repr((name, arguments, shape, num_outputs, *kind))
-        networks[own] = (checked or {}).get(places[own]) or models.factory(name, num_outputs, shape, arguments)
+    data = (cell.dataset, cell.partition, cell.columns, cell.read, cell.task, cell.labels, federation.y.dtype)
+    fits = repr((cell.network, shape, num_outputs, *data))
+    checked = {} if checked is None else checked
+    networks = {
+        models.network_name(name): checked.get((name, fits))
+        or models.factory(name, num_outputs, shape, cell.network if ":" in name else None)
+        for name in network_names(cell)
+    }
     simulation = assemble(
         cell_algorithm(cell),
         federation,
@@ -163,7 +163,8 @@ def build_simulation(
         privacy=cell_privacy(cell),
         in_flight=cell.in_flight,
     )
-    if checked is not None:
-        built = {place: simulation.models[own] for own, place in places.items()}
-        checked |= {place: model for place, model in built.items() if not model.frozen}  # which a method and seed froze
+    for name in network_names(cell):
+        model = simulation.models[models.network_name(name)]
+        if not model.frozen:  # a method and a seed freeze others
+            checked[name, fits] = model
     return simulation

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,9 +57,8 @@ def build_partition(cell: Cell) -> partition.Partition:
     if "num_clients" in known:
         settings["num_clients"] = cell.clients
     hints = get_type_hints(PARTITIONS[rule])
+    _refuse_unknown(settings, known, f"partition {rule}")
     for name, value in settings.items():
-        if name not in known:
-            raise UserError(f"partition {rule} has no setting {name!r}; {closest(name, known)}")
         if not fits(value, hints[name]):
             raise UserError(f"partition {rule}: {name} = {value!r} does not fit; it must be {describe(hints[name])}.")
     missing = [n for n, p in known.items() if p.default is p.empty and n not in settings]
@@ -68,11 +67,19 @@ def build_partition(cell: Cell) -> partition.Partition:
     return PARTITIONS[rule](**settings)
 
 
+def _refuse_unknown(names: Iterable[str], known: Collection[str], what: str) -> None:
+    for name in names:
+        if name not in known:
+            raise UserError(f"{what} has no setting {name!r}; {closest(name, known)}")
+
+
 def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device: str = "cpu") -> Federation:
     seed = seed if cell.data_seed is None else cell.data_seed
-    own = is_own_data(cell.dataset) or is_made(cell.dataset)
+    own = is_made(cell.dataset) or is_own_data(cell.dataset)
     if is_made(cell.dataset):
-        federation = _made_federation(cell, seed)
+        federation = made(cell)(seed=seed)  # type: ignore[call-arg]
+        if not isinstance(federation, Federation):
+            raise UserError(f"{cell.dataset} makes a {type(federation).__name__}; it must return a pfedhn.Federation.")
     else:
         federation = _own_federation(cell, seed) if own else _known_federation(cell, seed, data_dir, device)
     fixed = own or cell.partition["rule"] in ("by_group", "by_coarse_class")
@@ -101,26 +108,17 @@ def shares_of_classes(federation: Federation) -> torch.Tensor:
 
 
 def made(cell: Cell) -> Callable[[], Federation]:
-    """What makes the data of a cell; `partition` holds what it is called with."""
+    """The function that makes the data of a cell, with its arguments, which `partition` holds."""
     function = find_code(cell.dataset)
     known = inspect.signature(function).parameters
     given = {} if cell.partition == Cell().partition else dict(cell.partition)
-    for name in given:
-        if name not in known:
-            raise UserError(f"{cell.dataset} has no setting {name!r}; {closest(name, known)}")
+    _refuse_unknown(given, known, cell.dataset)
     try:
         inspect.signature(function).bind(cell.clients, seed=0, **given)
     except TypeError as error:
         form = f"def {function.__name__}(clients, seed)"
         raise UserError(f"{cell.dataset} cannot be called ({error}); it must begin with {form}.") from None
     return partial(function, cell.clients, **given)
-
-
-def _made_federation(cell: Cell, seed: int) -> Federation:
-    federation = made(cell)(seed=seed)  # type: ignore[call-arg]
-    if not isinstance(federation, Federation):
-        raise UserError(f"{cell.dataset} makes a {type(federation).__name__}; it must return a pfedhn.Federation.")
-    return federation
 
 
 def _own_federation(cell: Cell, seed: int) -> Federation:
@@ -133,15 +131,15 @@ def _own_federation(cell: Cell, seed: int) -> Federation:
     federation = read_federation(cell.dataset, **how)
     unscaled = [name for name in network_names(cell) if name.startswith(("mlp", "linear"))]
     if cell.dataset.lower().endswith(TABLE_ENDINGS) and unscaled:
-        warn_of_scales(Path(cell.dataset), unscaled[0], federation)
-    warn_of_labels(Path(cell.dataset), columns.get("label_column"), cell.task, federation)
+        _warn_of_scales(Path(cell.dataset), unscaled[0], federation)
+    _warn_of_labels(Path(cell.dataset), columns.get("label_column"), cell.task, federation)
     return federation
 
 
 def with_own_clients(cell: Cell) -> Cell:
-    """A cell of a person's own data with as many clients as these have; the same one where that cannot be told yet.
+    """A cell of a person's own data with their number of clients; the same cell if that is not known yet.
 
-    What else a table holds is not looked at: how it is to be read may still be given by `--set`.
+    Only the column of clients is read: `--set` may still change how the others are read.
     """
     place, columns = given_path(cell.dataset), table_columns(cell)
     if is_made(cell.dataset) or not is_own_data(cell.dataset):
@@ -158,42 +156,47 @@ MANY = 100  # classes that a person seldom means
 _warned: set[str] = set()  # of which files; an experiment reads each several times
 
 
-def warn_of_labels(file: Path, column: str | None, task: str, federation: Federation) -> None:
-    """Numbers as large as prices make training diverge, and a quantity that is taken for classes learns nothing."""
-    what = "the labels" if column is None else repr(column)
-    key = f"{file.resolve()}: {what}"
-    if key in _warned or multiprocessing.parent_process() is not None:
-        return
+def _warn_once(what: str, sentence: str, *values: object) -> None:
+    """Warn of something in a person's data once, and not in every worker process again."""
+    if what not in _warned and multiprocessing.parent_process() is None:
+        _warned.add(what)
+        logger.warning(sentence, *values)
+
+
+def _warn_of_labels(file: Path, column: str | None, task: str, federation: Federation) -> None:
+    """Warn of labels as large as prices, which make training diverge, and of a quantity that is taken for classes."""
+    labels = "the labels" if column is None else repr(column)
+    key = f"{file.resolve()}: {labels}"
     if (scale := large_labels(federation)) is not None:
-        _warned.add(key)
-        logger.warning(
+        _warn_once(
+            key,
             "%s: the numbers to predict, %s, have mean %.4g and standard deviation %.4g, so that training learns badly "
             "or diverges. Standardize them (subtract that mean, divide by that deviation), and undo it in predictions.",
-            *(file.name, what, *scale),
+            *(file.name, labels, *scale),
         )
     if task != "auto" or federation.class_names is not None or federation.num_classes is None:
         return
     different = len(federation.y.unique())
     if different > MANY and 10 * different > len(federation.y):
-        _warned.add(key)
-        logger.warning(
+        _warn_once(
+            key,
             "%s: %s: %s different whole numbers, which are taken for classes; the network tells %s apart. For a "
             'quantity, set task = "regression"; for classes, task = "classification".',
-            *(file.name, what, f"{different:,}", f"{federation.num_classes:,}"),
+            *(file.name, labels, f"{different:,}", f"{federation.num_classes:,}"),
         )
 
 
-def warn_of_scales(file: Path, model: str, federation: Federation) -> None:
-    """Columns as large as ages or prices drown the others, and nothing else than a low accuracy would say so."""
+def _warn_of_scales(file: Path, model: str, federation: Federation) -> None:
+    """Warn of columns as large as ages or prices, which hide the others: only a low accuracy would show it."""
     values = federation.x.double()
     mean, deviation = values.mean(0), values.std(0, correction=0)
     (large,) = torch.nonzero(torch.maximum(mean.abs(), deviation) > LARGE, as_tuple=True)
-    if len(large) and str(file.resolve()) not in _warned and multiprocessing.parent_process() is None:
-        _warned.add(str(file.resolve()))
-        number = int(large[0])
+    if len(large):
         assert federation.reading is not None
         assert federation.reading.table is not None
-        logger.warning(
+        number = int(large[0])
+        _warn_once(
+            str(file.resolve()),
             "%s is not scaled: its column %r has mean %.4g and standard deviation %.4g, which %s learns badly from. "
             'Scale the columns, or set model = "tabular-32", which scales them by each client\'s own data.',
             *(file.name, federation.reading.table.features[number], mean[number], deviation[number], model),
@@ -204,11 +207,10 @@ COLUMNS = {"client": "client_column", "label": "label_column", "ignore": "ignore
 
 
 def table_columns(cell: Cell) -> dict[str, Any]:
-    """What the columns of a cell's table are, as `read_federation` takes it."""
+    """The columns of a cell's table, as arguments of `read_federation`."""
     named: dict[str, Any] = {}
+    _refuse_unknown(cell.columns, COLUMNS, "columns")
     for name, value in cell.columns.items():
-        if name not in COLUMNS:
-            raise UserError(f"columns has no setting {name!r}; {closest(name, COLUMNS)}")
         listed = [value] if name != "ignore" or isinstance(value, str) else value
         if not isinstance(listed, list | tuple) or not all(isinstance(part, str) for part in listed):
             form = 'a list of columns, as in ["visit_date"]' if name == "ignore" else "a column's name"
@@ -222,9 +224,7 @@ READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted")
 
 def reading_options(cell: Cell) -> dict[str, Any]:
     """How a cell's own data are read; `read_federation` checks the values."""
-    for name in cell.read:
-        if name not in READ:
-            raise UserError(f"read has no setting {name!r}; {closest(name, READ)}")
+    _refuse_unknown(cell.read, READ, "read")
     return {name: tuple(value) if isinstance(value, list) else value for name, value in cell.read.items()}
 
 

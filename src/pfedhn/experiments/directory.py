@@ -1,5 +1,6 @@
 """The files of one experiment: `experiment.toml`, which carries its own digest, and a folder per run."""
 
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -8,8 +9,8 @@ from typing import Any
 
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.errors import RunError, UserError, closest
-from pfedhn.experiments.grid import from_table
-from pfedhn.experiments.spec import Cell, Experiment, RunSpec
+from pfedhn.experiments.grid import assignments_for, from_table, only_this
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_cell
 from pfedhn.runs.tracking import TRACKERS
 from pfedhn.settings import build, to_toml
 from pfedhn.storage.history import MENDS, MendableError, read_finished
@@ -25,7 +26,7 @@ OLD_EXECUTORS = {"vectorised": "vectorized"}  # as earlier versions wrote them i
 
 @dataclass(frozen=True)
 class Options:
-    """How to run, where that is no part of the experiment itself; a directory keeps them for `--resume`."""
+    """How to run an experiment; a directory keeps these for `--resume`."""
 
     source: str = ""  # the experiment's name, or its file
     assignments: tuple[str, ...] = ()  # as given to --set
@@ -60,13 +61,28 @@ class Options:
         return values | {name: str(values[name].resolve()) for name in ("data_dir", "rates") if name in values}
 
     def with_threads(self, num_runs: int, jobs: int | None, is_on_cluster: bool = False) -> "Options":
-        """Share the cores among the runs side by side, unless it was said how many threads each has.
+        """Share the cores among the runs side by side, unless the number of threads was given.
 
-        Of a cluster's machines, each run has a core: which one it will be given is not known yet.
+        On a cluster each run has one core, since its machine is not known yet.
         """
         if self.threads is not None or self.device != "cpu":
             return self
         return replace(self, threads=1 if is_on_cluster else max(1, num_cores() // num_jobs(num_runs, jobs)))
+
+
+def rerun_command(experiment: Experiment, run: RunSpec, options: Options) -> str:
+    """The command that repeats just this run."""
+    words = ["pfedhn", "run", options.source or experiment.name, *(["--small"] if options.small else [])]
+    words += ["--only", only_this(experiment, run), "--seeds", str(run.seed)]
+    earlier = [] if run.cell.pretrain is None else [pretraining_cell(experiment, run.cell)]
+    for text in assignments_for(options.assignments, [run.cell, *earlier]):  # others would be refused
+        words += ["--set", text]
+    for name in ("rates", "device", "executor", "threads", "precision", "deterministic", "data_dir"):
+        value = getattr(options, name)
+        if name == "device" or value != getattr(Options, name):
+            option = f"--{name.replace('_', '-')}"
+            words += [option] if value is True else [option, str(value)]
+    return shlex.join(words)
 
 
 @dataclass(frozen=True)
@@ -75,43 +91,45 @@ class Directory:
 
     path: Path
 
-    def refuse_other(self, experiment: Experiment, named: Path | None = None) -> None:
+    def refuse_other(self, experiment: Experiment, named: Path | None = None) -> list[RunSpec]:
         """Refuse a directory that is neither empty nor holds this very experiment.
 
         Args:
             experiment: What is to be kept there.
             named: The folder that the person gave, if this is a part of it.
+
+        Returns:
+            The runs that were asked for so far.
         """
         named = named or self.path
         if is_empty(self.path):
-            return
+            return []
         if self.is_experiment:
-            stored, _ = self.read()
+            stored, planned = self.read()
             if plain(asdict(stored)) == plain(asdict(experiment)):
-                return
-            if plain(asdict(_without_rates(stored))) == plain(asdict(_without_rates(experiment))):
+                return planned
+            name, difference = _first_difference(plain(asdict(stored)), plain(asdict(experiment)))
+            if name.endswith("lr"):
                 raise UserError(
-                    f"{named} holds {stored.name!r} with other learning rates: --rates, --set or the experiment's "
-                    ".rates.toml has changed since; give another --out, or the rates it was made with."
+                    f"{named} holds {stored.name!r} with other learning rates ({difference}): --rates, --set or the "
+                    "experiment's .rates.toml has changed since; give another --out, or the rates it was made with."
                 )
-            difference = _first_difference(plain(asdict(stored)), plain(asdict(experiment)))
             raise UserError(
                 f"{named} holds another experiment, or other settings of it: {difference}; give another --out, or the "
                 "settings it was made with."
             )
         if not self._has_runs:  # each of them refuses other settings when it goes on
             raise UserError(f"{named} is not empty and holds no experiment; give another --out.")
+        return []
 
     def open(self, experiment: Experiment, planned: Sequence[RunSpec], options: Options | None = None) -> None:
         """Claim the directory for an experiment, or refuse one that holds another.
 
         Commands at the same time wait for each other here, so that none loses what another has planned.
         """
-        self.refuse_other(experiment)
         make_folder(self.path)
         with one_at_a_time(self.path):
-            self.refuse_other(experiment)  # another command may have been first
-            before = self.read()[1] if self.is_experiment else []
+            before = self.refuse_other(experiment)  # another command may have been first
             names = dict.fromkeys(run.name for run in (*before, *planned))
             table = {**plain(asdict(experiment)), "planned": list(names)}
             if options is not None:
@@ -172,14 +190,14 @@ class Directory:
 
 
 def finished(folder: Path, run: RunSpec) -> Result | None:
-    """What a run of an experiment found, all of whose files but the checkpoints are sound; None if it is to be run."""
+    """The result of a finished run, whose files are sound (its checkpoints are not looked at); None if it must run."""
     if (result := read_finished(folder)) is not None:
         check_place(folder, run, result)
     return result
 
 
 def check_place(folder: Path, run: RunSpec, result: Result) -> None:
-    """Refuse a result that is not that of the run in whose folder it lies."""
+    """Refuse the result of another run than that whose folder it is in."""
     if _is_of(run, result.name, result.seed, result.cell):
         return
     spec = read_spec(folder)
@@ -201,25 +219,18 @@ def _is_of(run: RunSpec, name: str, seed: int, cell: Mapping[str, Any] | None) -
 REMOVE = "remove it and repeat the command that started the experiment: its runs continue"
 
 
-def _first_difference(there: Any, here: Any, where: str = "") -> str:
-    """Where two experiments part, as "steps is 20 there and 5000 here"."""
+def _first_difference(there: Any, here: Any, where: str = "") -> tuple[str, str]:
+    """A field in which two experiments differ, and how: "steps", "steps is 20 there and 5000 here"."""
     if isinstance(there, dict) and isinstance(here, dict):
         for name in dict.fromkeys([*there, *here]):
             if there.get(name) != here.get(name):
-                return _first_difference(there.get(name), here.get(name), name if name != "cells" else "")
-    if isinstance(there, list) and isinstance(here, list) and all(isinstance(part, dict) for part in (*there, *here)):
+                return _first_difference(there.get(name), here.get(name), name)
+    if where == "cells":
         if len(there) != len(here):
-            return f"it has {len(there)} cells and this {len(here)}"
+            return where, f"it has {len(there)} cells and this {len(here)}"
         pair = next((one, other) for one, other in zip(there, here, strict=True) if one != other)
         return _first_difference(*pair)
-    return f"{where} is {there} there and {here} here"
-
-
-def _without_rates(experiment: Experiment) -> Experiment:
-    def others(cell: Cell) -> Cell:
-        return replace(cell, settings={name: v for name, v in cell.settings.items() if not name.endswith("lr")})
-
-    return replace(experiment, cells=tuple(map(others, experiment.cells)))
+    return where, f"{where} is {there} there and {here} here"
 
 
 def plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ from pfedhn.algorithms import ALGORITHMS, find_method
 from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.data import with_own_clients
-from pfedhn.experiments.rates import apply_rates, rates_file, rates_for
+from pfedhn.experiments.rates import apply_rates, headed, rates_file, rates_for
 from pfedhn.experiments.spec import (
     CELL_TABLES,
     Cell,
@@ -22,15 +22,17 @@ from pfedhn.experiments.spec import (
     method_name,
 )
 from pfedhn.runs.assemble import build_algorithm
-from pfedhn.settings import Kinds, build, fits, in_short, names_to_set, parse_assignments, parse_toml, parse_value
+from pfedhn.settings import build, fits, in_short, names_to_set, parse_assignments, parse_toml, parse_value
 from pfedhn.system.files import given_path, read_text
+
+TABLES = Mapping[str, Mapping[str, Any]]
 
 
 def from_toml(path: Path) -> Experiment:
     """A user's own experiment; lists in scalar fields make a grid, `[methods.NAME]` holds what differs by method.
 
-    Where it does not say how many clients there are, a person's own data say it. The rates that `pfedhn tune` chose
-    are read from the file beside it: `mine.rates.toml` for `mine.toml`.
+    If the file does not give the number of clients, a person's own data tell it. The learning rates that `pfedhn tune`
+    chose are read from the file beside it: `mine.rates.toml` for `mine.toml`.
     """
     try:
         table = parse_toml(read_text(path), path)
@@ -41,13 +43,7 @@ def from_toml(path: Path) -> Experiment:
     if not table.keys() - {"name", "title", "seeds", "published"}:
         raise UserError(f"{path} does not say what to run; name at least a method or a dataset (`pfedhn run --help`).")
     cells = [
-        replace(
-            cell,
-            method=_absolute_code(cell.method, path.parent),
-            dataset=_absolute(cell.dataset, path.parent),
-            model=_absolute_code(cell.model, path.parent),
-            pretrain=None if cell.pretrain is None else _absolute_code(cell.pretrain, path.parent),
-        )
+        replace(cell, **{name: _absolute(name, getattr(cell, name), path.parent) for name in PATHS})
         for cell in experiment.cells
     ]
     is_counted = "cells" not in table and not any("clients" in p for p in (table, *table.get("methods", {}).values()))
@@ -57,17 +53,16 @@ def from_toml(path: Path) -> Experiment:
 
 
 def grids_from_toml(path: Path) -> dict[str, dict[str, tuple[Any, ...]]]:
-    """What `[tune.METHOD]` says in an experiment file: which settings `pfedhn tune` varies, and over which values."""
+    """The settings that `pfedhn tune` varies, and their values, from `[tune.METHOD]` of an experiment file."""
     table = _with_own_methods(parse_toml(read_text(path), path), path.parent).get("tune", {})
-    if not isinstance(table, Mapping) or not all(isinstance(part, Mapping) and part for part in table.values()):
+    if not fits(table, TABLES) or not all(table.values()):
         raise UserError("tune does not fit; write lines such as lr = [0.1, 0.01] under headings such as [tune.pfedhn].")
     grids: dict[str, dict[str, tuple[Any, ...]]] = {}
     for method, grid in table.items():
-        if ":" not in method and method not in ALGORITHMS:
-            raise UserError(f"[tune.{method}] names no method; {closest(method, ALGORITHMS)}")
-        if (other := find_method(method).rates_from) is not None:
+        known = headed(f"[tune.{method}]", method)
+        if (other := known.rates_from) is not None:
             raise UserError(f"[tune.{method}] has no effect: {method} takes the rates of {other}; tune that instead.")
-        grid = in_short(find_method(method).kinds, grid)
+        grid = in_short(known.kinds, grid)
         for setting, values in grid.items():
             if not isinstance(values, list) or not values:
                 raise UserError(f"[tune.{method}] {setting} = {values!r} does not fit; it must be a list of values.")
@@ -80,7 +75,7 @@ def grids_from_toml(path: Path) -> dict[str, dict[str, tuple[Any, ...]]]:
 def _with_own_methods(table: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """Write own methods of an experiment file in full; a heading may name the class alone, as in [methods.FedProx]."""
     given = table.get("method", [])
-    names = [_absolute_code(name, base) if isinstance(name, str) else name for name in _listed(given)]
+    names = [_absolute("method", name, base) for name in _listed(given)]
     by_class = {name.rpartition(":")[2]: name for name in names if isinstance(name, str) and ":" in name}
     changed = dict(table)
     if "method" in table:
@@ -88,7 +83,7 @@ def _with_own_methods(table: Mapping[str, Any], base: Path) -> dict[str, Any]:
     for heading in ("methods", "tune"):
         if isinstance(by_method := table.get(heading), Mapping):
             changed[heading] = {
-                name if name in ALGORITHMS else by_class.get(name, _absolute_code(name, base)): part
+                name if name in ALGORITHMS else by_class.get(name, _absolute("method", name, base)): part
                 for name, part in by_method.items()
             }
     return changed
@@ -98,19 +93,22 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _absolute(dataset: str, base: Path) -> str:
-    """A path is meant from where its file lies, or from here; made absolute, a run can be resumed from anywhere."""
-    if is_made(dataset):
-        return _absolute_code(dataset, base)
-    path = base / given_path(dataset)
-    is_path = is_own_data(dataset) or (dataset not in datasets.DATASETS and path.is_dir())
-    return str(given_path(path, is_resolved=True)) if is_path else dataset
+PATHS = ("method", "dataset", "model", "pretrain")  # fields of a cell that may hold the path of a file
 
 
-def _absolute_code(name: str, base: Path) -> str:
-    """The same for "file.py:function"; other names stay as they are."""
-    file, _, function = name.rpartition(":")
-    return f"{given_path(base / given_path(file), is_resolved=True)}:{function}" if file.endswith(".py") else name
+def _absolute(field: str, value: Any, base: Path) -> Any:
+    """The value of a field, absolute if it is a path, so that a run can be resumed from anywhere.
+
+    A path is relative to the experiment's file, or to the working directory. Of "file.py:function" the file is a path.
+    """
+    if field not in PATHS or not isinstance(value, str):
+        return value
+    if field != "dataset" or is_made(value):
+        file, _, name = value.rpartition(":")
+        return f"{given_path(base / given_path(file), is_resolved=True)}:{name}" if file.endswith(".py") else value
+    path = base / given_path(value)
+    is_path = is_own_data(value) or (value not in datasets.DATASETS and path.is_dir())
+    return str(given_path(path, is_resolved=True)) if is_path else value
 
 
 def from_table(table: Mapping[str, Any], name: str) -> Experiment:
@@ -139,32 +137,26 @@ def from_table(table: Mapping[str, Any], name: str) -> Experiment:
 
 
 def _published(table: Any) -> dict[str, tuple[float, float]]:
-    pairs: dict[str, tuple[Any, ...]] = {}
-    if isinstance(table, Mapping):
-        pairs = {name: tuple(value) for name, value in table.items() if isinstance(value, list)}
-    if not isinstance(table, Mapping) or len(pairs) != len(table) or not all(map(_is_pair, pairs.values())):
+    if fits(table, Mapping):
+        table = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
+    if not fits(table, dict[str, tuple[float, float]]):
         raise UserError('published does not fit; write lines such as "pfedhn/50" = [88.38, 0.29].')
-    return {name: (mean, deviation) for name, (mean, deviation) in pairs.items()}
-
-
-def _is_pair(value: Any) -> bool:
-    return fits(value, tuple[float, float])
+    return dict(table)
 
 
 def _cells_of_grid(table: dict[str, Any], name: str) -> Iterator[Cell]:
     by_method = table.pop("methods", {})
-    if not isinstance(by_method, Mapping) or not all(isinstance(part, Mapping) for part in by_method.values()):
+    if not fits(by_method, TABLES):
         raise UserError("methods does not fit; write what differs by method under headings such as [methods.pfedhn].")
     methods = _listed(table.pop("method", list(by_method) or ["pfedhn"]))
     for method in by_method:
-        if ":" not in method and method not in ALGORITHMS:
-            raise UserError(f"[methods.{method}] names no method; {closest(method, ALGORITHMS)}")
+        headed(f"[methods.{method}]", method)
         if method not in methods:
             raise UserError(f"[methods.{method}] has no cell to change; add it to method = {methods!r}.")
     for method in methods:
         for point in _grid({"method": method} | table, {item.name: None for item in fields(Cell)}):
             cell = build(Cell, point, name)
-            kinds = _kinds_of(method)
+            kinds = find_method(method).kinds
             hints = names_to_set(kinds)
             for values in _grid(in_short(kinds, by_method.get(method, {})), hints):
                 for settings in _grid(in_short(kinds, cell.settings), hints):
@@ -172,7 +164,7 @@ def _cells_of_grid(table: dict[str, Any], name: str) -> Iterator[Cell]:
 
 
 def _grid(table: Mapping[str, Any], hints: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of the values of the lists that stand where one value is meant."""
+    """Every combination of values, if a field of one value holds a list."""
     cell_hints = get_type_hints(Cell)
     for key, value in table.items():
         hint = hints.get(key) or cell_hints.get(key)
@@ -228,16 +220,12 @@ def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Exper
             raise UserError(f"--set: no cell has a field {name!r}; {closest(name, _names_to_set(cells))}")
         for number, cell in enumerate(cells):
             if (target := _aim(name, cell)) is not None:
-                if target == "dataset" and isinstance(value, str):
-                    value = _absolute(value, Path.cwd())
-                if target in ("method", "pretrain") and isinstance(value, str):
-                    value = _absolute_code(value, Path.cwd())
+                value = _absolute(target, value, Path.cwd())
                 if target == "method" and isinstance(value, str):
                     known = _setting_names(value)
                     cell = replace(cell, settings={key: v for key, v in cell.settings.items() if key in known})
-                if target == "model" and isinstance(value, str):
-                    value = _absolute_code(value, Path.cwd())
-                    cell = cell if ":" in value else replace(cell, network={})  # only a function has arguments
+                if target == "model" and ":" not in str(value):
+                    cell = replace(cell, network={})  # only a function has arguments
                 cells[number] = _with_values(cell, {target: value})
     if "clients" not in values and any(name.partition(".")[0] in OWN_DATA for name in values):
         cells = list(map(with_own_clients, cells))
@@ -250,7 +238,7 @@ def assignments_for(texts: Iterable[str], cells: Collection[Cell]) -> list[str]:
 
 
 def refuse_without_effect(texts: Sequence[str], cells: Collection[Cell]) -> None:
-    """What was given to `--set` must be a field or setting of a run that was chosen, or nobody would notice a slip."""
+    """Refuse a `--set` that changes no chosen run: it is a slip that nobody would notice."""
     for text in texts:
         if not assignments_for([text], cells):
             methods = ", ".join(dict.fromkeys(map(method_name, cells)))
@@ -261,7 +249,7 @@ def refuse_without_effect(texts: Sequence[str], cells: Collection[Cell]) -> None
 
 
 def _aim(name: str, cell: Cell) -> str | None:
-    """What an assignment changes in a cell: a field, or a setting of its method; None if it is not meant."""
+    """The field of a cell, or the setting of its method, that an assignment changes; None if it changes neither."""
     head, _, rest = name.partition(".")
     if rest and head == method_name(cell):
         name = rest
@@ -276,13 +264,7 @@ def _names_to_set(cells: Iterable[Cell]) -> list[str]:
 
 
 def _setting_names(method: str) -> set[str]:
-    return set(names_to_set(_kinds_of(method)))
-
-
-def _kinds_of(method: str) -> Kinds:
-    """The classes that have all settings of a method."""
-    build_algorithm(method)  # refuses what is no name of a method
-    return find_method(method).kinds
+    return set(names_to_set(find_method(method).kinds))
 
 
 def select(experiment: Experiment, only: Sequence[str], seeds: Sequence[int] | None) -> list[RunSpec]:
@@ -302,8 +284,7 @@ def select(experiment: Experiment, only: Sequence[str], seeds: Sequence[int] | N
 
     def is_value(run: RunSpec, name: str, text: str) -> bool:
         if name == "method":
-            text = _absolute_code(text, Path.cwd()) if ":" in text else text
-            return text in (run.cell.method, method_name(run.cell))
+            return _absolute("method", text, Path.cwd()) in (run.cell.method, method_name(run.cell))
         value = _fields_of(run).get(name)
         return str(value) == text or value == parse_value(text)
 
@@ -327,3 +308,17 @@ def _values_of(field: str, runs: Iterable[RunSpec]) -> str:
     values = [_fields_of(run).get(field) for run in runs]
     words = list(dict.fromkeys("none" if value is None else str(value) for value in values))
     return " or ".join([*([", ".join(words[:-1])] if words[:-1] else []), words[-1]])
+
+
+def only_this(experiment: Experiment, run: RunSpec) -> str:
+    """The value of `--only` that selects one cell: as few of method, data set and clients as will do, or its name."""
+    cell = run.cell
+    alike = [other for other in experiment.cells if other.method == cell.method]
+    chosen = [f"method={cell.method}"]
+    for name in ("dataset", "clients"):
+        if len({getattr(other, name) for other in alike}) > 1:
+            chosen.append(f"{name}={getattr(cell, name)}")
+    fitting = [other for other in alike if (other.dataset, other.clients) == (cell.dataset, cell.clients)]
+    if len(fitting) == 1 and "," not in cell.dataset + cell.method:
+        return ",".join(chosen)
+    return f"name={run.cell_name}"

@@ -1,26 +1,27 @@
-"""Runs that wait for their turn, and what came of them."""
+"""Runs that wait for their turn, what came of them, and how those that go on side by side are started and stopped."""
 
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
-from pfedhn.engine.state import Diverged
+from pfedhn.engine.state import Diverged, Schedule
 from pfedhn.errors import RunError, UserError, first_line, place_in_own_code
-from pfedhn.experiments.spec import Experiment, RunSpec, pretraining_run
-from pfedhn.runs.progress import Event, RunFailed, RunFinished
+from pfedhn.experiments.build import cell_algorithm
+from pfedhn.experiments.preflight import Preflight
+from pfedhn.experiments.spec import Cell, RunSpec
+from pfedhn.runs.progress import Event, RunFailed, RunFinished, Said, Update
 from pfedhn.storage.schema import Result
+from pfedhn.system.stopping import stop_requests
 
 Listener: TypeAlias = Callable[[Event], None]
 
 
-class Failure(NamedTuple):
-    """Why a run did not finish."""
+class Stopped(NamedTuple):
+    """A worker's answer to a request to stop: the run is kept in its checkpoint."""
 
-    sentence: str
-    is_bad_input: bool  # else something happened on the way: divergence, a full disk
-    has_diverged: bool = False
+    run: str
 
 
 @dataclass
@@ -28,59 +29,98 @@ class Outcome:
     """What came of several runs, by their names."""
 
     results: dict[str, Result] = field(default_factory=dict)
-    failures: dict[str, Failure] = field(default_factory=dict)
+    failures: dict[str, RunFailed] = field(default_factory=dict)
 
 
-@dataclass
 class Queue:
-    """Runs that wait for a turn, or for the run they start from."""
+    """Runs that wait for a turn, or for the run they start from, in the order in which they should start."""
 
-    experiment: Experiment
-    waiting: list[RunSpec]  # in the order in which they should start
-    outcome: Outcome
-    listen: Listener
-
-    def __post_init__(self) -> None:
-        # Once, since `take` is asked after every round while there is room for another run.
-        pairs = [(run.name, pretraining_run(self.experiment, run)) for run in self.waiting]
-        self.earlier = {name: earlier.name for name, earlier in pairs if earlier is not None}
+    def __init__(self, ready: Preflight, listen: Listener) -> None:
+        self.ready, self.listen, self.outcome = ready, listen, Outcome(dict(ready.finished))
+        for name, sentence in ready.damaged.items():
+            listen(Said(name, sentence))
+        # Started last, a run that takes long would leave the other cores idle at the end, or the GPU half used.
+        awaited = {ready.starts_from.get(run.name) for run in ready.waiting}
+        self.waiting = sorted(ready.waiting, key=lambda run: (run.name not in awaited, -_num_rounds(run.cell)))
 
     def take(self) -> RunSpec | None:
         """A run that can start now; None if there is none."""
         for run in list(self.waiting):
-            earlier = self.earlier.get(run.name)
+            earlier = self.ready.starts_from.get(run.name)
             if earlier in self.outcome.failures:
                 self.waiting.remove(run)
-                self.end(run.name, Failure(f"the run it starts from, {earlier}, failed.", False))
+                self.hear(RunFailed(run.name, f"the run it starts from, {earlier}, failed."))
             elif earlier is None or earlier in self.outcome.results:
                 self.waiting.remove(run)
                 return run
         return None
 
-    def end(self, name: str, ending: Result | Failure) -> None:
-        if isinstance(ending, Failure):
-            self.outcome.failures[name] = ending
-            self.listen(RunFailed(name, ending.sentence))
-        else:
-            self.outcome.results[name] = ending
-            self.listen(RunFinished(name, ending))
+    def hear(self, word: Event | Stopped) -> bool:
+        """Take in what is said of a run; False if it was the last word."""
+        match word:
+            case Stopped():
+                return False
+            case RunFailed():
+                self.outcome.failures[word.run] = word
+            case RunFinished():
+                self.outcome.results[word.run] = word.result
+        self.listen(word)
+        return isinstance(word, Update | Said)
 
 
-def failure(error: Exception, folder: Path) -> Failure:
-    failure = failure_from(error)
-    if failure is None:
-        log, place = folder / "error.txt", place_in_own_code(error)
-        where = place or "an error inside pfedhn"
-        failure = Failure(f"{first_line(error)} ({where}; the details are in {log}).", place is not None)
-        try:
-            log.write_text("".join(traceback.format_exception(error)))
-        except OSError:  # the disk may be what failed
-            failure = Failure(f"{first_line(error)} ({where}).", place is not None)
-    return failure
+def _num_rounds(cell: Cell) -> float:
+    algorithm = cell_algorithm(cell)
+    size = cell.cohort_size or Schedule.default_cohort_size(algorithm, cell.clients)
+    return cell.steps / (size if algorithm.needs.communication else cell.clients)
 
 
-def failure_from(error: BaseException) -> Failure | None:
-    """An error that a person can do something about, in one sentence; None for one that only we can."""
+def failure(error: Exception, folder: Path) -> RunFailed:
+    """Why the run in a folder failed; the traceback is kept there if it says more than the error."""
     if isinstance(error, UserError):
-        return Failure(str(error), not isinstance(error, RunError), isinstance(error, Diverged))
-    return None
+        return RunFailed(folder.name, str(error), not isinstance(error, RunError), isinstance(error, Diverged))
+    log, place = folder / "error.txt", place_in_own_code(error)
+    where = place or "an error inside pfedhn"
+    try:
+        log.write_text("".join(traceback.format_exception(error)))
+        where += f"; the details are in {log}"
+    except OSError:  # the disk may be what failed
+        pass
+    return RunFailed(folder.name, f"{first_line(error)} ({where}).", place is not None)
+
+
+class Crew(Protocol):
+    """Workers that runs of a queue are given to."""
+
+    def hand_out(self) -> None:
+        """Give runs to workers that have none."""
+
+    def stop(self) -> None:
+        """Ask every worker to write a checkpoint."""
+
+    def hear(self) -> bool:
+        """Wait a moment for what workers say; False if none has a run."""
+
+    def kill(self) -> None:
+        """End every worker at once."""
+
+
+def run_all(crew: Crew) -> None:
+    """Run until nothing waits. A signal stops every run at a checkpoint, a second one at once."""
+    requests: list[int] = []
+    is_told = False
+    with stop_requests(requests.append):
+        try:
+            while True:
+                if len(requests) > 1:
+                    raise KeyboardInterrupt
+                if requests and not is_told:
+                    is_told = True
+                    crew.stop()
+                if not requests:
+                    crew.hand_out()
+                if not crew.hear():
+                    break
+        finally:
+            crew.kill()
+    if requests:
+        raise KeyboardInterrupt

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pfedhn.algorithms import ALGORITHMS, find_method
+from pfedhn.algorithms.method import Method
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.spec import Experiment, distinct
-from pfedhn.settings import checked, parse_toml, to_toml
+from pfedhn.settings import checked, fits, parse_toml, to_toml
 from pfedhn.storage.seal import SEAL, DamagedError, sealed_text, unsealed_text
 from pfedhn.system.files import make_folder, one_at_a_time, read_text, write_atomically
 
@@ -37,13 +38,19 @@ def read_rates(file: Path) -> dict[str, Rates]:
     except DamagedError as error:
         raise UserError(f"{file} {error}; if that was you, take its first line out, or else tune again.") from None
     for experiment, by_method in table.items():
-        if not isinstance(by_method, Mapping) or not all(isinstance(part, Mapping) for part in by_method.values()):
+        if not fits(by_method, Mapping[str, Mapping[str, Any]]):
             raise UserError(f"{file}: {experiment!r} does not fit; write rates under headings [EXPERIMENT.METHOD].")
         for method, settings in by_method.items():
-            if ":" not in method and method not in ALGORITHMS:
-                raise UserError(f"{file}: [{experiment}.{method}] names no method; {closest(method, ALGORITHMS)}")
-            checked(find_method(method).kinds, settings, f"{file}: [{experiment}.{method}]")
+            heading = f"{file}: [{experiment}.{method}]"
+            checked(headed(heading, method).kinds, settings, heading)
     return table
+
+
+def headed(heading: str, method: str) -> Method:
+    """The method that a heading such as [tune.pfedhn] names."""
+    if ":" not in method and method not in ALGORITHMS:
+        raise UserError(f"{heading} names no method; {closest(method, ALGORITHMS)}")
+    return find_method(method)
 
 
 def rates_for(experiment: str, file: Path, stand_in: str | None = None) -> Rates:

@@ -1,76 +1,48 @@
 """The runs of an experiment side by side: in processes on a CPU, taking turns on a GPU, or on a cluster."""
 
 import gc
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from pfedhn.engine.state import Schedule
-from pfedhn.experiments.build import cell_algorithm
-from pfedhn.experiments.directory import Options, num_jobs
+from pfedhn.experiments.directory import num_jobs
 from pfedhn.experiments.execute import start
-from pfedhn.experiments.preflight import Preflight, survey
+from pfedhn.experiments.preflight import Preflight
 from pfedhn.experiments.queue import Listener, Outcome, Queue, failure
-from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_run
 from pfedhn.experiments.tasks import Cluster
 from pfedhn.experiments.workers import run_side_by_side
 from pfedhn.runs.execute import computing_on
-from pfedhn.runs.progress import Said
+from pfedhn.runs.progress import RunFinished
 from pfedhn.runs.run import Run
 from pfedhn.system.stopping import stop_on_signal
 
 MAX_RUNS_ON_DEVICE = 24  # a GPU is busy long before; more only wait longer for their first result
 
 
-def run_many(
-    directory: Path,
-    experiment: Experiment,
-    runs: Sequence[RunSpec],
-    *,
-    jobs: int | None = None,
-    options: Options | None = None,
-    listen: Listener = lambda event: None,
-    cluster: Cluster | None = None,
-) -> Outcome:
-    """Run some runs of an experiment, and before them those they start from; arguments as `run_ready`."""
-    ready = survey(directory, experiment, runs)
-    return run_ready(ready, jobs=jobs, options=options, listen=listen, cluster=cluster)
-
-
-def run_ready(
-    ready: Preflight,
-    *,
-    jobs: int | None = None,
-    options: Options | None = None,
-    listen: Listener = lambda event: None,
-    cluster: Cluster | None = None,
-) -> Outcome:
+def run_ready(ready: Preflight, listen: Listener = lambda event: None, cluster: Cluster | None = None) -> Outcome:
     """Run side by side: on a CPU each run in its own process, on a GPU in turns in this one, or on a cluster.
 
     A run that fails does not stop the others. Ctrl-C lets every run write a checkpoint, then raises KeyboardInterrupt.
 
     Args:
         ready: The runs, each of which gets a folder of its name in the experiment's directory.
-        jobs: By default as many as there are runs or cores, whichever is less; on a GPU as many as its memory holds.
-        options: How to run.
         listen: Told of everything that happens.
         cluster: The machines that run them; this machine if None.
     """
-    # As many threads as if no run were finished: the bits must not change.
-    options = (options or Options()).with_threads(len(ready.runs), jobs, cluster is not None)
-    directory, experiment, queue = ready.directory, ready.experiment, _line_up(ready, listen)
+    if cluster is not None:  # whose machines have other working directories
+        ready = replace(ready, directory=ready.directory.resolve())
+    queue, options, jobs = Queue(ready, listen), ready.options, ready.jobs
     if cluster is not None:
-        directory = directory.resolve()
-        cluster.check(directory, queue.waiting, options)
-        cluster.run(queue, directory, jobs, options)
+        cluster.check(ready)
+        cluster.run(queue)
         return queue.outcome
     if options.device == "cpu":
         jobs = num_jobs(len(queue.waiting), jobs)
         if jobs > 1:
-            run_side_by_side(queue, directory, jobs, options)
+            run_side_by_side(queue, jobs)
             return queue.outcome
     devices = gpus_of(options.device)
     limit = jobs or MAX_RUNS_ON_DEVICE * len(devices)
@@ -94,19 +66,19 @@ def run_ready(
                         device_of[name] = device
                     with _using(device_of[name]):
                         if run is not None:
-                            going[name] = start(directory, experiment, run, options, listen, stop, device)
-                        is_waiting = next(going[name])  # a round, queued on a stream of its own
+                            going[name] = start(ready, run, listen, stop, device)
+                        is_waiting = next(going[name])  # a round, queued on the run's stream
                     (waiting.add if is_waiting else waiting.discard)(name)
                     continue
                 except StopIteration as end:
-                    queue.end(name, end.value.result)
+                    queue.hear(RunFinished(name, end.value.result))
                 except KeyboardInterrupt:  # it wrote its checkpoint; the others have yet to write theirs
                     _wait_for(device_of[name])
                     if not stop.is_set():
                         raise
                 except Exception as error:
                     _wait_for(device_of[name])
-                    queue.end(name, failure(error, directory / name))
+                    queue.hear(failure(error, ready.directory / name))
                 going.pop(name, None)
                 waiting.discard(name)
                 _give_memory_back(options.device)
@@ -123,36 +95,19 @@ def gpus_of(device: str) -> list[str]:
 
 
 def _using(device: str) -> AbstractContextManager[Any]:
-    """Inside the block, what is made on a GPU without saying on which is made on this one."""
+    """Make this GPU the default inside the block."""
     return torch.cuda.device(device) if device.startswith("cuda:") else nullcontext()
 
 
-def _line_up(ready: Preflight, listen: Listener) -> Queue:
-    """The runs that are not finished, in the order in which they should start."""
-    experiment, waiting = ready.experiment, ready.waiting
-    for name, sentence in ready.damaged.items():
-        listen(Said(name, sentence))
-    # Started last, a run that takes long would leave the other cores idle at the end, or the GPU half used.
-    awaited = {earlier.name for run in waiting if (earlier := pretraining_run(experiment, run)) is not None}
-    waiting.sort(key=lambda run: (run.name not in awaited, -_num_rounds(run.cell)))
-    return Queue(experiment, waiting, Outcome(dict(ready.finished)), listen)
-
-
-def _num_rounds(cell: Cell) -> float:
-    algorithm = cell_algorithm(cell)
-    size = cell.cohort_size or Schedule.default_cohort_size(algorithm, cell.clients)
-    return cell.steps / (size if algorithm.needs.communication else cell.clients)
-
-
 def _wait_for(device: str) -> None:
-    """What a run holds is freed together with its error. Rounds that it has in line on a GPU may still use it."""
+    """Wait for the rounds that a failed run has queued on a GPU: they may use memory that is freed with its error."""
     if device.startswith("cuda"):
         with suppress(RuntimeError):  # of the two errors, the run's own says more
             torch.cuda.synchronize(device)
 
 
 def _give_memory_back(device: str) -> None:
-    """What finished runs held is kept for their own streams; the next run would find the device full."""
+    """Free the memory of finished runs: PyTorch keeps it for their streams, and the next run would find none."""
     if device == "cpu":
         return
     gc.collect()  # a run and its captured round refer to each other

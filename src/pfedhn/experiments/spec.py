@@ -4,10 +4,11 @@ import hashlib
 import json
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,27 +18,11 @@ from pfedhn.errors import UserError
 TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
 
 
-FEDERATION_FIELDS = (
-    "dataset",
-    "clients",
-    "partition",
-    "split",
-    "stratify",
-    "data_seed",
-    "labels",
-    "columns",
-    "read",
-    "task",
-    "sizes",
-    "part",
-)
-
-
 @dataclass(frozen=True)
 class Cell:
     """One method on one federation; with a seed it is a run. The fields of an experiment file are these."""
 
-    method: str = "pfedhn"  # or "mine.py:FedProx", a class of your own
+    method: str = "pfedhn"  # or "mine.py:FedProx", your own class
     dataset: str = "digits"  # or a path: a folder with a folder per client, or a table (.csv, .tsv, .parquet)
     clients: int = 50
     partition: Mapping[str, Any] = field(default_factory=lambda: {"rule": "by_classes", "classes_per_client": 5})
@@ -49,10 +34,8 @@ class Cell:
     read: Mapping[str, Any] = field(default_factory=dict)  # how your own images and tables are read, e.g. resize
     task: Literal["auto", "classification", "regression"] = "auto"  # "auto": whole numbers and texts are classes
     model: str = "mlp-32"  # or "module:function" or "file.py:function", which makes it
-    network: Mapping[str, Any] = field(default_factory=dict)  # what that function is called with
-    sizes: tuple[str, ...] | None = (
-        None  # target networks instead of `model`: as many clients of each, one after another
-    )
+    network: Mapping[str, Any] = field(default_factory=dict)  # arguments of that function
+    sizes: tuple[str, ...] | None = None  # networks instead of `model`: as many clients of each, one after another
     part: str | None = None  # of clients of several sizes, only those of this one take part
     resize_every: int | None = None  # steps after which every client goes on to the next of the sizes
     descriptors: Literal["client", "class"] = "client"  # of a fixed embedding: shares of its examples, or of each class
@@ -70,20 +53,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run: a cell, a seed, and the name of its folder."""
+    """One run: a cell, a seed, and the name that all seeds of the cell share."""
 
     cell: Cell
     seed: int
-    name: str
+    cell_name: str
 
     @property
-    def cell_name(self) -> str:
-        """The name that all seeds of the cell share."""
-        return self.name.removesuffix(_seed_suffix(self.seed))
-
-
-def _seed_suffix(seed: int) -> str:
-    return f"-seed{seed}"
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"{self.cell_name}-seed{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -97,37 +76,25 @@ class Experiment:
     published: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # "method/clients" -> mean, deviation
 
     @cached_property
-    def _named(self) -> list[tuple[str, Cell]]:
-        return list(zip(cell_names(self.cells), self.cells, strict=True))
-
-    @cached_property
     def _cell_of(self) -> dict[str, Cell]:
-        return dict(self._named)
+        return dict(zip(cell_names(self.cells), self.cells, strict=True))
 
     @cached_property
     def _name_of(self) -> dict[str, str]:
         """The name of a cell by its digest."""
-        return {cell_digest(cell): name for name, cell in self._named}
-
-    @cached_property
-    def alike(self) -> dict[str, list[Cell]]:
-        """The cells of one method on one federation and network, by what says which these are."""
-        found: dict[str, list[Cell]] = {}
-        for cell in self.cells:
-            found.setdefault(_place(cell, cell.method), []).append(cell)
-        return found
+        return {cell_digest(cell): name for name, cell in self._cell_of.items()}
 
     def runs(self, seeds: Sequence[int] | None = None) -> list[RunSpec]:
-        """Every run, cell by cell; with other seeds than the experiment's own where they are given."""
+        """Every run, cell by cell, with the seeds given or else the experiment's."""
         return [
-            RunSpec(cell, seed, name + _seed_suffix(seed))
-            for name, cell in self._named
+            RunSpec(cell, seed, name)
+            for name, cell in self._cell_of.items()
             for seed in (self.seeds if seeds is None else seeds)
         ]
 
     def run_of(self, cell: Cell, seed: int) -> RunSpec:
         """The run of one of its cells."""
-        return RunSpec(cell, seed, self._name_of[cell_digest(cell)] + _seed_suffix(seed))
+        return RunSpec(cell, seed, self._name_of[cell_digest(cell)])
 
     def find(self, name: str) -> RunSpec:
         """The run of a folder or line with this name, also of a seed that was given on the command line."""
@@ -135,16 +102,16 @@ class Experiment:
         cell = self._cell_of.get(head) if separator and re.fullmatch(r"0|-?[1-9]\d{0,18}", seed) else None
         if cell is None:
             raise UserError(f"{self.name!r} has no run {name!r}.")
-        return RunSpec(cell, int(seed), name)
+        return RunSpec(cell, int(seed), head)
 
 
 def method_name(cell: Cell) -> str:
-    """The method's name; of a class of your own, "mine.py:FedProx", the name of the class."""
+    """The method's name; for a person's class, "mine.py:FedProx", the name of the class."""
     return cell.method.rpartition(":")[2]
 
 
 def dataset_name(cell: Cell) -> str:
-    """The data set's name; of one given by its path, the last part; of a function that makes it, the function's."""
+    """The data set's name: the last part of a path, or the name of the function that makes it."""
     if is_made(cell.dataset):
         return cell.dataset.rpartition(":")[2]
     return Path(cell.dataset).stem if is_own_data(cell.dataset) else cell.dataset
@@ -175,18 +142,18 @@ def flat_fields(cell: Cell) -> dict[str, Any]:
 
 
 def distinctions(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """What tells each cell from the others of its method, data set and number of clients."""
+    """The values in which each cell differs from others of its method, data set and number of clients."""
 
     def group(cell: Cell) -> tuple[str, str, int]:
         return method_name(cell), cell.dataset, cell.clients
 
     values = [flat_fields(cell) for cell in cells]
     # Of every group, one cell's values and the names of those in which another one differs.
-    firsts: dict[tuple[str, str, int], dict[str, Any]] = {}
-    differing: dict[tuple[str, str, int], set[str]] = {}
+    firsts: dict[Any, dict[str, Any]] = {}
+    differing: defaultdict[Any, set[str]] = defaultdict(set)
     for cell, mine in zip(cells, values, strict=True):
-        first, names = firsts.setdefault(group(cell), mine), differing.setdefault(group(cell), set())
-        names |= {name for name in {*first, *mine} - names if first.get(name) != mine.get(name)}
+        first = firsts.setdefault(group(cell), mine)
+        differing[group(cell)] |= {name for name in {*first, *mine} if first.get(name) != mine.get(name)}
     return [
         {name: value for name, value in mine.items() if name in differing[group(cell)] and value is not None}
         for cell, mine in zip(cells, values, strict=True)
@@ -194,7 +161,7 @@ def distinctions(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def cell_names(cells: Sequence[Cell]) -> list[str]:
-    """A folder's name for each cell: what a person would call it, and a digest only where that is not enough."""
+    """A folder's name for each cell: words that a person would use, and a digest only if these are not enough."""
     names = []
     for cell, different in zip(cells, distinctions(cells), strict=True):
         words = [method_name(cell), dataset_name(cell), str(cell.clients)]
@@ -207,24 +174,16 @@ def cell_names(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-YOUNGER_FIELDS: tuple[tuple[str, Any], ...] = (
-    ("task", "auto"),
-    ("upload", "full"),
-    ("download", "full"),
-    ("sizes", None),
-    ("part", None),
-    ("resize_every", None),
-    ("descriptors", "client"),
-    ("network", {}),
-    ("read", {}),
-    ("privacy", {}),
-    ("in_flight", None),
+# Names with a digest must stay what they were before there were these fields, which stored runs do not have.
+YOUNGER_FIELDS = (
+    *("task", "upload", "download", "sizes", "part", "resize_every", "descriptors", "network", "read", "privacy"),
+    "in_flight",
 )
-"""Fields that stored runs do not have, with what they then are: names with a digest must stay what they were."""
 
 
 def cell_digest(cell: Cell) -> str:
-    table = {name: value for name, value in asdict(cell).items() if (name, value) not in YOUNGER_FIELDS}
+    usual = asdict(Cell())
+    table = {name: v for name, v in asdict(cell).items() if name not in YOUNGER_FIELDS or v != usual[name]}
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
@@ -232,40 +191,26 @@ def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
     return tuple({cell_digest(cell): cell for cell in cells}.values())
 
 
-CELL_TABLES = (
-    "partition",
-    "settings",
-    "columns",
-    "network",
-    "read",
-    "privacy",
-)  # fields that are tables, which "partition.alpha" reaches into
+# Fields that are tables, which "partition.alpha" reaches into.
+CELL_TABLES = ("partition", "settings", "columns", "network", "read", "privacy")
 
 
-def _place(cell: Cell, method: str | None) -> str:
-    """Which federation and network a cell has, and a method: a text that is equal where all of these are."""
-
-    def like(value: Any) -> Any:  # 1 and 1.0 are equal
-        if isinstance(value, Mapping):
-            return {key: like(part) for key, part in sorted(value.items())}
-        if isinstance(value, list | tuple):
-            return [like(part) for part in value]
-        return float(value) if isinstance(value, int | float) else value
-
-    return json.dumps(
-        [method, *(like(getattr(cell, name)) for name in (*FEDERATION_FIELDS, "model", "network"))], default=str
-    )
+# What the data of a run and its network are made from.
+ORIGIN_FIELDS = (
+    *("dataset", "clients", "partition", "split", "stratify", "data_seed", "labels", "columns", "read", "task"),
+    *("sizes", "part", "model", "network"),
+)
 
 
 def pretraining_cell(experiment: Experiment, cell: Cell) -> Cell:
     """The cell whose last model `cell` starts from: its `pretrain` method on the same federation and network."""
-    fitting = experiment.alike.get(_place(cell, cell.pretrain))
+    origin, mine = attrgetter(*ORIGIN_FIELDS), flat_fields(cell)
+    fitting = [other for other in experiment.cells if other.method == cell.pretrain and origin(other) == origin(cell)]
     if not fitting:
         raise UserError(
             f"{method_name(cell)} starts from a {cell.pretrain} run, which {experiment.name!r} does not have on the "
             "same data and network; add that cell."
         )
-    mine = flat_fields(cell)
     return max(fitting, key=lambda other: sum(mine.get(key) == value for key, value in flat_fields(other).items()))
 
 

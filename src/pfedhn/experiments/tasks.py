@@ -11,32 +11,26 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.execute import start
-from pfedhn.experiments.queue import Failure, Queue, failure
-from pfedhn.experiments.spec import Experiment, RunSpec
+from pfedhn.experiments.preflight import Preflight
+from pfedhn.experiments.queue import Queue, Stopped, failure, run_all
+from pfedhn.experiments.spec import RunSpec
 from pfedhn.runs.cluster import Software, connection, submit, why_it_failed
 from pfedhn.runs.execute import computing_on
-from pfedhn.runs.progress import Event, Said, Update
+from pfedhn.runs.progress import Event, RunFailed, RunFinished, Said, Update
 from pfedhn.system.files import read_bytes
-from pfedhn.system.stopping import stop_on_signal, stop_requests
+from pfedhn.system.stopping import stop_on_signal
 
 GPU_SHARE = 0.25  # of a GPU for each run: processes on one GPU take slices of its time, so that more gain little
 MAX_LOSSES = 3  # of a run that did not move on in between: it may be what ends its workers
 SECONDS_BETWEEN_LOOKS = 2.0  # for the head of the cluster
 MAX_MISSES = 5  # in a row; then it is gone
 SECONDS_TO_CHECK = 120  # that a machine may take to load PyTorch and look for the data
-
-
-class _Stopped(NamedTuple):
-    """A task's answer to a request to stop: the run stands in its checkpoint."""
-
-    run: str
 
 
 @contextmanager
@@ -71,25 +65,22 @@ class Cluster:
 
         return bool(ray.cluster_resources().get("GPU"))
 
-    def check(self, directory: Path, runs: Sequence[RunSpec], options: Options) -> None:
+    def check(self, ready: Preflight) -> None:
         """Refuse machines that could not run these runs: other versions, another folder, no data; and too small ones.
 
-        Args:
-            directory: Of the experiment; all machines must see it.
-            runs: One of each kind of data is tried.
-            options: How to run.
+        One run of each kind of data is tried. All machines must see the experiment's directory.
         """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-        needed = _needs(options)
+        needed = _needs(ready.options)
         asked = {"CPU": needed["num_cpus"], "GPU": needed.get("num_gpus", 0)}
         if not any(all(node["Resources"].get(name, 0) >= number for name, number in asked.items()) for node in nodes):
             wanted = f"{asked['CPU']} cores" + (f" and {asked['GPU']:g} of a GPU" if asked["GPU"] else "")
             raise UserError(f"no machine of the Ray cluster has {wanted}, which a run needs; give fewer --threads.")
-        kinds = list({(run.cell.dataset, str(run.cell.partition)): run for run in runs}.values())
-        given = (directory, read_bytes(directory / "experiment.toml"), kinds, options, Software.here())
+        kinds = list({(run.cell.dataset, str(run.cell.partition)): run for run in ready.waiting}.values())
+        given = (ready, read_bytes(ready.directory / "experiment.toml"), kinds, Software.here())
         answers = {}
         for node in nodes:
             place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
@@ -106,41 +97,75 @@ class Cluster:
             if trouble is not None:
                 raise UserError(f"the Ray worker {host} cannot be used: {trouble.rstrip('.')}.")
 
-    def run(self, queue: Queue, directory: Path, jobs: int | None, options: Options) -> None:
-        """Give runs to the cluster, as many at a time as it has room for or `jobs` allows."""
+    def run(self, queue: Queue) -> None:
+        """Give runs to the cluster, as many at a time as it has room for or `--jobs` allows."""
         import ray
 
-        tasks: dict[str, _Task] = {}
-        losses: Counter[str] = Counter()
-        requests: list[int] = []
-        is_told_to_stop = False
-        watch = _Watch(self.on, ray.get_runtime_context().gcs_address)
-        with stop_requests(requests.append):
-            try:
-                while True:
-                    if requests and not is_told_to_stop:
-                        is_told_to_stop = True
-                        for task in tasks.values():
-                            ray.cancel(task.events)  # comes to it as Ctrl-C does
-                    if len(requests) > 1:
-                        raise KeyboardInterrupt
-                    while not requests and (jobs is None or len(tasks) < jobs) and (run := queue.take()) is not None:
-                        given = (directory, queue.experiment, run, options, Software.here())
-                        tasks[run.name] = _Task(run, submit(_work, given, **_needs(options)))
-                    if not tasks:
-                        break
-                    watch.look()
-                    waiting = {task.events: task for task in tasks.values()}
-                    ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0.1)
-                    for events in ready:
-                        if not _hear(queue, waiting[events], losses):
-                            del tasks[waiting[events].run.name]
-            finally:
-                for task in tasks.values():
-                    with suppress(Exception):  # whatever became of the cluster, this must not hide it
-                        ray.cancel(task.events, force=True)
-        if requests:
-            raise KeyboardInterrupt
+        run_all(_Tasks(queue, _Watch(self.on, ray.get_runtime_context().gcs_address)))
+
+
+class _Tasks:
+    """Runs that were given to the cluster."""
+
+    def __init__(self, queue: Queue, watch: "_Watch") -> None:
+        self.queue, self.watch = queue, watch
+        self.tasks: dict[str, _Task] = {}
+        self.losses: Counter[str] = Counter()
+
+    def hand_out(self) -> None:
+        ready = self.queue.ready
+        while (ready.jobs is None or len(self.tasks) < ready.jobs) and (run := self.queue.take()) is not None:
+            self.tasks[run.name] = _Task(run, submit(_work, (ready, run, Software.here()), **_needs(ready.options)))
+
+    def stop(self) -> None:
+        import ray
+
+        for task in self.tasks.values():
+            ray.cancel(task.events)  # comes to it as Ctrl-C does
+
+    def hear(self) -> bool:
+        import ray
+
+        if not self.tasks:
+            return False
+        self.watch.look()
+        waiting = {task.events: task for task in self.tasks.values()}
+        for events in ray.wait(list(waiting), num_returns=len(waiting), timeout=0.1)[0]:
+            if not self._is_going_on(waiting[events]):
+                del self.tasks[waiting[events].run.name]
+        return True
+
+    def _is_going_on(self, task: _Task) -> bool:
+        """Take in the next word of a task; False once it has ended."""
+        import ray
+
+        name, queue = task.run.name, self.queue
+        try:
+            said = ray.get(next(task.events))
+        except (StopIteration, ray.exceptions.TaskCancelledError):
+            return False
+        except ray.exceptions.RayTaskError as error:
+            return queue.hear(RunFailed(name, f"its Ray worker cannot be used: {why_it_failed(error)}.", True))
+        except ray.exceptions.RayError as error:
+            self.losses[name] += 1
+            if self.losses[name] >= MAX_LOSSES:
+                sentence = f"its worker was lost {MAX_LOSSES} times before it moved on, perhaps for want of memory"
+                return queue.hear(RunFailed(name, f"{sentence} ({first_line(error)})."))
+            queue.hear(Said(name, "its worker was lost; it continues elsewhere from its last checkpoint."))
+            queue.waiting.insert(0, task.run)
+            return False
+        if isinstance(said, Update):
+            if 0 <= task.step < said.step:
+                self.losses[name] = 0
+            task.step = said.step
+        return queue.hear(said)
+
+    def kill(self) -> None:
+        import ray
+
+        for task in self.tasks.values():
+            with suppress(Exception):  # whatever became of the cluster, this must not hide it
+                ray.cancel(task.events, force=True)
 
 
 @dataclass
@@ -175,86 +200,48 @@ def _needs(options: Options) -> dict[str, Any]:
     return needs if options.device == "cpu" else needs | {"num_gpus": GPU_SHARE}
 
 
-def _hear(queue: Queue, task: _Task, losses: Counter[str]) -> bool:
-    """Take in the next word of a task; False once it has ended."""
-    import ray
-
-    name = task.run.name
-    try:
-        said = ray.get(next(task.events))
-    except (StopIteration, ray.exceptions.TaskCancelledError):
-        return False
-    except ray.exceptions.RayTaskError as error:
-        queue.end(name, Failure(f"its Ray worker cannot be used: {why_it_failed(error)}.", True))
-        return False
-    except ray.exceptions.RayError as error:
-        losses[name] += 1
-        if losses[name] >= MAX_LOSSES:
-            sentence = f"its worker was lost {MAX_LOSSES} times before it moved on, perhaps for want of memory"
-            queue.end(name, Failure(f"{sentence} ({first_line(error)}).", False))
-        else:
-            queue.listen(Said(name, "its worker was lost; it continues elsewhere from its last checkpoint."))
-            queue.waiting.insert(0, task.run)
-        return False
-    match said:
-        case Update(step=step):
-            if 0 <= task.step < step:
-                losses[name] = 0
-            task.step = step
-            queue.listen(said)
-        case Said():
-            queue.listen(said)
-        case _Stopped():
-            return False
-        case ending:
-            queue.end(name, ending)
-            return False
-    return True
-
-
-def _look_around(
-    directory: Path, content: bytes, runs: Sequence[RunSpec], options: Options, software: Software
-) -> Iterator[str | None]:
+def _look_around(ready: Preflight, content: bytes, runs: Sequence[RunSpec], software: Software) -> Iterator[str | None]:
     """On a machine of the cluster: why it cannot run these runs; None if it can."""
     if (trouble := software.trouble_here()) is not None:
         yield trouble
         return
-    file = directory / "experiment.toml"
+    file = ready.directory / "experiment.toml"
     if not file.exists() or read_bytes(file) != content:
         yield f"it does not see {file} as the machine that asks does; give an --out that all machines share"
         return
     try:
         for run in runs:
-            build_simulation(run, replace(options, device="cpu"))
+            build_simulation(run, replace(ready.options, device="cpu"))
     except Exception as error:  # also of a person's own code, which makes the data
         yield str(error) if isinstance(error, UserError) else first_line(error)
         return
     yield None
 
 
-def _work(directory: Path, experiment: Experiment, run: RunSpec, options: Options, software: Software) -> Iterator[Any]:
+def _work(ready: Preflight, run: RunSpec, software: Software) -> Iterator[Any]:
     """On a machine of the cluster: a run, what it says on the way, and how it ended."""
     if (trouble := software.trouble_here()) is not None:  # it may have joined the cluster after the others were asked
-        yield Failure(f"the Ray worker {platform.node()} cannot be used: {trouble}.", True)
+        yield RunFailed(run.name, f"the Ray worker {platform.node()} cannot be used: {trouble}.", True)
         return
     heard: list[Event] = []
+    options = ready.options
     with (
         computing_on(options.device, options.precision, options.deterministic, round(1 / GPU_SHARE)),
         stop_on_signal() as stop,  # Ray's cancel comes as Ctrl-C
     ):
-        ending: Any = None
+        ending: Event | Stopped | None = None
         try:
-            going = start(directory, experiment, run, options, heard.append, stop)
+            going = start(ready, run, heard.append, stop)
             while ending is None:
                 try:
                     next(going)
                 except StopIteration as end:
-                    ending = end.value.result
+                    ending = RunFinished(run.name, end.value.result)
                 yield from _taken(heard)
         except KeyboardInterrupt:
-            ending = _Stopped(run.name)
+            ending = Stopped(run.name)
         except Exception as error:
-            ending = failure(error, directory / run.name)
+            ending = failure(error, ready.directory / run.name)
         yield from _taken(heard)
         yield ending
 

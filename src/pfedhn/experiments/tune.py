@@ -22,10 +22,9 @@ from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.grid import select
 from pfedhn.experiments.queue import Outcome
 from pfedhn.experiments.rates import Rates
-from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_digest, is_own_data, method_name
+from pfedhn.experiments.spec import Cell, Experiment, RunSpec, distinct, is_own_data, method_name
 from pfedhn.storage.schema import Result, to_json
 from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
-from pfedhn.system.environment import Environment
 from pfedhn.system.files import is_empty, read_bytes, write_atomically
 
 CLIENTS = 50  # the paper tunes with 50 clients and keeps the rates for 10 and 100
@@ -37,14 +36,7 @@ Grid: TypeAlias = Mapping[str, tuple[Any, ...]]
 """Settings of a method and the values that are tried."""
 
 
-def all_grids(own: Mapping[str, Grid] | None = None) -> dict[str, Grid]:
-    """The grid of every method that has one; those of an experiment file replace ours."""
-    grids = {name: known.grid for name, known in ALGORITHMS.items()} | dict(own or {})
-    return {name: grid for name, grid in grids.items() if grid}
-
-
 Stage: TypeAlias = Literal["first", "finals"]
-STAGES: tuple[Stage, ...] = ("first", "finals")
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is tried for an experiment, and by which rule one point of each method is chosen."""
+    """The points to try for an experiment, and the rule that chooses one for each method."""
 
     experiment: Experiment
     points: tuple[Point, ...]  # of every method that has a grid; those not tuned this time are never run
@@ -75,13 +67,13 @@ class Tuning:
         All points are in both, so that other methods can be tuned in the same directory later.
         """
         name = self.experiment.name
-        short = [self._shortened(point.cell) for point in self.points]
-        title = f"Tuning {name}: every point for {self.fraction:g} of the steps"
+        titles: dict[Stage, str] = {
+            "first": f"Tuning {name}: every point for {self.fraction:g} of the steps",
+            "finals": f"Tuning {name}: the best points in full",
+        }
         return {
-            "first": Experiment(f"{name}-first", tuple(short), (0,), title),
-            "finals": Experiment(
-                f"{name}-finals", tuple(p.cell for p in self.points), (0,), f"Tuning {name}: the best points in full"
-            ),
+            stage: Experiment(f"{name}-{stage}", tuple(self.cell(stage, point) for point in self.points), (0,), title)
+            for stage, title in titles.items()
         }
 
     def points_of(self, method: str) -> list[Point]:
@@ -89,21 +81,18 @@ class Tuning:
 
     def runs(self, stage: Stage, points: Iterable[Point]) -> list[RunSpec]:
         """The runs of some points."""
-        return [self.stages[stage].run_of(self._cell(stage, p), seed) for p in points for seed in self.seeds]
+        return [self.stages[stage].run_of(self.cell(stage, point), seed) for point in points for seed in self.seeds]
 
-    def steps(self, stage: Stage, point: Point) -> int:
-        return self._cell(stage, point).steps
-
-    def _cell(self, stage: Stage, point: Point) -> Cell:
-        return point.cell if stage == "finals" else self._shortened(point.cell)
-
-    def _shortened(self, cell: Cell) -> Cell:
-        return replace(cell, steps=max(1, round(self.fraction * cell.steps)))
+    def cell(self, stage: Stage, point: Point) -> Cell:
+        """What is run for a point: in the first stage for a fraction of its steps."""
+        if stage == "finals":
+            return point.cell
+        return replace(point.cell, steps=max(1, round(self.fraction * point.cell.steps)))
 
 
 @dataclass(frozen=True)
 class TuningResults:
-    """What came of the stages of a tuning so far."""
+    """The results of the stages of a tuning so far."""
 
     tuning: Tuning
     first: Outcome
@@ -148,8 +137,8 @@ class TuningResults:
             table.min_width = len(title)  # else a narrow table breaks its own heading
             for name in self.tuning.grids[method]:
                 table.add_column(name, justify="right")
-            for stage in STAGES:
-                table.add_column(f"after {self.tuning.steps(stage, points[0]):,} steps", justify="right")
+            for stage in self.tuning.stages:
+                table.add_column(f"after {self.tuning.cell(stage, points[0]).steps:,} steps", justify="right")
             table.add_column("")
             for point in points:
                 table.add_row(
@@ -169,6 +158,7 @@ class TuningResults:
             points, finalists, winner = tuning.points_of(method), self.finalists(method), self.winner(method)
             base = points[0].cell
             fixed = {name: value for name, value in base.settings.items() if name not in tuning.grids[method]}
+            best = None if winner is None else self.finals.results[tuning.runs("finals", [winner])[0].name]
             methods[method] = {
                 "chosen": None if winner is None else dict(winner.rates),
                 "points": [
@@ -185,17 +175,9 @@ class TuningResults:
                 "fraction": tuning.fraction,
                 "finalists": tuning.finalists,
                 "command": command,
-                "environment": self._environment(winner),
+                "environment": None if best is None else to_json(best.environment),  # it may have run elsewhere
             }
         return methods
-
-    def _environment(self, winner: Point | None) -> dict[str, Any] | None:
-        """Where the winner was run, which need not be where this runs now."""
-        if winner is None:
-            return None
-        environment: Environment = self.finals.results[self.tuning.runs("finals", [winner])[0].name].environment
-        table: dict[str, Any] = to_json(environment)
-        return table
 
     def _stage_record(self, stage: Stage, point: Point) -> dict[str, Any]:
         results = self._results(stage)
@@ -203,7 +185,7 @@ class TuningResults:
         return {
             "runs": {name: _validation_score(results[name]) if name in results else "diverged" for name in names},
             "score": self.score(stage, point),
-            "steps": self.tuning.steps(stage, point),
+            "steps": self.tuning.cell(stage, point).steps,
             "seconds": round(sum(results[name].seconds for name in names if name in results), 3),
         }
 
@@ -250,7 +232,8 @@ def plan(
     cells = [run.cell for run in select(experiment, others, [0])]
     own = {method_name(cell): cell.method for cell in cells}
     named = [own.get(name, name) for name in named]
-    grids = all_grids(own_grids)
+    known = {name: method.grid for name, method in ALGORITHMS.items()} | dict(own_grids or {})
+    grids = {name: grid for name, grid in known.items() if grid}
     numbers = sorted({cell.clients for cell in cells if cell.method in grids})
     if numbers:
         clients = CLIENTS if CLIENTS in numbers else numbers[len(numbers) // 2]
@@ -262,7 +245,9 @@ def plan(
             raise UserError(f"--set {name} cannot be given: it is what is to be chosen.")
     points: list[Point] = []
     for method in dict.fromkeys(cell.method for cell in cells if cell.method in grids):
-        bases = _bases(method, cells, grids[method])
+        tried = [dict(zip(grids[method], rates, strict=True)) for rates in itertools.product(*grids[method].values())]
+        alike = [replace(cell, settings={**cell.settings, **tried[0]}) for cell in cells if cell.method == method]
+        bases = distinct(alike)  # which differ in more than what is tuned
         if method in methods and len(bases) > 1:
             raise UserError(
                 f"{experiment.name!r} has {len(bases)} cells of {method} with {bases[0].clients} clients, which might "
@@ -272,7 +257,12 @@ def plan(
             raise UserError(f"{method} would be tuned on validation examples, and there are none; {LEAVE_SOME}.")
         if method in methods and bases[0].pretrain is not None:
             raise UserError(f"{method} starts from {bases[0].pretrain} here; only methods with no pretrain are tuned.")
-        points += [point for base in bases if base.pretrain is None for point in _grid_points(base, grids[method])]
+        points += [
+            Point(method, rates, replace(base, settings={**base.settings, **rates}))
+            for base in bases
+            if base.pretrain is None
+            for rates in tried
+        ]
     return Tuning(experiment, tuple(points), tuple(methods), grids, tuple(seeds or (0,)), fraction, finalists)
 
 
@@ -299,19 +289,6 @@ def _methods_to_tune(
         hint = f"; --only method={others[0]} tunes {others[0]}" if others else ""
         raise UserError(f"{experiment.name!r} has no method that is tuned unless it is named{hint}.")
     return methods
-
-
-def _bases(method: str, cells: Iterable[Cell], grid: Grid) -> list[Cell]:
-    """The cells of a method that differ in more than what is tuned."""
-    first_point = {name: values[0] for name, values in grid.items()}
-    alike = [replace(c, settings={**c.settings, **first_point}) for c in cells if c.method == method]
-    return list({cell_digest(cell): cell for cell in alike}.values())
-
-
-def _grid_points(base: Cell, grid: Grid) -> Iterator[Point]:
-    for values in itertools.product(*grid.values()):
-        rates = dict(zip(grid, values, strict=True))
-        yield Point(base.method, rates, replace(base, settings={**base.settings, **rates}))
 
 
 def _text(score: float | None) -> str:

@@ -59,8 +59,12 @@ class RunFinished(NamedTuple):
 
 
 class RunFailed(NamedTuple):
+    """Why a run did not finish."""
+
     run: str
     sentence: str
+    is_bad_input: bool = False  # else something happened on the way: divergence, a full disk
+    has_diverged: bool = False
 
 
 Event: TypeAlias = Update | Said | RunFinished | RunFailed
