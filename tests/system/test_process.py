@@ -1,7 +1,8 @@
-"""Importing pfedhn changes nothing in a process; `set_up_process` does what it says, or says that it is too late."""
+"""Importing pfedhn changes nothing in a process; `set_up_process` does what it says; signals stop a run soon."""
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 import pfedhn
 from pfedhn.system import process
+from pfedhn.system.process import STOPS, stop_on_signal
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="PyTorch's threads and glibc's allocator are Linux's")
 
@@ -159,31 +161,31 @@ def test_a_worker_is_set_up_before_it_imports_anything() -> None:
     """It would say that it is too late if its arguments, which import torch, were read first."""
     said = in_fresh_process("""
 from multiprocessing.connection import Connection
-from pfedhn.system.process import start_ahead, start_process
-start_ahead()
+from pfedhn.system.process import start_process
 from pfedhn.experiments.directory import Options
-for _ in range(2):  # the one that was started ahead, and another
-    worker, pipe = start_process(Connection.send, Options("demo"))
-    assert pipe.recv() == Options("demo")
-    worker.join()
+worker, pipe = start_process(Connection.send, Options("demo"))
+assert pipe.recv() == Options("demo")
+worker.join()
 assert dict(os.environ) == before
 """)
     assert said == ""
 
 
-@LINUX
-def test_a_process_started_ahead_is_the_next_that_works_or_ends_with_its_parent() -> None:
-    said = in_fresh_process("""
-import signal
-from multiprocessing.connection import Connection
-from pfedhn.system import process
-signal.alarm(60)  # or it would wait for ever
-for _ in range(2):
-    process.start_ahead("wave")
-(_, last) = [worker for worker, _ in process._ahead]
-worker, pipe = process.start_process(Connection.send, "done")
-assert worker is last
-assert pipe.recv() == "done"
-assert [worker.is_alive() for worker, _ in process._ahead] == [True]
-""")
-    assert said == ""
+@pytest.mark.parametrize("number", STOPS)
+def test_every_request_to_stop_is_heard_and_a_second_one_at_once(number: signal.Signals) -> None:
+    with stop_on_signal() as stop:
+        signal.raise_signal(number)
+        assert stop.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signal() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.is_set()
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -8,7 +8,6 @@ import typer
 from rich.markup import escape
 
 from pfedhn.cli.options import JobsOption
-from pfedhn.system.process import num_cores, start_ahead
 from pfedhn.system.screen import Screen, say
 
 
@@ -25,8 +24,6 @@ def demo(
       pfedhn demo
       pfedhn demo --out my-demo
     """
-    if not out.exists() and num_cores() > 1 and jobs != 1:
-        start_ahead("pfedhn.experiments.workers", "torch._dynamo")  # the second is part of every gradient
     from pfedhn.cli.running import displayed, end
     from pfedhn.experiments.directory import Options
     from pfedhn.experiments.grid import select

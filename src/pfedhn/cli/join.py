@@ -81,7 +81,7 @@ def join(
     from pfedhn.deploy.join import Joined, enroll, load_party, remember
     from pfedhn.privacy import Privacy
     from pfedhn.system.files import claimed, given_path, make_folder
-    from pfedhn.system.stopping import stop_requests
+    from pfedhn.system.process import stop_requests
 
     privacy = None
     if any(option is not None for option in (clip, noise, epsilon, level, delta)):  # one that counts for nothing lies

@@ -18,8 +18,7 @@ from pfedhn.experiments.spec import Experiment, RunSpec
 from pfedhn.runs.execute import drain
 from pfedhn.runs.progress import Event, Said, Update
 from pfedhn.storage.schema import Result
-from pfedhn.system.process import start_process
-from pfedhn.system.stopping import stop_requests
+from pfedhn.system.process import start_process, stop_requests
 
 
 class _Stopped(NamedTuple):

@@ -20,8 +20,7 @@ from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import Callback
 from pfedhn.storage.spec import Origin, read_spec
 from pfedhn.system.files import given_path
-from pfedhn.system.process import advise_once
-from pfedhn.system.stopping import stop_on_signal
+from pfedhn.system.process import advise_once, stop_on_signal
 
 Precision = Literal["tf32", "fp32"]
 

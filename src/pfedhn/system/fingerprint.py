@@ -4,7 +4,6 @@ import dis
 import hashlib
 import inspect
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from pfedhn.system.process import num_cores
 
 BYTES_AT_ONCE = 1 << 24
 LIBRARIES = ("torch", "numpy", "pfedhn")  # their code is not looked at: a run's directory names their versions
@@ -50,7 +51,7 @@ def of_tensor(tensor: Tensor, decode: Callable[[Tensor], Tensor] | None = None, 
     if flat.ndim == 4:
         flat = flat.movedim(1, -1)  # as images lie in memory, where nothing has to be moved
     width = max(1, flat[:1].numel() * dtype.itemsize)  # parts are hashed apart, so they do not depend on the storage
-    with ThreadPoolExecutor(max(1, min(4, _num_cores()))) as threads:
+    with ThreadPoolExecutor(max(1, min(4, num_cores()))) as threads:
         for part in threads.map(partial(_of_rows, decode=decode), flat.split(max(1, BYTES_AT_ONCE // width))):
             whole.update(part)
     if known is not None:
@@ -62,10 +63,6 @@ def _of_rows(rows: Tensor, decode: Callable[[Tensor], Tensor] | None) -> bytes:
     values = rows.cpu() if decode is None else decode(rows.cpu())
     values = values.contiguous().reshape(-1)  # in one order, however it lies
     return hashlib.sha256(values.view(torch.uint8).numpy().data).digest() if values.numel() else b""
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def of_module(module: nn.Module) -> str:
