@@ -19,8 +19,8 @@ import pfedhn
 from pfedhn.cli import plan
 from pfedhn.cli.app import app
 from pfedhn.engine.simulate import Simulation
-from pfedhn.runs.portable import to_markdown
-from pfedhn.storage.spec import read_spec, write_spec
+from pfedhn.runs.export import to_markdown
+from pfedhn.storage.directory import read_spec, write_spec
 from pfedhn.system.screen import Screen
 
 CLINICS = """

@@ -25,7 +25,7 @@ from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.models import build, factory
 from pfedhn.runs.assemble import assemble
 from pfedhn.runs.execute import drain
-from pfedhn.storage.spec import Origin, open_directory
+from pfedhn.storage.directory import Origin, open_directory
 
 NOVEL = {"rule": "dirichlet", "alpha": 1.0, "novel_clients": 2}
 

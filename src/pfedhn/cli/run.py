@@ -136,7 +136,7 @@ def run(
     from pfedhn.cli.showing import show_results
     from pfedhn.experiments.runner import run_ready
     from pfedhn.experiments.tasks import connected
-    from pfedhn.storage.history import MendableError
+    from pfedhn.storage.directory import MendableError
     from pfedhn.system.files import given_path
 
     if resume is not None:

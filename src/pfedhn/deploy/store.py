@@ -19,7 +19,7 @@ from pfedhn.storage.checkpoint import (
     remove_old,
     write_checkpoint,
 )
-from pfedhn.storage.trees import filled, named, read_tensors
+from pfedhn.storage.files import filled, named, read_tensors
 from pfedhn.system.files import make_folder, write_atomically
 
 FORMAT = 4

@@ -17,8 +17,8 @@ from pfedhn.runs.execute import execute
 from pfedhn.runs.progress import Said, watch_run
 from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import tracker
+from pfedhn.storage.directory import Origin, read_spec
 from pfedhn.storage.restore import to_plan
-from pfedhn.storage.spec import Origin, read_spec
 
 
 def start(

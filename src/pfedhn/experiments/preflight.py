@@ -12,9 +12,8 @@ from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.directory import Directory, Options, finished
 from pfedhn.experiments.execute import refuse_changed_base
 from pfedhn.experiments.spec import Experiment, RunSpec, is_own_data, with_pretraining
-from pfedhn.storage.history import MendableError
+from pfedhn.storage.directory import MendableError, Spec, is_data_of, read_spec
 from pfedhn.storage.schema import Result
-from pfedhn.storage.spec import Spec, is_data_of, read_spec
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from pfedhn.errors import RunError
 from pfedhn.params import Params, take
 from pfedhn.runs.load import load
-from pfedhn.storage.history import read_result
+from pfedhn.storage.directory import read_result
 from pfedhn.storage.schema import Cost
 
 

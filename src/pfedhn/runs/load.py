@@ -7,18 +7,14 @@ from typing import Any
 
 import torch
 
-from pfedhn.engine.network import (
-    check_factory,
-)
+from pfedhn.engine.network import check_factory
 from pfedhn.errors import UserError, closest, some
 from pfedhn.model import Factory, PerExample
 from pfedhn.runs.assemble import choose_device
 from pfedhn.runs.run import Run
 from pfedhn.storage.checkpoint import load_state
-from pfedhn.storage.history import read_result
+from pfedhn.storage.directory import Origin, identity, read_result, read_spec
 from pfedhn.storage.restore import to_plan
-from pfedhn.storage.schema import Moment, from_json
-from pfedhn.storage.spec import Origin, identity, read_spec
 from pfedhn.system.files import given_path
 
 logger = logging.getLogger("pfedhn")
@@ -79,10 +75,9 @@ def load(
                 f"{path} holds a result and no model, as every run of a tuning does; train it again in another folder."
             )
         raise UserError(f"{path} holds no checkpoint yet; wait until its run has written one.")
-    history = [from_json(Moment, table) for table in stored.history]
     origin = Origin(spec.name, spec.method.name, cell=spec.cell or {}, dataset=spec.data.name)
-    seconds = history[-1].seconds if history else 0.0
-    return Run(plan, stored.state, origin, history, seconds, read_result(path, spec))
+    seconds = stored.history[-1].seconds if stored.history else 0.0
+    return Run(plan, stored.state, origin, stored.history, seconds, read_result(path, spec))
 
 
 def _run_directory(path: Path, name: str | None) -> Path:

@@ -21,7 +21,6 @@ from rich.text import Text
 
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Progress as RunProgress
-from pfedhn.runs.scores import score_text
 from pfedhn.storage.schema import Result, Scores
 from pfedhn.system.screen import Screen
 
@@ -73,10 +72,10 @@ def watch_run(run: str, simulation: Simulation, tell: Callable[[Update], None]) 
     score, told = "compiling" if simulation.federation.x.is_cuda else "starting", 0.0
     tell(Update(run, 0, total, score, False, simulation.clients_per_round))
 
-    def watch(progress: RunProgress, state: Any) -> None:
+    def watch(progress: RunProgress, run: Any) -> None:
         nonlocal score, told
         if progress.evaluation is not None:
-            score = score_text(state)
+            score = run.progress
         elif time.monotonic() - told < SECONDS_BETWEEN_UPDATES and progress.step < total:
             return
         told = time.monotonic()

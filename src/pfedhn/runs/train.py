@@ -18,7 +18,7 @@ from pfedhn.runs.execute import computing_on, drain, execute
 from pfedhn.runs.progress import bar
 from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import Callback
-from pfedhn.storage.spec import Origin, read_spec
+from pfedhn.storage.directory import Origin, read_spec
 from pfedhn.system.files import given_path
 from pfedhn.system.process import advise_once, stop_on_signal
 

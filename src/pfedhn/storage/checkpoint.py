@@ -21,8 +21,8 @@ from pfedhn.engine.plan import Plan
 from pfedhn.engine.state import Best, Diverged, Evaluation, Flight, Memories, State, Work, lower_rates
 from pfedhn.errors import RunError
 from pfedhn.params import take
-from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
-from pfedhn.storage.trees import filled, named
+from pfedhn.storage.files import DamagedError, filled, named, sealed_json, unsealed_json
+from pfedhn.storage.schema import Moment, from_json, to_json
 from pfedhn.system.files import read_bytes, write_atomically
 from pfedhn.system.fingerprint import differ
 
@@ -38,26 +38,19 @@ class CheckpointError(RunError):
 class Loaded(NamedTuple):
     """What a directory's checkpoints hold."""
 
-    state: State | None  # of the newest sound one; None if there is none at all
+    state: State | None  # of the newest intact one; None if there is none at all
     refused: list[str]  # a sentence for each that cannot be trusted
-    history: list[Any]  # of that state, as it was given to `save_state`
+    history: list[Moment]  # of that state
 
 
 def save_state(
-    directory: Path,
-    state: State,
-    plan: Plan,
-    run: Mapping[str, str] | None = None,
-    history: Sequence[Any] = (),
+    directory: Path, state: State, plan: Plan, run: Mapping[str, str] | None = None, history: Sequence[Moment] = ()
 ) -> None:
-    """Write `state`; older checkpoints than the last two are removed. A state that has diverged is not written.
+    """Write a checkpoint and keep the one before it. A state that has diverged is not written.
 
     Args:
-        directory: Of the run.
-        state: Where it stands.
-        plan: What it is.
-        run: Names for what it is made of; a checkpoint of a run with other ones is refused.
-        history: Its evaluations so far, as JSON can hold them.
+        run: Digests of what the run is made of; a checkpoint of a run with other digests is refused.
+        history: The evaluations so far.
     """
     if plan.device.type == "cuda":
         # A captured run writes on a stream of its own, which nothing here would wait for.
@@ -74,7 +67,7 @@ def save_state(
     record: dict[str, Any] = {
         "format": FORMAT,
         "run": dict(run or {}),
-        "history": list(history),
+        "history": to_json(list(history)),
         "round": state.round,
         "step": step,
         "bytes_down": state.bytes_down,
@@ -102,15 +95,7 @@ def save_state(
 def write_checkpoint(
     directory: Path, number: int, record: Mapping[str, Any], tensors: Mapping[str, Tensor], mode: int = 0o666
 ) -> None:
-    """Write the two files of a checkpoint.
-
-    Args:
-        directory: Of the checkpoints.
-        number: Of this one; the highest is the newest.
-        record: What JSON can hold.
-        tensors: By name.
-        mode: Who may read and write the files, as in `write_atomically`.
-    """
+    """Write the two files of a checkpoint; the one with the highest number is the newest."""
     content = save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
     record = {**record, "tensors_sha256": hashlib.sha256(content).hexdigest()}
     name = f"checkpoint-{number:09d}"
@@ -152,7 +137,7 @@ def read_checkpoint_tensors(path: Path, record: Mapping[str, Any]) -> dict[str, 
 
 
 def load_state(directory: Path, plan: Plan, run: Mapping[str, str] | None = None) -> Loaded:
-    """The newest checkpoint that is sound and of this run."""
+    """Read the newest checkpoint that is intact and of this run."""
     refused = []
     for path in checkpoints(directory):
         try:
@@ -161,7 +146,8 @@ def load_state(directory: Path, plan: Plan, run: Mapping[str, str] | None = None
         except CheckpointError as error:
             refused.append(str(error))
             continue
-        return Loaded(_to_state(tensors, record, plan), refused, record["history"])
+        history = [from_json(Moment, table) for table in record["history"]]
+        return Loaded(_to_state(tensors, record, plan), refused, history)
     if refused:
         raise CheckpointError(
             f"{refused[0]} No intact checkpoint is left in {directory}; move or remove that folder, and the same "

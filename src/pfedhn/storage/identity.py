@@ -20,10 +20,10 @@ from pfedhn.engine.transform import TRANSFORMS, Transform
 from pfedhn.model import Model
 from pfedhn.params import Params
 from pfedhn.settings import settings_in, values_in_short
-from pfedhn.storage.schema import to_json
-from pfedhn.storage.seal import (
+from pfedhn.storage.files import (
     digest,
 )
+from pfedhn.storage.schema import to_json
 from pfedhn.system import fingerprint
 from pfedhn.system.reference import name_of
 

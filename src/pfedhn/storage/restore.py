@@ -22,15 +22,15 @@ from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
 from pfedhn.settings import build
+from pfedhn.storage.directory import (
+    Part,
+    Spec,
+    refuse_other_base,
+)
 from pfedhn.storage.identity import (
     constants_digest,
     networks_digest,
     registered,
-)
-from pfedhn.storage.spec import (
-    Part,
-    Spec,
-    refuse_other_base,
 )
 from pfedhn.system.reference import Code, find, find_code
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from pfedhn.engine.evaluate import SplitResult
 from pfedhn.errors import UserError
 from pfedhn.system.environment import Environment
 
@@ -85,6 +86,22 @@ class Scores:
             raise SchemaError("one mean is missing")
         if self.clients and self.client_examples is not None and len(self.clients) != len(self.client_examples):
             raise SchemaError("'clients' and 'client_examples' differ in length")
+
+    @staticmethod
+    def of(result: SplitResult, per_client: bool = True) -> "Scores":
+        """A split's scores as plain numbers."""
+        sums = (result.loss if result.metric is None else result.metric).tolist()
+        values = tuple(int(value) if float(value).is_integer() else float(value) for value in sums)
+        return Scores(
+            result.mean_loss,
+            int(result.count.sum()),
+            None if result.metric is None else result.client_mean,
+            None if result.metric is None else result.sample_mean,
+            tuple(int(value) if float(value).is_integer() else float(value) for value in values)
+            if per_client
+            else None,
+            tuple(result.count.tolist()) if per_client else None,
+        )
 
     @property
     def has_accuracy(self) -> bool:
