@@ -12,11 +12,7 @@ from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS, find_method
 from pfedhn.data.federation import Federation
 from pfedhn.engine.memory import refuse_too_large
-from pfedhn.engine.network import (
-    build_model,
-    refuse_single_rows,
-    with_num_outputs,
-)
+from pfedhn.engine.network import build_model, refuse_single_rows, with_num_outputs
 from pfedhn.engine.plan import make_plan
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import refuse_without_evaluation

@@ -5,8 +5,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +35,22 @@ NUM_CLIENTS_IN_METRICS = 1_000  # larger federations keep per-client scores of t
 NUM_CLIENTS_DESCRIBED = 2_000  # of more, a result does not say who holds what
 
 Value = TypeVar("Value")
+
+
+@dataclass
+class _Pace:
+    """How often the runs of a process write checkpoints: 24 hypernetworks take half a minute to write."""
+
+    num_runs: int = 0
+    last: float = 0.0  # seconds that one took
+
+    @property
+    def seconds(self) -> float:
+        """Between two checkpoints of a run."""
+        return max(CHECKPOINT_SECONDS, self.num_runs * self.last / CHECKPOINT_SHARE)
+
+
+_PACE = _Pace()
 
 
 def execute(
@@ -70,7 +86,8 @@ def execute(
     if checkpoint_every is not None:
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every)
     run = Run(simulation, simulation.initial_state(), origin or Origin.of(simulation.algorithm, directory))
-    with held(directory), _computing_with(directory, threads), _closing(callbacks), _PACE.shared():
+    alone = nullcontext() if directory is None else held(directory)
+    with alone, _going_on(directory, threads, callbacks):
         files = None if directory is None else _resumed(run, directory, say)
         started = time.monotonic() - run.seconds
         saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
@@ -136,29 +153,21 @@ def _resumed(run: Run, directory: Path, say: Callable[[str], None]) -> RunDirect
     return files
 
 
-class _Pace:
-    """How often the runs of a process write checkpoints: 24 hypernetworks take half a minute to write."""
-
-    def __init__(self) -> None:
-        self.num_runs = 0
-        self.last = 0.0  # seconds that one took
-
-    @property
-    def seconds(self) -> float:
-        """Between two checkpoints of a run."""
-        return max(CHECKPOINT_SECONDS, self.num_runs * self.last / CHECKPOINT_SHARE)
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """One run more, inside the block."""
-        self.num_runs += 1
-        try:
-            yield
-        finally:
-            self.num_runs -= 1
-
-
-_PACE = _Pace()
+@contextmanager
+def _going_on(directory: Path | None, threads: int | None, callbacks: Sequence[Callback]) -> Iterator[None]:
+    """Count the run and set PyTorch's threads for it; at the end, close the callbacks."""
+    stored = None if directory is None else read_spec(directory)
+    before, wanted = torch.get_num_threads(), threads if stored is None else stored.environment.threads
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+    _PACE.num_runs += 1
+    try:
+        yield
+    finally:
+        _PACE.num_runs -= 1
+        torch.set_num_threads(before)
+        for callback in callbacks:
+            getattr(callback, "close", lambda: None)()
 
 
 def _missing_evaluation(run: Run) -> Iterator[Progress]:
@@ -177,28 +186,6 @@ def _refuse_blind_choice(evaluation: Evaluation) -> None:
             f"the metric is NaN on validation examples at step {evaluation.step}, so that no round can be chosen by "
             "it; fix the metric."
         )
-
-
-@contextmanager
-def _closing(callbacks: Sequence[Callback]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for callback in callbacks:
-            getattr(callback, "close", lambda: None)()
-
-
-@contextmanager
-def _computing_with(directory: Path | None, threads: int | None) -> Iterator[None]:
-    stored = None if directory is None else read_spec(directory)
-    before = torch.get_num_threads()
-    wanted = threads if stored is None else stored.environment.threads
-    if wanted is not None:
-        torch.set_num_threads(wanted)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _moment_of(evaluation: Evaluation, state: State, seconds: float) -> Moment:

@@ -17,10 +17,7 @@ from pfedhn import keys
 from pfedhn.data.columns import new_client
 from pfedhn.data.federation import Federation
 from pfedhn.engine.evaluate import SplitResult
-from pfedhn.engine.network import (
-    check_model,
-    refuse_single_rows,
-)
+from pfedhn.engine.network import check_model, refuse_single_rows
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation

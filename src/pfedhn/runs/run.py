@@ -119,10 +119,8 @@ class Run:
 
     def to_frame(self) -> Any:
         """The history as a pandas table: a line per evaluation, its number of steps as the index."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise UserError("to_frame needs pandas; install it with: pip install pandas.") from error
+        import pandas  # here: most runs need no table
+
         table = [{"step": moment.step, **moment.numbers()} for moment in self.history]
         return pandas.DataFrame(table).set_index("step")
 

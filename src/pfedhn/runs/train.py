@@ -1,7 +1,7 @@
 """`pfedhn.train`: train a personal model for every client."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,7 +15,7 @@ from pfedhn.privacy import Privacy
 from pfedhn.runs.assemble import AnyAlgorithm, assemble, choose_device
 from pfedhn.runs.cluster import connection, shared_out
 from pfedhn.runs.execute import computing_on, drain, execute
-from pfedhn.runs.progress import bar
+from pfedhn.runs.progress import Display, watch_run
 from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import Callback
 from pfedhn.storage.directory import Origin, read_spec
@@ -141,14 +141,13 @@ def train(
     path = None if directory is None else given_path(directory)
     origin = Origin.of(method, path)
     simulation = shared_out(simulation, devices, on)
-    shown: AbstractContextManager[Any] = bar() if progress else nullcontext()
-    with (
-        connection(on),
-        computing_on(simulation.device, precision, deterministic),
-        stop_on_signal() as stop,
-        shown as add,
-    ):
-        watch = add(origin.method, simulation) if add else None
+    with ExitStack() as stack:
+        stack.enter_context(connection(on))
+        stack.enter_context(computing_on(simulation.device, precision, deterministic))
+        stop = stack.enter_context(stop_on_signal())
+        watch = None
+        if progress:
+            watch = watch_run(origin.method, simulation, stack.enter_context(Display(1, keeps=True)))
         work = execute(
             simulation,
             path,

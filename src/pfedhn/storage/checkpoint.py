@@ -105,9 +105,9 @@ def write_checkpoint(
 
 def remove_old(directory: Path, num_kept: int) -> None:
     """Remove all but the newest checkpoints, which are large: four times a hypernetwork, or twice a model."""
-    oldest = min((path.stem for path in checkpoints(directory)[:num_kept]), default=None)
+    oldest = min((path.stem for path in checkpoints(directory)[:num_kept]), default="checkpoint-:")  # above all digits
     for file in sorted(directory.glob("checkpoint-*")):  # the JSON file first: without it a checkpoint does not count
-        if CHECKPOINT.fullmatch(file.stem) and (oldest is None or file.stem < oldest):
+        if CHECKPOINT.fullmatch(file.stem) and file.stem < oldest:
             file.unlink(missing_ok=True)
 
 
@@ -141,7 +141,7 @@ def load_state(directory: Path, plan: Plan, run: Mapping[str, str] | None = None
     refused = []
     for path in checkpoints(directory):
         try:
-            record = verified(path, run)
+            record = _verified(path, run)
             tensors = read_checkpoint_tensors(path, record)
         except CheckpointError as error:
             refused.append(str(error))
@@ -156,7 +156,20 @@ def load_state(directory: Path, plan: Plan, run: Mapping[str, str] | None = None
     return Loaded(None, [], [])
 
 
-def verified(path: Path, run: Mapping[str, str] | None = None) -> dict[str, Any]:
+def newest_history(directory: Path, run: Mapping[str, str]) -> list[Any]:
+    """The evaluations that the newest intact checkpoint knows, as JSON holds them."""
+    for path in checkpoints(directory):
+        try:
+            history: list[Any] = _verified(path, run)["history"]
+            return history
+        except CheckpointError:
+            continue
+        except RunError:  # the run goes on, and has removed it meanwhile
+            break
+    return []
+
+
+def _verified(path: Path, run: Mapping[str, str] | None) -> dict[str, Any]:
     """The JSON file of a checkpoint, if it is intact and of this run."""
     record = read_record(path)
     if record.get("format") != FORMAT:

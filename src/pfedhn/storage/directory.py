@@ -23,31 +23,21 @@ from typing import Any
 
 from pfedhn.algorithm import Algorithm
 from pfedhn.data.description import Description
-from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule, State
 from pfedhn.errors import RunError, UserError
 from pfedhn.settings import to_toml
 from pfedhn.storage.checkpoint import (
-    CheckpointError,
     Loaded,
     checkpoints,
     differences,
     load_state,
+    newest_history,
     remove_old,
     save_state,
-    verified,
 )
 from pfedhn.storage.files import DamagedError, digest, parsed, sealed_json, sealed_text, unsealed_json, unsealed_text
-from pfedhn.storage.identity import (
-    clients_digest,
-    data_digest,
-    digests_of,
-    method_name,
-    settings_of,
-    start_content,
-    transform_name,
-)
+from pfedhn.storage.identity import digests_of, method_name, settings_of, start_content, transform_name
 from pfedhn.storage.schema import Cost, Moment, Result, SchemaError, from_json, to_json
 from pfedhn.system.environment import Environment, environment
 from pfedhn.system.files import append, claimed, flush, make_folder, read_bytes, write_atomically, writing
@@ -129,7 +119,7 @@ class Spec:
 
 
 def describe(simulation: Simulation, origin: Origin) -> Spec:
-    """What a run's directory says of it."""
+    """What spec.toml says of a run."""
     networks = {
         name: Network(
             Code.of(model.factory),
@@ -158,30 +148,21 @@ def describe(simulation: Simulation, origin: Origin) -> Spec:
 
 
 def identity(spec: Spec) -> dict[str, str]:
-    """Names for everything that decides a run's numbers, but for the machine and the versions it is made with."""
+    """Digests of everything that decides a run's numbers, except the machine and the versions of libraries."""
     parts = ("method", "upload", "download", "schedule", "seed", "executor")
     return {part: digest(to_json(getattr(spec, part))) for part in parts} | dict(spec.digests)
 
 
-def is_data_of(spec: Spec, federation: Federation) -> bool:
-    """Whether a run was trained on these clients and their examples."""
-    found = {"data": data_digest(federation), "clients": clients_digest(federation)}
-    return all(spec.digests[part] == name for part, name in found.items())
-
-
 @contextmanager
-def held(directory: Path | None) -> Iterator[None]:
-    """Keep other processes out of a run's directory inside the block, if it has one."""
-    if directory is None:
-        yield
-        return
+def held(directory: Path) -> Iterator[None]:
+    """Make a run's directory and keep other processes out of it inside the block."""
     make_folder(directory)
     with claimed(directory, SECONDS_FOR_A_LOCK):
         yield
 
 
 def open_directory(directory: Path, simulation: Simulation, origin: Origin) -> Spec:
-    """Write down what the run is, or refuse a directory that holds another one."""
+    """Write what the run is, or refuse a directory that holds another run."""
     # As it will be read again: TOML has no None and no tuples.
     given = from_json(Spec, tomllib.loads(_text(describe(simulation, origin))))
     if (stored := read_spec(directory)) is not None:
@@ -198,7 +179,7 @@ def open_directory(directory: Path, simulation: Simulation, origin: Origin) -> S
 
 
 def refuse_other_base(directory: Path, stored: Spec, frozen: str | None) -> None:
-    """Refuse what a network has frozen, where the run was trained on something else; older runs do not say on what."""
+    """Refuse frozen weights that the run was not trained on; directories of older versions do not name theirs."""
     if stored.digests.get("frozen", frozen) != frozen:
         raise UserError(
             f"{directory} was trained on other frozen weights than the network has now (was its base trained anew, or "
@@ -232,7 +213,7 @@ WORDS = {
 
 
 def _difference(there: Spec, here: Spec) -> str:
-    """In what two runs differ, in words; empty if in nothing that decides their numbers."""
+    """How two runs differ, in words; empty if all that decides their numbers is the same."""
     found = []
     for part in differences(identity(there), identity(here)):
         if part == "frozen":  # an older version did not write it down, and "network code" tells
@@ -375,7 +356,9 @@ def read_history(directory: Path) -> list[Moment]:
     A run that goes on or was killed may have half a last line, which does not count.
     """
     file, result = directory / METRICS, read_result(directory)
-    known = _history_of_newest(directory) if result is None else []
+    known = []
+    if result is None and (spec := read_spec(directory)) is not None:
+        known = newest_history(directory, identity(spec))
     try:
         tables = _tables(_metrics(directory))
         moments = [from_json(Moment, table) for table in tables]
@@ -407,21 +390,6 @@ def _tables(content: bytes) -> list[dict[str, Any]]:
         table.pop(CHAIN, None)
         tables.append(table)
     return tables
-
-
-def _history_of_newest(directory: Path) -> list[Any]:
-    """The evaluations that the newest intact checkpoint knows."""
-    spec = read_spec(directory)
-    run = {} if spec is None else identity(spec)  # without a spec there is no checkpoint either
-    for path in checkpoints(directory):
-        try:
-            history: list[Any] = verified(path, run)["history"]
-            return history
-        except CheckpointError:
-            continue
-        except RunError:  # the run goes on, and has removed it meanwhile
-            break
-    return []
 
 
 def read_result(directory: Path, spec: Spec | None = None) -> Result | None:

@@ -20,9 +20,7 @@ from pfedhn.engine.transform import TRANSFORMS, Transform
 from pfedhn.model import Model
 from pfedhn.params import Params
 from pfedhn.settings import settings_in, values_in_short
-from pfedhn.storage.files import (
-    digest,
-)
+from pfedhn.storage.files import digest
 from pfedhn.storage.schema import to_json
 from pfedhn.system import fingerprint
 from pfedhn.system.reference import name_of
@@ -108,6 +106,11 @@ def data_digest(federation: Federation) -> str:
         for client in sorted(places):
             parts += [fingerprint.of_tensor(part) for part in federation.examples_of(client)]
     return digest(parts)
+
+
+def is_data_of(digests: Mapping[str, str], federation: Federation) -> bool:
+    """Whether a run with these digests was trained on these clients and their examples."""
+    return (digests["data"], digests["clients"]) == (data_digest(federation), clients_digest(federation))
 
 
 def clients_digest(federation: Federation) -> str:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -22,16 +22,8 @@ from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
 from pfedhn.settings import build
-from pfedhn.storage.directory import (
-    Part,
-    Spec,
-    refuse_other_base,
-)
-from pfedhn.storage.identity import (
-    constants_digest,
-    networks_digest,
-    registered,
-)
+from pfedhn.storage.directory import Part, Spec, refuse_other_base
+from pfedhn.storage.identity import constants_digest, networks_digest, registered
 from pfedhn.system.reference import Code, find, find_code
 
 
@@ -45,7 +37,7 @@ def to_plan(
     metric: PerExample | None = None,
     device: str = "cpu",
 ) -> Plan:
-    """The plan of a run from its directory; what is given stands for what the directory names."""
+    """The plan of a run from its directory; what is given replaces what the directory names."""
     dtype: torch.dtype = getattr(torch, spec.data.dtype)
     dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
     models = {}
@@ -103,21 +95,14 @@ def _transform(directory: Path, direction: str, part: Part) -> Transform:
     if part.name in TRANSFORMS:
         return TRANSFORMS[part.name]
     with _naming(f"the transform of the {direction}", directory, ""):
-        transform = _built(part, find(part.name))
-        if not hasattr(transform, "encode"):
+        kind = find(part.name)
+        if not isinstance(kind, type) or not is_dataclass(kind) or not hasattr(kind, "encode"):
             raise UserError(f"{part.name} is no transform.")
-        return transform  # type: ignore[no-any-return]
-
-
-def _built(part: Part, kind: Any) -> Any:
-    """The frozen dataclass that is a method or a transform, with the settings that were stored."""
-    if not isinstance(kind, type) or not is_dataclass(kind):
-        raise UserError(f"{part.name} is no method and no transform.")
-    return build(kind, part.settings, part.name)
+        return cast(Transform, build(kind, part.settings, part.name))
 
 
 def _function(directory: Path, what: str, code: Code) -> PerExample:
-    """The loss or the metric; where it cannot be imported, a function that says so when somebody needs it."""
+    """The loss or the metric; if it cannot be imported, a function that says so when it is called."""
     try:
         with _naming(f"the {what}", directory, f"; give it as load(..., {what}=...)"):
             return code.load()
