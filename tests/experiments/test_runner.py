@@ -10,7 +10,7 @@ import threading
 import tomllib
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -631,10 +631,9 @@ def test_the_bar_names_a_method_as_it_is_registered(
 ) -> None:
     names: list[str] = []
 
-    @contextmanager
-    def bar() -> Iterator[Any]:
-        yield lambda name, simulation: names.append(name)
+    def watch_run(name: str, *given: object) -> None:
+        names.append(name)
 
-    monkeypatch.setattr(training, "bar", bar)
+    monkeypatch.setattr(training, "watch_run", watch_run)
     train(method, federation, mlp, steps=1)
     assert names == [name]

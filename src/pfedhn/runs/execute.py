@@ -206,7 +206,6 @@ def _moment_of(evaluation: Evaluation, state: State, seconds: float) -> Moment:
 
 
 def _result_of(run: Run) -> Result:
-    """The result of a run that has finished."""
     simulation, origin, chosen, state = run.simulation, run.origin, run.chosen, run.state
     validation, test = (Scores.of(chosen.splits[split]) for split in EVALUATED_SPLITS)
     unadapted = None
@@ -240,7 +239,7 @@ def _result_of(run: Run) -> Result:
 
 
 def _clients(run: Run) -> Clients | None:
-    """Who the clients are, what they hold, and where their embeddings lie; of very many clients nothing."""
+    """Names, classes and a map of the clients; None if there are very many."""
     federation = run.simulation.federation
     if federation.num_clients > NUM_CLIENTS_DESCRIBED:
         return None
@@ -254,7 +253,7 @@ def _clients(run: Run) -> Clients | None:
 
 
 def _plane(embeddings: Tensor) -> tuple[tuple[tuple[float, ...], ...] | None, float | None]:
-    """[N, D] in the plane in which they differ most (principal components), and the share of the variance there."""
+    """Embeddings [N, D] on their first two principal components, and the share of the variance there."""
     centered = nn.functional.pad(embeddings - embeddings.mean(0), (0, 1))  # one axis alone is a line in the plane
     total = float(centered.square().sum())
     if not 0 < total < math.inf:
@@ -278,7 +277,7 @@ def drain(work: Generator[Any, None, Value]) -> Value:
 
 @contextmanager
 def computing_on(device: str | torch.device, precision: str, deterministic: bool, num_runs: int = 1) -> Iterator[None]:
-    """Set how products are computed inside the block; on a CPU there is nothing to choose."""
+    """Set how a GPU computes products inside the block; a CPU has no choice."""
     if torch.device(device).type != "cuda":
         yield
         return

@@ -137,11 +137,11 @@ FORMATS: dict[str, Callable[[Portable, Mapping[str, Tensor], str], bytes]] = {
     ".onnx": _onnx,
     ".pt2": _pt2,
 }
-"""What makes the content of each kind of file, by its ending."""
+"""Makers of a file's content, by its ending."""
 
 
 def check_ending(path: Path) -> str:
-    """How a file's name ends, if there is such a format."""
+    """Return the extension of a file's name, if there is such a format."""
     if path.suffix not in FORMATS:
         raise UserError(f"{path.name} names no format of models; {closest(path.suffix, FORMATS)}")
     return path.suffix
@@ -257,7 +257,7 @@ def file_names(clients: Sequence[str]) -> list[str]:
 
 
 def to_markdown(card: Card) -> str:
-    """The card for people."""
+    """The card as Markdown."""
     network, given, data = card["network"], card["input"], card["data"] or "the clients' own data"
     lines = [f"# The model of client {_plain(card['client'])}", "", _scores(card), "", "| | |", "|---|---|"]
     rows: dict[str, Any] = {
@@ -277,7 +277,7 @@ def to_markdown(card: Card) -> str:
 
 
 def _what_goes_in(given: Mapping[str, Any]) -> list[str]:
-    """How an example becomes numbers, where the card says it."""
+    """How an example becomes numbers, if the card says it."""
     if images := given.get("images"):
         size = f"{images['height']} x {images['width']} pixels (height x width)"
         if images["resized_with"]:
@@ -302,14 +302,14 @@ def _what_goes_in(given: Mapping[str, Any]) -> list[str]:
 
 
 def index(cards: Mapping[str, Card]) -> str:
-    """A page for a folder of models: file by file, whose it is and how good."""
+    """A page for a folder of models: each file's client and its score."""
     lines = ["# Personal models", "", "| file | client | test |", "|---|---|---|"]
     lines += [f"| [{name}]({name}) | {_plain(card['client'])} | {_score(card)} |" for name, card in cards.items()]
     return "\n".join([*lines, ""])
 
 
 def _plain(text: str) -> str:
-    """Words from files inside a table."""
+    """A text that fits into a cell of a table."""
     return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
 
 

@@ -81,24 +81,17 @@ def load(
 
 
 def _run_directory(path: Path, name: str | None) -> Path:
-    """The directory of the run that is meant."""
     if name is None and read_spec(path) is not None:
         return path
     names = sorted(file.parent.name for file in path.glob("*/spec.toml"))
-    if name is None and len(names) == 1:
-        return path / names[0]
     if not names:
         raise UserError(f"{path} holds no run; give the directory that `pfedhn.train` or `pfedhn run` wrote.")
-    if name and name not in names:
-        begun = [other for other in names if other.startswith(name)]
-        if len(begun) > 1:
-            raise UserError(f"{name!r} begins the names of several runs in {path}; say which: {some(begun, 20)}.")
-        name = begun[0] if begun else name
-    if name not in names:
-        which = (
-            f"there is no run {name!r} in {path}"
-            if name
-            else f"{path} holds several runs; say which by run=NAME (in a command, --run NAME)"
-        )
-        raise UserError(f"{which}; {closest(name or '', names)}")
-    return path / name
+    if name is None and len(names) > 1:
+        which = closest("", names)
+        raise UserError(f"{path} holds several runs; say which by run=NAME (in a command, --run NAME); {which}")
+    found = [name] if name is not None and name in names else [other for other in names if other.startswith(name or "")]
+    if not found:
+        raise UserError(f"there is no run {name!r} in {path}; {closest(name or '', names)}")
+    if len(found) > 1:
+        raise UserError(f"{name!r} begins the names of several runs in {path}; say which: {some(found, 20)}.")
+    return path / found[0]

@@ -43,7 +43,7 @@ class Update(NamedTuple):
 
 
 class Said(NamedTuple):
-    """A run has something to tell, say that a damaged checkpoint was passed over."""
+    """A run has something to tell, such as a damaged checkpoint."""
 
     run: str
     sentence: str
@@ -64,7 +64,7 @@ Event: TypeAlias = Update | Said | RunFinished | RunFailed
 
 
 def watch_run(run: str, simulation: Simulation, tell: Callable[[Update], None]) -> Watch:
-    """Tell of the start, of every evaluation, and in between often enough for the eye."""
+    """Report the start, every evaluation, and in between often enough for the eye."""
     size = simulation.clients_per_round
     total = simulation.num_rounds * size
     score, told = "compiling" if simulation.federation.x.is_cuda else "starting", 0.0
@@ -94,7 +94,7 @@ def result_text(result: Result, split: str = "test") -> str:
 
 
 class Display:
-    """Draws events: live lines on a terminal; elsewhere a line every few seconds, and one for what ends or goes wrong.
+    """Draw events: live lines on a terminal; elsewhere a line every few seconds, and one for every end or problem.
 
     Args:
         num_runs: The number of runs.
@@ -161,7 +161,7 @@ class Display:
                 self._end(run, f"[red]failed[/]  {escape(run)}")
 
     def _say_from_time_to_time(self, run: str, state: str) -> None:
-        """For logs and pipes: every few seconds, and less often the longer it takes."""
+        """For logs and pipes: print every few seconds, and less often the longer it takes."""
         now = time.monotonic()
         if now - self.said < max(SECONDS_BETWEEN_LINES, (now - self.begun) / 20):
             return
@@ -187,7 +187,7 @@ class Display:
 
 
 class _Rate(ProgressColumn):
-    """Rounds per second; of all runs together there is none."""
+    """Rounds per second; the line of all runs together shows none."""
 
     def render(self, task: Task) -> Text:
         if not task.speed or not task.fields["score"]:

@@ -155,7 +155,7 @@ class Run:
         return self.plan.personal_weights(self.memories(last), model, place, number, self.adapts, given)
 
     def _examples_of(self, data: Arrays) -> Federation:
-        """One client's training examples, as the run's own are."""
+        """One client's training examples in the run's form."""
         plan, wanted = self.plan, self.plan.clients
         dtype = plan.dtype if getattr(torch, wanted.dtype).is_floating_point else None
         given = Federation.from_clients([{"train": data}]).to(plan.device, dtype)
@@ -278,14 +278,14 @@ class Run:
 
     @property
     def description(self) -> Description:
-        """What is known of the clients and their examples without seeing one."""
+        """Everything known of the clients and their examples, without the examples."""
         clients = self.plan.clients
         if not isinstance(self.plan, Simulation):
             return clients
         return replace(clients, name=self.origin.dataset, preprocessing=self.origin.preprocessing)
 
     def card(self, client: int | str) -> Card:
-        """What a client's model was trained on and how good it is, as plain values."""
+        """The model card of a client's model, as plain values: its training and its test score."""
         clients = self.plan.clients
         place = clients.number_of(client)
         name, table = clients.name_of(place), None if clients.reading is None else clients.reading.table

@@ -1,4 +1,4 @@
-"""Runs in the trackers that people have already: each is a callback of `pfedhn.train`, behind an extra."""
+"""Experiment trackers: each is a callback of `pfedhn.train`, behind an extra."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -129,7 +129,6 @@ TRACKERS: dict[str, Callable[[str, Path], Callback]] = {
 
 
 def tracker(name: str, experiment: str, folder: Path) -> Callback:
-    """The callback that `--track NAME` means."""
     if name not in TRACKERS:
         raise UserError(f"there is no tracker {name!r}; {closest(name, TRACKERS)}")
     return TRACKERS[name](experiment, folder)

@@ -162,7 +162,7 @@ def train(
 
 
 def _as_stored(model: Any, directory: Any) -> Any:
-    """An unnamed network under the name "model" if the directory's run, of an older version, calls it so."""
+    """Name an unnamed network "model" if an older version made the run of the directory with that name."""
     if isinstance(model, str | Mapping) or not isinstance(directory, str | Path):
         return model
     if not (given_path(directory) / "spec.toml").exists():

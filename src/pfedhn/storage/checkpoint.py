@@ -36,7 +36,7 @@ class CheckpointError(RunError):
 
 
 class Loaded(NamedTuple):
-    """What a directory's checkpoints hold."""
+    """The state of a directory's checkpoints."""
 
     state: State | None  # of the newest intact one; None if there is none at all
     refused: list[str]  # a sentence for each that cannot be trusted
@@ -112,13 +112,13 @@ def remove_old(directory: Path, num_kept: int) -> None:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The JSON files of the checkpoints, newest first."""
+    """List the JSON files of the checkpoints, newest first."""
     found = [path for path in directory.glob("checkpoint-*.json") if CHECKPOINT.fullmatch(path.stem)]
     return sorted(found, reverse=True)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The JSON file of a checkpoint, if it is intact."""
+    """Read the JSON file of a checkpoint, or refuse a damaged one."""
     try:
         return unsealed_json(read_bytes(path))
     except DamagedError as error:
@@ -126,7 +126,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read_checkpoint_tensors(path: Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors beside the JSON file of a checkpoint, if they are intact."""
+    """Read the tensors of a checkpoint, or refuse damaged ones."""
     file = path.with_suffix(".safetensors")
     if not file.exists():
         raise CheckpointError(f"{file.name} is missing, so its checkpoint was not used.")
@@ -170,7 +170,7 @@ def newest_history(directory: Path, run: Mapping[str, str]) -> list[Any]:
 
 
 def _verified(path: Path, run: Mapping[str, str] | None) -> dict[str, Any]:
-    """The JSON file of a checkpoint, if it is intact and of this run."""
+    """Read the JSON file of a checkpoint, or refuse a damaged one and that of another run."""
     record = read_record(path)
     if record.get("format") != FORMAT:
         raise CheckpointError(f"{path.name} has format {record.get('format')}; this version of pfedhn reads {FORMAT}.")
@@ -182,7 +182,7 @@ def _verified(path: Path, run: Mapping[str, str] | None) -> dict[str, Any]:
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """The parts in which two runs differ, by names for what they are made of."""
+    """The parts whose digests differ between two runs."""
     return [part for part in dict.fromkeys([*one, *other]) if differ(one.get(part, ""), other.get(part, ""))]
 
 
@@ -215,7 +215,7 @@ def _to_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any], plan: Pl
 
 
 def _flight_record(flight: Flight) -> dict[str, Any]:
-    """Who is at work, as JSON can hold it; between rounds no reply waits for a step."""
+    """The clients at work, as JSON can hold them; between rounds no reply waits for a step."""
     assert not flight.replies
     table = {name: value for name, value in vars(flight).items() if name not in ("working", "replies")}
     return table | {"working": [work[: Work._fields.index("reply")] for work in flight.working]}

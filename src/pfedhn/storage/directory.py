@@ -62,7 +62,7 @@ class MendableError(RunError):
 
 @dataclass(frozen=True)
 class Origin:
-    """What a simulation does not know of its run: what it is called, and where it comes from."""
+    """The name and the provenance of a run, which its simulation does not know."""
 
     name: str
     method: str  # as it is registered, or "module:qualname"
@@ -75,15 +75,13 @@ class Origin:
 
     @staticmethod
     def of(method: str | Algorithm[Any, Any, Any], directory: Path | None) -> "Origin":
-        """Describe a run that no experiment made: its name is that of its directory, or else of its method."""
+        """The origin of a run that no experiment made; it is named after its directory or its method."""
         name = method_name(method)
         return Origin(directory.resolve().name if directory else name, name)
 
 
 @dataclass(frozen=True)
 class Network:
-    """A target network of a run."""
-
     factory: Code
     loss: Code
     metric: Code | None = None
@@ -91,7 +89,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Part:
-    """A method or a transform, by the name it is registered by or by "module:qualname", with every setting."""
+    """A method or a transform with every setting, by its registered name or by "module:qualname"."""
 
     name: str
     settings: Mapping[str, Any]
@@ -99,7 +97,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that spec.toml says."""
+    """The content of spec.toml."""
 
     format: int
     name: str
@@ -119,7 +117,7 @@ class Spec:
 
 
 def describe(simulation: Simulation, origin: Origin) -> Spec:
-    """What spec.toml says of a run."""
+    """Make the content of spec.toml."""
     networks = {
         name: Network(
             Code.of(model.factory),
@@ -232,7 +230,7 @@ def _difference(there: Spec, here: Spec) -> str:
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
-    """A part of a spec by the names of its values: `lr`, `steps`; of a method, first its own."""
+    """The values of a part of a spec by their own names, such as `lr`; a method's name comes first."""
     if not isinstance(value, Mapping):
         return {name: value}
     return {
@@ -243,7 +241,7 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
 
 
 def _without_none(value: Any, is_setting: bool = False) -> Any:
-    """TOML has no None: it is left out of what we name, and written as "none" where it is a setting's value."""
+    """Replace None, which TOML lacks: a setting becomes "none", and every other field is left out."""
     if not isinstance(value, Mapping):
         return value
     return {
@@ -254,7 +252,7 @@ def _without_none(value: Any, is_setting: bool = False) -> Any:
 
 
 def read_spec(directory: Path) -> Spec | None:
-    """What a directory says of its run; None if it holds none."""
+    """Read spec.toml; None if the directory holds no run."""
     file = directory / "spec.toml"
     if not file.exists():
         if checkpoints(directory):
@@ -288,7 +286,7 @@ class RunDirectory:
 
     @staticmethod
     def open(path: Path, simulation: Simulation, origin: Origin) -> tuple["RunDirectory", Loaded]:
-        """Say what the run is, and read the newest intact checkpoint."""
+        """Write spec.toml or compare it, and read the newest intact checkpoint."""
         spec = open_directory(path, simulation, origin)
         with writing(path / DIVERGED):
             (path / DIVERGED).unlink(missing_ok=True)
@@ -303,12 +301,12 @@ class RunDirectory:
         write_atomically(self.path / DIVERGED, f"{sentence}\n".encode())
 
     def save(self, state: State, simulation: Simulation, history: Sequence[Moment]) -> None:
-        """Write a checkpoint, once everything that it vouches for is on the disk."""
+        """Write a checkpoint, after everything that it vouches for."""
         flush(self.path / METRICS)
         save_state(self.path, state, simulation, identity(self.spec), history)
 
     def finish(self, make: Callable[[], Result], save: Callable[[], None], say: Callable[[str], None]) -> Result:
-        """The result that is there, if it is sound and of this run; else a new one, with the last checkpoint."""
+        """Return the stored result if it is intact and of this run, or write a new one and the last checkpoint."""
         try:
             result = read_result(self.path, self.spec)
             if result is not None and _has_whole_history(self.path, result):
@@ -325,7 +323,7 @@ class RunDirectory:
 
 
 def write_history(directory: Path, history: Sequence[Moment]) -> None:
-    """Write these evaluations, unless the file holds them already; a resumed run writes later ones again."""
+    """Write these evaluations, unless the file holds just them; a resumed run writes later ones again."""
     tables, content = to_json(list(history)), _metrics(directory)
     with suppress(DamagedError):
         if digest(_tables(content)) == digest(tables) and content[-1:] in (b"", b"\n"):
@@ -380,7 +378,7 @@ def _metrics(directory: Path) -> bytes:
 
 
 def _tables(content: bytes) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
+    """The tables of the complete lines of metrics.jsonl."""
     tables = []
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
@@ -393,7 +391,7 @@ def _tables(content: bytes) -> list[dict[str, Any]]:
 
 
 def read_result(directory: Path, spec: Spec | None = None) -> Result | None:
-    """What a finished run found; None while it is not finished.
+    """Read the result of a finished run; None while it is not finished.
 
     Args:
         directory: The run's directory.
@@ -416,7 +414,7 @@ def read_result(directory: Path, spec: Spec | None = None) -> Result | None:
 
 
 def read_finished(directory: Path) -> Result | None:
-    """The result of a finished run, all of whose files but the checkpoints are sound; None while it is not finished."""
+    """As `read_result`, after a check of all files except the checkpoints."""
     result = read_result(directory, read_spec(directory))
     if result is not None:
         read_history(directory)

@@ -1,4 +1,4 @@
-"""Files that carry a digest of themselves: what was cut or changed is noticed before anybody uses it."""
+"""Files that carry a digest of themselves: damage is noticed before anybody uses them."""
 
 import hashlib
 import json
@@ -40,7 +40,6 @@ def unsealed_json(content: bytes) -> dict[str, Any]:
 
 
 def parsed(content: bytes) -> dict[str, Any]:
-    """A table from JSON."""
     try:
         table = json.loads(content)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Names and digests of what a run is made of, by which another run is told from it."""
+"""Names and digests of everything that a run is made of, by which it is told from another run."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ NUM_CLIENTS_LOOKED_AT = 8  # of a federation whose data are loaded when needed, 
 
 
 def digests_of(simulation: Simulation) -> dict[str, str]:
-    """Names for what a run is made of, where a file cannot hold the thing itself."""
+    """Digests of the parts of a run that no file can hold."""
     models, wire = simulation.models, (simulation.upload, simulation.download)
     own_code = [registered(type(simulation.algorithm)).algorithm, *map(type, wire)]
     digests = {
@@ -56,13 +56,13 @@ def digests_of(simulation: Simulation) -> dict[str, str]:
 
 
 def _of_all(names: Iterable[str]) -> str:
-    """One name for several pieces of code."""
+    """One digest of several pieces of code."""
     found = list(names)
     return f"{fingerprint.VERSION} {digest(found)}"
 
 
 def settings_of(spec: Any) -> dict[str, Any]:
-    """Every setting of a method or transform, also those that were left at their defaults, as a file can hold them."""
+    """Every setting of a method or transform, defaults too, as a file can hold them."""
     if not is_dataclass(spec) or isinstance(spec, type):
         return {}
     # Settings of a wider class stand beside them at their defaults: earlier versions had one class, and wrote all.
@@ -75,7 +75,7 @@ def settings_of(spec: Any) -> dict[str, Any]:
 
 
 def method_name(method: str | Algorithm[Any, Any, Any]) -> str:
-    """What a method is called: the name it is registered by, or else "module:qualname"."""
+    """The registered name of a method, or "module:qualname"."""
     if isinstance(method, str):
         return method
     names = (name for name, known in ALGORITHMS.items() if type(method) in (known.algorithm, known.wider))
@@ -83,20 +83,20 @@ def method_name(method: str | Algorithm[Any, Any, Any]) -> str:
 
 
 def registered(kind: type[Any]) -> Method:
-    """The first method of the table with this class, or with a class that it extends; else one with this class only."""
+    """The first method of the table with this class or one that it extends; else a method with this class only."""
     own = (known for known in ALGORITHMS.values() if kind in (known.algorithm, known.wider))
     parents = (known.wider for known in ALGORITHMS.values() if issubclass(kind, known.algorithm))
     return next(own, Method(kind.__name__, kind, wider=next(parents, None)))
 
 
 def transform_name(transform: Transform) -> str:
-    """What a transform is called: the name it is registered by, or else "module:qualname"."""
+    """The registered name of a transform, or "module:qualname"."""
     registered = (name for name, known in TRANSFORMS.items() if known == transform)
     return next(registered, name_of(type(transform)))
 
 
 def data_digest(federation: Federation) -> str:
-    """A name for the examples and labels; of data that are loaded when needed, those of the first and a few others."""
+    """A digest of the examples and labels; if they are loaded when needed, of those of a few clients."""
     palette = federation.palette
     how = () if palette is None else (partial(decode, palette=palette.cpu()), fingerprint.of_tensor(palette))
     parts = [fingerprint.of_tensor(federation.x, *how), fingerprint.of_tensor(federation.y)]
@@ -114,7 +114,7 @@ def is_data_of(digests: Mapping[str, str], federation: Federation) -> bool:
 
 
 def clients_digest(federation: Federation) -> str:
-    """A name for who the clients are: their names, what they draw by, how they are described, and who joins later."""
+    """A digest of the clients' names, random identities, descriptors and networks, and of those that join later."""
     descriptors, identities, joining = federation.descriptors, federation.identities, federation.joining
     return digest(
         [
@@ -130,7 +130,7 @@ def clients_digest(federation: Federation) -> str:
 
 
 def partition_digest(federation: Federation) -> str:
-    """A name for who owns which examples."""
+    """A digest of which client has which examples."""
     digest = hashlib.sha256()
     for examples in federation.splits.values():
         for part in (examples.index, examples.offset, examples.size):
@@ -139,13 +139,13 @@ def partition_digest(federation: Federation) -> str:
 
 
 def networks_digest(models: Mapping[str, Model]) -> str:
-    """A name for the weights that the target networks have."""
+    """A digest of the names and shapes of the target networks' weights."""
     shapes = {name: {part: list(shape) for part, shape in model.shapes.items()} for name, model in models.items()}
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
 
 
 def constants_digest(models: Mapping[str, Model]) -> str | None:
-    """A name for the values that the target networks have and nobody trains; None where there are none."""
+    """A digest of the values in the target networks that nobody trains; None if there are none."""
     parts = {
         name: {part: fingerprint.of_tensor(value) for part, value in sorted(model.constants.items())}
         for name, model in models.items()
@@ -154,6 +154,6 @@ def constants_digest(models: Mapping[str, Model]) -> str | None:
 
 
 def start_content(starts: Mapping[str, Params]) -> bytes:
-    """The weights that a run starts from, as start.safetensors holds them."""
+    """The content of start.safetensors: the weights that a run starts from."""
     tensors = {f"{name}/{part}": value for name, weights in starts.items() for part, value in weights.items()}
     return save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})

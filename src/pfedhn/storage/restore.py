@@ -1,4 +1,4 @@
-"""A run from its directory: the code that spec.toml names, with the settings it stores."""
+"""Restore a run from its directory: the code that spec.toml names, with the settings it stores."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -125,7 +125,7 @@ def _naming(what: str, directory: Path, way_out: str) -> Iterator[None]:
 
 
 def _read_start(file: Path, sha256: str, models: Mapping[str, Model], device: str) -> dict[str, Params]:
-    """The weights that a run started from, in the order of the network: a file has them in another."""
+    """The weights that a run started from, in the network's order, which a file does not keep."""
     try:
         is_its_own = hashlib.sha256(file.read_bytes()).hexdigest() == sha256
         tensors = load_file(file, device)

@@ -22,7 +22,7 @@ def cache_folder() -> Path:
 
 
 def given_path(path: str | Path, is_resolved: bool = False) -> Path:
-    """A path as a person writes it, with ~ for a home; resolved, it means the same from any folder."""
+    """A path as a person writes it, with ~ for a home; a resolved one is absolute."""
     if not isinstance(path, str | Path) or "\0" in str(path):
         raise UserError(f"{short(path)} is no path; give one without null characters.")
     try:
@@ -189,7 +189,7 @@ def is_claimed(folder: Path) -> bool:
 
 
 def write_trouble(folder: Path) -> str | None:
-    """Why nothing can be written there; None if it can. Nothing is made."""
+    """Why nothing can be written to a folder, which need not exist; None if it can."""
     try:
         nearest = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryFile(dir=nearest):

@@ -1,4 +1,4 @@
-"""A process that is fit for runs: importing pfedhn changes nothing in a process, `set_up_process` does."""
+"""Set up processes for runs, start them and stop them; importing pfedhn changes nothing in a process."""
 
 import ctypes
 import logging
@@ -131,7 +131,7 @@ STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") 
 
 @contextmanager
 def stop_requests(handle: Callable[[int], None]) -> Iterator[None]:
-    """Inside the block Ctrl-C, SIGTERM and the end of a terminal call `handle` instead of ending the process."""
+    """Let Ctrl-C, SIGTERM and SIGHUP call `handle` inside the block instead of ending the process."""
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread alone
         yield
         return

@@ -22,12 +22,12 @@ class Screen(Console):
 
 
 def table_screen() -> Screen:
-    """Where tables are printed: in a file or a pipe they are as wide as they need, since nothing there is cut."""
+    """A console for tables, which are not cut in a file or a pipe."""
     return Screen() if sys.stdout.isatty() else Screen(width=ENDLESS)
 
 
 def say(text: str = "", is_error: bool = False) -> None:
-    """Print a line as it is, but for control characters."""
+    """Print a line, with control characters as escapes."""
     print(printable(text), file=sys.stderr if is_error else sys.stdout)
 
 
