@@ -6,8 +6,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,7 +50,9 @@ class Portable:
     def content(self, model: nn.Module, ending: str, card: Card) -> bytes:
         """The bytes of a file for a model of this network; `ending` is one of FORMATS."""
         state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
-        return FORMATS[ending](self, state, json.dumps(card))
+        logging.getLogger(CHATTY).setLevel(logging.ERROR)
+        with warnings.catch_warnings(action="ignore"):  # PyTorch warns of its own old names
+            return FORMATS[ending](self, state, json.dumps(card))
 
     @cached_property
     def program(self) -> torch.export.ExportedProgram:
@@ -74,13 +75,12 @@ class Portable:
         except ImportError as error:
             raise missing_extra("writing ONNX", "export") from error
         program = self.program
-        with _quiet():
-            try:
-                exported = torch.onnx.export(program, (), dynamo=True, optimize=False, verbose=False, input_names=["x"])
-            except Exception as error:
-                raise UserError(
-                    f"the network has no form in ONNX ({first_line(error)}); take .pt2 or .safetensors."
-                ) from error
+        try:
+            exported = torch.onnx.export(program, (), dynamo=True, optimize=False, verbose=False, input_names=["x"])
+        except Exception as error:
+            raise UserError(
+                f"the network has no form in ONNX ({first_line(error)}); take .pt2 or .safetensors."
+            ) from error
         assert exported is not None
         graph = exported.model.graph
         for value in (*graph.inputs, *graph.outputs, *(part for node in graph for part in node.outputs)):
@@ -101,8 +101,7 @@ def _pt2(portable: Portable, state: Mapping[str, Tensor], card: str) -> bytes:
         value = state[name]
         held[name] = nn.Parameter(value, requires_grad=False) if isinstance(held[name], nn.Parameter) else value
     file = io.BytesIO()
-    with _quiet():
-        torch.export.save(portable.program, file, extra_files={"card.json": card})
+    torch.export.save(portable.program, file, extra_files={"card.json": card})
     return file.getvalue()
 
 
@@ -116,20 +115,6 @@ def _onnx(portable: Portable, state: Mapping[str, Tensor], card: str) -> bytes:
     model.metadata_props["card"] = card
     content: bytes = onnx_ir.serde.serialize_model(model).SerializeToString()
     return content
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence PyTorch, which warns of its own old names and of libraries that nobody needs."""
-    logger = logging.getLogger(CHATTY)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 FORMATS: dict[str, Callable[[Portable, Mapping[str, Tensor], str], bytes]] = {

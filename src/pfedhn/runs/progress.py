@@ -73,7 +73,7 @@ def watch_run(run: str, simulation: Simulation, tell: Callable[[Update], None]) 
     def watch(progress: RunProgress, state: Any) -> None:
         nonlocal score, told
         if progress.evaluation is not None:
-            score = state.progress
+            score = state.scores_so_far
         elif time.monotonic() - told < SECONDS_BETWEEN_UPDATES and progress.step < total:
             return
         told = time.monotonic()

@@ -56,12 +56,12 @@ class Run:
     def __repr__(self) -> str:
         method, plan = type(self.plan.algorithm).__name__, self.plan
         step = f"step {self.state.round * plan.clients_per_round:,}"
-        score = f", {self.progress}" if self.history else ""
+        score = f", {self.scores_so_far}" if self.history else ""
         clients = plan.federation if isinstance(plan, Simulation) else f"{plan.num_clients} clients"
         return f"Run({self.origin.name!r}: {method}, {clients}, {step}{score})"
 
     @property
-    def progress(self) -> str:
+    def scores_so_far(self) -> str:
         """The newest evaluation and the best one, short enough for a line."""
         validation, best = self.history[-1].validation, self.chosen.splits["validation"].score
         if not validation.has_accuracy:

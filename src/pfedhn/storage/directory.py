@@ -159,23 +159,6 @@ def held(directory: Path) -> Iterator[None]:
         yield
 
 
-def open_directory(directory: Path, simulation: Simulation, origin: Origin) -> Spec:
-    """Write what the run is, or refuse a directory that holds another run."""
-    # As it will be read again: TOML has no None and no tuples.
-    given = from_json(Spec, tomllib.loads(_text(describe(simulation, origin))))
-    if (stored := read_spec(directory)) is not None:
-        refuse_other_base(directory, stored, given.digests.get("frozen"))
-        if difference := _difference(stored, given):
-            raise UserError(
-                f"{directory} holds another run: {difference}; give another directory, or what it was made with."
-            )
-        return stored
-    if simulation.starts is not None:
-        write_atomically(directory / "start.safetensors", start_content(simulation.starts))
-    write_spec(directory, given)
-    return given
-
-
 def refuse_other_base(directory: Path, stored: Spec, frozen: str | None) -> None:
     """Refuse frozen weights that the run was not trained on; directories of older versions do not name theirs."""
     if stored.digests.get("frozen", frozen) != frozen:
@@ -286,8 +269,20 @@ class RunDirectory:
 
     @staticmethod
     def open(path: Path, simulation: Simulation, origin: Origin) -> tuple["RunDirectory", Loaded]:
-        """Write spec.toml or compare it, and read the newest intact checkpoint."""
-        spec = open_directory(path, simulation, origin)
+        """Write what the run is, or refuse a directory that holds another run; read the newest intact checkpoint."""
+        # As it will be read again: TOML has no None and no tuples.
+        given = from_json(Spec, tomllib.loads(_text(describe(simulation, origin))))
+        if (spec := read_spec(path)) is not None:
+            refuse_other_base(path, spec, given.digests.get("frozen"))
+            if difference := _difference(spec, given):
+                raise UserError(
+                    f"{path} holds another run: {difference}; give another directory, or what it was made with."
+                )
+        else:
+            spec = given
+            if simulation.starts is not None:
+                write_atomically(path / "start.safetensors", start_content(simulation.starts))
+            write_spec(path, spec)
         with writing(path / DIVERGED):
             (path / DIVERGED).unlink(missing_ok=True)
         stored = load_state(path, simulation, identity(spec))

@@ -69,9 +69,8 @@ def commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        ask(
-            "ls-files", "--error-unmatch", "--", Path(__file__).name
-        )  # an installed copy may lie in somebody's repository
+        # An installed copy may lie in somebody's repository.
+        ask("ls-files", "--error-unmatch", "--", Path(__file__).name)
         # A result of source that was changed since must not pass for the commit's own.
         return ask("rev-parse", "HEAD") + ("+changes" if ask("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError):
