@@ -23,7 +23,7 @@ from pfedhn.runs.progress import Watch
 from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import Callback
 from pfedhn.settings import whole_number
-from pfedhn.storage.directory import Origin, RunDirectory, held, read_spec
+from pfedhn.storage.directory import Origin, RunDirectory, held
 from pfedhn.storage.identity import partition_digest, settings_of
 from pfedhn.storage.schema import Clients, Moment, Result, Scores, SplitScores, to_json
 from pfedhn.system.environment import environment
@@ -87,7 +87,7 @@ def execute(
         checkpoint_every = whole_number("checkpoint_every", checkpoint_every)
     run = Run(simulation, simulation.initial_state(), origin or Origin.of(simulation.algorithm, directory))
     alone = nullcontext() if directory is None else held(directory)
-    with alone, _going_on(directory, threads, callbacks):
+    with alone, _going_on(threads, callbacks):
         files = None if directory is None else _resumed(run, directory, say)
         started = time.monotonic() - run.seconds
         saved_at, saved_step = time.monotonic(), run.state.round * simulation.clients_per_round
@@ -148,18 +148,19 @@ def _resumed(run: Run, directory: Path, say: Callable[[str], None]) -> RunDirect
     files, stored = RunDirectory.open(directory, run.simulation, run.origin)
     for sentence in stored.refused:
         say(sentence)
+    if (threads := files.spec.environment.threads) != torch.get_num_threads():
+        torch.set_num_threads(threads)
     run.state, run.history = stored.state or run.state, stored.history
     run.seconds = run.history[-1].seconds if run.history else 0.0
     return files
 
 
 @contextmanager
-def _going_on(directory: Path | None, threads: int | None, callbacks: Sequence[Callback]) -> Iterator[None]:
+def _going_on(threads: int | None, callbacks: Sequence[Callback]) -> Iterator[None]:
     """Count the run and set PyTorch's threads for it; at the end, close the callbacks."""
-    stored = None if directory is None else read_spec(directory)
-    before, wanted = torch.get_num_threads(), threads if stored is None else stored.environment.threads
-    if wanted is not None:
-        torch.set_num_threads(wanted)
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
     _PACE.num_runs += 1
     try:
         yield
