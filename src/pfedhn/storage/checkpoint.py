@@ -105,9 +105,9 @@ def write_checkpoint(
 
 def remove_old(directory: Path, num_kept: int) -> None:
     """Remove all but the newest checkpoints, which are large: four times a hypernetwork, or twice a model."""
-    oldest = min((path.stem for path in checkpoints(directory)[:num_kept]), default="checkpoint-:")  # above all digits
+    oldest = min((path.stem for path in checkpoints(directory)[:num_kept]), default=None)
     for file in sorted(directory.glob("checkpoint-*")):  # the JSON file first: without it a checkpoint does not count
-        if CHECKPOINT.fullmatch(file.stem) and file.stem < oldest:
+        if CHECKPOINT.fullmatch(file.stem) and (oldest is None or file.stem < oldest):
             file.unlink(missing_ok=True)
 
 
