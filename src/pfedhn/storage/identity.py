@@ -44,12 +44,9 @@ def digests_of(simulation: Simulation) -> dict[str, str]:
     }
     if (constants := constants_digest(models)) is not None:
         digests["frozen"] = constants
-    if simulation.resize_every is not None:
-        digests["resizing"] = digest(simulation.resize_every)
-    if simulation.privacy is not None:
-        digests["privacy"] = digest(settings_of(simulation.privacy))
-    if simulation.in_flight is not None:
-        digests["in flight"] = digest(simulation.in_flight)
+    privacy = None if simulation.privacy is None else settings_of(simulation.privacy)
+    options = {"resizing": simulation.resize_every, "privacy": privacy, "in flight": simulation.in_flight}
+    digests |= {name: digest(value) for name, value in options.items() if value is not None}
     if simulation.starts is not None:
         digests["start"] = hashlib.sha256(start_content(simulation.starts)).hexdigest()
     return digests
