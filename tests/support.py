@@ -38,7 +38,7 @@ from pfedhn.models import cross_entropy, is_correct
 from pfedhn.params import Params, pack, take
 from pfedhn.settings import full_name, kinds_of, values_of
 from pfedhn.sgd import Batches, gradient, scan
-from pfedhn.storage.seal import sealed_json, sealed_text, unsealed_json, unsealed_text
+from pfedhn.storage.files import sealed_json, sealed_text, unsealed_json, unsealed_text
 
 torch.set_num_threads(1)  # tests run side by side
 

@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pfedhn.storage.history import read_history
+from pfedhn.storage.directory import read_history, read_spec
 from pfedhn.storage.schema import to_json
-from pfedhn.storage.spec import read_spec
 
 Scores = dict[int, Any]
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 import pfedhn
 from pfedhn.cli.app import app
 from pfedhn.engine.simulate import Simulation
-from pfedhn.runs.portable import to_markdown
-from pfedhn.storage.spec import read_spec, write_spec
+from pfedhn.runs.export import to_markdown
+from pfedhn.storage.directory import read_spec, write_spec
 
 CLINICS = """
 dataset = "visits.csv"

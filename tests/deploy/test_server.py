@@ -59,8 +59,7 @@ from pfedhn.params import stack, take
 from pfedhn.privacy import Cost, Privacy, Protection
 from pfedhn.sgd import SGD
 from pfedhn.storage import checkpoint
-from pfedhn.storage.seal import sealed_json, unsealed_json
-from pfedhn.storage.trees import write_tensors
+from pfedhn.storage.files import sealed_json, unsealed_json, write_tensors
 
 SEED = 5
 

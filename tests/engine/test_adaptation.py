@@ -22,7 +22,7 @@ from pfedhn.engine.state import Best, Evaluation
 from pfedhn.errors import UserError
 from pfedhn.settings import values_of
 from pfedhn.sgd import SGD
-from pfedhn.storage.seal import sealed_json, unsealed_json
+from pfedhn.storage.files import sealed_json, unsealed_json
 
 SMALL = {"local_steps": 3, "hidden_dim": 7, "embedding_dim": 3, "local_lr": 0.1, "outer_steps": 3, "mixture_steps": 2}
 

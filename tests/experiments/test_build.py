@@ -25,7 +25,7 @@ from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.models import build, factory
 from pfedhn.runs.assemble import assemble
 from pfedhn.runs.execute import drain
-from pfedhn.storage.spec import Origin, open_directory
+from pfedhn.storage.directory import Origin, RunDirectory
 
 NOVEL = {"rule": "dirichlet", "alpha": 1.0, "novel_clients": 2}
 
@@ -193,10 +193,10 @@ def test_clients_that_go_on_after_other_steps_are_another_run(tmp_path: Path) ->
         for steps in (12, 18)
     )
     origin = Origin("sizes", "pfedhn")
-    open_directory(tmp_path, often, origin)
-    open_directory(tmp_path, often, origin)
+    RunDirectory.open(tmp_path, often, origin)
+    RunDirectory.open(tmp_path, often, origin)
     with pytest.raises(UserError, match="the clients go on to another network after other steps"):
-        open_directory(tmp_path, seldom, origin)
+        RunDirectory.open(tmp_path, seldom, origin)
 
 
 def test_clients_go_on_to_the_next_size() -> None:

@@ -10,7 +10,7 @@ import threading
 import tomllib
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,16 +41,14 @@ from pfedhn.paper.studies import STUDIES
 from pfedhn.report.entries import collect
 from pfedhn.runs import assemble as assembly
 from pfedhn.runs import execute as execution
-from pfedhn.runs import files
 from pfedhn.runs import train as training
 from pfedhn.runs.progress import Event, RunFailed, RunFinished, Said, Update
 from pfedhn.runs.train import train
-from pfedhn.storage import history as storage_history
+from pfedhn.storage import directory as run_directory
 from pfedhn.storage import identity as storage_identity
-from pfedhn.storage import spec as storage_spec
 from pfedhn.storage.checkpoint import checkpoints
+from pfedhn.storage.files import sealed_text
 from pfedhn.storage.schema import to_json
-from pfedhn.storage.seal import sealed_text
 
 WITH_LG = replace(
     SMALL,
@@ -172,7 +170,7 @@ def test_a_damaged_result_is_said_and_written_anew(tmp_path: Path, in_turn: Path
     shutil.copytree(in_turn / one.name, tmp_path / one.name)
     Directory(tmp_path).open(SMALL, [one])
     file = tmp_path / one.name / "result.json"
-    before = storage_history.read_result(tmp_path / one.name)
+    before = run_directory.read_result(tmp_path / one.name)
     file.write_text(content)
     with pytest.raises(UserError, match=r"result\.json (is damaged|was changed after it was written); start the run"):
         collect([tmp_path])
@@ -194,14 +192,14 @@ def test_an_executor_is_read_as_it_was_spelled_before(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_a_second_process_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_spec, "SECONDS_FOR_A_LOCK", 0.0)
+    monkeypatch.setattr(run_directory, "SECONDS_FOR_A_LOCK", 0.0)
     with (
-        storage_spec.held(tmp_path / "run"),
+        run_directory.held(tmp_path / "run"),
         pytest.raises(UserError, match="is being run by another process"),
-        storage_spec.held(tmp_path / "run"),
+        run_directory.held(tmp_path / "run"),
     ):
         pass
-    with storage_spec.held(tmp_path / "run"):
+    with run_directory.held(tmp_path / "run"):
         pass
 
 
@@ -444,7 +442,7 @@ def test_what_a_run_says_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (one, *_) = SMALL.runs()
     name, options = one.name, Options(threads=1, checkpoint_every=10)
     with monkeypatch.context() as patch:  # as if it had ended before it could write its result
-        patch.setattr(files, "remove_old", lambda folder, num_kept: None)
+        patch.setattr(run_directory, "remove_old", lambda folder, num_kept: None)
         run_many(tmp_path, SMALL, [one], jobs=1, options=options)
     (tmp_path / name / "result.json").unlink()
     (tmp_path / name / "checkpoint-000000030.safetensors").write_bytes(b"half")
@@ -585,7 +583,7 @@ def test_what_others_wait_for_and_what_takes_longest_starts_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, way: str, in_turn: Path
 ) -> None:
     started: list[str] = []
-    result = storage_history.read_result(in_turn / "fedavg-digits-6-seed0")
+    result = run_directory.read_result(in_turn / "fedavg-digits-6-seed0")
 
     def begin(ready: Preflight, one: RunSpec, *arguments: Any) -> Any:
         started.append(one.cell.method)
@@ -644,10 +642,9 @@ def test_the_bar_names_a_method_as_it_is_registered(
 ) -> None:
     names: list[str] = []
 
-    @contextmanager
-    def bar() -> Iterator[Any]:
-        yield lambda name, simulation: names.append(name)
+    def watch_run(name: str, *given: object) -> None:
+        names.append(name)
 
-    monkeypatch.setattr(training, "bar", bar)
+    monkeypatch.setattr(training, "watch_run", watch_run)
     train(method, federation, mlp, steps=1)
     assert names == [name]

@@ -20,7 +20,7 @@ from pfedhn.paper import client_map, norms, novel_clients, table2
 from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.paper.studies import STUDIES
 from pfedhn.report.results import Runs, read_file
-from pfedhn.storage.history import read_result
+from pfedhn.storage.directory import read_result
 from pfedhn.studies import findings
 from pfedhn.studies.study import Found, Study
 

@@ -51,9 +51,17 @@ from pfedhn.report.tables import (
     to_terminal,
     unfinished,
 )
-from pfedhn.storage.history import history_digest, write_history, write_result
+from pfedhn.storage.directory import (
+    FORMAT,
+    Part,
+    Spec,
+    history_digest,
+    identity,
+    write_history,
+    write_result,
+    write_spec,
+)
 from pfedhn.storage.schema import Cost, Curve, Environment, Measures, Moment, Result, Scores
-from pfedhn.storage.spec import FORMAT, Part, Spec, identity, write_spec
 from pfedhn.system.files import claimed
 
 ROWS = [4, 4, 2, 0]  # test rows of each client; the last has none

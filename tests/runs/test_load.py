@@ -29,9 +29,8 @@ from pfedhn.report.entries import collect
 from pfedhn.report.figures import figures_of
 from pfedhn.report.results import export
 from pfedhn.report.tables import details, to_markdown
-from pfedhn.storage import history as storage_history
+from pfedhn.storage import directory as run_directory
 from pfedhn.storage import identity as storage_identity
-from pfedhn.storage import spec as storage_spec
 from pfedhn.storage.checkpoint import CheckpointError, checkpoints
 
 MODULE = '''
@@ -357,7 +356,7 @@ def test_a_run_of_an_experiment_is_chosen_by_its_name(experiment: Path) -> None:
     assert run.personal_model(5)(torch.zeros(1, 64)).shape == (1, 10)
     again = pfedhn.load(experiment / "pfedhn-digits-6-seed1")
     assert_same_bits(run.personal_weights(2), again.personal_weights(2))
-    spec = storage_spec.read_spec(experiment / "pfedhn-digits-6-seed1")
+    spec = run_directory.read_spec(experiment / "pfedhn-digits-6-seed1")
     assert spec is not None
     assert spec.data.preprocessing == {"scale": 16.0, "mean": [0.0], "std": [1.0]}
     assert (spec.data.name, spec.data.shape, spec.data.classes) == ("digits", (64,), 10)
@@ -497,17 +496,17 @@ def test_train_goes_on_and_refuses_another_run(tmp_path: Path) -> None:
         pass
 
     with pytest.MonkeyPatch.context() as patch:
-        really = storage_history.append_moment
+        really = run_directory.RunDirectory.append
 
-        def killed(directory: Path, moment: Any) -> None:
+        def killed(directory: run_directory.RunDirectory, moment: Any) -> None:
             really(directory, moment)
             if moment.step >= 8:
                 raise Killed
 
-        patch.setattr("pfedhn.runs.files.append_moment", killed)
+        patch.setattr(run_directory.RunDirectory, "append", killed)
         with pytest.raises(Killed):
             train(tmp_path / "stopped", steps=16, checkpoint_every=2)
-    assert storage_history.read_result(tmp_path / "stopped") is None
+    assert run_directory.read_result(tmp_path / "stopped") is None
     run = train(tmp_path / "stopped", steps=16)
     assert_same_bits(run.personal_weights(3), whole.personal_weights(3))
     assert [moment.test for moment in run.history] == [moment.test for moment in whole.history]
@@ -576,8 +575,8 @@ class AbsoluteFirst(pfedhn.MLP):
 
 
 def test_train_keeps_a_second_process_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_spec, "SECONDS_FOR_A_LOCK", 0.0)
-    with storage_spec.held(tmp_path), pytest.raises(UserError, match="is being run by another process"):
+    monkeypatch.setattr(run_directory, "SECONDS_FOR_A_LOCK", 0.0)
+    with run_directory.held(tmp_path), pytest.raises(UserError, match="is being run by another process"):
         train(tmp_path)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import pfedhn
 from pfedhn import models
 from pfedhn.errors import UserError
-from pfedhn.runs.portable import FORMATS, Portable, file_names, index, to_markdown
+from pfedhn.runs.export import FORMATS, Portable, file_names, index, to_markdown
 
 TARGETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "lenet-s": (functools.partial(models.build, "lenet-s", 10, (3, 32, 32)), (3, 32, 32)),

@@ -398,14 +398,14 @@ def test_checkpoints_take_a_small_share_of_the_time(tmp_path: Path, monkeypatch:
         return now[0]
 
     def written(seconds: float) -> int:
-        def save(files: object, run: object) -> None:
+        def save(*given: object) -> None:
             saved.append(now[0])
             now[0] += seconds
 
         saved.clear()
         with monkeypatch.context() as patch:
             patch.setattr(execution.time, "monotonic", tick)
-            patch.setattr(execution.Files, "save", save)
+            patch.setattr(execution.RunDirectory, "save", save)
             patch.setattr(execution._PACE, "last", 0.0)
             patch.setattr(execution, "CHECKPOINT_SECONDS", 4.0)
             settings = {

@@ -19,9 +19,8 @@ from pfedhn.engine.state import Diverged, Progress
 from pfedhn.runs.execute import drain, execute
 from pfedhn.runs.run import Run
 from pfedhn.storage.checkpoint import CheckpointError, checkpoints, load_state, save_state
-from pfedhn.storage.history import read_history
+from pfedhn.storage.directory import identity, read_history, read_spec
 from pfedhn.storage.schema import Moment
-from pfedhn.storage.spec import identity, read_spec
 
 
 class Killed(BaseException):

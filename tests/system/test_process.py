@@ -1,8 +1,9 @@
-"""Importing pfedhn changes nothing in a process; `set_up_process` does what it says, or says that it is too late."""
+"""Importing pfedhn changes nothing in a process; `set_up_process` does what it says; signals stop a run soon."""
 
 import importlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -189,3 +190,23 @@ assert pipe.recv() == "done"
 assert [worker.is_alive() for worker, _ in process._ahead] == [True]
 """)
     assert said == ""
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_every_request_to_stop_is_heard_and_a_second_one_at_once(number: signal.Signals) -> None:
+    with stop_on_signal() as stop:
+        signal.raise_signal(number)
+        assert stop.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signal() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.is_set()
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -58,8 +58,8 @@ def add_client(
     import time
 
     from pfedhn.data.files import read_client
+    from pfedhn.runs.export import check_ending
     from pfedhn.runs.load import load
-    from pfedhn.runs.portable import check_ending
     from pfedhn.settings import parse_assignments
 
     if out is not None:

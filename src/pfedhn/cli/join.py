@@ -60,7 +60,7 @@ def join(
     from pfedhn.deploy.join import Joined, enroll, load_party, remember
     from pfedhn.privacy import Privacy
     from pfedhn.system.files import claimed, given_path, make_folder
-    from pfedhn.system.stopping import stop_requests
+    from pfedhn.system.process import stop_requests
 
     privacy, wanted = None, {"clip": clip, "noise": noise, "epsilon": epsilon, "level": level, "delta": delta}
     if any(value is not None for value in wanted.values()):

@@ -45,16 +45,14 @@ def predict(
     import torch
 
     from pfedhn.runs.load import load
-    from pfedhn.runs.reading import read_examples
     from pfedhn.system.files import given_path, write_atomically
 
     if out is not None and given_path(out, is_resolved=True) == given_path(data, is_resolved=True):
         raise UserError(f"--out {out} would replace the examples; give another name.")
     trained = load(directory, run=run, device="cpu")
     described = trained.description
-    x, answers, files = read_examples(
-        trained, data, client, label, described.reading or _earlier_reading(trained.origin.cell, data)
-    )
+    how = described.reading or _earlier_reading(trained.origin.cell, data)
+    x, answers, files = trained.read_examples(data, client, label, how)
     model = trained.personal_model(client)
     with torch.no_grad():
         outputs: Any = model(x)

@@ -118,7 +118,7 @@ def run(
     from pfedhn.experiments.build import check
     from pfedhn.experiments.directory import Directory
     from pfedhn.experiments.tasks import connected
-    from pfedhn.storage.history import MendableError
+    from pfedhn.storage.directory import MendableError
     from pfedhn.system.files import given_path
 
     if resume is not None:

@@ -44,7 +44,7 @@ def serve(
     from pfedhn.deploy.serve import Service
     from pfedhn.deploy.site import Site
     from pfedhn.system.files import claimed
-    from pfedhn.system.stopping import stop_requests
+    from pfedhn.system.process import stop_requests
 
     site = Site.make(state, spec, address, host, port)
     stop = threading.Event()

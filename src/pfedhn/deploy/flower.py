@@ -20,7 +20,7 @@ from pfedhn.deploy.signing import PublicKey, key_text
 from pfedhn.deploy.site import GAVE_UP, Site
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.system.files import claimed, write_atomically
-from pfedhn.system.stopping import stop_requests
+from pfedhn.system.process import stop_requests
 
 SECONDS_BETWEEN_ROLL_CALLS = 2.0
 SECONDS_FOR_THE_LAST_ONE = 120.0  # that a server which is being ended may still hold the folder

@@ -1,7 +1,6 @@
 """`pfedhn join`: a party's own process. It has the data, the key and what the party keeps; it comes back for ever."""
 
 import base64
-import copy
 import json
 import socket
 import socketserver
@@ -27,9 +26,8 @@ from pfedhn.deploy.spec import Spec, read_spec, to_plan
 from pfedhn.deploy.wire import WireError
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.privacy import Privacy
-from pfedhn.runs.card import model_card, test_scores
-from pfedhn.runs.portable import Portable, check_ending, write_model
-from pfedhn.storage.seal import digest
+from pfedhn.runs.export import Portable, check_ending, model_card, write_model
+from pfedhn.storage.files import digest
 from pfedhn.system.files import given_path, make_folder, read_bytes, read_text, write_atomically
 
 MAX_ANSWER = 1 << 24  # bytes
@@ -169,17 +167,14 @@ def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
     card = model_card(
         party.name,
         model,
-        party.plan.clients,
-        test_scores(total / count if count else None, count, correct is not None),
+        party.plan,
+        (total, count),
         run=party.run,
         method=_enrolled(folder)[1].cell.method,
-        algorithm=party.plan.algorithm,
         chosen_step=chosen["round"] * party.plan.schedule.cohort_size,
         steps=party.plan.schedule.steps,
-        seed=party.plan.seed,
     )
-    portable = Portable(copy.deepcopy(model.testing_module), party.plan.clients.shape, model.dtype)
-    write_model(file, portable, module, card)
+    write_model(file, Portable.of(model, party.plan.clients), module, card)
     return party.name
 
 

@@ -9,8 +9,16 @@ from pfedhn.deploy.plan import Phase
 from pfedhn.engine.round import Kept
 from pfedhn.errors import RunError, UserError
 from pfedhn.params import Params
-from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
-from pfedhn.storage.trees import SHA256, filled, named, read_tensors, write_tensors
+from pfedhn.storage.files import (
+    SHA256,
+    DamagedError,
+    filled,
+    named,
+    read_tensors,
+    sealed_json,
+    unsealed_json,
+    write_tensors,
+)
 from pfedhn.system.files import make_folder, read_bytes, write_atomically
 
 RECEIVED = "received['"  # begins the names of received weights in a file

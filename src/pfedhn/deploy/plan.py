@@ -7,8 +7,8 @@ from pfedhn import keys
 from pfedhn.algorithm import NO_EXTRAS
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Exchange
+from pfedhn.storage.files import digest
 from pfedhn.storage.identity import constants_digest, method_name, settings_of, transform_name
-from pfedhn.storage.seal import digest
 
 Phase: TypeAlias = Literal["training", "joining"]
 """Of a party: it takes part in training, or joins when that has ended and the server's memory is frozen."""

@@ -18,7 +18,6 @@ from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Reply, Returned
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.params import copy, in_dtype, num_bytes, stack, take
-from pfedhn.runs.scores import scores_of
 from pfedhn.storage.schema import Scores, is_worse
 
 
@@ -125,7 +124,7 @@ def _of_both(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str
 
 
 def _validation(results: Mapping[str, Any]) -> Scores:
-    return scores_of(split_results(results)["validation"], per_client=False)
+    return Scores.of(split_results(results)["validation"], per_client=False)
 
 
 class Rules:

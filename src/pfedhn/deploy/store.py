@@ -26,7 +26,7 @@ from pfedhn.storage.checkpoint import (
     remove_old,
     write_checkpoint,
 )
-from pfedhn.storage.trees import filled, named, read_tensors
+from pfedhn.storage.files import filled, named, read_tensors
 from pfedhn.system.files import keep_names, make_folder, read_bytes, write_atomically, writing
 
 FORMAT = 4

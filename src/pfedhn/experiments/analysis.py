@@ -15,8 +15,8 @@ import numpy
 from torch import Tensor
 
 from pfedhn.errors import UserError
+from pfedhn.storage.files import DamagedError, sealed_json, unsealed_json
 from pfedhn.storage.schema import Result, SchemaError, from_json, to_json
-from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
 from pfedhn.system.files import read_bytes, write_atomically
 
 FILE = "analysis.json"

@@ -13,10 +13,9 @@ from pfedhn.experiments.grid import assignments_for, from_table, only_this
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, pretraining_cell
 from pfedhn.runs.tracking import TRACKERS
 from pfedhn.settings import build, to_toml
-from pfedhn.storage.history import MENDS, MendableError, read_finished
+from pfedhn.storage.directory import MendableError, read_finished, read_spec
+from pfedhn.storage.files import DamagedError, sealed_text, unsealed_text
 from pfedhn.storage.schema import Result
-from pfedhn.storage.seal import DamagedError, sealed_text, unsealed_text
-from pfedhn.storage.spec import read_spec
 from pfedhn.system.files import is_empty, make_folder, one_at_a_time, read_bytes, reading, write_atomically
 from pfedhn.system.process import num_cores
 
@@ -206,7 +205,7 @@ def check_place(folder: Path, run: RunSpec, result: Result) -> None:
             f"{folder} holds another run, {spec.name}; move or remove that folder, and the command that made the "
             "experiment runs what belongs there."
         )
-    raise MendableError(f"{folder / 'result.json'} is of another run; {MENDS}.")
+    raise MendableError(f"{folder / 'result.json'} is of another run")
 
 
 def _is_of(run: RunSpec, name: str, seed: int, cell: Mapping[str, Any] | None) -> bool:

@@ -18,8 +18,8 @@ from pfedhn.runs.load import load
 from pfedhn.runs.progress import Event, Said, watch_run
 from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import tracker
+from pfedhn.storage.directory import Origin, Spec, read_spec
 from pfedhn.storage.schema import Cost
-from pfedhn.storage.spec import Origin, Spec, read_spec
 
 
 def start(

@@ -13,10 +13,10 @@ from pfedhn.experiments.build import CheckedNetworks, build_simulation, refuse_u
 from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.directory import Directory, Options, finished
 from pfedhn.experiments.spec import Experiment, RunSpec, is_own_data, pretraining_run, with_pretraining
-from pfedhn.storage.history import MendableError
+from pfedhn.storage.directory import MendableError, Spec, read_spec
+from pfedhn.storage.identity import is_data_of
 from pfedhn.storage.restore import to_plan
 from pfedhn.storage.schema import Result
-from pfedhn.storage.spec import Spec, is_data_of, read_spec
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _refuse_changed_data(
             continue
         now = build_federation(run.cell, run.seed)  # a file may only be written another way
         columns = None if now.reading is None or now.reading.table is None else now.reading.table.columns
-        if not is_data_of(spec, now) or columns != (None if table is None else table.columns):
+        if not is_data_of(spec.digests, now) or columns != (None if table is None else table.columns):
             raise UserError(
                 f"{place} has changed since {directory / run.name} was finished; give another --out for runs on what "
                 f"it holds now, or bring the {'folder' if table is None else 'table'} back that these runs are of."

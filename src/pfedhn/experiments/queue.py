@@ -13,7 +13,7 @@ from pfedhn.experiments.preflight import Preflight
 from pfedhn.experiments.spec import Cell, RunSpec
 from pfedhn.runs.progress import Event, RunFailed, RunFinished, Said, Update
 from pfedhn.storage.schema import Result
-from pfedhn.system.stopping import stop_requests
+from pfedhn.system.process import stop_requests
 
 Listener: TypeAlias = Callable[[Event], None]
 

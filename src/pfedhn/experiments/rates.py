@@ -10,7 +10,7 @@ from pfedhn.algorithms.method import Method
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.spec import Experiment, distinct
 from pfedhn.settings import checked, fits, parse_toml, to_toml
-from pfedhn.storage.seal import SEAL, DamagedError, sealed_text, unsealed_text
+from pfedhn.storage.files import SEAL, DamagedError, sealed_text, unsealed_text
 from pfedhn.system.files import make_folder, one_at_a_time, read_text, write_atomically
 
 Rates: TypeAlias = dict[str, dict[str, Any]]

@@ -17,7 +17,7 @@ from pfedhn.experiments.workers import run_side_by_side
 from pfedhn.runs.execute import computing_on
 from pfedhn.runs.progress import RunFinished
 from pfedhn.runs.run import Run
-from pfedhn.system.stopping import stop_on_signal
+from pfedhn.system.process import stop_on_signal
 
 MAX_RUNS_ON_DEVICE = 24  # a GPU is busy long before; more only wait longer for their first result
 

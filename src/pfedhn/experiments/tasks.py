@@ -24,7 +24,7 @@ from pfedhn.runs.cluster import Software, connection, submit, why_it_failed
 from pfedhn.runs.execute import computing_on
 from pfedhn.runs.progress import Event, RunFailed, RunFinished, Said, Update
 from pfedhn.system.files import read_bytes
-from pfedhn.system.stopping import stop_on_signal
+from pfedhn.system.process import stop_on_signal
 
 GPU_SHARE = 0.25  # of a GPU for each run: processes on one GPU take slices of its time, so that more gain little
 MAX_LOSSES = 3  # of a run that did not move on in between: it may be what ends its workers

@@ -23,8 +23,8 @@ from pfedhn.experiments.grid import select
 from pfedhn.experiments.queue import Outcome
 from pfedhn.experiments.rates import Rates
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, distinct, is_own_data, method_name
+from pfedhn.storage.files import DamagedError, sealed_json, unsealed_json
 from pfedhn.storage.schema import Result, to_json
-from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
 from pfedhn.system.files import is_empty, read_bytes, write_atomically
 
 CLIENTS = 50  # the paper tunes with 50 clients and keeps the rates for 10 and 100

@@ -26,10 +26,9 @@ from pfedhn.experiments.directory import Directory, check_place
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
 from pfedhn.settings import build
-from pfedhn.storage.history import read_history, read_result
+from pfedhn.storage.directory import DIVERGED, Spec, read_history, read_result, read_spec
+from pfedhn.storage.files import digest
 from pfedhn.storage.schema import Curve, Moment, Result, SchemaError, Scores, from_json, to_json
-from pfedhn.storage.seal import digest
-from pfedhn.storage.spec import DIVERGED, Spec, read_spec
 from pfedhn.system.files import LOCK, is_claimed, make_folder, one_at_a_time, read_bytes, reading, write_atomically
 
 WHOLE = ("cell", "settings", "loss")

@@ -12,11 +12,7 @@ from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS, find_method, method_of
 from pfedhn.data.federation import Federation
 from pfedhn.engine.memory import refuse_too_large
-from pfedhn.engine.network import (
-    build_model,
-    refuse_single_rows,
-    with_num_outputs,
-)
+from pfedhn.engine.network import build_model, refuse_single_rows, with_num_outputs
 from pfedhn.engine.plan import make_plan
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import refuse_without_evaluation
@@ -31,7 +27,7 @@ AnyAlgorithm = Algorithm[Any, Any, Any]
 
 
 def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | None = None) -> AnyAlgorithm:
-    """An algorithm from its name and settings, or one that is built already, its settings checked."""
+    """Make an algorithm from its name and settings, or check the settings of a given one."""
     if isinstance(method, type):
         raise UserError(f"{method.__name__} is a class; give the method itself, {method.__name__}(...), or its name.")
     if not isinstance(method, str) and not (isinstance(method, Algorithm) and is_dataclass(method)):
@@ -44,7 +40,7 @@ def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | No
 
 
 def choose_device(name: str | torch.device) -> str:
-    """The device that is meant: "auto" is the GPU if PyTorch finds one, else the CPU."""
+    """Resolve a device; "auto" is the GPU if PyTorch finds one, else the CPU."""
     if isinstance(name, str) and name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -79,7 +75,7 @@ def assemble(
     privacy: Privacy | None = None,
     in_flight: int | None = None,
 ) -> Simulation:
-    """Data, network, method, schedule and seed become a run here and nowhere else. Arguments as `train`.
+    """Make a run from data, network, method, schedule and seed. Arguments as `train`.
 
     Args:
         starts: Weights of each network that every client starts from, of a run before this one.

@@ -1,4 +1,4 @@
-"""A Ray cluster: how this process gets to it, what its machines must have, and workers there that share a round.
+"""A Ray cluster: the connection to it, the software its machines must have, and workers that share a round.
 
 Nothing here imports PyTorch when it is loaded: a worker of Ray loads this module before it can be set up.
 """
@@ -24,11 +24,11 @@ OBJECT_STORE = 200 * 2**20  # bytes on this machine, of a cluster that it is alo
 
 @contextmanager
 def connection(on: str | None) -> Iterator[None]:
-    """Inside the block this process is connected to a cluster; None stands for none.
+    """Connect this process to a cluster inside the block; None connects to none.
 
     Args:
-        on: "ray" for a cluster of this machine alone, which ends with the block; "ray:ADDRESS" for one that is there.
-            Where a program has connected itself before, that cluster is used.
+        on: "ray" for a cluster of this machine alone, which ends with the block; "ray:ADDRESS" for a running one. If
+            the program has a connection already, that one is used.
     """
     if on is None:
         yield
@@ -63,7 +63,7 @@ def connection(on: str | None) -> Iterator[None]:
 
 
 class Software(NamedTuple):
-    """What must be the same on all machines, lest numbers differ by where they were made."""
+    """The versions that must agree on all machines, or numbers would depend on the machine."""
 
     pfedhn: str
     torch: str
@@ -75,7 +75,7 @@ class Software(NamedTuple):
         return Software(sys.modules["pfedhn"].__version__, torch.__version__)  # not imported: it stands above this
 
     def trouble_here(self) -> str | None:
-        """Why this machine must not work for the one that has this software."""
+        """Why this machine must not work for one with this software; None if it may."""
         for name, theirs, ours in zip(Software._fields, self, Software.here(), strict=True):
             if theirs != ours:
                 return f"it has {name} {ours}, and the machine that asks {theirs}; install the same version on both"
@@ -83,7 +83,7 @@ class Software(NamedTuple):
 
 
 def submit(function: Callable[..., Iterator[Any]], arguments: tuple[Any, ...], **placement: Any) -> Any:
-    """What a function yields on a machine of the cluster, as it comes."""
+    """Run a generator function on a machine of the cluster and stream what it yields."""
     import ray
 
     # Ray would start a lost task from its beginning and take its first words for those already heard.
@@ -92,7 +92,7 @@ def submit(function: Callable[..., Iterator[Any]], arguments: tuple[Any, ...], *
 
 
 def why_it_failed(error: Exception) -> str:
-    """What Ray says of a task that could not be run, in a few words."""
+    """Ray's reason for a failed task, in a few words."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, ImportError | AttributeError):
         return f"it has no pfedhn, or another version than this machine ({first_line(cause)})"
@@ -100,7 +100,7 @@ def why_it_failed(error: Exception) -> str:
 
 
 class Worker:
-    """On a machine of the cluster: a copy of a run, which trains shards of its rounds."""
+    """A copy of a run on a machine of the cluster, which trains shards of its rounds."""
 
     def __init__(self, content: bytes, device: str, software: Software) -> None:
         set_up_process()
@@ -129,7 +129,7 @@ class Worker:
 class Workers:
     """One worker for every core of the cluster, or every GPU: together they train the clients of every round.
 
-    What a worker does depends on what it is given alone, so that Ray may do it again where a worker is lost.
+    What a worker does depends on its arguments alone, so that Ray may repeat it if a worker is lost.
     """
 
     def __init__(self, run: "Simulation", num_workers: int | None = None) -> None:
@@ -161,7 +161,7 @@ class Workers:
 
 
 def _heard(answers: list[Any]) -> list[Any]:
-    """What workers answer; an error of theirs is raised as it was raised there."""
+    """The workers' answers; an error there is raised here."""
     import ray
 
     try:
@@ -176,7 +176,7 @@ def _heard(answers: list[Any]) -> list[Any]:
 
 
 def shared_out(simulation: "Simulation", devices: Sequence[object], on: str | None) -> "Simulation":
-    """The simulation whose rounds are shared by several devices, or by the workers of a cluster; else as it is."""
+    """Share the rounds of a simulation among several devices or the workers of a cluster, if there are any."""
     from pfedhn.engine.crew import Devices
 
     if len(devices) > 1:

@@ -18,10 +18,7 @@ from pfedhn.algorithms import method_of
 from pfedhn.data.columns import new_client
 from pfedhn.data.federation import Federation
 from pfedhn.engine.evaluate import SplitResult
-from pfedhn.engine.network import (
-    check_model,
-    refuse_single_rows,
-)
+from pfedhn.engine.network import check_model, refuse_single_rows
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
@@ -29,7 +26,7 @@ from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Memories, State, ref
 from pfedhn.errors import UserError, closest, short, some
 from pfedhn.model import Model
 from pfedhn.params import Params, take
-from pfedhn.runs.portable import Card, Portable, write_model
+from pfedhn.runs.export import Card, Portable, write_model
 from pfedhn.settings import check_seed, whole_number
 from pfedhn.storage.identity import method_name
 
@@ -106,8 +103,10 @@ class NewClients:
         return self.simulation.model_of(place).with_weights(self.personal_weights(client))
 
 
-def network_named(plan: Plan, architecture: str) -> Model:
-    """One of the target networks of a run."""
+def network_of(plan: Plan, client: int, architecture: str | None) -> Model:
+    """A client's target network, or another one of the run."""
+    if architecture is None:
+        return plan.model_of(client)
     models = plan.models
     if not isinstance(architecture, str) or architecture not in models:
         raise UserError(f"there is no architecture {short(architecture)}; {closest(architecture, models)}")
@@ -209,7 +208,7 @@ def _join(
         federation = federation.with_architectures([first.name] * (federation.num_clients + federation.num_joining))
     data = federation.to(plan.device, first.dtype if federation.dtype.is_floating_point else None)
     for name in dict.fromkeys(data.architectures or [first.name]):
-        network = network_named(plan, name)
+        network = network_of(plan, 0, name)
         check_model(network, data)
         refuse_single_rows(network, data, plan.schedule.batch_size)
     refuse_without_evaluation(data)

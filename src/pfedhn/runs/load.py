@@ -7,18 +7,14 @@ from typing import Any
 
 import torch
 
-from pfedhn.engine.network import (
-    check_factory,
-)
+from pfedhn.engine.network import check_factory
 from pfedhn.errors import UserError, closest, some
 from pfedhn.model import Factory, PerExample
 from pfedhn.runs.assemble import choose_device
 from pfedhn.runs.run import Run
 from pfedhn.storage.checkpoint import load_state
-from pfedhn.storage.history import read_result
+from pfedhn.storage.directory import Origin, identity, read_result, read_spec
 from pfedhn.storage.restore import to_plan
-from pfedhn.storage.schema import Moment, from_json
-from pfedhn.storage.spec import Origin, identity, read_spec
 from pfedhn.system.files import given_path
 
 logger = logging.getLogger("pfedhn")
@@ -79,31 +75,23 @@ def load(
                 f"{path} holds a result and no model, as every run of a tuning does; train it again in another folder."
             )
         raise UserError(f"{path} holds no checkpoint yet; wait until its run has written one.")
-    history = [from_json(Moment, table) for table in stored.history]
     origin = Origin(spec.name, spec.method.name, cell=spec.cell or {}, dataset=spec.data.name)
-    seconds = history[-1].seconds if history else 0.0
-    return Run(plan, stored.state, origin, history, seconds, read_result(path, spec))
+    seconds = stored.history[-1].seconds if stored.history else 0.0
+    return Run(plan, stored.state, origin, stored.history, seconds, read_result(path, spec))
 
 
 def _run_directory(path: Path, name: str | None) -> Path:
-    """The directory of the run that is meant."""
     if name is None and read_spec(path) is not None:
         return path
     names = sorted(file.parent.name for file in path.glob("*/spec.toml"))
-    if name is None and len(names) == 1:
-        return path / names[0]
     if not names:
         raise UserError(f"{path} holds no run; give the directory that `pfedhn.train` or `pfedhn run` wrote.")
-    if name and name not in names:
-        begun = [other for other in names if other.startswith(name)]
-        if len(begun) > 1:
-            raise UserError(f"{name!r} begins the names of several runs in {path}; say which: {some(begun, 20)}.")
-        name = begun[0] if begun else name
-    if name not in names:
-        which = (
-            f"there is no run {name!r} in {path}"
-            if name
-            else f"{path} holds several runs; say which by run=NAME (in a command, --run NAME)"
-        )
-        raise UserError(f"{which}; {closest(name or '', names)}")
-    return path / name
+    if name is None and len(names) > 1:
+        which = closest("", names)
+        raise UserError(f"{path} holds several runs; say which by run=NAME (in a command, --run NAME); {which}")
+    found = [name] if name is not None and name in names else [other for other in names if other.startswith(name or "")]
+    if not found:
+        raise UserError(f"there is no run {name!r} in {path}; {closest(name or '', names)}")
+    if len(found) > 1:
+        raise UserError(f"{name!r} begins the names of several runs in {path}; say which: {some(found, 20)}.")
+    return path / found[0]

@@ -1,9 +1,7 @@
-"""What a person sees while runs go on: a moving line for each, with its accuracy so far; a lasting one when it ends."""
+"""What a person sees while runs go on: a moving line for each, with its accuracy so far; a lasting one at its end."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from rich.markup import escape
@@ -21,13 +19,11 @@ from rich.text import Text
 
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Progress as RunProgress
-from pfedhn.runs.scores import score_text
 from pfedhn.storage.schema import Result, Scores
 from pfedhn.system.screen import Screen
 
 SECONDS_BETWEEN_UPDATES = 0.1  # a round may take a millisecond, and drawing one line takes about as long
-
-SECONDS_BETWEEN_LINES = 5.0  # where nobody sees a bar: in a log, or behind a pipe
+SECONDS_BETWEEN_LINES = 5.0  # in a log or behind a pipe, which show no bar
 
 Detail: TypeAlias = Literal["quiet", "normal", "verbose"]
 
@@ -47,7 +43,7 @@ class Update(NamedTuple):
 
 
 class Said(NamedTuple):
-    """A run has something to tell, say that a damaged checkpoint was passed over."""
+    """A run has something to tell, such as a damaged checkpoint."""
 
     run: str
     sentence: str
@@ -72,20 +68,20 @@ Event: TypeAlias = Update | Said | RunFinished | RunFailed
 
 
 def watch_run(run: str, simulation: Simulation, tell: Callable[[Update], None]) -> Watch:
-    """Tell of the start, of every evaluation, and in between often enough for the eye."""
-    total = simulation.num_rounds * simulation.clients_per_round
+    """Report the start, every evaluation, and in between often enough for the eye."""
+    size = simulation.clients_per_round
+    total = simulation.num_rounds * size
     score, told = "compiling" if simulation.federation.x.is_cuda else "starting", 0.0
-    tell(Update(run, 0, total, score, False, simulation.clients_per_round))
+    tell(Update(run, 0, total, score, False, size))
 
     def watch(progress: RunProgress, state: Any) -> None:
         nonlocal score, told
         if progress.evaluation is not None:
-            score = score_text(state)
+            score = state.scores_so_far
         elif time.monotonic() - told < SECONDS_BETWEEN_UPDATES and progress.step < total:
             return
         told = time.monotonic()
-        is_evaluation = progress.evaluation is not None
-        tell(Update(run, progress.step, total, score, is_evaluation, simulation.clients_per_round))
+        tell(Update(run, progress.step, total, score, progress.evaluation is not None, size))
 
     return watch
 
@@ -102,13 +98,14 @@ def result_text(result: Result, split: str = "test") -> str:
 
 
 class Display:
-    """Draws events: live lines on a terminal; elsewhere a line every few seconds, and one for what ends or goes wrong.
+    """Draw events: live lines on a terminal; elsewhere a line every few seconds, and one for every end or problem.
 
     Args:
-        num_runs: How many there are.
-        split: Whose scores the line of a finished run has.
+        num_runs: The number of runs.
+        console: Where it draws; stderr by default.
+        split: The split whose scores the line of a finished run shows.
         detail: "quiet" says nothing but what went wrong, "verbose" has a line for every evaluation.
-        keeps: Whether the lines stay when it is over.
+        keeps: Whether the lines stay at the end.
     """
 
     def __init__(
@@ -120,9 +117,18 @@ class Display:
         keeps: bool = False,
     ) -> None:
         self.console = console or Screen(stderr=True)
-        self.split, self.num_runs, self.detail, self.keeps = split, num_runs, detail, keeps
+        self.split, self.num_runs, self.detail = split, num_runs, detail
         self.lines: dict[str, TaskID] = {}
-        self.progress = _progress(self.console)
+        self.progress = Progress(  # narrow enough for a terminal of 80 columns
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=8),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[score]}"),
+            _Rate(),
+            _Time(compact=True),
+            console=self.console,
+            transient=not keeps,
+        )
         self.all_runs: TaskID | None = None
         self.is_live = self.console.is_terminal and detail != "quiet"
         self.begun = self.said = time.monotonic()
@@ -135,12 +141,7 @@ class Display:
                 self.all_runs = self.progress.add_task("all runs", total=self.num_runs, score="")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not self.keeps:
-            for line in [*self.lines.values(), *([] if self.all_runs is None else [self.all_runs])]:
-                self.progress.remove_task(line)
+    def __exit__(self, *error: object) -> None:
         if self.is_live:
             self.progress.stop()
 
@@ -164,7 +165,7 @@ class Display:
                 self._end(run, f"[red]failed[/]  {escape(run)}")
 
     def _say_from_time_to_time(self, run: str, state: str) -> None:
-        """For logs and pipes: every few seconds, and less often the longer it takes."""
+        """For logs and pipes: print every few seconds, and less often the longer it takes."""
         now = time.monotonic()
         if now - self.said < max(SECONDS_BETWEEN_LINES, (now - self.begun) / 20):
             return
@@ -189,28 +190,8 @@ class Display:
         self._print(line)
 
 
-@contextmanager
-def bar(console: Screen | None = None) -> Iterator[Callable[[str, Simulation], Watch]]:
-    """The display of one run; the yielded function takes its name and returns what to call as it moves."""
-    with Display(1, console, keeps=True) as display:
-        yield lambda name, simulation: watch_run(name, simulation, display)
-
-
-def _progress(console: Screen) -> Progress:
-    """Narrow enough for a terminal of 80 columns."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=8),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[score]}"),
-        _Rate(),
-        _Time(compact=True),
-        console=console,
-    )
-
-
 class _Rate(ProgressColumn):
-    """Rounds per second; of all runs together there is none."""
+    """Rounds per second; the line of all runs together shows none."""
 
     def render(self, task: Task) -> Text:
         if not task.speed or not task.fields["score"]:

@@ -1,11 +1,10 @@
 """A run: its chosen round, its clients' models, and the clients that join it."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -13,20 +12,28 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from pfedhn.data.arrays import Arrays
+from pfedhn.data.columns import filled_with
 from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
+from pfedhn.data.files import read_inputs
+from pfedhn.data.reading import Reading
 from pfedhn.engine.plan import NO_EXAMPLES, Plan
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Evaluation, Memories, State
 from pfedhn.errors import UserError, short
 from pfedhn.params import Params, take
-from pfedhn.runs.exporting import card_of, export, export_all, new_card, portable_of
-from pfedhn.runs.joining import TRIAL_ROUNDS, NewClient, NewClients, join, network_named, one_client
-from pfedhn.runs.portable import Card, Portable
-from pfedhn.runs.reading import read_examples
-from pfedhn.runs.scores import score_text, scores_of
-from pfedhn.storage.schema import Moment, Result
-from pfedhn.storage.spec import Origin
+from pfedhn.runs.export import Card, Portable, model_card, write_model, write_models
+from pfedhn.runs.joining import TRIAL_ROUNDS, NewClient, NewClients, join, network_of, one_client
+from pfedhn.storage.directory import Origin
+from pfedhn.storage.schema import Moment, Result, Scores
+
+
+class GivenExamples(NamedTuple):
+    """Examples from a file, for a client's own model."""
+
+    x: Tensor
+    answers: NDArray[Any] | None  # the right ones, if they are known
+    files: tuple[str, ...] | None  # of images: where each was
 
 
 @dataclass(repr=False)
@@ -43,14 +50,23 @@ class Run:
     history: list[Moment] = field(default_factory=list)  # every evaluation
     seconds: float = 0.0
     result: Result | None = None  # what result.json says: scores, bytes, seconds; None while it is not finished
-    joined: dict[str, "NewClient"] = field(default_factory=dict)  # those that `add_client` gave a name
+    joined: dict[str, NewClient] = field(default_factory=dict)  # those that `add_client` gave a name
+    _portables: dict[str, Portable] = field(default_factory=dict, init=False)  # target networks, traced for files
 
     def __repr__(self) -> str:
         method, plan = self.plan.exchange.method_name, self.plan
         step = f"step {self.state.round * plan.clients_per_round:,}"
-        score = f", {score_text(self)}" if self.history else ""
+        score = f", {self.scores_so_far}" if self.history else ""
         clients = plan.federation if isinstance(plan, Simulation) else f"{plan.num_clients} clients"
         return f"Run({self.origin.name!r}: {method}, {clients}, {step}{score})"
+
+    @property
+    def scores_so_far(self) -> str:
+        """The newest evaluation and the best one, short enough for a line."""
+        validation, best = self.history[-1].validation, self.chosen.splits["validation"].score
+        if not validation.has_accuracy:
+            return f"validation loss {validation.loss:.4f}, best {-best:.4f}"
+        return f"validation {100 * validation.score:.1f} %, best {100 * best:.1f} %"
 
     @property
     def simulation(self) -> Simulation:
@@ -72,11 +88,15 @@ class Run:
         If clients adapt their model before they use it, this is the accuracy after that, unless it is worse on
         validation: then they use it as it is.
         """
-        test = scores_of(self.chosen.splits["test"]) if self.result is None else self.result.test
+        test = self._test_scores
         sums = numpy.array(test.clients, dtype=float) * (1 if test.has_accuracy else -1)
         with numpy.errstate(invalid="ignore"):
             values: NDArray[numpy.float64] = sums / numpy.array(test.client_examples)
         return values
+
+    @property
+    def _test_scores(self) -> Scores:
+        return Scores.of(self.chosen.splits["test"]) if self.result is None else self.result.test
 
     @property
     def adapts(self) -> bool:
@@ -99,10 +119,8 @@ class Run:
 
     def to_frame(self) -> Any:
         """The history as a pandas table: a line per evaluation, its number of steps as the index."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise UserError("to_frame needs pandas; install it with: pip install pandas.") from error
+        import pandas  # here: most runs need no table
+
         table = [{"step": moment.step, **moment.numbers()} for moment in self.history]
         return pandas.DataFrame(table).set_index("step")
 
@@ -131,13 +149,13 @@ class Run:
     ) -> Params:
         """The weights of a client's own model; arguments as `personal_model`."""
         place = self.plan.clients.number_of(client)
-        model = self.plan.model_of(place) if architecture is None else network_named(self.plan, architecture)
+        model = network_of(self.plan, place, architecture)
         given = None if data is None else self._examples_of(data)
         number = self.state.round if last else self.chosen.round
         return self.plan.personal_weights(self.memories(last), model, place, number, self.adapts, given)
 
     def _examples_of(self, data: Arrays) -> Federation:
-        """One client's training examples, as the run's own are."""
+        """One client's training examples in the run's form."""
         plan, wanted = self.plan, self.plan.clients
         dtype = plan.dtype if getattr(torch, wanted.dtype).is_floating_point else None
         given = Federation.from_clients([{"train": data}]).to(plan.device, dtype)
@@ -160,9 +178,7 @@ class Run:
         if isinstance(client, str) and client in self.joined and architecture is None and data is None:
             return copy.deepcopy(self.joined[client].model)
         weights = self.personal_weights(client, last, architecture, data)
-        place = self.plan.clients.number_of(client)
-        model = self.plan.model_of(place) if architecture is None else network_named(self.plan, architecture)
-        return model.with_weights(weights)
+        return network_of(self.plan, self.plan.clients.number_of(client), architecture).with_weights(weights)
 
     def read(self, path: str | Path, client: int | str) -> Tensor:
         """New examples from a file, as a client's own model takes them.
@@ -187,7 +203,40 @@ class Run:
             >>> run.read(folder / "new.csv", "lyon")
             tensor([[61.,  3.]])
         """
-        return read_examples(self, path, client).x
+        return self.read_examples(path, client).x
+
+    def read_examples(
+        self, path: str | Path, client: int | str, label: str | None = None, how: Reading | None = None
+    ) -> "GivenExamples":
+        """As `read`, with the right answers if they are known.
+
+        Args:
+            path: As `read`.
+            client: As `read`.
+            label: The column of a table that holds the right answers.
+            how: How the run read its own examples, if it does not say so itself.
+        """
+        described = self.description
+        how = how or described.reading
+        columns = self.origin.cell.get("columns") or {}
+        leave_out = (columns.get("client", ""), columns.get("label", ""))
+        given, answers, files = read_inputs(path, label, leave_out, described.shape, how)
+        if isinstance(client, str) and client in self.joined:
+            given = filled_with(given, self.joined[client].fill)
+        elif how is not None and how.table is not None:
+            given = filled_with(given, how.table.fill_of(described.name_of(described.number_of(client))))
+        x = torch.from_numpy(described.prepared(given))
+        if tuple(x.shape[1:]) != described.shape:
+            raise UserError(
+                f"{path} has examples of shape {tuple(x.shape[1:])}; this run's have {described.shape}: give the same "
+                "features in the same order."
+            )
+        dtype: torch.dtype = getattr(torch, described.dtype)
+        if x.is_floating_point() and not (is_finite := x.flatten(1).isfinite().all(1)).all():
+            wrong = int((~is_finite).nonzero()[0])
+            raise UserError(f"example {wrong} of {path} has a number that is not finite; fix it.")
+        dtype = self.plan.dtype if dtype.is_floating_point else dtype
+        return GivenExamples(x.to(self.plan.device, dtype), answers, files)
 
     def export(self, client: int | str, path: str | Path, *, last: bool = False, data: Arrays | None = None) -> Path:
         """Write a client's model to a file that runs without this package, and a model card next to it.
@@ -199,7 +248,11 @@ class Run:
             last: As `personal_model`.
             data: As `personal_model`.
         """
-        return export(self, client, path, last, data)
+        if isinstance(client, str) and client in self.joined:
+            return self.joined[client].export(path)
+        architecture = self.plan.model_of(self.plan.clients.number_of(client)).name
+        module = self.personal_model(client, last, data=data)
+        return write_model(path, self._portable(architecture), module, self.card(client))
 
     def export_all(self, folder: str | Path, ending: str = ".onnx", *, last: bool = False) -> dict[str, Path]:
         """Write the model of every client into a folder, with a README.md that lists them; the files by client.
@@ -209,24 +262,51 @@ class Run:
             ending: Which format, as in `export`.
             last: As `personal_model`.
         """
-        return export_all(self, folder, ending, last)
+        clients = [self.plan.clients.name_of(number) for number in range(self.plan.num_clients)]
 
-    @cached_property
-    def portables(self) -> dict[str, Portable]:
-        """Target networks that were traced for a file, by name."""
-        return {}
+        def write(client: str, file: Path) -> Card:
+            self.export(client, file, last=last)
+            return self.card(client)
+
+        return write_models(folder, ending, clients, write)
+
+    def _portable(self, architecture: str) -> Portable:
+        """A target network ready to be written; it is traced once, however many clients run it."""
+        if architecture not in self._portables:
+            self._portables[architecture] = Portable.of(self.plan.models[architecture], self.plan.clients)
+        return self._portables[architecture]
 
     @property
     def description(self) -> Description:
-        """What is known of the clients and their examples without seeing one."""
+        """Everything known of the clients and their examples, without the examples."""
         clients = self.plan.clients
         if not isinstance(self.plan, Simulation):
             return clients
         return replace(clients, name=self.origin.dataset, preprocessing=self.origin.preprocessing)
 
     def card(self, client: int | str) -> Card:
-        """What a client's model was trained on and how good it is, as plain values."""
-        return card_of(self, client)
+        """The model card of a client's model, as plain values: its training and its test score."""
+        clients = self.plan.clients
+        place = clients.number_of(client)
+        name, table = clients.name_of(place), None if clients.reading is None else clients.reading.table
+        fill = None if table is None else table.fill_of(name)
+        return self._card(name, self.plan.model_of(place).name, self._test_scores, place, fill)
+
+    def _card(self, client: str, architecture: str, test: Scores, place: int, fill: Sequence[float] | None) -> Card:
+        assert test.clients is not None
+        assert test.client_examples is not None
+        return model_card(
+            client,
+            self.plan.models[architecture],
+            self.plan,
+            (test.clients[place], test.client_examples[place]),
+            run=self.origin.name,
+            method=self.origin.method,
+            chosen_step=self.chosen.step,
+            steps=self.state.round * self.plan.clients_per_round,
+            described=self.description,
+            fill=fill,
+        )
 
     def add_client(
         self,
@@ -241,7 +321,7 @@ class Run:
         settings: Mapping[str, Any] | None = None,
         seed: int = 0,
         last: bool = False,
-    ) -> "NewClient":
+    ) -> NewClient:
         """Let a client join that took no part in training; only what is its own is learned, the rest is frozen.
 
         For pFedHN that is the embedding and, for PC, the personal layers. Rounds are as in training, except that the
@@ -261,7 +341,7 @@ class Run:
             seed: Seed of its split and its random draws.
             last: Join the run as it was after its last round instead of the chosen one.
         """
-        model = self.plan.model_of(0) if architecture is None else network_named(self.plan, architecture)
+        model = network_of(self.plan, 0, architecture)
         data, fill = one_client(self.plan, model, x, y, name, split, descriptor, seed)
         joined = self.add_clients(data, rounds=rounds, settings=settings, seed=seed, last=last)
         weights, memories = joined.personal_weights(0), joined.memories
@@ -273,8 +353,8 @@ class Run:
             kept.private,
             joined.splits,
             joined.round,
-            new_card(self, name or "that joined", model, joined.splits["test"], fill),
-            portable_of(self, model.name),
+            self._card(name or "that joined", model.name, Scores.of(joined.splits["test"]), 0, fill),
+            self._portable(model.name),
             fill,
             joined.settings,
             joined.tried,
@@ -292,7 +372,7 @@ class Run:
         trial_rounds: int = TRIAL_ROUNDS,
         seed: int = 0,
         last: bool = False,
-    ) -> "NewClients":
+    ) -> NewClients:
         """Let clients join that took no part in training, as `add_client` does for one; all train in every round.
 
         Args:

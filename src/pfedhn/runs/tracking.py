@@ -1,10 +1,11 @@
-"""Runs in the trackers that people have already: each is a callback of `pfedhn.train`, behind an extra."""
+"""Experiment trackers: each is a callback of `pfedhn.train`, behind an extra."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from pfedhn.errors import UserError, closest, missing_extra
+from pfedhn.storage.identity import settings_of
 from pfedhn.storage.schema import Moment
 
 
@@ -18,9 +19,7 @@ class Callback(Protocol):
 
 
 def settings(run: Any) -> dict[str, Any]:
-    """What a run is, for a tracker's table of parameters."""
-    from pfedhn.storage.identity import settings_of
-
+    """The parameters of a run, for a tracker's table."""
     plan, schedule = run.plan, run.plan.schedule
     return {
         "method": run.origin.method,
@@ -35,10 +34,10 @@ def settings(run: Any) -> dict[str, Any]:
 
 
 class TensorBoard:
-    """Writes a run's evaluations where TensorBoard reads them.
+    """Write a run's evaluations for TensorBoard.
 
     Args:
-        folder: What `tensorboard --logdir` is given; every run has a folder of its name in it.
+        folder: The folder for `tensorboard --logdir`; every run has its own folder in it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -64,10 +63,10 @@ class TensorBoard:
 
 
 class MLflow:
-    """Writes a run's evaluations to MLflow's server, or to the folder that MLFLOW_TRACKING_URI names.
+    """Write a run's evaluations to MLflow's server, or to the folder that MLFLOW_TRACKING_URI names.
 
     Args:
-        experiment: MLflow's name for what belongs together.
+        experiment: MLflow's name for runs that belong together.
     """
 
     def __init__(self, experiment: str = "pfedhn") -> None:
@@ -94,11 +93,11 @@ class MLflow:
 
 
 class WandB:
-    """Writes a run's evaluations to Weights & Biases.
+    """Write a run's evaluations to Weights & Biases.
 
     Args:
-        project: Its name there.
-        folder: Where its own files are kept.
+        project: The name of the project there.
+        folder: The folder for the files of Weights & Biases.
     """
 
     def __init__(self, project: str = "pfedhn", folder: str | Path | None = None) -> None:
@@ -121,18 +120,15 @@ class WandB:
             self.run.finish()
 
 
-Maker: TypeAlias = Callable[[str, Path], Callback]
-
-TRACKERS: dict[str, Maker] = {
+TRACKERS: dict[str, Callable[[str, Path], Callback]] = {
     "tensorboard": lambda experiment, folder: TensorBoard(folder / "tensorboard"),
     "mlflow": lambda experiment, folder: MLflow(experiment),
     "wandb": lambda experiment, folder: WandB(experiment, folder),
 }
-"""What makes the callback of a run, from its experiment's name and directory."""
+"""Makers of a run's callback, from the name and directory of its experiment."""
 
 
 def tracker(name: str, experiment: str, folder: Path) -> Callback:
-    """The callback that `--track NAME` means."""
     if name not in TRACKERS:
         raise UserError(f"there is no tracker {name!r}; {closest(name, TRACKERS)}")
     return TRACKERS[name](experiment, folder)

@@ -1,7 +1,7 @@
 """`pfedhn.train`: train a personal model for every client."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,13 +15,12 @@ from pfedhn.privacy import Privacy
 from pfedhn.runs.assemble import AnyAlgorithm, assemble, choose_device
 from pfedhn.runs.cluster import connection, shared_out
 from pfedhn.runs.execute import computing_on, drain, execute
-from pfedhn.runs.progress import bar
+from pfedhn.runs.progress import Display, watch_run
 from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import Callback
-from pfedhn.storage.spec import Origin, read_spec
+from pfedhn.storage.directory import Origin, read_spec
 from pfedhn.system.files import given_path
-from pfedhn.system.process import advise_once
-from pfedhn.system.stopping import stop_on_signal
+from pfedhn.system.process import advise_once, stop_on_signal
 
 Precision = Literal["tf32", "fp32"]
 
@@ -142,14 +141,13 @@ def train(
     path = None if directory is None else given_path(directory)
     origin = Origin.of(method, path)
     simulation = shared_out(simulation, devices, on)
-    shown: AbstractContextManager[Any] = bar() if progress else nullcontext()
-    with (
-        connection(on),
-        computing_on(simulation.device, precision, deterministic),
-        stop_on_signal() as stop,
-        shown as add,
-    ):
-        watch = add(origin.method, simulation) if add else None
+    with ExitStack() as stack:
+        stack.enter_context(connection(on))
+        stack.enter_context(computing_on(simulation.device, precision, deterministic))
+        stop = stack.enter_context(stop_on_signal())
+        watch = None
+        if progress:
+            watch = watch_run(origin.method, simulation, stack.enter_context(Display(1, keeps=True)))
         work = execute(
             simulation,
             path,
@@ -164,7 +162,7 @@ def train(
 
 
 def _as_stored(model: Any, directory: Any) -> Any:
-    """An unnamed network under the name "model" if the directory's run, of an older version, calls it so."""
+    """Name an unnamed network "model" if an older version made the run of the directory with that name."""
     if isinstance(model, str | Mapping) or not isinstance(directory, str | Path):
         return model
     if not (given_path(directory) / "spec.toml").exists():

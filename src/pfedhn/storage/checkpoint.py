@@ -21,8 +21,8 @@ from pfedhn.engine.plan import Plan
 from pfedhn.engine.state import Best, Diverged, Evaluation, Flight, Memories, State, Work, lower_rates
 from pfedhn.errors import RunError
 from pfedhn.params import take
-from pfedhn.storage.seal import DamagedError, sealed_json, unsealed_json
-from pfedhn.storage.trees import filled, named
+from pfedhn.storage.files import DamagedError, filled, named, sealed_json, unsealed_json
+from pfedhn.storage.schema import Moment, from_json, to_json
 from pfedhn.system.files import read_bytes, write_atomically
 from pfedhn.system.fingerprint import differ
 
@@ -36,28 +36,21 @@ class CheckpointError(RunError):
 
 
 class Loaded(NamedTuple):
-    """What a directory's checkpoints hold."""
+    """The state of a directory's checkpoints."""
 
-    state: State | None  # of the newest sound one; None if there is none at all
+    state: State | None  # of the newest intact one; None if there is none at all
     refused: list[str]  # a sentence for each that cannot be trusted
-    history: list[Any]  # of that state, as it was given to `save_state`
+    history: list[Moment]  # of that state
 
 
 def save_state(
-    directory: Path,
-    state: State,
-    plan: Plan,
-    run: Mapping[str, str] | None = None,
-    history: Sequence[Any] = (),
+    directory: Path, state: State, plan: Plan, run: Mapping[str, str] | None = None, history: Sequence[Moment] = ()
 ) -> None:
-    """Write `state`; older checkpoints than the last two are removed. A state that has diverged is not written.
+    """Write a checkpoint and keep the one before it. A state that has diverged is not written.
 
     Args:
-        directory: Of the run.
-        state: Where it stands.
-        plan: What it is.
-        run: Names for what it is made of; a checkpoint of a run with other ones is refused.
-        history: Its evaluations so far, as JSON can hold them.
+        run: Digests of what the run is made of; a checkpoint of a run with other digests is refused.
+        history: The evaluations so far.
     """
     if plan.device.type == "cuda":
         # A captured run writes on a stream of its own, which nothing here would wait for.
@@ -74,7 +67,7 @@ def save_state(
     record: dict[str, Any] = {
         "format": FORMAT,
         "run": dict(run or {}),
-        "history": list(history),
+        "history": to_json(list(history)),
         "round": state.round,
         "step": step,
         "bytes_down": state.bytes_down,
@@ -102,15 +95,7 @@ def save_state(
 def write_checkpoint(
     directory: Path, number: int, record: Mapping[str, Any], tensors: Mapping[str, Tensor], mode: int = 0o666
 ) -> None:
-    """Write the two files of a checkpoint.
-
-    Args:
-        directory: Of the checkpoints.
-        number: Of this one; the highest is the newest.
-        record: What JSON can hold.
-        tensors: By name.
-        mode: Who may read and write the files, as in `write_atomically`.
-    """
+    """Write the two files of a checkpoint; the one with the highest number is the newest."""
     content = save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
     record = {**record, "tensors_sha256": hashlib.sha256(content).hexdigest()}
     name = f"checkpoint-{number:09d}"
@@ -127,13 +112,13 @@ def remove_old(directory: Path, num_kept: int) -> None:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The JSON files of the checkpoints, newest first."""
+    """List the JSON files of the checkpoints, newest first."""
     found = [path for path in directory.glob("checkpoint-*.json") if CHECKPOINT.fullmatch(path.stem)]
     return sorted(found, reverse=True)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The JSON file of a checkpoint, if it is intact."""
+    """Read the JSON file of a checkpoint, or refuse a damaged one."""
     try:
         return unsealed_json(read_bytes(path))
     except DamagedError as error:
@@ -141,7 +126,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read_checkpoint_tensors(path: Path, record: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors beside the JSON file of a checkpoint, if they are intact."""
+    """Read the tensors of a checkpoint, or refuse damaged ones."""
     file = path.with_suffix(".safetensors")
     if not file.exists():
         raise CheckpointError(f"{file.name} is missing, so its checkpoint was not used.")
@@ -152,16 +137,17 @@ def read_checkpoint_tensors(path: Path, record: Mapping[str, Any]) -> dict[str, 
 
 
 def load_state(directory: Path, plan: Plan, run: Mapping[str, str] | None = None) -> Loaded:
-    """The newest checkpoint that is sound and of this run."""
+    """Read the newest checkpoint that is intact and of this run."""
     refused = []
     for path in checkpoints(directory):
         try:
-            record = verified(path, run)
+            record = _verified(path, run)
             tensors = read_checkpoint_tensors(path, record)
         except CheckpointError as error:
             refused.append(str(error))
             continue
-        return Loaded(_to_state(tensors, record, plan), refused, record["history"])
+        history = [from_json(Moment, table) for table in record["history"]]
+        return Loaded(_to_state(tensors, record, plan), refused, history)
     if refused:
         raise CheckpointError(
             f"{refused[0]} No intact checkpoint is left in {directory}; move or remove that folder, and the same "
@@ -170,8 +156,21 @@ def load_state(directory: Path, plan: Plan, run: Mapping[str, str] | None = None
     return Loaded(None, [], [])
 
 
-def verified(path: Path, run: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The JSON file of a checkpoint, if it is intact and of this run."""
+def newest_history(directory: Path, run: Mapping[str, str]) -> list[Any]:
+    """The evaluations that the newest intact checkpoint knows, as JSON holds them."""
+    for path in checkpoints(directory):
+        try:
+            history: list[Any] = _verified(path, run)["history"]
+            return history
+        except CheckpointError:
+            continue
+        except RunError:  # the run goes on, and has removed it meanwhile
+            break
+    return []
+
+
+def _verified(path: Path, run: Mapping[str, str] | None) -> dict[str, Any]:
+    """Read the JSON file of a checkpoint, or refuse a damaged one and that of another run."""
     record = read_record(path)
     if record.get("format") != FORMAT:
         raise CheckpointError(f"{path.name} has format {record.get('format')}; this version of pfedhn reads {FORMAT}.")
@@ -183,7 +182,7 @@ def verified(path: Path, run: Mapping[str, str] | None = None) -> dict[str, Any]
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
-    """The parts in which two runs differ, by names for what they are made of."""
+    """The parts whose digests differ between two runs."""
     return [part for part in dict.fromkeys([*one, *other]) if differ(one.get(part, ""), other.get(part, ""))]
 
 
@@ -216,7 +215,7 @@ def _to_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any], plan: Pl
 
 
 def _flight_record(flight: Flight) -> dict[str, Any]:
-    """Who is at work, as JSON can hold it; between rounds no reply waits for a step."""
+    """The clients at work, as JSON can hold them; between rounds no reply waits for a step."""
     assert not flight.replies
     table = {name: value for name, value in vars(flight).items() if name not in ("working", "replies")}
     return table | {"working": [work[: Work._fields.index("reply")] for work in flight.working]}

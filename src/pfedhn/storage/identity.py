@@ -1,4 +1,4 @@
-"""Names and digests of what a run is made of, by which another run is told from it."""
+"""Names and digests of everything that a run is made of, by which it is told from another run."""
 
 import hashlib
 import json
@@ -21,10 +21,8 @@ from pfedhn.engine.transform import TRANSFORMS, Transform
 from pfedhn.model import Model
 from pfedhn.params import Params
 from pfedhn.settings import kinds_of, settings_in, values_in_short
+from pfedhn.storage.files import digest
 from pfedhn.storage.schema import to_json
-from pfedhn.storage.seal import (
-    digest,
-)
 from pfedhn.system import fingerprint
 from pfedhn.system.reference import name_of
 
@@ -32,7 +30,7 @@ NUM_CLIENTS_LOOKED_AT = 8  # of a federation whose data are loaded when needed, 
 
 
 def digests_of(simulation: Simulation) -> dict[str, str]:
-    """Names for what a run is made of, where a file cannot hold the thing itself."""
+    """Digests of the parts of a run that no file can hold."""
     models, wire = simulation.models, (simulation.upload, simulation.download)
     own_code = [_registered_class(simulation.algorithm), *map(type, wire)]
     digests = {
@@ -47,25 +45,22 @@ def digests_of(simulation: Simulation) -> dict[str, str]:
     }
     if (constants := constants_digest(models)) is not None:
         digests["frozen"] = constants
-    if simulation.resize_every is not None:
-        digests["resizing"] = digest(simulation.resize_every)
-    if simulation.privacy is not None:
-        digests["privacy"] = digest(settings_of(simulation.privacy))
-    if simulation.in_flight is not None:
-        digests["in flight"] = digest(simulation.in_flight)
+    privacy = None if simulation.privacy is None else settings_of(simulation.privacy)
+    options = {"resizing": simulation.resize_every, "privacy": privacy, "in flight": simulation.in_flight}
+    digests |= {name: digest(value) for name, value in options.items() if value is not None}
     if simulation.starts is not None:
         digests["start"] = hashlib.sha256(start_content(simulation.starts)).hexdigest()
     return digests
 
 
 def _of_all(names: Iterable[str]) -> str:
-    """One name for several pieces of code."""
+    """One digest of several pieces of code."""
     found = list(names)
     return f"{fingerprint.VERSION} {digest(found)}"
 
 
 def settings_of(spec: Any) -> dict[str, Any]:
-    """Every setting of a method or transform, also those that were left at their defaults, as a file can hold them."""
+    """Every setting of a method or transform, defaults too, as a file can hold them."""
     if not is_dataclass(spec) or isinstance(spec, type):
         return {}
     # Settings of a wider class and of combinators stand beside them: earlier versions had one class, and wrote all.
@@ -79,7 +74,7 @@ def settings_of(spec: Any) -> dict[str, Any]:
 
 
 def method_name(method: str | Algorithm[Any, Any, Any]) -> str:
-    """What a method is called: the name it is registered by, or else "module:qualname"."""
+    """The registered name of a method, or "module:qualname"."""
     if isinstance(method, str):
         return method
     kind = type(innermost(method))
@@ -95,13 +90,13 @@ def _registered_class(algorithm: Algorithm[Any, Any, Any]) -> type[Any]:
 
 
 def transform_name(transform: Transform) -> str:
-    """What a transform is called: the name it is registered by, or else "module:qualname"."""
+    """The registered name of a transform, or "module:qualname"."""
     registered = (name for name, known in TRANSFORMS.items() if known == transform)
     return next(registered, name_of(type(transform)))
 
 
 def data_digest(federation: Federation) -> str:
-    """A name for the examples and labels; of data that are loaded when needed, those of the first and a few others."""
+    """A digest of the examples and labels; if they are loaded when needed, of those of a few clients."""
     palette = federation.palette
     how = () if palette is None else (partial(decode, palette=palette.cpu()), fingerprint.of_tensor(palette))
     parts = [fingerprint.of_tensor(federation.x, *how), fingerprint.of_tensor(federation.y)]
@@ -113,8 +108,13 @@ def data_digest(federation: Federation) -> str:
     return digest(parts)
 
 
+def is_data_of(digests: Mapping[str, str], federation: Federation) -> bool:
+    """Whether a run with these digests was trained on these clients and their examples."""
+    return (digests["data"], digests["clients"]) == (data_digest(federation), clients_digest(federation))
+
+
 def clients_digest(federation: Federation) -> str:
-    """A name for who the clients are: their names, what they draw by, how they are described, and who joins later."""
+    """A digest of the clients' names, random identities, descriptors and networks, and of those that join later."""
     descriptors, identities, joining = federation.descriptors, federation.identities, federation.joining
     return digest(
         [
@@ -130,7 +130,7 @@ def clients_digest(federation: Federation) -> str:
 
 
 def partition_digest(federation: Federation) -> str:
-    """A name for who owns which examples."""
+    """A digest of which client has which examples."""
     digest = hashlib.sha256()
     for examples in federation.splits.values():
         for part in (examples.index, examples.offset, examples.size):
@@ -139,13 +139,13 @@ def partition_digest(federation: Federation) -> str:
 
 
 def networks_digest(models: Mapping[str, Model]) -> str:
-    """A name for the weights that the target networks have."""
+    """A digest of the names and shapes of the target networks' weights."""
     shapes = {name: {part: list(shape) for part, shape in model.shapes.items()} for name, model in models.items()}
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
 
 
 def constants_digest(models: Mapping[str, Model]) -> str | None:
-    """A name for the values that the target networks have and nobody trains; None where there are none."""
+    """A digest of the values in the target networks that nobody trains; None if there are none."""
     parts = {
         name: {part: fingerprint.of_tensor(value) for part, value in sorted(model.constants.items())}
         for name, model in models.items()
@@ -154,6 +154,6 @@ def constants_digest(models: Mapping[str, Model]) -> str | None:
 
 
 def start_content(starts: Mapping[str, Params]) -> bytes:
-    """The weights that a run starts from, as start.safetensors holds them."""
+    """The content of start.safetensors: the weights that a run starts from."""
     tensors = {f"{name}/{part}": value for name, weights in starts.items() for part, value in weights.items()}
     return save({name: value.detach().cpu().contiguous() for name, value in tensors.items()})

@@ -1,4 +1,4 @@
-"""A run from its directory: the code that spec.toml names, with the settings it stores."""
+"""Restore a run from its directory: the code that spec.toml names, with the settings it stores."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -22,12 +22,8 @@ from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
 from pfedhn.settings import build
+from pfedhn.storage.directory import Part, Spec, refuse_other_base
 from pfedhn.storage.identity import constants_digest, networks_digest
-from pfedhn.storage.spec import (
-    Part,
-    Spec,
-    refuse_other_base,
-)
 from pfedhn.system.reference import Code, find, find_code
 
 
@@ -41,7 +37,7 @@ def to_plan(
     metric: PerExample | None = None,
     device: str = "cpu",
 ) -> Plan:
-    """The plan of a run from its directory; what is given stands for what the directory names."""
+    """The plan of a run from its directory; what is given replaces what the directory names."""
     dtype: torch.dtype = getattr(torch, spec.data.dtype)
     dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
     models = {}
@@ -99,21 +95,14 @@ def _transform(directory: Path, direction: str, part: Part) -> Transform:
     if part.name in TRANSFORMS:
         return TRANSFORMS[part.name]
     with _naming(f"the transform of the {direction}", directory, ""):
-        transform = _built(part, find(part.name))
-        if not hasattr(transform, "encode"):
+        kind = find(part.name)
+        if not isinstance(kind, type) or not is_dataclass(kind) or not hasattr(kind, "encode"):
             raise UserError(f"{part.name} is no transform.")
-        return transform  # type: ignore[no-any-return]
-
-
-def _built(part: Part, kind: Any) -> Any:
-    """The frozen dataclass that is a method or a transform, with the settings that were stored."""
-    if not isinstance(kind, type) or not is_dataclass(kind):
-        raise UserError(f"{part.name} is no method and no transform.")
-    return build(kind, part.settings, part.name)
+        return cast(Transform, build(kind, part.settings, part.name))
 
 
 def _function(directory: Path, what: str, code: Code) -> PerExample:
-    """The loss or the metric; where it cannot be imported, a function that says so when somebody needs it."""
+    """The loss or the metric; if it cannot be imported, a function that says so when it is called."""
     try:
         with _naming(f"the {what}", directory, f"; give it as load(..., {what}=...)"):
             return code.load()
@@ -136,7 +125,7 @@ def _naming(what: str, directory: Path, way_out: str) -> Iterator[None]:
 
 
 def _read_start(file: Path, sha256: str, models: Mapping[str, Model], device: str) -> dict[str, Params]:
-    """The weights that a run started from, in the order of the network: a file has them in another."""
+    """The weights that a run started from, in the network's order, which a file does not keep."""
     try:
         is_its_own = hashlib.sha256(file.read_bytes()).hexdigest() == sha256
         tensors = load_file(file, device)

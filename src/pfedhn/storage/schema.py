@@ -1,4 +1,4 @@
-"""What a run found, as values: the schema of result.json, of metrics.jsonl and of the lines of exported results.
+"""The schema of result.json, of metrics.jsonl and of the lines of exported results.
 
 Every class here is written by `to_json` and read by `from_json`, which also knows the words of earlier versions.
 """
@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from pfedhn.engine.evaluate import SplitResult
 from pfedhn.errors import UserError
 from pfedhn.system.environment import Environment
 
@@ -19,11 +20,11 @@ OLD_WORDS = {"rows": "examples", "client_rows": "client_examples", "unused_rows"
 
 
 class SchemaError(UserError):
-    """What is wrong with a table; whoever knows its file says so."""
+    """A table does not fit the schema; the caller, who knows its file, says so."""
 
 
 def from_json(kind: type[Value], table: Mapping[str, Any]) -> Value:
-    """A dataclass from a table of JSON or TOML; keys that it does not have are passed over."""
+    """Make a dataclass from a table of JSON or TOML; unknown keys are ignored."""
     hints = get_type_hints(kind)
     table = {OLD_WORDS.get(name, name): value for name, value in table.items()}
     values: dict[str, Any] = {}
@@ -58,7 +59,7 @@ def _value(name: str, hint: Any, value: Any) -> Any:
 
 
 def to_json(value: Any) -> Any:
-    """A dataclass as tables and lists; what is None by default is left out."""
+    """A dataclass as tables and lists; None is left out if it is the default."""
     if is_dataclass(value):
         given = {item.name: (getattr(value, item.name), item.default) for item in fields(value)}
         return {
@@ -71,7 +72,7 @@ def to_json(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Scores:
-    """What clients scored on one split, each with its own model."""
+    """The clients' scores on one split, each with its own model."""
 
     loss: float  # mean over examples
     examples: int
@@ -86,13 +87,29 @@ class Scores:
         if self.clients and self.client_examples is not None and len(self.clients) != len(self.client_examples):
             raise SchemaError("'clients' and 'client_examples' differ in length")
 
+    @staticmethod
+    def of(result: SplitResult, per_client: bool = True) -> "Scores":
+        """A split's scores as plain numbers."""
+        sums = (result.loss if result.metric is None else result.metric).tolist()
+        values = tuple(int(value) if float(value).is_integer() else float(value) for value in sums)
+        return Scores(
+            result.mean_loss,
+            int(result.count.sum()),
+            None if result.metric is None else result.client_mean,
+            None if result.metric is None else result.sample_mean,
+            tuple(int(value) if float(value).is_integer() else float(value) for value in values)
+            if per_client
+            else None,
+            tuple(result.count.tolist()) if per_client else None,
+        )
+
     @property
     def has_accuracy(self) -> bool:
         return self.client_mean is not None
 
     @property
     def score(self) -> float:
-        """What rounds and rates are chosen by: accuracy over all examples, or minus the loss where there is none."""
+        """The score to choose rounds and learning rates by: accuracy over all examples, or else minus the loss."""
         return -self.loss if self.sample_mean is None else self.sample_mean
 
 
@@ -125,7 +142,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Measures:
-    """One split's scores at every evaluation of a run: both accuracies, or the loss where a task has none."""
+    """One split's scores at every evaluation of a run: both accuracies, or the loss for a task without accuracy."""
 
     client_mean: tuple[float, ...] | None = None
     sample_mean: tuple[float, ...] | None = None
@@ -134,7 +151,7 @@ class Measures:
 
 @dataclass(frozen=True)
 class Curve:
-    """How a run learned, as its line in a file of results keeps it."""
+    """The learning curve of a run in a file of results."""
 
     step: tuple[int, ...]
     validation: Measures
@@ -163,7 +180,7 @@ def _measures(scores: Sequence[Scores]) -> Measures:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the run cost that another one starts from."""
+    """The cost of a run that another one starts from."""
 
     name: str
     steps: int
@@ -182,7 +199,7 @@ class SplitScores:
 
 @dataclass(frozen=True)
 class Clients:
-    """Who the clients are, for whoever looks at a run; a run of very many, or over a network, has less of it."""
+    """The clients, for reports; a run with very many, or over a network, has only a part."""
 
     names: tuple[str, ...] | None = None
     class_names: tuple[str, ...] | None = None
@@ -198,7 +215,7 @@ class Clients:
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run found at the round chosen on validation, what it cost, and how to make it again."""
+    """The scores of a finished run at the round chosen on validation, its cost, and how to repeat it."""
 
     name: str
     experiment: str
@@ -241,5 +258,5 @@ class Result:
 
 
 def is_worse(after: Scores, before: Scores) -> bool:
-    """Whether steps made a score worse, or diverged; scores of no examples are no numbers, and tell nothing."""
+    """Whether steps made a score worse, or diverged; scores of no examples are NaN, and never worse."""
     return before.score > after.score or (math.isfinite(before.loss) and not math.isfinite(after.loss))

@@ -11,7 +11,7 @@ from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import RunSpec
 from pfedhn.runs.execute import computing_on
 from pfedhn.runs.load import load
-from pfedhn.storage.history import read_result
+from pfedhn.storage.directory import read_result
 from pfedhn.storage.identity import partition_digest
 from pfedhn.studies.finished import Finished
 from pfedhn.studies.study import Study

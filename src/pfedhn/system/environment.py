@@ -1,4 +1,4 @@
-"""Where and with what a run is made: device, precision, versions, and the commit of the source."""
+"""A run's environment: device, precision, versions, and the commit of the source."""
 
 import os
 import platform
@@ -16,8 +16,6 @@ import torch
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and with what a run was made."""
-
     device: str
     threads: int
     precision: str = "tf32"  # of products on a GPU
@@ -32,7 +30,7 @@ class Environment:
 
 
 def environment(device: str | torch.device) -> Environment:
-    """This process as it computes now."""
+    """The environment of this process, as it computes now."""
     on_gpu = torch.device(device).type == "cuda"
     return Environment(
         device=f"cuda: {torch.cuda.get_device_name(device)}" if on_gpu else f"cpu: {processor_name()}",
@@ -51,7 +49,7 @@ def environment(device: str | torch.device) -> Environment:
 
 @lru_cache
 def processor_name() -> str:
-    """The processor as its maker calls it, where the system says."""
+    """The processor's model name, if the system knows it."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -61,7 +59,7 @@ def processor_name() -> str:
 
 @lru_cache
 def commit() -> str | None:
-    """The commit of the source, if it is known; PFEDHN_COMMIT says it where there is no repository."""
+    """The commit of the source, if it is known; PFEDHN_COMMIT gives it outside a repository."""
     if known := os.environ.get("PFEDHN_COMMIT"):
         return known
 
@@ -71,9 +69,8 @@ def commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        ask(
-            "ls-files", "--error-unmatch", "--", Path(__file__).name
-        )  # an installed copy may lie in somebody's repository
+        # An installed copy may lie in somebody's repository.
+        ask("ls-files", "--error-unmatch", "--", Path(__file__).name)
         # A result of source that was changed since must not pass for the commit's own.
         return ask("rev-parse", "HEAD") + ("+changes" if ask("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""A person's files: written whole or not at all, one process at a time; what fails is said with what to do."""
+"""A person's files: written whole or not at all, by one process at a time; errors say what to do."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ def cache_folder() -> Path:
 
 
 def given_path(path: str | Path, is_resolved: bool = False) -> Path:
-    """A path as a person writes it, with ~ for a home; resolved, it means the same from any folder."""
+    """A path as a person writes it, with ~ for a home; a resolved one is absolute."""
     if not isinstance(path, str | Path) or "\0" in str(path):
         raise UserError(f"{short(path)} is no path; give one without null characters.")
     try:
@@ -41,12 +41,11 @@ def write_atomically(
     is a link followed: it is refused, or replaced.
 
     Args:
-        path: Of the file.
-        content: All of it.
-        way_out: What a person can do where the system refuses.
-        mode: Who may read and write it, less what the process's mask takes away; 0o600 for a secret.
-        is_lasting: Whether to wait for the disk, which takes long. Without it a power cut may leave a file that is cut
-            short.
+        path: The file.
+        content: All of its content.
+        way_out: What a person can do if the system refuses.
+        mode: Who may read and write it, before the process's mask; 0o600 for a secret.
+        is_lasting: Whether to wait for the disk, which takes long. Else a power cut may leave a truncated file.
     """
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     with writing(path, way_out):
@@ -65,7 +64,7 @@ def write_atomically(
 
 
 def keep_names(folder: Path) -> None:
-    """Let what was made or renamed in a folder outlast a power cut, where the system has a way to say so."""
+    """Let what was made or renamed in a folder outlast a power cut, if the system can."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -75,45 +74,34 @@ def keep_names(folder: Path) -> None:
 
 
 def append(path: Path, text: str, mode: int = 0o666) -> None:
-    """Add lines to a file. What outlasts a power cut is up to `flush`: to wait for the disk each time takes long.
-
-    Args:
-        path: Of the file.
-        text: The lines.
-        mode: As in `write_atomically`, of a file that is new.
-    """
+    """Add lines to a file, made with this mode if it is new; only after `flush` do they outlast a power cut."""
     with writing(path), open(path, "a", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(text)
 
 
 def flush(path: Path) -> None:
-    """Let the lines that were added to a file outlast a power cut."""
+    """Wait until the lines that were added to a file are on the disk, which takes long."""
     with writing(path), path.open("ab") as file:
         os.fsync(file.fileno())
 
 
 def make_folder(path: Path, way_out: str = ANOTHER_PLACE, mode: int = 0o777) -> None:
-    """Make a folder, and those above it, unless it is there; with a mode of 0o700 its owner alone can look into it."""
+    """Make a folder and those above it, unless it exists; with a mode of 0o700 only its owner can look into it."""
     with writing(path, way_out):
         path.mkdir(mode, parents=True, exist_ok=True)
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing would be mixed with what is written there: the folder is empty, or does not exist.
-
-    What another process is about to write does not count yet.
-    """
+    """Whether a folder is empty or does not exist; what another process is about to write does not count yet."""
     with writing(folder):
         return not folder.exists() or all(file.match(".*.part") or file.name == LOCK for file in folder.iterdir())
 
 
 def read_text(path: Path) -> str:
-    """Read a text file."""
     return read_bytes(path).decode()
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a whole file."""
     with reading(path):
         if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for, a device read forever
             raise UserError(f"{path} is not a regular file; give a file.")
@@ -122,7 +110,7 @@ def read_bytes(path: Path) -> bytes:
 
 @contextmanager
 def writing(path: Path, way_out: str = ANOTHER_PLACE) -> Iterator[None]:
-    """Inside the block, what the system refuses becomes a sentence that names the path and the way out."""
+    """Turn the system's errors inside the block into a sentence that names the path and the way out."""
     try:
         yield
     except OSError as error:
@@ -146,7 +134,7 @@ def _reason(error: OSError) -> str:
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait until no other process changes a file of this folder; the system lets go however a process ends.
+    """Wait until no other process changes a file of this folder; the lock ends with its process.
 
     The folder itself is locked, so that nothing is left in it.
     """
@@ -168,13 +156,9 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def claimed(folder: Path, seconds: float) -> Iterator[None]:
-    """Hold the folder of a run; the system lets go however a process ends.
+    """Hold the folder of a run, or refuse after some seconds of waiting; the lock ends with its process.
 
-    What a process that was killed left half written is removed.
-
-    Args:
-        folder: the run's own.
-        seconds: how long to wait for another process before it is refused.
+    Half-written files of a process that was killed are removed.
     """
     from filelock import FileLock, Timeout
 
@@ -205,7 +189,7 @@ def is_claimed(folder: Path) -> bool:
 
 
 def write_trouble(folder: Path) -> str | None:
-    """Why nothing can be written there; None if it can. Nothing is made."""
+    """Why nothing can be written to a folder, which need not exist; None if it can."""
     try:
         nearest = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryFile(dir=nearest):

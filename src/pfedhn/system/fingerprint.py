@@ -1,10 +1,9 @@
-"""Names for what a run is made of, tensors and code: other content has another name."""
+"""Digests of tensors and code, by which a run is told from another."""
 
 import dis
 import hashlib
 import inspect
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pfedhn.system.process import num_cores
+
 BYTES_AT_ONCE = 1 << 24
 LIBRARIES = ("torch", "numpy", "pfedhn")  # their code is not looked at: a run's directory names their versions
 
@@ -28,17 +29,17 @@ _shared: Any = WeakTensorKeyDictionary()  # digests of tensors that nobody chang
 
 
 def remember(tensor: Tensor) -> Tensor:
-    """Say that nobody will change a tensor, so that runs that share it need its digest only once."""
+    """Declare that nobody will change a tensor, so that its digest is computed only once."""
     _shared.setdefault(tensor, {})
     return tensor
 
 
 def of_tensor(tensor: Tensor, decode: Callable[[Tensor], Tensor] | None = None, decoder: str = "") -> str:
-    """A name for a tensor's type, shape and every value, wherever and in whatever order of memory it lies.
+    """A digest of a tensor's type, shape and values, on any device and in any memory order.
 
     Args:
         tensor: The values, or images as bytes, which are given to `decode` with their channels last.
-        decode: Bytes -> values; the name is that of the values.
+        decode: Bytes -> values; the digest is that of the values.
         decoder: A name for `decode`: the same bytes may stand for other values.
     """
     known: dict[str, str] | None = _shared.get(tensor)
@@ -50,7 +51,7 @@ def of_tensor(tensor: Tensor, decode: Callable[[Tensor], Tensor] | None = None, 
     if flat.ndim == 4:
         flat = flat.movedim(1, -1)  # as images lie in memory, where nothing has to be moved
     width = max(1, flat[:1].numel() * dtype.itemsize)  # parts are hashed apart, so they do not depend on the storage
-    with ThreadPoolExecutor(max(1, min(4, _num_cores()))) as threads:
+    with ThreadPoolExecutor(max(1, min(4, num_cores()))) as threads:
         for part in threads.map(partial(_of_rows, decode=decode), flat.split(max(1, BYTES_AT_ONCE // width))):
             whole.update(part)
     if known is not None:
@@ -64,12 +65,8 @@ def _of_rows(rows: Tensor, decode: Callable[[Tensor], Tensor] | None) -> bytes:
     return hashlib.sha256(values.view(torch.uint8).numpy().data).digest() if values.numel() else b""
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def of_module(module: nn.Module) -> str:
-    """A name for what a network computes: its layers, the code of classes of one's own, and all that is not trained."""
+    """A digest of what a network computes: its layers, the code of the user's classes, and all that is not trained."""
     kinds = {f"{kind.__module__}:{kind.__qualname__}": kind for kind in map(type, module.modules())}
     trained = {name for name, value in module.named_parameters() if value.requires_grad}
     constants = {name: of_tensor(value) for name, value in module.state_dict().items() if name not in trained}
@@ -78,38 +75,34 @@ def of_module(module: nn.Module) -> str:
 
 
 def of_code(thing: Any) -> str:
-    """A name for what a function or class of one's own does, and what it calls in turn; for a library's, its name.
+    """A digest of what a user's function or class does, and what it calls in turn; for a library's, of its name.
 
     It is made of the compiled code, which comments and the place in a file do not change, and of plain values that the
-    code refers to. Another version of Python compiles otherwise, so the name begins with the version.
+    code refers to. Another version of Python compiles to other code, so the digest begins with the version.
     """
     return f"{VERSION} {hashlib.sha256(chr(10).join(_facts(thing, set())).encode()).hexdigest()}"
 
 
 def differ(one: str, other: str) -> bool:
-    """Whether two names say that something differs; names of code by different versions of Python say nothing."""
+    """Whether two digests differ; those of code by different versions of Python cannot be compared."""
     words = one.split(" "), other.split(" ")
     is_comparable = not all(len(part) == 3 for part in words) or words[0][:2] == words[1][:2]
     return one != other and is_comparable
 
 
 def _facts(thing: Any, seen: set[int]) -> Iterator[str]:
-    """What tells one piece of code from another, a text each."""
+    """Texts that tell one piece of code from another."""
     if isinstance(thing, partial):
         yield from _facts(thing.func, seen)
         for value in (*thing.args, *sorted(thing.keywords.items())):
             yield from _facts(value, seen)
-        return
-    if isinstance(thing, Tensor):
+    elif isinstance(thing, Tensor):
         yield of_tensor(thing)
-        return
-    if thing is None or isinstance(thing, bool | int | float | complex | str | bytes):
+    elif thing is None or isinstance(thing, bool | int | float | complex | str | bytes):
         yield repr(thing)
-        return
-    if isinstance(thing, np.ndarray) and thing.dtype.kind in "biufc":
+    elif isinstance(thing, np.ndarray) and thing.dtype.kind in "biufc":
         yield f"{thing.dtype} {thing.shape} {hashlib.sha256(np.ascontiguousarray(thing).data).hexdigest()}"
-        return
-    if isinstance(thing, list | tuple | set | frozenset | dict):
+    elif isinstance(thing, list | tuple | set | frozenset | dict):
         if id(thing) in seen:  # it may hold itself
             return
         seen.add(id(thing))
@@ -118,27 +111,27 @@ def _facts(thing: Any, seen: set[int]) -> Iterator[str]:
             thing = sorted(thing.items() if isinstance(thing, dict) else thing, key=repr)
         for value in thing:
             yield from _facts(value, seen)
-        return
+    else:
+        yield from _of_callable(thing, seen)
+
+
+def _of_callable(thing: Any, seen: set[int]) -> Iterator[str]:
     if isinstance(thing, MethodType):
         yield from _facts(thing.__func__, seen)
         thing = thing.__self__
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     if _is_of_library(named):
         yield f"{named.__module__}:{getattr(named, '__qualname__', '')}"
-        return
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, FunctionType):
-        yield from _of_function(thing, seen)
-    elif inspect.isclass(thing):
-        yield from _of_class(thing, seen)
-    elif not callable(thing):
-        return
-    elif inspect.isclass(named):  # an object that is called: its class, and what it holds
-        yield from _of_class(named, seen)
-        for value in sorted(getattr(thing, "__dict__", {}).items()):
-            yield from _facts(value, seen)
+    elif id(thing) not in seen:
+        seen.add(id(thing))
+        if isinstance(thing, FunctionType):
+            yield from _of_function(thing, seen)
+        elif inspect.isclass(thing):
+            yield from _of_class(thing, seen)
+        elif callable(thing) and inspect.isclass(named):  # an object that is called: its class, and what it holds
+            yield from _of_class(named, seen)
+            for value in sorted(getattr(thing, "__dict__", {}).items()):
+                yield from _facts(value, seen)
 
 
 def _is_of_library(thing: Any) -> bool:
@@ -166,8 +159,7 @@ def _of_class(kind: type, seen: set[int]) -> Iterator[str]:
                     yield from _facts(part, seen)
 
 
-def _of_function(function: Callable[..., Any], seen: set[int]) -> Iterator[str]:
-    assert isinstance(function, FunctionType)
+def _of_function(function: FunctionType, seen: set[int]) -> Iterator[str]:
     yield from _of_compiled(function.__code__)
     for value in (*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())):
         yield from _facts(value, seen)

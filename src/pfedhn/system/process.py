@@ -1,4 +1,4 @@
-"""A process that is fit for runs: importing pfedhn changes nothing in a process, `set_up_process` does."""
+"""Set up processes for runs, start them and stop them; importing pfedhn changes nothing in a process."""
 
 import atexit
 import ctypes
@@ -8,23 +8,26 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from threading import RLock
+from types import FrameType
 from typing import Any, TypeAlias
 
 logger = logging.getLogger("pfedhn")
 
 THREAD_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # either says how the threads of PyTorch wait for each other
 SPIN_COUNT = "1000"
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 # Held by who traces, compiles, captures or seeds. What PyTorch's modules do meanwhile, and what its generator draws
 # next, is the whole process's, whichever thread changes it.
-WHOLE_PROCESS = RLock()
+WHOLE_PROCESS = threading.RLock()
 
 
 def set_up_process() -> None:
@@ -52,7 +55,7 @@ def set_up_process() -> None:
 
 
 def shorten_spinning() -> None:
-    """Set GOMP_SPINCOUNT for this process and those it starts; say so where PyTorch has been loaded without it."""
+    """Set GOMP_SPINCOUNT for this process and its children; warn if PyTorch was loaded without it."""
     if sys.platform != "linux" or any(name in os.environ for name in THREAD_VARIABLES):
         return
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
@@ -64,25 +67,20 @@ def shorten_spinning() -> None:
         )
 
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
-
-
 def keep_freed_memory() -> None:
     """Let this process keep the memory it frees for its next step, until it ends.
 
-    glibc gives large blocks back to the system at once, and fetching them again, page by page, is a third of a round
-    on a CPU: every step makes the same intermediate results anew.
+    glibc gives large blocks back to the system at once. Fetching them again, page by page, is a third of a round on a
+    CPU: every step makes the same intermediate results anew.
     """
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:  # musl has none
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def keep_compiled() -> None:
-    """Let the compilers keep what they make in the package's cache: by default it lies in /tmp, which does not last."""
+    """Let the compilers write to the cache of pfedhn, instead of /tmp, which does not last."""
     from pfedhn.system.files import cache_folder, write_trouble
 
     folder = cache_folder() / "compiled"
@@ -94,13 +92,13 @@ def keep_compiled() -> None:
 def check_memory(
     num_bytes: int, what: str, way_out: str | Callable[[], str] = "make it smaller", there: int | None = None
 ) -> None:
-    """Refuse what this machine could never hold, before anything is made or written.
+    """Reject what would need more memory than there is, before anything is allocated or written.
 
     Args:
-        num_bytes: What is needed.
-        what: For the sentence.
-        way_out: What the person may do, or what works it out.
-        there: The memory of the device; that of the machine where None.
+        num_bytes: The memory needed.
+        what: The subject of the error sentence.
+        way_out: The end of the error sentence, or a function that makes it.
+        there: The memory of the device; by default, that of the machine.
     """
     from pfedhn.errors import UserError
 
@@ -114,19 +112,15 @@ def check_memory(
         raise UserError(f"{what} would need {needed} of memory, and this machine has {held}; {advice}.")
 
 
+@cache
 def advise_once(device: object) -> None:
-    """Say once in a process that `set_up_process` is missing, where that matters: on a CPU under Linux."""
+    """Warn once that `set_up_process` was not called, if that matters: on a CPU under Linux."""
     is_missing = sys.platform == "linux" and not any(name in os.environ for name in THREAD_VARIABLES)
     if str(device) == "cpu" and is_missing:
-        _advise()
-
-
-@cache
-def _advise() -> None:
-    logger.warning(
-        "this process is not set up for training on a CPU, which can make it several times slower; call "
-        "pfedhn.set_up_process() before torch is imported."
-    )
+        logger.warning(
+            "this process is not set up for training on a CPU, which can make it several times slower; call "
+            "pfedhn.set_up_process() before torch is imported."
+        )
 
 
 def num_cores() -> int:
@@ -135,6 +129,41 @@ def num_cores() -> int:
 
 
 STOPS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+@contextmanager
+def stop_requests(handle: Callable[[int], None]) -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP call `handle` inside the block instead of ending the process."""
+    if threading.current_thread() is not threading.main_thread():  # signals go to the main thread alone
+        yield
+        return
+
+    def call(number: int, frame: FrameType | None) -> None:
+        handle(number)
+
+    # What is ignored stays so: `nohup` lets a run outlive its terminal.
+    wanted = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, call) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[threading.Event]:
+    """Let Ctrl-C, SIGTERM and SIGHUP wait for the end of a round, so that a checkpoint can be written."""
+    stop = threading.Event()
+
+    def handle(number: int) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt  # asked twice: at once
+        stop.set()
+
+    with stop_requests(handle):
+        yield stop
+
 
 Worker: TypeAlias = tuple[BaseProcess, Connection]
 """A process, and this end of the pipe to it."""
@@ -199,7 +228,7 @@ def _start(pipe: Connection, modules: Sequence[str]) -> None:
 
 
 def run_set_up(content: bytes) -> Iterator[Any]:
-    """What a generator yields in a process that was started by somebody else; it travels as `start_process` has it."""
+    """Set up this process, which somebody else started, and yield what a pickled generator function yields."""
     set_up_process()
     function, arguments = pickle.loads(content)  # noqa: S301 - of a cluster that already runs whatever it is told
     yield from function(*arguments)

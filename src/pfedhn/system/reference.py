@@ -1,4 +1,4 @@
-"""Code by name: where a function or class is defined, what it was called with, and how it is found again."""
+"""Code by name: store where a function or class is defined and its arguments, and find it again."""
 
 import functools
 import hashlib
@@ -29,7 +29,7 @@ class Code:
 
     @staticmethod
     def of(thing: Callable[..., Any]) -> "Code":
-        """What is kept of a callable: for `functools.partial(Network, 10)` the name of `Network`, and the 10."""
+        """Describe a callable: for `functools.partial(Network, 10)`, the name of `Network` and the 10."""
         if not isinstance(thing, functools.partial):
             return Code(name_of(thing), missing=_why_not(thing))
         name, why = name_of(thing.func), _why_not(thing.func)
@@ -42,7 +42,7 @@ class Code:
         return Code(name, tuple(arguments[0]) or None, arguments[1] or None, why)
 
     def load(self) -> Callable[..., Any]:
-        """The callable itself. This imports the module that the name begins with, and so runs it."""
+        """Import the callable, which runs its module."""
         if self.missing is not None:
             raise UserError(f"{self.name} {self.missing}.")
         found = find_code(self.name)
@@ -64,10 +64,10 @@ def name_of(thing: Any) -> str:
 
 
 def find(name: str) -> Callable[..., Any]:
-    """The function or class that goes by this name, in the module in which it is defined.
+    """Import the function or class with this name from the module that defines it.
 
-    Refused is what no run could have been made with: the standard library, PyTorch outside of `torch.nn`, and names
-    that lead from one module into another. So an edited file cannot call, say, `os.system`.
+    Names that no run could have been made with are refused: of the standard library, of PyTorch outside `torch.nn`,
+    and those that lead from one module into another. So an edited file cannot call `os.system`.
     """
     module, _, path = name.partition(":")
     package = module.partition(".")[0]
@@ -89,7 +89,7 @@ def find(name: str) -> Callable[..., Any]:
 
 
 def find_code(name: str) -> Callable[..., Any]:
-    """As `find`; a name may also begin with a Python file, as in "mine.py:clinics", which is then run."""
+    """As `find`; the name of a Python file may stand for the module, as in "mine.py:clinics", and is run."""
     file, _, function = name.rpartition(":")
     if not file.endswith(".py"):
         return find(name)
@@ -100,7 +100,7 @@ def find_code(name: str) -> Callable[..., Any]:
 
 
 def load_file(path: Path) -> ModuleType:
-    """A Python file as a module, run once."""
+    """Run a Python file once, as a module."""
     path = path.expanduser().resolve()
     name = f"{FILE_PREFIX}{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     if name not in sys.modules:

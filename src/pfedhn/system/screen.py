@@ -1,6 +1,5 @@
-"""What reaches a terminal: words from files are shown, never obeyed; letters that it does not know become plainer."""
+"""What reaches a terminal: control characters in words from files are shown, never obeyed."""
 
-import codecs
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -9,9 +8,6 @@ from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 
 from pfedhn.errors import printable
-
-PLAINER = {"±": "+-", "…": "...", "─": "-", "━": "-", "╸": "-", "╺": "-", "│": "|", "\N{NO-BREAK SPACE}": " "}
-"""Letters that we write ourselves, for terminals that know ASCII alone."""
 
 ENDLESS = 10_000  # letters in a line
 
@@ -26,25 +22,17 @@ class Screen(Console):
 
 
 def table_screen() -> Screen:
-    """Where tables are printed: in a file or a pipe they are as wide as they need, since nothing there is cut."""
+    """A console for tables, which are not cut in a file or a pipe."""
     return Screen() if sys.stdout.isatty() else Screen(width=ENDLESS)
 
 
 def say(text: str = "", is_error: bool = False) -> None:
-    """Print a line as it is, but for control characters."""
+    """Print a line, with control characters as escapes."""
     print(printable(text), file=sys.stderr if is_error else sys.stdout)
 
 
 def never_fail_to_write() -> None:
-    """Let letters that stdout and stderr cannot encode become plainer ones instead of an error."""
-    codecs.register_error("pfedhn.plainer", _plainer)
+    """Let letters that stdout and stderr cannot encode become question marks instead of an error."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="pfedhn.plainer")
-
-
-def _plainer(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    wrong = error.object[error.start : error.end]
-    return "".join(PLAINER.get(letter, "?") for letter in wrong), error.end
+            stream.reconfigure(errors="replace")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pfedhn.storage.seal import DamagedError, sealed_json, sealed_text, unsealed_json, unsealed_text
+from pfedhn.storage.files import DamagedError, sealed_json, sealed_text, unsealed_json, unsealed_text
 
 
 def test_every_changed_byte_of_a_sealed_file_is_noticed() -> None:

@@ -16,9 +16,9 @@ import pfedhn
 from pfedhn.data.reading import Column, Reading, TableReading
 from pfedhn.errors import RunError, UserError
 from pfedhn.report.results import read_run
-from pfedhn.storage import history as storage_history
+from pfedhn.storage import directory as run_directory
 from pfedhn.storage.checkpoint import CheckpointError, checkpoints
-from pfedhn.storage.seal import digest
+from pfedhn.storage.files import digest
 
 MLP = functools.partial(pfedhn.MLP, 4, 3, 2)
 
@@ -197,7 +197,7 @@ def test_a_finished_run_with_chained_metrics_is_read_and_left_as_it_is(finished:
 
 def test_a_run_with_chained_metrics_goes_on(unfinished: Path) -> None:
     chain(unfinished)
-    assert len(storage_history.read_history(unfinished)) == 5
+    assert len(run_directory.read_history(unfinished)) == 5
     assert [moment.step for moment in train(unfinished).history] == [0, 1, 2, 3, 4]
     read_run(unfinished)
 
@@ -206,7 +206,7 @@ def test_half_a_last_line_of_a_run_that_goes_on_does_not_count(unfinished: Path)
     file = unfinished / "metrics.jsonl"
     with file.open("a") as stream:
         stream.write('{"step": 5, "rou')
-    assert len(storage_history.read_history(unfinished)) == 5
+    assert len(run_directory.read_history(unfinished)) == 5
 
 
 def test_a_lost_spec_is_said(finished: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_lost_spec_is_said(finished: Path) -> None:
 
 def test_a_result_is_written_anew_where_it_was_made(finished: Path) -> None:
     """Not where it happens to be mended: the environment is part of the result."""
-    before = storage_history.read_result(finished)
+    before = run_directory.read_result(finished)
     resealed(finished / "spec.toml", lambda text: text.replace("threads = ", "threads = 1"))
     (finished / "result.json").write_text("{}")
     again = train(finished).result

@@ -1,12 +1,12 @@
-"""Models to take away: files that run without this package, and a card that says what is in them."""
+"""Models to take away: files that run without this package, and a card that says how each was trained."""
 
+import copy
 import io
 import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,33 +16,43 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from pfedhn.data.description import Description
+from pfedhn.data.reading import reading_card
+from pfedhn.engine.plan import Plan
 from pfedhn.errors import UserError, closest, first_line, missing_extra
-from pfedhn.system.files import given_path, write_atomically
+from pfedhn.model import Model
+from pfedhn.storage.identity import settings_of
+from pfedhn.storage.schema import to_json
+from pfedhn.system.environment import environment
+from pfedhn.system.files import given_path, make_folder, write_atomically
+from pfedhn.system.reference import Code
 
 Card: TypeAlias = Mapping[str, Any]
-"""What a file says of its model, as plain values: see `to_markdown`."""
+"""What a file says of its model, as plain values: see `model_card`."""
 
 CHATTY = "torch.onnx._internal.exporter._registration"  # it warns of every optional library that is not installed
 
 
 @dataclass(frozen=True, eq=False)
 class Portable:
-    """A target network, traced once: each model of it is then only other weights, which takes milliseconds.
+    """A target network, traced once: each of its models then differs only in weights and takes milliseconds."""
 
-    Args:
-        module: Any model of this network, on the CPU.
-        shape: Of one example.
-        dtype: Of its numbers.
-    """
-
-    module: nn.Module
-    shape: Sequence[int]
+    module: nn.Module  # any model of this network, on the CPU
+    shape: Sequence[int]  # of one example
     dtype: torch.dtype
+
+    @staticmethod
+    def of(model: Model, clients: Description) -> "Portable":
+        dtype: torch.dtype = getattr(torch, clients.dtype)
+        module = copy.deepcopy(model.testing_module).cpu()
+        return Portable(module, clients.shape, model.dtype if dtype.is_floating_point else dtype)
 
     def content(self, model: nn.Module, ending: str, card: Card) -> bytes:
         """The bytes of a file for a model of this network; `ending` is one of FORMATS."""
         state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
-        return FORMATS[ending](self, state, json.dumps(card))
+        logging.getLogger(CHATTY).setLevel(logging.ERROR)
+        with warnings.catch_warnings(action="ignore"):  # PyTorch warns of its own old names
+            return FORMATS[ending](self, state, json.dumps(card))
 
     @cached_property
     def program(self) -> torch.export.ExportedProgram:
@@ -65,13 +75,12 @@ class Portable:
         except ImportError as error:
             raise missing_extra("writing ONNX", "export") from error
         program = self.program
-        with _quiet():
-            try:
-                exported = torch.onnx.export(program, (), dynamo=True, optimize=False, verbose=False, input_names=["x"])
-            except Exception as error:
-                raise UserError(
-                    f"the network has no form in ONNX ({first_line(error)}); take .pt2 or .safetensors."
-                ) from error
+        try:
+            exported = torch.onnx.export(program, (), dynamo=True, optimize=False, verbose=False, input_names=["x"])
+        except Exception as error:
+            raise UserError(
+                f"the network has no form in ONNX ({first_line(error)}); take .pt2 or .safetensors."
+            ) from error
         assert exported is not None
         graph = exported.model.graph
         for value in (*graph.inputs, *graph.outputs, *(part for node in graph for part in node.outputs)):
@@ -92,8 +101,7 @@ def _pt2(portable: Portable, state: Mapping[str, Tensor], card: str) -> bytes:
         value = state[name]
         held[name] = nn.Parameter(value, requires_grad=False) if isinstance(held[name], nn.Parameter) else value
     file = io.BytesIO()
-    with _quiet():
-        torch.export.save(portable.program, file, extra_files={"card.json": card})
+    torch.export.save(portable.program, file, extra_files={"card.json": card})
     return file.getvalue()
 
 
@@ -109,45 +117,117 @@ def _onnx(portable: Portable, state: Mapping[str, Tensor], card: str) -> bytes:
     return content
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """PyTorch warns here of its own old names and of libraries that nobody needs."""
-    logger = logging.getLogger(CHATTY)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 FORMATS: dict[str, Callable[[Portable, Mapping[str, Tensor], str], bytes]] = {
     ".safetensors": _safetensors,
     ".onnx": _onnx,
     ".pt2": _pt2,
 }
-"""What writes each kind of file, by its ending."""
+"""Makers of a file's content, by its ending."""
 
 
 def check_ending(path: Path) -> str:
-    """How a file's name ends, if there is such a format."""
+    """Return the extension of a file's name, if there is such a format."""
     if path.suffix not in FORMATS:
         raise UserError(f"{path.name} names no format of models; {closest(path.suffix, FORMATS)}")
     return path.suffix
 
 
 def write_model(path: str | Path, network: Portable, model: nn.Module, card: Card) -> Path:
-    """Write a model, and its card beside it; the file of the model."""
+    """Write a model, and its card beside it; return the file of the model."""
     file = given_path(path)
     write_atomically(file, network.content(model, check_ending(file), card))
     write_atomically(file.with_suffix(".md"), to_markdown(card).encode())
     return file
 
 
+def write_models(
+    folder: str | Path, ending: str, clients: Sequence[str], write: Callable[[str, Path], Card]
+) -> dict[str, Path]:
+    """Write a file for every client, and a README.md that lists them; the files by client.
+
+    Args:
+        folder: Created if it does not exist.
+        ending: One of FORMATS.
+        clients: Their names.
+        write: Writes the model of a client and returns its card.
+    """
+    place = given_path(folder)
+    check_ending(Path(f"model{ending}"))
+    make_folder(place)
+    files = {client: place / f"{name}{ending}" for client, name in zip(clients, file_names(clients), strict=True)}
+    cards = {file.name: write(client, file) for client, file in files.items()}
+    write_atomically(place / "README.md", index(cards).encode())
+    return files
+
+
+def model_card(
+    client: str,
+    model: Model,
+    plan: Plan,
+    test: tuple[float, int],
+    *,
+    run: str,
+    method: str,
+    chosen_step: int,
+    steps: int,
+    described: Description | None = None,
+    fill: Sequence[float] | None = None,
+) -> Card:
+    """The card of a client's model.
+
+    Args:
+        client: The client's name.
+        model: Its target network.
+        plan: The plan of its run.
+        test: The sum of its accuracies, or else of its losses, over test examples, and their number.
+        run: The name of the run.
+        method: The method as it is registered, or "module:qualname".
+        chosen_step: Communication steps before the chosen round.
+        steps: Communication steps of the whole run.
+        described: The clients of the run and their examples, if more is known of them than the plan says.
+        fill: What the client's empty cells are filled with.
+    """
+    made, code, described = environment("cpu"), Code.of(model.factory), described or plan.clients
+    total, count = test
+    mean = total / count if count else None
+    is_real = getattr(torch, described.dtype).is_floating_point
+    return {
+        "client": client,
+        "run": run,
+        "method": method,
+        "settings": to_json(settings_of(plan.algorithm)),
+        "data": described.name,
+        "clients": described.clients,
+        "input": {
+            "shape": list(described.shape),
+            "dtype": str(model.dtype).removeprefix("torch.") if is_real else described.dtype,
+            "preprocessing": None if described.preprocessing is None else to_json(dict(described.preprocessing)),
+            **reading_card(described.reading, described.shape, fill),
+        },
+        "classes": described.classes,
+        "class_names": None if described.class_names is None else list(described.class_names),
+        "network": {
+            "name": model.name,
+            "factory": code.name,
+            "arguments": to_json(code.arguments),
+            "keywords": to_json(code.keywords),
+            "parameters": sum(shape.numel() for shape in model.shapes.values()),
+            "layers": str(model.testing_module),
+        },
+        "test": {
+            "examples": count,
+            "accuracy": mean if plan.has_metric else None,
+            "loss": None if plan.has_metric else mean,
+        },
+        "chosen_step": chosen_step,
+        "steps": steps,
+        "seed": plan.seed,
+        "versions": {"pfedhn": made.pfedhn, "torch": made.torch},
+    }
+
+
 def file_names(clients: Sequence[str]) -> list[str]:
-    """A name for each client's file, without what a folder could not hold; no two are the same, whatever the case."""
+    """A name for each client's file, without letters that no folder holds; all differ, even without regard to case."""
     names: list[str] = []
     taken: set[str] = set()
     for client in clients:
@@ -162,19 +242,17 @@ def file_names(clients: Sequence[str]) -> list[str]:
 
 
 def to_markdown(card: Card) -> str:
-    """The card for people."""
-    network, given = card["network"], card["input"]
+    """The card as Markdown."""
+    network, given, data = card["network"], card["input"], card["data"] or "the clients' own data"
     lines = [f"# The model of client {_plain(card['client'])}", "", _scores(card), "", "| | |", "|---|---|"]
     rows: dict[str, Any] = {
         "run": card["run"],
-        "trained on": _trained_on(card),
+        "trained on": f"{data}, {card['clients']:,} clients",
         "method": card["method"],
         "settings": ", ".join(f"{name} = {value}" for name, value in card["settings"].items()),
         "chosen at": f"step {card['chosen_step']:,} of {card['steps']:,}, seed {card['seed']}",
         "network": f"{network['factory']}, {network['parameters']:,} parameters",
-        "input": f"[batch, {', '.join(map(str, given['shape']))}], {given['dtype']}"
-        if given["shape"]
-        else f"[batch], {given['dtype']}",
+        "input": f"[{', '.join(map(str, ['batch', *given['shape']]))}], {given['dtype']}",
         "before the input": _preprocessing(given["preprocessing"]),
         "outputs": _outputs(card),
         "made with": ", ".join(f"{name} {version}" for name, version in card["versions"].items()),
@@ -184,7 +262,7 @@ def to_markdown(card: Card) -> str:
 
 
 def _what_goes_in(given: Mapping[str, Any]) -> list[str]:
-    """How an example becomes numbers, where the card says it."""
+    """How an example becomes numbers, if the card says it."""
     if images := given.get("images"):
         size = f"{images['height']} x {images['width']} pixels (height x width)"
         if images["resized_with"]:
@@ -209,14 +287,14 @@ def _what_goes_in(given: Mapping[str, Any]) -> list[str]:
 
 
 def index(cards: Mapping[str, Card]) -> str:
-    """A page for a folder of models: file by file, whose it is and how good."""
+    """A page for a folder of models: each file's client and its score."""
     lines = ["# Personal models", "", "| file | client | test |", "|---|---|---|"]
     lines += [f"| [{name}]({name}) | {_plain(card['client'])} | {_score(card)} |" for name, card in cards.items()]
     return "\n".join([*lines, ""])
 
 
 def _plain(text: str) -> str:
-    """Words from files inside a table."""
+    """A text that fits into a cell of a table."""
     return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -238,11 +316,6 @@ def _scores(card: Card) -> str:
         f"Test {what}: {_score(card).removeprefix('loss ')}, on {test['examples']:,} examples of this client that "
         "took no part in training."
     )
-
-
-def _trained_on(card: Card) -> str:
-    name = card["data"] or "the clients' own data"
-    return f"{name}, {card['clients']:,} clients"
 
 
 def _preprocessing(steps: Mapping[str, Any] | None) -> str:
