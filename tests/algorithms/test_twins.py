@@ -456,6 +456,18 @@ def test_fedala(federation: Federation, target: str, spec: FedALA, tested: str) 
     assert_close(personal(simulation, state), expected)
 
 
+def test_a_new_client_of_fedala_moves_from_w_toward_the_common_start(federation: Federation) -> None:
+    spec = ALGORITHMS["fedala"](mixture_lr=1e3, mixture_steps=3)
+    common, w = model().fresh(1), model().fresh(2)
+    batches = take(federation.batches(torch.tensor([2]), 1, 3, 5), 0)
+    start, _ = spec.start(model(), w, spec.init_private(model(), common, 0), Batches(*batches))
+    for name in LAST["mlp"]:
+        share = (w[name] - start[name]) / (w[name] - common[name])
+        assert ((share > -1e-9) & (share < 1 + 1e-9)).all()
+        assert (share > 1e-3).any()
+    assert_close({name: start[name] for name in FIRST["mlp"]}, {name: w[name] for name in FIRST["mlp"]})
+
+
 # APFL
 
 
