@@ -390,6 +390,15 @@ def test_meanings_are_the_comments_and_may_hold_anything() -> None:
     assert '| `name` | `"a # b"` | é: #1 \\| #2 |' in methods_page.settings_table(Method("Talkative", Talkative))
 
 
+def test_the_tested_model_of_every_method_in_table_1_is_named() -> None:
+    page = (ROOT / "docs" / "fidelity.md").read_text()
+    rows = page.split("## Which model is tested")[1].split("\n## ")[0].splitlines()
+    named = {name.strip() for row in rows if row.startswith("|") for name in row.split("|")[1].split(",")}
+    for dataset in ("cifar10", "cifar100", "omniglot"):
+        for cell in EXPERIMENTS[f"table1-{dataset}"].cells:
+            assert ALGORITHMS[cell.method].name.replace(" (HF)", "") in named
+
+
 def test_fields_table_is_the_cell() -> None:
     text = (ROOT / "docs" / "experiments.md").read_text()
     assert list(documented(text, "<!-- fields: Cell -->").items()) == list(defaults(Cell).items())

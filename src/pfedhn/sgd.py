@@ -234,7 +234,7 @@ def gradient(
             result: Tensor = torch.func.grad(of_vector)(vector, batch)
             return result
         result, after = torch.func.grad(with_statistics, has_aux=True)(vector, batch)
-        tracker.now = after or tracker.now  # a loss of one's own may leave the network out
+        tracker.now = after or tracker.now  # a user's loss may leave the network out
         return result
 
     return gradient_of

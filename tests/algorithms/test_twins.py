@@ -6,6 +6,7 @@ Both sides get the same clients and the same minibatches; everything they rememb
 import copy
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from support import (
     STD,
     TRAIN_SIZES,
     assert_close,
+    assert_same_bits,
     finish,
+    memories_of,
     model,
     mostly_slow,
     personal,
@@ -36,14 +39,9 @@ from pfedhn.algorithms.apfl import APFL
 from pfedhn.algorithms.ditto import Ditto
 from pfedhn.algorithms.fedala import FedALA
 from pfedhn.algorithms.fedavg import FedAvg
-from pfedhn.algorithms.fedbabu import FedBABU
-from pfedhn.algorithms.fedper import FedPer
-from pfedhn.algorithms.fedrep import FedRep
-from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
-from pfedhn.algorithms.pfedhn_shared import PFedHNShared
 from pfedhn.algorithms.pfedme import PFedMe
 from pfedhn.bench import textbook
 from pfedhn.bench.measure import Images
@@ -60,6 +58,13 @@ Minibatch = tuple[Tensor, Tensor]
 CLIENTS = range(NUM_CLIENTS)
 SIZES = dict(enumerate(TRAIN_SIZES))
 LOCAL = {"local_lr": 0.1, "local_steps": 4, "local_momentum": 0.9, "local_weight_decay": 0.01}
+TWINS = set()  # the rows of the method table that are compared below
+
+
+def row(method: str, **settings: Any) -> Any:
+    """A method as its row of the table makes it, with other settings; for the parameters of a test."""
+    TWINS.add(method)
+    return ALGORITHMS[method](**settings)
 
 
 # What both sides are given.
@@ -135,9 +140,10 @@ def average(rule: str, models: dict[int, Params]) -> Params:
 
 
 @pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
-def test_local(federation: Federation, target: str) -> None:
-    simulation = simulate(Local(**LOCAL, local_clip=0.8), federation, target, rounds=6)
-    spec, (start,) = simulation.algorithm, simulation.initial_models().values()
+@pytest.mark.parametrize("spec", [row("local", **LOCAL, local_clip=0.8)], ids=["local"])
+def test_local(federation: Federation, target: str, spec: Local) -> None:
+    simulation = simulate(spec, federation, target, rounds=6)
+    (start,) = simulation.initial_models().values()
     nets = [network(model(target), start) for _ in CLIENTS]
     optimizers = [optimizer(spec, net.parameters()) for net in nets]
     norms = []
@@ -191,10 +197,10 @@ NONE: dict[str, set[str]] = {"mlp": set(), "conv": set()}
 @pytest.mark.parametrize(
     ("spec", "rule", "kept"),
     [
-        (FedAvg(**LOCAL), "size", NONE),
-        (FedAvg(**LOCAL, local_clip=0.8, rule="mean"), "mean", NONE),
-        (FedPer(**LOCAL, local_clip=0.8), "size", LAST),
-        (LGFedAvg(**LOCAL), "mean", FIRST),
+        (row("fedavg", **LOCAL), "size", NONE),
+        (row("fedavg", **LOCAL, local_clip=0.8, rule="mean"), "mean", NONE),
+        (row("fedper", **LOCAL, local_clip=0.8), "size", LAST),
+        (row("lg-fedavg", **LOCAL), "mean", FIRST),
     ],
     ids=["fedavg", "fedavg-mean-clipped", "fedper-clipped", "lg-fedavg"],
 )
@@ -210,13 +216,18 @@ def test_averaging(federation: Federation, target: str, spec: FedAvg, rule: str,
 
 
 def test_lg_fedavg_starts_from_another_run(federation: Federation) -> None:
-    before = finish(simulate(FedAvg(**LOCAL), federation, cohort=3))
-    simulation = simulate(LGFedAvg(**LOCAL), federation, cohort=3, starts={"mlp": before.memories.shared})
+    before = finish(simulate(ALGORITHMS["fedavg"](**LOCAL), federation, cohort=3))
+    simulation = simulate(
+        ALGORITHMS["lg-fedavg"](**LOCAL), federation, cohort=3, starts={"mlp": before.memories.shared}
+    )
     shared, own, _ = averaging_twin(simulation, {"1.weight", "1.bias"}, "mean")
     assert_close(personal(simulation, finish(simulation)), [shared | part for part in own])
 
 
 # Per-FedAvg
+
+
+META = {"personal_lr": 0.3, "local_lr": 0.2, "local_steps": 3, "personal_steps": 2}
 
 
 def gradient(net: nn.Module, weights: Params, batch: Minibatch) -> Params:
@@ -227,14 +238,16 @@ def gradient(net: nn.Module, weights: Params, batch: Minibatch) -> Params:
 
 
 @pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
-@pytest.mark.parametrize("form", ["first-order", "hessian-free"])
-def test_per_fedavg(federation: Federation, target: str, form: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "per_step"),
+    [(row("per-fedavg", **META), 2), (row("per-fedavg-hf", **META), 3)],
+    ids=["first-order", "hessian-free"],
+)
+def test_per_fedavg(federation: Federation, target: str, spec: PerFedAvg, per_step: int) -> None:
     alpha, beta, d, tau = 0.3, 0.2, 1e-3, 3
-    spec = PerFedAvg(local_lr=beta, personal_lr=alpha, local_steps=tau, form=form, personal_steps=2)
     simulation = simulate(spec, federation, target, cohort=3)
     (w,) = simulation.initial_models().values()
     net = network(model(target), w)
-    per_step = {"first-order": 2, "hessian-free": 3}[form]
     for number, clients in enumerate(cohorts(simulation)):
         trained = {}
         for client in clients:
@@ -246,7 +259,7 @@ def test_per_fedavg(federation: Federation, target: str, form: str) -> None:
                 g = gradient(net, w_i, first)
                 u = {name: w_i[name] - alpha * g[name] for name in w}
                 q = gradient(net, u, second)
-                if form == "hessian-free":
+                if third:
                     up = gradient(net, {name: w_i[name] + d * q[name] for name in w}, third[0])
                     down = gradient(net, {name: w_i[name] - d * q[name] for name in w}, third[0])
                     q = {name: q[name] - alpha * (up[name] - down[name]) / (2 * d) for name in w}
@@ -270,9 +283,14 @@ def test_per_fedavg(federation: Federation, target: str, form: str) -> None:
 
 @pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 @pytest.mark.parametrize("tested", ["theta", "x"])
-def test_pfedme(federation: Federation, target: str, tested: str) -> None:
+@pytest.mark.parametrize(
+    "spec",
+    [row("pfedme", lr=0.02, personal_lr=0.05, strength=7.0, mixing=0.8, outer_steps=4, inner_steps=3, decay=0.05)],
+    ids=["pfedme"],
+)
+def test_pfedme(federation: Federation, target: str, spec: PFedMe, tested: str) -> None:
     lr, lr_p, lam, mu, beta = 0.02, 0.05, 7.0, 0.05, 0.8
-    spec = PFedMe(lr, lr_p, lam, beta, outer_steps=4, inner_steps=3, decay=mu, tested=tested)
+    spec = replace(spec, tested=tested)
     simulation = simulate(spec, federation, target, cohort=2, rounds=6, seed=1)
     (w,) = simulation.initial_models().values()
     kept: dict[int, Params] = {}
@@ -304,8 +322,8 @@ def test_pfedme(federation: Federation, target: str, tested: str) -> None:
 
 
 @pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
-def test_ditto(federation: Federation, target: str) -> None:
-    spec = Ditto(**LOCAL, local_clip=0.8, strength=0.7)
+@pytest.mark.parametrize("spec", [row("ditto", **LOCAL, local_clip=0.8, strength=0.7)], ids=["ditto"])
+def test_ditto(federation: Federation, target: str, spec: Ditto) -> None:
     simulation = simulate(spec, federation, target, cohort=2)
     (w,) = simulation.initial_models().values()
     personal_nets = [network(model(target), w) for _ in CLIENTS]
@@ -346,8 +364,8 @@ def phase(spec: FedAvg, net: nn.Module, names: Any, batches: list[Minibatch]) ->
 @pytest.mark.parametrize(
     ("spec", "head_steps", "rule"),
     [
-        (FedRep(**LOCAL, local_clip=0.5, head_share=0.7), 3, "mean"),
-        (FedBABU(**LOCAL, local_clip=0.5), 0, "size"),
+        (row("fedrep", **LOCAL, local_clip=0.5, head_share=0.7), 3, "mean"),
+        (row("fedbabu", **LOCAL, local_clip=0.5), 0, "size"),
     ],
     ids=["fedrep", "fedbabu"],
 )
@@ -376,7 +394,7 @@ def test_head_and_body_in_phases(federation: Federation, target: str, spec: FedA
 
 @pytest.mark.parametrize("adapted", ["all", "head"])
 def test_fedbabu_adapts(federation: Federation, adapted: str) -> None:
-    spec = FedBABU(**LOCAL, local_clip=0.5, adapted=adapted)
+    spec = ALGORITHMS["fedbabu"](**LOCAL, local_clip=0.5, adapted=adapted)
     batches = take(federation.batches(torch.tensor([2]), 1, 6, 5), 0)
     weights = model().fresh(3)
     net = network(model(), weights)
@@ -392,11 +410,11 @@ def test_fedbabu_adapts(federation: Federation, adapted: str) -> None:
 
 @pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 @pytest.mark.parametrize("tested", ["start", "trained"])
-def test_fedala(federation: Federation, target: str, tested: str) -> None:
+@pytest.mark.parametrize("spec", [row("fedala", **LOCAL, mixture_lr=4.0, mixture_steps=3)], ids=["fedala"])
+def test_fedala(federation: Federation, target: str, spec: FedALA, tested: str) -> None:
     """As its authors write it: the gradient by a mixture is that by the mixed weight, times the difference."""
     eta, steps = 4.0, 3
-    spec = FedALA(**LOCAL, mixture_lr=eta, mixture_steps=steps, tested=tested)
-    simulation = simulate(spec, federation, target, cohort=3)
+    simulation = simulate(replace(spec, tested=tested), federation, target, cohort=3)
     (w,) = simulation.initial_models().values()
     upper = LAST[target]
     own = [w for _ in CLIENTS]
@@ -441,14 +459,27 @@ def test_fedala(federation: Federation, target: str, tested: str) -> None:
     assert_close(personal(simulation, state), expected)
 
 
+def test_a_new_client_of_fedala_moves_from_w_toward_the_common_start(federation: Federation) -> None:
+    spec = ALGORITHMS["fedala"](mixture_lr=1e3, mixture_steps=3)
+    common, w = model().fresh(1), model().fresh(2)
+    batches = take(federation.batches(torch.tensor([2]), 1, 3, 5), 0)
+    start, _ = spec.start(model(), w, spec.init_private(model(), common, 0), Batches(*batches))
+    for name in LAST["mlp"]:
+        share = (w[name] - start[name]) / (w[name] - common[name])
+        assert ((share > -1e-9) & (share < 1 + 1e-9)).all()
+        assert (share > 1e-3).any()
+    assert_close({name: start[name] for name in FIRST["mlp"]}, {name: w[name] for name in FIRST["mlp"]})
+
+
 # APFL
 
 
 @pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 @pytest.mark.parametrize(("adaptive", "tested"), [(True, "copy"), (False, "newest")])
-def test_apfl(federation: Federation, target: str, adaptive: bool, tested: str) -> None:
+@pytest.mark.parametrize("spec", [row("apfl", **LOCAL, local_clip=0.8, alpha=0.6)], ids=["apfl"])
+def test_apfl(federation: Federation, target: str, spec: APFL, adaptive: bool, tested: str) -> None:
     """The mixture is differentiated through, by alpha and by v_i."""
-    spec = APFL(**LOCAL, local_clip=0.8, alpha=0.6, adaptive=adaptive, tested=tested)
+    spec = replace(spec, adaptive=adaptive, tested=tested)
     simulation = simulate(spec, federation, target, cohort=2)
     (w,) = simulation.initial_models().values()
     own = [network(model(target), w) for _ in CLIENTS]
@@ -723,23 +754,21 @@ SMALL = {"hidden_dim": 6, "num_hidden": 2, "embedding_dim": 3, "clip": None}
 @pytest.mark.parametrize(
     ("spec", "cohort"),
     [
-        (ALGORITHMS["pfedhn-pc"](**LOCAL, **HYPER), 1),
-        (ALGORITHMS["pfedhn-pc"](**LOCAL, **(HYPER | CLIPPED)), 2),
-        (ALGORITHMS["pfedhn"](**LOCAL, **HYPER), 3),
-        (ALGORITHMS["pfedhn"](**LOCAL, **HYPER, rule="sum"), 3),
-        (ALGORITHMS["pfedhn"](**LOCAL, **(HYPER | CLIPPED), rule="size"), 3),
-        (ALGORITHMS["pfedhn"](**LOCAL, **HYPER, embedding_lr=1.5), 2),
-        (ALGORITHMS["pfedhn"](**LOCAL, **HYPER, spectral_norm=True), 1),
-        (ALGORITHMS["pfedhn-pc"](**LOCAL, **(HYPER | CLIPPED), spectral_norm=True), 2),
-        (ALGORITHMS["pfedhn"](**LOCAL, **HYPER, linear=True), 1),
-        (ALGORITHMS["pfedhn"](**LOCAL, **(HYPER | CLIPPED), linear=True), 2),
-        (ALGORITHMS["pfedhn-plus"](**LOCAL, **SMALL), 1),
-        (ALGORITHMS["pfedhn-plus-pc"](**LOCAL, **(SMALL | CLIPPED), averaging=0.4), 2),
-        (ALGORITHMS["pfedhn"](**LOCAL, **HYPER, averaging=0.7, embedding_scale=0.2, embedding_momentum=0.3), 2),
+        (row("pfedhn-pc", **LOCAL, **HYPER), 1),
+        (row("pfedhn-pc", **LOCAL, **(HYPER | CLIPPED)), 2),
+        (row("pfedhn", **LOCAL, **HYPER), 3),
+        (row("pfedhn", **LOCAL, **HYPER, rule="sum"), 3),
+        (row("pfedhn", **LOCAL, **(HYPER | CLIPPED), rule="size"), 3),
+        (row("pfedhn", **LOCAL, **HYPER, embedding_lr=1.5), 2),
+        (row("pfedhn", **LOCAL, **HYPER, spectral_norm=True), 1),
+        (row("pfedhn-pc", **LOCAL, **(HYPER | CLIPPED), spectral_norm=True), 2),
+        (row("pfedhn", **LOCAL, **HYPER, linear=True), 1),
+        (row("pfedhn", **LOCAL, **(HYPER | CLIPPED), linear=True), 2),
+        (row("pfedhn-plus", **LOCAL, **SMALL), 1),
+        (row("pfedhn-plus-pc", **LOCAL, **(SMALL | CLIPPED), averaging=0.4), 2),
+        (row("pfedhn", **LOCAL, **HYPER, averaging=0.7, embedding_scale=0.2, embedding_momentum=0.3), 2),
         (
-            ALGORITHMS["pfedhn"](
-                **LOCAL, **SMALL, optimizer="adamw", embedding_optimizer="adam", lr=0.01, weight_decay=0.3
-            ),
+            row("pfedhn", **LOCAL, **SMALL, optimizer="adamw", embedding_optimizer="adam", lr=0.01, weight_decay=0.3),
             2,
         ),
     ],
@@ -877,8 +906,8 @@ def check_pfedhn_shared(simulation: Simulation) -> None:
         for client in clients:
             theta = personal_weights(client)
             begin = w if spec.local_start == "shared" else {n: v.detach() for n, v in theta.items()}
-            net = network(model, begin)
-            trained = list(net.parameters())
+            net = network(model, begin | model.constants)
+            trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
             batches = training_batches(simulation, number, client)
             descend(net, [optimizer(spec, trained)], batches, spec.local_clip, clipped=trained)
             end = weights_of(net)
@@ -909,32 +938,66 @@ def check_pfedhn_shared(simulation: Simulation) -> None:
 
 @pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 @pytest.mark.parametrize(
-    ("method", "settings", "cohort"),
+    ("spec", "cohort"),
     [
-        ("pfedhn-shared", SMALL, 1),
-        ("pfedhn-shared", SMALL | CLIPPED | {"rule": "size"}, 3),
-        ("pfedhn-shared", SMALL | {"local_start": "personal", "num_hidden": 0}, 2),
-        ("pfedhn-shared", SMALL | {"head": "low-rank", "rank": 1}, 2),
-        ("pfedhn-shared", SMALL | {"head": "chunked", "chunk_size": 7}, 2),
-        ("pfedhn", HYPER | {"lr": 0.1, "head": "added"}, 2),
-        ("pfedhn", HYPER | {"lr": 0.1, "head": "low-rank", "rank": 1}, 1),
-        ("pfedhn", HYPER | CLIPPED | {"head": "chunked", "chunk_size": 7}, 2),
-        ("pfedhn", HYPER | {"generated": ("last",), "shared_lr": 0.7}, 2),
+        (row("pfedhn-shared", **LOCAL, **SMALL), 1),
+        (row("pfedhn-shared", **LOCAL, **(SMALL | CLIPPED), rule="size"), 3),
+        (row("pfedhn-shared", **LOCAL, **SMALL, fixed_layers=("last",)), 2),
+        (row("pfedhn-shared", **LOCAL, **(SMALL | {"num_hidden": 0}), local_start="personal"), 2),
+        (row("pfedhn-shared", **LOCAL, **SMALL, head="low-rank", rank=1), 2),
+        (row("pfedhn-shared", **LOCAL, **SMALL, head="chunked", chunk_size=7), 2),
+        (row("pfedhn", **LOCAL, **(HYPER | {"lr": 0.1}), head="added"), 2),
+        (row("pfedhn", **LOCAL, **(HYPER | {"lr": 0.1}), head="low-rank", rank=1), 1),
+        (row("pfedhn", **LOCAL, **(HYPER | CLIPPED), head="chunked", chunk_size=7), 2),
+        (row("pfedhn", **LOCAL, **HYPER, generated=("last",), shared_lr=0.7), 2),
     ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
+    ids=[
+        "shared",
+        "shared-clipped",
+        "shared-fixed-last",
+        "shared-from-personal",
+        "shared-low-rank",
+        "shared-chunked",
+        "added",
+        "low-rank",
+        "chunked",
+        "generated-last",
+    ],
 )
-def test_pfedhn_shared(federation: Federation, target: str, method: str, settings: dict[str, Any], cohort: int) -> None:
-    spec = ALGORITHMS[method](**LOCAL, **settings)
-    assert isinstance(innermost(spec), PFedHNShared)
+def test_pfedhn_shared(federation: Federation, target: str, spec: Any, cohort: int) -> None:
     check_pfedhn_shared(simulate(spec, federation, target, rounds=10 if cohort == 1 else 6, cohort=cohort))
 
 
-# The rows of the table that have a twin above; fine-tuned rows train as the others do.
-TWINS = {
-    *("pfedhn", "pfedhn-pc", "pfedhn-plus", "pfedhn-plus-pc", "pfedhn-plus-ft", "pfedhn-plus-pc-ft", "pfedhn-shared"),
-    *("local", "fedavg", "fedavg-ft", "per-fedavg", "per-fedavg-hf", "pfedme", "lg-fedavg", "fedper"),
-    *("ditto", "fedrep", "fedbabu", "fedala", "apfl"),
-}
+# Fine-tuned rows
+
+
+TUNED = LOCAL | {"local_clip": 0.8, "adaptation_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("spec", "base"),
+    [
+        (row("fedavg-ft", **TUNED), "fedavg"),
+        (row("pfedhn-plus-ft", **TUNED, **SMALL), "pfedhn-plus"),
+        pytest.param(row("pfedhn-plus-pc-ft", **TUNED, **SMALL), "pfedhn-plus-pc", marks=pytest.mark.slow),
+    ],
+    ids=["fedavg-ft", "pfedhn-plus-ft", "pfedhn-plus-pc-ft"],
+)
+def test_fine_tuned(federation: Federation, spec: Any, base: str) -> None:
+    """They train as another row does, to the bit; then every client takes a few steps of SGD."""
+    small = SMALL if base.startswith("pfedhn") else {}
+    trained = finish(simulate(ALGORITHMS[base](**LOCAL, **small, local_clip=0.8), federation, cohort=2))
+    simulation = simulate(spec, federation, cohort=2)
+    state = finish(simulation)
+    assert_same_bits(memories_of(state), memories_of(trained))
+
+    key = simulation.personalize_key(simulation.num_rounds)
+    for client, start in enumerate(personal(simulation, state)):
+        net = network(model(), start)
+        sgd = torch.optim.SGD(net.parameters(), 0.1, 0.9, weight_decay=0.01)
+        descend(net, [sgd], minibatches(simulation, key, client, 4), 0.8)
+        found = simulation.personal_weights(state.memories, model(), client, state.round, is_adapted=True)
+        assert_close(found, weights_of(net))
 
 
 def test_every_method_has_a_twin() -> None:

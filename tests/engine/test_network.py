@@ -377,8 +377,11 @@ def test_threads_that_share_the_global_generator_do_not_disturb_each_other() -> 
         while not is_over.is_set():
             with WHOLE_PROCESS:
                 torch.manual_seed(3)
-                time.sleep(0.002)
-                drawn.append(float(torch.rand(())))
+                numbers = []
+                for _ in range(3):
+                    time.sleep(0.0005)
+                    numbers.append(float(torch.rand(())))
+                drawn.append(tuple(numbers))
             time.sleep(0.001)
 
     def slow(value: Tensor) -> Tensor:
@@ -400,7 +403,8 @@ def test_threads_that_share_the_global_generator_do_not_disturb_each_other() -> 
             model = build_model("net", factory, federation)
             assert_close(model.fresh(7), expected)
         model = build_model("slow", lambda: Functional(slow), federation)
-        finish(simulate(FedAvg(local_steps=2), federation, {"slow": model}, rounds=2, executor="traced"))
+        for _ in range(5):  # each traces anew
+            finish(simulate(FedAvg(local_steps=2), federation, {"slow": model}, rounds=1, executor="traced"))
     finally:
         is_over.set()
         thread.join()

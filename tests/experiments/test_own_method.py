@@ -76,11 +76,11 @@ def test_it_runs_resumes_loads_and_is_reported(file: Path, monkeypatch: pytest.M
     [
         ("none.py:FedProx", "there is no file .*none.py"),
         ("mine.py:FedProxy", "mine.py has no function or class 'FedProxy'"),
-        ("mine.py:pack", "mine.py:pack is not a method; give a class that inherits from a method such as"),
+        ("mine.py:subtract", "mine.py:subtract is not a method; give a class that inherits from a method such as"),
         ("more.py:Loose", r"more.py:Loose is not a frozen dataclass; write @dataclass\(frozen=True\) above the class"),
         ("more.py:Bare", "more.py:Bare does not define num_batches, train; see the protocol"),
         ("more.py:Needy", "more.py:Needy: the setting 'strength' has no default; give it one"),
-        ("fedprox", "there is no method 'fedprox'"),
+        ("fedfancy", "there is no method 'fedfancy'"),
     ],
 )
 def test_refuses(name: str, sentence: str, file: Path) -> None:

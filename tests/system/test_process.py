@@ -12,6 +12,7 @@ import pytest
 
 import pfedhn
 from pfedhn.system import process
+from pfedhn.system.process import STOPS, stop_on_signal
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="PyTorch's threads and glibc's allocator are Linux's")
 

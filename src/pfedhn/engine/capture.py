@@ -1,10 +1,10 @@
-"""The whole round as one CUDA graph, so that the host only replays it; many runs share a GPU on streams of their own.
+"""The whole round as one CUDA graph, so that the host only replays it; many runs share a GPU, each on its own stream.
 
 What a round does is written in the algorithm and in `simulate`; here it is cut into three functions of plain tensors
 (before, the local steps, after), each traced, compiled and captured. Axes: [C]lients of a cohort, [K] steps.
 
 Clients of a cohort share kernels where that is a gain. With PyTorch's convolutions it is not (those of many clients are
-grouped ones, which are slow): then one client's local steps are a graph of their own, replayed for each, and so is the
+grouped ones, which are slow): then one client's local steps are a separate graph, replayed for each, and so is the
 evaluation of one client's model.
 """
 
@@ -213,7 +213,7 @@ class CapturedRun:
         )
 
     def _capture(self, work: Callable[[], None]) -> tuple[Graph, set[BackgroundCompiledGraph]]:
-        """Warm up on the capturing stream, then capture; with it comes what the compiler is not done with."""
+        """Warm up on the capturing stream, then capture; also return the graphs that are still being compiled."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with self._on_stream():  # which is also left where capturing fails: `torch.cuda.graph` then stays on its stream
@@ -260,7 +260,7 @@ class CapturedRun:
             del self.uncompiled[signature], self.graphs[signature]
 
     def prepare(self) -> None:
-        """Compile and capture what the first rounds need; nothing where none are left."""
+        """Compile and capture what the first rounds need, if any rounds are left."""
         if self.state.round >= self.simulation.num_rounds:
             return
         signature = self.signatures[self.state.round]

@@ -57,13 +57,13 @@ def offers_to_all(
 
 
 def before_training(exchange: Exchange, models: Mapping[str, Model], signature: Signature) -> Function:
-    """Who takes part, what they are offered and what they keep."""
+    """The members of the cohort, their offers and the memory that they keep."""
 
     def before(rates: Params, counter: Tensor, schedule: Tensor, memories: Any, slots: Any, identities: Tensor) -> Any:
         shared, rows_table, private_tables = memories
         # schedule[counter] would ask the host. Where everybody takes part in every round, the schedule has one line.
         everybody = schedule.index_select(0, counter.remainder(len(schedule)).reshape(1)).squeeze(0)
-        number = counter.clone()  # of its own: the counter moves on at the end of the round
+        number = counter.clone()  # a copy: the counter moves on at the end of the round
         results = []
         start = 0
         for name, count in signature:
@@ -91,7 +91,7 @@ def drawing(width: int) -> Function:
 
 
 def after_training(exchange: Exchange, models: Mapping[str, Model], signature: Signature) -> Function:
-    """The replies, the server step, and what is remembered written back, unless a number is not finite."""
+    """Collect the replies, take the server step and write the memories back, unless a number is not finite."""
 
     def after(
         rates: Params,

@@ -147,7 +147,7 @@ def _refuse_change(place: Place, before: Sequence[Any]) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Notes what a call is given and makes, to tell the tensors of this call from those that were there before."""
+    """Note the tensors that a call gets and makes, to tell them from those that existed before."""
 
     supports_higher_order_operators = True
 

@@ -27,7 +27,7 @@ class CohortShard(NamedTuple):
     kept: Kept  # [C, ...]
 
     def split(self, num_parts: int) -> "list[CohortShard]":
-        """As equal parts as can be, in order; fewer where there are fewer clients."""
+        """Split into parts of nearly equal size, in order; fewer parts if there are fewer clients."""
         num_parts = min(num_parts, len(self.clients))
         bounds = [len(self.clients) * part // num_parts for part in range(num_parts + 1)]
         pieces = [slice(start, end) for start, end in pairwise(bounds)]
@@ -38,7 +38,7 @@ class CohortShard(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What came of a shard."""
+    """The result of training a shard."""
 
     replies: Reply  # [C, ...]
     kept: Kept  # [C, ...]
@@ -51,13 +51,13 @@ class Trainer(Protocol):
     def train(self, shard: CohortShard) -> Trained: ...
 
 
-class Run(Trainer, Protocol):
-    """A run, as far as a crew must know it."""
+class MovableTrainer(Trainer, Protocol):
+    """A trainer that can be copied to another device."""
 
     @property
     def device(self) -> torch.device: ...
 
-    def on(self, device: str) -> "Run":
+    def on(self, device: str) -> "MovableTrainer":
         """A copy whose data and networks are on a device."""
 
 
@@ -67,7 +67,7 @@ class Devices:
     One thread gives all of them their work: a GPU is told what to do long before it has done it.
     """
 
-    def __init__(self, run: Run, names: Sequence[str]) -> None:
+    def __init__(self, run: MovableTrainer, names: Sequence[str]) -> None:
         self.home = run.device
         self.copies = [run.on(name) for name in names]
 

@@ -53,7 +53,7 @@ class SplitResult:
 
     @property
     def score(self) -> float:
-        """What a round is chosen by: sample-weighted accuracy, or minus the loss where a task has no accuracy."""
+        """The score that chooses a round: accuracy over all examples, or minus the loss if the task has none."""
         return self.sample_mean if self.metric is not None else -self.mean_loss
 
 

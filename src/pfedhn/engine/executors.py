@@ -65,7 +65,7 @@ _has_numbers: ContextVar[bool] = ContextVar("has_numbers", default=True)
 
 @contextmanager
 def without_numbers() -> Iterator[None]:
-    """In the block, what is computed has shapes but no numbers, and kernels are announced instead of launched.
+    """In the block, results have shapes but no numbers, and kernels are announced instead of launched.
 
     Only for code that keeps no tensor that it makes: one without numbers would silently spoil what it meets later.
     """
@@ -83,7 +83,7 @@ def without_numbers() -> Iterator[None]:
 
 
 def first_step(step: Step, carry: Any, batches: Any, constants: Any) -> Any:
-    """Stands in for all steps where there are no numbers."""
+    """Take one step instead of all, for tensors without numbers."""
     return step(carry, take(batches, 0), constants) if len(pytree.tree_leaves(batches)[0]) else carry
 
 
@@ -142,7 +142,7 @@ def _trace(function: Function, arguments: Sequence[Any], needs_numbers: bool) ->
     if not needs_numbers:
         bare: GraphModule = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*arguments)
         return bare
-    # By default the shape of every node is noted in a fake mode of its own, which takes a third of the time.
+    # By default a separate fake mode notes the shape of every node, which takes a third of the time.
     with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
         graph: GraphModule = make_fx(function)(*arguments)
     return graph

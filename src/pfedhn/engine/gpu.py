@@ -71,7 +71,7 @@ def compile_graph(graph: GraphModule, arguments: Sequence[Tensor], is_step: bool
 
 
 class BackgroundCompiledGraph:
-    """A graph that runs as it was traced until the compiler, on a thread of its own, is done with it.
+    """A graph that runs as traced until the compiler, in another thread, has finished it.
 
     Rounds begin sooner by that, at the price of their last bits: it depends on the clock from which round on they are
     computed by the compiled graph. So deterministic runs wait for the compiler.
@@ -131,7 +131,7 @@ _chosen: ContextVar[dict[BackgroundCompiledGraph, Function] | None] = ContextVar
 
 @contextmanager
 def choosing_once() -> Iterator[dict[BackgroundCompiledGraph, Function]]:
-    """In the block, a graph runs the same way every time: what is warmed up is what is captured."""
+    """In the block, a graph runs the same way every time, so that warm-up and capture run the same code."""
     chosen: dict[BackgroundCompiledGraph, Function] = {}
     token = _chosen.set(chosen)
     try:
@@ -273,7 +273,7 @@ def content(value: Any, seen: Seen | None = None) -> Any:
     try:
         hash(value)
     except Exception:  # of any kind: it is a person's
-        return Same(value)
+        return SameObject(value)
     return type(value), value
 
 
@@ -283,13 +283,13 @@ def _is_cached(kind: type, name: str) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Same:
-    """Equal where the value is the same one; it keeps the value, so that nothing else comes to lie in its place."""
+class SameObject:
+    """Equal only for the same object. It keeps the object alive, so that its `id` is not given to another."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
+        return isinstance(other, SameObject) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -308,7 +308,7 @@ def set_up_gpu(precision: str, is_deterministic: bool, num_runs: int = 1) -> Non
     kernels.SharedGPU.runs = 1 if is_deterministic else num_runs
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    # Every stream of a run gets a workspace. On large cards it would take 32 MiB, as deterministic products need.
+    # Every stream of a run gets a workspace. On a large GPU it would take 32 MiB, as deterministic products need.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8" if is_deterministic else ":4096:2:16:8")
     if is_deterministic:
         if torch.cuda.is_initialized():

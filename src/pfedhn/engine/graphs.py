@@ -14,7 +14,7 @@ from pfedhn.kernels import launch as kernels
 
 @dataclass
 class Repeated:
-    """Stands in for a CUDA graph on a CPU, where the tests check what a GPU would replay."""
+    """The stand-in for a CUDA graph on a CPU, on which tests check what a GPU would replay."""
 
     replay: Callable[[], None]
 

@@ -41,7 +41,7 @@ class Hoisted(NamedTuple):
 
 
 def hoist(graph: GraphModule, num_carry: int, num_batch: int) -> Hoisted | None:
-    """Take out of a step what it makes of its batch alone; None if that is nothing, or nothing that can be moved.
+    """Take the operations that depend on the batch alone out of a step; None if none of them can be moved.
 
     Args:
         graph: A step as plain operators. Its inputs are the leaves of the carry, of the batch, and the constants.
@@ -60,7 +60,7 @@ def hoist(graph: GraphModule, num_carry: int, num_batch: int) -> Hoisted | None:
     same = {node: unlike.setdefault(str((node.target, node.args, node.kwargs)), node) for node in used}
     found = list(unlike.values())
     is_large = sum(map(_bytes, found)) > MAX_GROWTH * sum(map(_bytes, batch))
-    # What is returned may be taken by the caller for memory of its own.
+    # The caller may write to what is returned.
     if not found or is_large or any(map(_writes, nodes)) or any(map(_is_returned, used)):
         return None
     ahead = _part(graph, batch, [node for node in nodes if node in fixed], found)
@@ -130,7 +130,7 @@ def _part(
     outputs: Sequence[Node] | None = None,
     same: dict[Node, Node] | None = None,
 ) -> GraphModule:
-    """Some nodes of a graph as one of its own.
+    """Make a graph of some nodes of another.
 
     Args:
         whole: The graph.

@@ -66,7 +66,7 @@ def build_model(
 
 
 def with_frozen(model: Model, algorithm: Algorithm[Any, Any, Any], seed: int) -> Model:
-    """The network in which what a method freezes is a constant, at the start that this seed gives it."""
+    """The network whose parameters that the method freezes are constants, with the initial values of this seed."""
     names = tuple(algorithm.frozen(model))
     return replace(model, frozen=names, frozen_key=int(keys.fold(seed, "init"))) if names else model
 
@@ -146,7 +146,7 @@ def _refuse_own_draws(name: str, module: nn.Module, again: nn.Module, other: nn.
     if not _is_close(weights, same):
         raise UserError(
             f"the function that makes {name!r} gives other weights for the same seed; draw them with PyTorch, which "
-            "is seeded for it, and not from a generator of its own."
+            "is seeded for it, and not from another generator."
         )
 
 
@@ -271,8 +271,8 @@ def _refuse_without_gradient(model: Model, module: nn.Module, x: Tensor, y: Tens
             torch.func.grad(model.loss)(model.fresh(0), batch)  # as clients take it, which some layers cannot
     except RuntimeError as error:
         raise UserError(
-            f"the gradient of the network {model.name!r} fails ({first_line(error)}); give an autograd.Function of its "
-            "own a setup_context, and of PEFT's adapters take LoRA instead of LoHa."
+            f"the gradient of the network {model.name!r} fails ({first_line(error)}); give your autograd.Function "
+            "a setup_context, and of PEFT's adapters take LoRA instead of LoHa."
         ) from error
 
 

@@ -27,7 +27,7 @@ def rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
 
 
 def _resized_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
-    """Stages of one run, each as a run of its own on the same state: in each, every client has the next network."""
+    """Stages of one run on the same state: in each stage, every client has the next network."""
     every, size, names = simulation.resize_every, simulation.clients_per_round, list(simulation.models)
     federation = simulation.federation
     assert every is not None
@@ -57,7 +57,7 @@ def _rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
     if simulation.draws_freely:
         if simulation.federation.x.is_cuda or simulation.executor == "captured":
             logger.warning(
-                "a network whose dropout is not a layer of its own (nn.Dropout) runs step by step, slower: a captured "
+                "a network whose dropout is not a layer (nn.Dropout) runs step by step, slower: a captured "
                 "round cannot key its draws."
             )
     elif is_captured(simulation):
@@ -98,7 +98,7 @@ def scores_of_adapted(simulation: Simulation, best: Best) -> dict[str, SplitResu
 
 
 def _captured_rounds(simulation: Simulation, state: State) -> Iterator[Progress]:
-    """Captured where that is possible; where a network or method cannot be, it is said once and the round is run."""
+    """Capture rounds if possible; a network or method that cannot be captured runs round by round, with one warning."""
     run = None
     try:
         run = CapturedRun(simulation, state)

@@ -140,7 +140,7 @@ class PrivateTable:
 
     def _add(self, client: int, value: Any) -> None:
         if self.tree is None:
-            self.tree = copy(stack([value]))  # memory of its own: `value` may be the initial model itself
+            self.tree = copy(stack([value]))  # a copy: `value` may be the initial model itself
         leaves = pytree.tree_leaves(self.tree)
         slot = len(self.slots)
         if leaves and slot == leaves[0].shape[0]:

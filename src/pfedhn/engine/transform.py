@@ -1,6 +1,6 @@
 """What is done to weights and updates on their way: the seam of the wire, for compression, clipping, noise.
 
-A transform encodes on one side with a key of its own and decodes on the other. What is encoded is what is counted.
+A transform encodes on one side with its own key and decodes on the other. The encoded bytes are those counted.
 """
 
 import math

@@ -552,7 +552,7 @@ def input_gradient_op(
     return out
 
 
-# An autograd.Function over plain operators, because torch.func refuses operators with an autograd formula of their own.
+# An autograd.Function over plain operators, because torch.func refuses operators with their own autograd formula.
 # Each `vmap` rule applies its Function again rather than the operator, so that transforms nest in any order.
 class Forward(torch.autograd.Function):
     @staticmethod

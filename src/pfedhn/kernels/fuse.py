@@ -51,7 +51,7 @@ def fuse(module: nn.Module) -> nn.Module:
     key = (type(module), code.src)
     if key not in _classes:
         names = dict(code.globals)
-        exec(code.src, names)  # noqa: S102 - which torch.fx wrote; a GraphModule has names of its own that may clash
+        exec(code.src, names)  # noqa: S102 - which torch.fx wrote; the names of a GraphModule may clash
         members = {"forward": names["forward"], UNFUSED: type(module)}
         _classes[key] = type(type(module).__name__, (type(module),), members)
     module.__class__ = _classes[key]

@@ -67,7 +67,7 @@ CONFIGS: dict[ConfigKey, Blocks] = read_configs(CONFIGS_FILE)
 
 
 def tuned_blocks(key: ConfigKey) -> Blocks | None:
-    """The tuned block sizes; where float32 has none, those of tf32, half as deep: its factors take twice the room."""
+    """The tuned block sizes; where float32 has none, those of tf32, half as deep: its factors take twice the memory."""
     blocks = CONFIGS.get(key)
     if blocks is None and (others := CONFIGS.get((*key[:-1], "tf32"))) is not None:
         blocks = others._replace(depth=max(16, others.depth // 2))
@@ -137,7 +137,7 @@ def launch(function: Callable[..., None], grid: tuple[int, ...], tensors: Sequen
             if key not in _announced:
                 future: Future[None] = Future()
                 # Threads do, since almost all of Triton's time is spent outside of Python; nobody waits for them at
-                # the end. The kernel is made here: each of them would make one of its own.
+                # the end. The kernel is made here: each of them would make another.
                 work = (future, compiled(function), device, dtypes, arguments)
                 Thread(target=_compile, args=work, daemon=True).start()
                 _announced[key] = future  # last: nobody may wait for a kernel that nobody compiles
@@ -158,13 +158,13 @@ def _compile(
 
 
 Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
-def operator(name: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+def operator(name: str) -> Callable[[Callable[Arguments, Value]], Callable[Arguments, Value]]:
     """Make an operator of a function that launches kernels; on tensors without numbers, it announces them."""
 
-    def register(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    def register(function: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
         made = torch.library.custom_op(name, function, mutates_args=())
         made.register_fake(function)
         return made
