@@ -9,7 +9,7 @@ from pfedhn.experiments.grid import from_toml
 from pfedhn.experiments.rates import rates_file
 from pfedhn.experiments.registry import experiments
 from pfedhn.experiments.spec import TABLE_ENDINGS, Experiment
-from pfedhn.studies import Study, studies
+from pfedhn.report.study import Study, studies
 from pfedhn.system.files import given_path, reading
 from pfedhn.system.reference import load_file
 

@@ -11,8 +11,8 @@ from pfedhn.paper.networks import DRAWN
 from pfedhn.paper.studies import STUDIES
 from pfedhn.report.findings import Finding, svgs
 from pfedhn.report.results import read_file
+from pfedhn.report.study import findings
 from pfedhn.report.tables import markdown_table
-from pfedhn.studies import findings
 from pfedhn.system.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[3]

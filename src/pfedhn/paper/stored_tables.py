@@ -16,9 +16,9 @@ from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.report.entries import Report, to_reports
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs, read_file
+from pfedhn.report.study import findings
 from pfedhn.storage.identity import settings_of
 from pfedhn.storage.schema import Curve, Result
-from pfedhn.studies import findings
 
 TABLES = ("table1-cifar10", "table1-cifar100", "table1-omniglot", "table1-mnist")
 SEEDS = EXPERIMENTS[TABLES[0]].seeds
