@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -12,9 +12,9 @@ from typing import Any
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import UserError
 from pfedhn.paper.comparison import (
+    NAMES,
     NOT_RUN,
     OURS,
-    column_name,
     compared,
     counts_text,
     finished_entries,
@@ -27,7 +27,7 @@ from pfedhn.paper.comparison import (
 from pfedhn.paper.experiments import RATES_TAKEN_FROM
 from pfedhn.paper.results_figures import pictured
 from pfedhn.paper.stored_tables import SEEDS
-from pfedhn.report.entries import Entry, Report, Summary, display_name
+from pfedhn.report.entries import Entry, Report, Summary, counted, display_name
 from pfedhn.report.pairs import PAIRS_ARE, pairs
 from pfedhn.report.tables import bytes_text, number_text, seconds_text, steps_text
 
@@ -70,14 +70,15 @@ class Bar:
 
 def bar(entry: Entry) -> Bar | None:
     """r - 2 s sqrt(1/n + 1/n_r): s is the largest deviation that anybody saw. None without a number to compare with."""
-    reached = REACHED.get((entry.cell.method, *entry.column))
-    paper = entry.published
-    if paper is None and reached is None:
+    reached, paper = REACHED.get((entry.cell.method, *entry.column)), entry.published
+    if reached is not None:
+        mean, _, num_runs = reached
+    elif paper is not None:
+        mean, num_runs = paper[0], NUM_PAPER_RUNS
+    else:
         return None
-    mean, num_runs = (reached[0], reached[2]) if reached else (paper[0], NUM_PAPER_RUNS) if paper else (math.nan, 0)
     ours = entry.test("samples")
-    deviations = [ours and ours.deviation, reached and reached[1], paper and paper[1]]
-    known = [value for value in deviations if value is not None]
+    known = [value for value in (ours and ours.deviation, reached and reached[1], paper and paper[1]) if value]
     if ours is None or not known:
         return Bar(mean, num_runs, reached is not None, None, None)
     bound = mean - 2 * max(known) * math.sqrt(1 / ours.num_seeds + 1 / num_runs)
@@ -91,14 +92,14 @@ def page(every: Sequence[Report], notes: str, tuning: Sequence[Mapping[str, Any]
         parts += [f"## {report.title}", markdown(grid(report))]
         for (dataset, clients), name in pictured(report).items():
             parts.append(shown_figure(name, f"{dataset}, {clients} clients: accuracy against communication"))
-        if finished_entries(report):
-            parts += [markdown(costs(report)), markdown(origins(report))]
-            for column in report.columns:
-                lines = pairs(whole, column, seeds=SEEDS)
-                if lines:
-                    parts += [f"{column_name(column)} clients, ranks and paired differences:", markdown(lines)]
-        else:
+        if not finished_entries([report]):
             parts.append("No run of this table is stored yet.")
+            continue
+        parts += [markdown(costs(report)), markdown(origins(report))]
+        for column in report.columns:
+            if lines := pairs(whole, column, seeds=SEEDS):
+                name, clients = NAMES[column[0]], column[1]
+                parts += [f"{name}, {clients} clients, ranks and paired differences:", markdown(lines)]
     parts += ["## Does pFedHN reach what it should?", BAR_TEXT, markdown(bars(every))]
     parts += ["## Baselines that differ from the paper", *far_section(reports), notes.strip()]
     parts += ["## Rates", RATES_TEXT, *tuning_section(tuning), STORED_TEXT]
@@ -138,16 +139,14 @@ def grid(report: Report) -> list[list[str]]:
         entries = [report.entry(label, column) for column in report.columns]
         return ["" if entry is None else cell_text(entry) for entry in entries]
 
-    heading = ["method", *(f"{clients} clients" for _, clients in report.columns)]
-    return [heading, *grouped(report.labels, cells)]
+    return [["method", *(f"{clients} clients" for _, clients in report.columns)], *grouped(report.labels, cells)]
 
 
 def cell_text(entry: Entry) -> str:
     ours, difference = entry.test(), entry.difference()
-    if ours is None:
-        lines = [entry.diverged_text or NOT_RUN]
-    else:
-        lines = [f"**{number_text(ours)}** ({counts_text(ours, entry)})"]
+    lines = (
+        [entry.diverged_text or NOT_RUN] if ours is None else [f"**{number_text(ours)}** ({counts_text(ours, entry)})"]
+    )
     if entry.published is not None:
         lines.append("paper {:.2f} ± {:.2f}".format(*entry.published))
     if difference is not None:
@@ -157,24 +156,19 @@ def cell_text(entry: Entry) -> str:
 
 def costs(report: Report) -> list[list[str]]:
     """Every finished cell: both averages and what it cost."""
-    return [
-        ["method", "clients", "over clients", "over samples", "steps", "sent up", "sent down", "wall time"],
-        *(
-            [
-                *(display_name(entry.label), str(entry.cell.clients)),
-                *(number_text(entry.test("clients")), number_text(entry.test("samples")), steps_text(entry)),
-                *(bytes_text(entry.total("bytes_up")), bytes_text(entry.total("bytes_down"))),
-                seconds_text(entry.total("seconds")),
-            ]
-            for entry in finished_entries(report)
-        ),
-    ]
+    lines = [["method", "clients", "over clients", "over samples", "steps", "sent up", "sent down", "wall time"]]
+    for entry in finished_entries([report]):
+        scores = [number_text(entry.test("clients")), number_text(entry.test("samples"))]
+        sent = [bytes_text(entry.total("bytes_up")), bytes_text(entry.total("bytes_down"))]
+        first = [display_name(entry.label), str(entry.cell.clients)]
+        lines.append([*first, *scores, steps_text(entry), *sent, seconds_text(entry.total("seconds"))])
+    return lines
 
 
 def origins(report: Report) -> list[list[str]]:
     """How the cells were made; those of a method that were made alike share a line."""
     numbers: dict[tuple[str, ...], list[str]] = {}
-    for entry in finished_entries(report):
+    for entry in finished_entries([report]):
         made = display_name(entry.label), rates_text(entry), entry.hardware, commits_text(entry)
         numbers.setdefault(made, []).append(str(entry.cell.clients))
     lines = [["method", "clients", "rates", "hardware", "commit"]]
@@ -216,10 +210,9 @@ def bars(reports: Sequence[Report]) -> list[list[str]]:
         if found is None:
             continue
         dataset, clients = entry.column
-        source = f"{found.num_runs} runs" if found.num_runs > 1 else "1 run"
-        line = [f"{display_name(entry.label)}, {dataset}, {clients} clients", f"{found.mean:.2f}"]
-        line.append(source if found.is_measured else f"{source} (paper)")
-        if ours is None or found.bound is None or found.deviation is None:
+        source = counted(found.num_runs, "run") + ("" if found.is_measured else " (paper)")
+        line = [f"{display_name(entry.label)}, {dataset}, {clients} clients", f"{found.mean:.2f}", source]
+        if ours is None or found.bound is None:
             line += [NOT_RUN] * 4
         else:
             line += [f"{found.deviation:.2f}", f"{found.bound:.2f}", f"{number_text(ours)} ({seeds_text(ours)})"]
@@ -228,28 +221,23 @@ def bars(reports: Sequence[Report]) -> list[list[str]]:
     return lines
 
 
-def far_from_paper(reports: Sequence[Report]) -> Iterator[Entry]:
+def far_from_paper(reports: Sequence[Report]) -> list[Entry]:
     """Baselines whose mean is more than two points above or under the paper's."""
-    for entry in (entry for report in reports for entry in report.entries if entry.cell.method not in OURS):
-        difference = entry.difference()
-        if difference is not None and abs(difference) > FAR:
-            yield entry
+    baselines = [entry for entry in finished_entries(reports) if entry.cell.method not in OURS]
+    return [entry for entry in baselines if abs(entry.difference() or 0) > FAR]
 
 
 def far_section(reports: Sequence[Report]) -> list[str]:
-    if not any(finished_entries(report) for report in reports):
+    if not finished_entries(reports):
         return ["No baseline is stored yet."]
-    found = list(far_from_paper(reports))
-    if not found:
-        return [f"No baseline that was run differs from the paper by more than {FAR:g} points."]
     lines = [["method", "data set", "clients", "ours", "paper", "difference", "there after"]]
-    for entry in found:
-        paper, difference = entry.published, entry.difference()
-        assert paper is not None
-        assert difference is not None
+    for entry in far_from_paper(reports):
         dataset, clients = entry.column
-        lines.append([display_name(entry.label), dataset, str(clients), number_text(entry.test())])
-        lines[-1] += [f"{paper[0]:.2f} ± {paper[1]:.2f}", f"{difference:+.2f}", steps_to(entry, paper[0])]
+        mean, deviation = entry.published or (math.nan, math.nan)
+        line = [display_name(entry.label), dataset, str(clients), number_text(entry.test())]
+        lines.append([*line, f"{mean:.2f} ± {deviation:.2f}", f"{entry.difference():+.2f}", steps_to(entry, mean)])
+    if len(lines) == 1:
+        return [f"No baseline that was run differs from the paper by more than {FAR:g} points."]
     about = f"""All cells that differ by more than {FAR:g} points; explanations follow the table. *There after* says
 when the mean of our test curves first reaches the paper's number, in communication steps."""
     return [about, markdown(lines)]

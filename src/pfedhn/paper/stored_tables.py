@@ -112,38 +112,36 @@ def _are_other_defaults(cell: Cell, settings: Mapping[str, Any]) -> bool:
     return any(settings[name] != value for name, value in today.items() if name in settings)
 
 
-CSV_COLUMNS = (
-    *("experiment", "method", "dataset", "clients", "seed", "test_over_clients", "test_over_examples"),
-    *("validation_over_examples", "test_loss", "chosen_step", "steps", "bytes_up", "bytes_down", "seconds"),
-    *("device", "precision", "torch", "commit", "finished", "settings", "command"),
-)
-
-
 def table_of_runs(folder: Path) -> str:
     """Every stored run as a line of CSV."""
+    lines = [
+        csv_line(runs.experiment.name, result)
+        for file in sorted(folder.glob("*.jsonl"))
+        for runs in read_file(file)
+        for result in runs.results.values()
+    ]
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    for file in sorted(folder.glob("*.jsonl")):
-        for runs in read_file(file):
-            for result in runs.results.values():
-                test, where, cell = result.test, result.environment, result.cell
-                writer.writerow(
-                    [
-                        *(runs.experiment.name, cell["method"], cell["dataset"], cell["clients"], result.seed),
-                        *(test.client_mean, test.sample_mean, result.validation.sample_mean, test.loss),
-                        *(
-                            result.chosen_step,
-                            result.steps,
-                            result.bytes_up,
-                            result.bytes_down,
-                            round(result.seconds, 1),
-                        ),
-                        *(where.device, where.precision, where.torch, where.commit, where.finished),
-                        *(json.dumps(result.settings, sort_keys=True), result.command),
-                    ]
-                )
+    writer = csv.DictWriter(text, list(lines[0]) if lines else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
     return text.getvalue()
+
+
+def csv_line(experiment: str, result: Result) -> dict[str, Any]:
+    return {
+        "experiment": experiment,
+        **{name: result.cell[name] for name in ("method", "dataset", "clients")},
+        "seed": result.seed,
+        "test_over_clients": result.test.client_mean,
+        "test_over_examples": result.test.sample_mean,
+        "validation_over_examples": result.validation.sample_mean,
+        "test_loss": result.test.loss,
+        **{name: getattr(result, name) for name in ("chosen_step", "steps", "bytes_up", "bytes_down")},
+        "seconds": round(result.seconds, 1),
+        **{name: getattr(result.environment, name) for name in ("device", "precision", "torch", "commit", "finished")},
+        "settings": json.dumps(result.settings, sort_keys=True),
+        "command": result.command,
+    }
 
 
 def read_ladder(results: Path) -> Finding | None:
