@@ -135,12 +135,12 @@ def shown_figure(name: str, alt: str) -> str:
     return f"![{alt}](figures/{name}.svg#only-light)\n![{alt}](figures/{name}-dark.svg#only-dark)"
 
 
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    rule = "|" + "|".join("---" if number == 0 else "---:" for number in range(len(lines[0]))) + "|"
-    first, *rest = ["| " + " | ".join(map(_unbroken, line)) + " |" for line in lines]
+def markdown(lines: Sequence[Sequence[str]], left: int = 1, breaks: bool = False) -> str:
+    """A table; all but the first columns are numbers, which stay on one line with their deviation and unit."""
+    rule = "|" + "|".join("---" if number < left else "---:" for number in range(len(lines[0]))) + "|"
+    first, *rest = ["| " + " | ".join(line if breaks else map(_unbroken, line)) + " |" for line in lines]
     return "\n".join([first, rule, *rest])
 
 
 def _unbroken(cell: str) -> str:
-    """A number stays on one line with its deviation and its unit."""
     return re.sub(r" (?=±)|(?<=±) |(?<=\d) (?=[kMGT]?B$|min$|s$)", "\N{NO-BREAK SPACE}", cell)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pfedhn.errors import UserError
-from pfedhn.paper.networks import DRAWN
-from pfedhn.paper.studies import STUDIES
+from pfedhn.paper.comparison import markdown, shown_figure
+from pfedhn.paper.results_figures import write_figures
+from pfedhn.paper.studies import DRAWN, STUDIES
 from pfedhn.report.findings import Finding, svgs
 from pfedhn.report.results import read_file
 from pfedhn.report.study import findings
@@ -16,7 +17,6 @@ from pfedhn.report.tables import markdown_table
 from pfedhn.system.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[3]
-KINDS = (".svg#only-light", "-dark.svg#only-dark")  # of which the site shows one
 LONG = 21  # lines of a table, its heading too; a longer one stands on the page of numbers
 
 OPENING = """\
@@ -64,14 +64,12 @@ def page(shown: Sequence[Finding]) -> str:
 def section(finding: Finding) -> list[str]:
     """What a finding says and shows, below its heading."""
     parts = [finding.sentence, f"`pfedhn run {finding.name}`"]
-    for stem in map(finding.stem, finding.figures):
-        light, dark = (f"![{finding.title}](figures/paper-{stem}{kind})" for kind in KINDS)
-        parts.append(f"{light}\n{dark}")
+    parts += [shown_figure(f"paper-{finding.stem(figure)}", finding.title) for figure in finding.figures]
     for lines, caption in finding.tables:
         if len(lines) <= LONG:
             parts += [markdown_table(lines), caption]
         else:
-            parts.append(f"The numbers are [a table of {len(lines) - 1} lines](paper-numbers.md#{_anchor(finding)}).")
+            parts.append(f"The numbers are [a table of {len(lines) - 1} lines](paper-numbers.md#{finding.name}).")
     return parts
 
 
@@ -101,12 +99,8 @@ def numbers(shown: Sequence[Finding]) -> str:
 
 
 def commands() -> str:
-    lines = [f"| `pfedhn run {name}` | {study.title} |" for name, study in STUDIES.items()]
-    return "\n".join(["| command | shows |", "|---|---|", *lines])
-
-
-def _anchor(finding: Finding) -> str:
-    return finding.name
+    lines = [["command", "shows"], *([f"`pfedhn run {name}`", study.title] for name, study in STUDIES.items())]
+    return markdown(lines, left=2, breaks=True)
 
 
 def build(results: Path, docs: Path) -> None:
@@ -117,11 +111,7 @@ def build(results: Path, docs: Path) -> None:
         for is_dark in (False, True)
         for name, content in svgs(finding, is_dark).items()
     }
-    for file in (docs / "figures").glob("paper-*.*"):
-        if file.name not in figures:
-            file.unlink()
-    for name, content in figures.items():
-        write_atomically(docs / "figures" / name, content)
+    write_figures(docs, "paper-*.*", figures)
     networks = docs / "networks.md"
     write_atomically(networks, with_sections(networks.read_text(), shown).encode())
     write_atomically(docs / "paper.md", page(shown).encode())
