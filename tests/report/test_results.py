@@ -679,11 +679,10 @@ def test_readme_gets_the_sentences_and_the_picture(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_advice_on_methods_quotes_the_table() -> None:
-    reports = [comparison.compared(report) for report in stored_tables.read_results(ROOT / "results")]
     found = {
-        (comparison.column_name(entry.column), display_name(entry.label)): f"{summary.mean:.1f}"
-        for report in reports
-        for entry in report.entries
+        (place.name, display_name(entry.label)): f"{summary.mean:.1f}"
+        for place in comparison.places_of(stored_tables.read_results(ROOT / "results"))
+        for entry in place.entries
         if (summary := entry.test()) is not None
     }
     section = (ROOT / "docs" / "choosing.md").read_text().split("## What our runs say")[1].split("\n## ")[0]

@@ -1,7 +1,5 @@
 """Compare methods within a column of Table 1, and write the result as text."""
 
-import re
-import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -107,11 +105,6 @@ def grouped(labels: Sequence[str], cells: Callable[[str], list[str]]) -> list[li
     return lines
 
 
-def wrapped(text: str) -> str:
-    """A line of a list, as wide as the other lines of a page."""
-    return textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False)
-
-
 def seeds_text(value: Summary) -> str:
     return "*1 seed*" if value.num_seeds == 1 else f"{value.num_seeds} seeds"
 
@@ -128,19 +121,3 @@ def finished_entries(reports: Sequence[Report]) -> list[Entry]:
 def value_text(value: Any) -> str:
     """A rate, or the names of layers."""
     return f"{value:g}" if isinstance(value, float | int) else " and ".join(value) or "none"
-
-
-def shown_figure(name: str, alt: str) -> str:
-    """A figure of a page, of which the site shows the one for light or the one for dark."""
-    return f"![{alt}](figures/{name}.svg#only-light)\n![{alt}](figures/{name}-dark.svg#only-dark)"
-
-
-def markdown(lines: Sequence[Sequence[str]], left: int = 1, breaks: bool = False) -> str:
-    """A table; all but the first columns are numbers, which stay on one line with their deviation and unit."""
-    rule = "|" + "|".join("---" if number < left else "---:" for number in range(len(lines[0]))) + "|"
-    first, *rest = ["| " + " | ".join(line if breaks else map(_unbroken, line)) + " |" for line in lines]
-    return "\n".join([first, rule, *rest])
-
-
-def _unbroken(cell: str) -> str:
-    return re.sub(r" (?=±)|(?<=±) |(?<=\d) (?=[kMGT]?B$|min$|s$)", "\N{NO-BREAK SPACE}", cell)

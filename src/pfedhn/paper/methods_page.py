@@ -23,7 +23,7 @@ from pfedhn.algorithm import Method
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.model import Model
 from pfedhn.models import LeNet, cross_entropy
-from pfedhn.paper.comparison import markdown
+from pfedhn.paper.pages import markdown
 from pfedhn.report.entries import Entry, to_reports
 from pfedhn.report.results import read_file
 from pfedhn.report.tables import bytes_text, number_text

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pfedhn.errors import UserError
-from pfedhn.paper.comparison import markdown, shown_figure
-from pfedhn.paper.results_figures import write_figures
+from pfedhn.paper.pages import filled, markdown, shown_figure, write_figures
 from pfedhn.paper.studies import DRAWN, STUDIES
 from pfedhn.report.findings import Finding, svgs
 from pfedhn.report.results import read_file
@@ -19,15 +18,6 @@ from pfedhn.system.files import write_atomically
 ROOT = Path(__file__).resolve().parents[3]
 LONG = 21  # lines of a table, its heading too; a longer one stands on the page of numbers
 
-OPENING = """\
-<!-- Made by `make results` from the files in results/. Do not edit. -->
-
-# The rest of the paper
-
-The paper's Table 1 is on the page of [results](results.md). Its other experiments are *studies*, each of which is one
-command; [experiments](experiments.md#studies) says how a study works. The last ones are our own questions: clients per
-round, and what each part of [our stronger recipe](fidelity.md#our-stronger-recipe) does.
-"""
 SHOWN = """\
 Below are the studies that have been run, in the order of the paper, with its values beside ours where it has any;
 [what is below them, and why](results-log.md#below-the-paper-in-its-other-experiments). To redraw the figures from the
@@ -36,13 +26,6 @@ stored results: `pfedhn report results --out report`.
 NONE_SHOWN = """\
 None of these has a stored result yet, so there is nothing to show here. With `--small`, each runs on the digits in
 seconds: `pfedhn run novel-clients --small`.
-"""
-NUMBERS = """\
-<!-- Made by `make results` from the files in results/. Do not edit. -->
-
-# The rest of the paper: numbers
-
-The long tables of [the rest of the paper](paper.md).
 """
 
 
@@ -55,10 +38,10 @@ def found(results: Path) -> list[Finding]:
 
 def page(shown: Sequence[Finding]) -> str:
     studies = [finding for finding in shown if finding.name not in DRAWN]
-    parts = [OPENING, commands(), SHOWN if studies else NONE_SHOWN]
+    parts = [SHOWN if studies else NONE_SHOWN]
     for finding in studies:
         parts += [f"## {finding.title}", *section(finding)]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return filled("paper", commands=commands(), shown="\n\n".join(parts))
 
 
 def section(finding: Finding) -> list[str]:
@@ -86,16 +69,13 @@ def with_sections(text: str, shown: Sequence[Finding]) -> str:
 
 
 def numbers(shown: Sequence[Finding]) -> str:
-    parts = [NUMBERS]
+    parts = []
     for finding in shown:
         long = [(lines, caption) for lines, caption in finding.tables if len(lines) > LONG]
-        if long:
-            parts.append(f"## {finding.name}")
+        parts += [f"## {finding.name}"] if long else []
         for lines, caption in long:
             parts += [markdown_table(lines), caption]
-    if len(parts) == 1:
-        parts.append("There are none yet.")
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return filled("paper-numbers", tables="\n\n".join(parts) or "There are none yet.")
 
 
 def commands() -> str:

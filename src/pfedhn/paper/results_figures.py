@@ -1,13 +1,11 @@
 """The figures of the results page."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from pfedhn.paper.comparison import NAMES, Place, compared, places_of
 from pfedhn.report.entries import Column, Report, display_name
 from pfedhn.report.figures import draw_curves, to_svg
 from pfedhn.report.traffic import accuracy_at, best_of, draw_traffic, mean_line, megabytes_to
-from pfedhn.system.files import write_atomically
 
 TRAFFIC = "results-bytes"
 RACED: tuple[Column, ...] = (("cifar10", 50), ("cifar100", 50))  # where all methods are run
@@ -56,12 +54,3 @@ def said_of_bytes(every: Sequence[Report]) -> str:
         mine, theirs = display_name("pfedhn-plus"), display_name("pfedhn")
         text += f" {mine}, our recipe (thick), is where the paper's {theirs} ends after {' and '.join(needed)}."
     return text
-
-
-def write_figures(docs: Path, pattern: str, figures: Mapping[str, bytes]) -> None:
-    """Write all figures of a page, and remove those that it has no more."""
-    for file in (docs / "figures").glob(pattern):
-        if file.name not in figures:
-            file.unlink()
-    for name, content in figures.items():
-        write_atomically(docs / "figures" / name, content)

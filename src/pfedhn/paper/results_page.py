@@ -7,7 +7,8 @@ README gets the sentences of the short page and a figure.
 from pathlib import Path
 
 from pfedhn.errors import UserError
-from pfedhn.paper.results_figures import draw, write_figures
+from pfedhn.paper.pages import write_figures
+from pfedhn.paper.results_figures import draw
 from pfedhn.paper.results_log import page, read_tuning
 from pfedhn.paper.results_summary import README_BLOCK, readme_block, summary
 from pfedhn.paper.stored_tables import read_ladder, read_results, table_of_runs

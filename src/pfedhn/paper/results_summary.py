@@ -5,18 +5,9 @@ import re
 from collections.abc import Sequence
 from statistics import median
 
-from pfedhn.paper.comparison import (
-    OURS,
-    RECIPES,
-    Place,
-    counts_text,
-    grouped,
-    markdown,
-    places_of,
-    shown_figure,
-    wrapped,
-)
+from pfedhn.paper.comparison import OURS, RECIPES, Place, counts_text, grouped, places_of
 from pfedhn.paper.experiments import BEYOND_THE_PAPER
+from pfedhn.paper.pages import filled, markdown, shown_figure, wrapped
 from pfedhn.paper.results_figures import TRAFFIC, raced, said_of_bytes
 from pfedhn.paper.stored_tables import SAME_TRAINING, SEEDS, STRONGER
 from pfedhn.report.entries import Report, display_name
@@ -32,13 +23,21 @@ def summary(every: Sequence[Report]) -> str:
     heading = ["method", *(place.name for place in places)]
     table = [heading, *grouped(labels, lambda label: [ours(label, place) for place in places])]
     differences = [[display_name(label), *(from_paper(label, place) for place in places)] for label in labels]
-    known = [heading, *(line for line in differences if any(line[1:]))]
-    against = stronger_table(places_of(every))
-    parts = [SUMMARY_OPENING, said(every), SUMMARY_TABLE, markdown(table)]
-    parts += [SUMMARY_STRONGER, markdown(against)] if len(against) > 1 else []
-    parts += [said_of_bytes(every), shown_figure(TRAFFIC, "Accuracy against bytes")] if raced(every) else []
-    parts += ["Minus the paper's number, in points:", markdown(known), SUMMARY_END]
-    return "\n\n".join(parts) + "\n"
+    against, of_bytes = stronger_table(places_of(every)), ""
+    if raced(every):
+        of_bytes = f"{said_of_bytes(every)}\n\n{shown_figure(TRAFFIC, 'Accuracy against bytes')}"
+    return filled(
+        "results",
+        said=said(every),
+        table=markdown(table),
+        against=f"{AGAINST}\n\n{markdown(against)}" if len(against) > 1 else "",
+        bytes=of_bytes,
+        differences=markdown([heading, *(line for line in differences if any(line[1:]))]),
+    )
+
+
+AGAINST = """\
+Our two recipes minus the best method that is not ours, over all seeds that both have, in points with 95 % intervals:"""
 
 
 def ours(label: str, place: Place) -> str:
@@ -57,32 +56,6 @@ def from_paper(label: str, place: Place) -> str:
     entry = place.entry(label)
     found = None if entry is None else entry.difference()
     return "" if found is None else f"{found:+.1f}"
-
-
-SUMMARY_OPENING = """\
-<!-- Made by `make results` from the files in results/. Do not edit. -->
-
-# Results
-
-The paper's Table 1, run by this package: the paper's eight methods by its own recipe, *our* stronger recipe of pFedHN
-(pFedHN+ and pFedHN+-PC, also with fine-tuning, FT, and pFedHN-S on top of a shared model; [what is
-different](fidelity.md#our-stronger-recipe)), and baselines that the paper does not have. In short:"""
-
-SUMMARY_TABLE = """\
-Test accuracy of each client's own model on its own test examples, in percent, averaged over clients, at the round
-chosen on validation; mean ± standard deviation over seeds 0, 1 and 2, on the same splits for all methods. **Bold**: the
-best with three seeds, and what all seeds that both have (three to six) cannot tell from it: the 95 % interval of the
-paired difference contains zero. FT, and pFedHN-S: with 50 SGD steps of each client's own before
-the test, which are not used if they make validation worse. On CIFAR-10 pFedHN+ and its FT form are separate runs,
-which differ by chance too. Empty: not run. A run that [diverged](results-log.md#per-fedavg) has no score."""
-
-SUMMARY_STRONGER = """\
-Our two recipes minus the best method that is not ours, over all seeds that both have, in points with 95 % intervals:"""
-
-SUMMARY_END = """\
-The [log](results-log.md) has every cell with both averages, bytes, time, rates, commit, ranks and intervals, MNIST,
-learning curves, what explains each difference from the paper, and how to rerun any number; `results/results.csv` has a
-line for every run. The paper's other experiments are on [their own page](paper.md)."""
 
 
 def said(every: Sequence[Report]) -> str:
