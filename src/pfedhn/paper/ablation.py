@@ -119,15 +119,12 @@ def draw(found: Found) -> Finding:
     ladder, more, stronger = runs_of(found, LADDER), runs_of(found, HIGHER_RATE), run_of(found, STRONGER)
     left_out = [row._replace(above=stronger and stronger.served) for row in runs_of(found, LEFT_OUT)]
     lines = [["recipe", "as served", "after own steps", "compared with", "difference", "95 % interval", "seeds"]]
-    for row in (*ladder, *left_out, *more):
-        compared, step = "pFedHN+" if row in left_out else "the row above", row.step
-        lines.append(
-            [
-                *(row.name, drawing.accuracy_text(row.served), drawing.accuracy_text(row.adapted)),
-                *(["", "", ""] if step is None else [compared, f"{step.mean:+.2f}", interval_text(step)]),
-                str(len(row.served.results)),
-            ]
-        )
+    for compared, rows in (("the row above", ladder), ("pFedHN+", left_out), ("the row above", more)):
+        for row in rows:
+            both = [drawing.accuracy_text(row.served), drawing.accuracy_text(row.adapted)]
+            step = row.step
+            gap = ["", "", ""] if step is None else [compared, f"{step.mean:+.2f}", interval_text(step)]
+            lines.append([row.name, *both, *gap, str(len(row.served.results))])
     shown = [row.served for row in (*ladder, *left_out, *more)]
     table = chances(found)
     tables = [(lines, drawing.caption(shown, LADDER_CAPTION))] if shown else []

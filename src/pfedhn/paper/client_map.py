@@ -14,7 +14,6 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from pfedhn.errors import missing_extra
 from pfedhn.experiments.finished import Finished
 from pfedhn.experiments.spec import Cell
 from pfedhn.paper import drawing
@@ -36,11 +35,9 @@ COARSE = (
 
 def compute(finished: Finished) -> Mapping[str, Any]:
     """Places in the plane, each client's group, and how well the groups stay together."""
-    try:
-        from sklearn.manifold import TSNE
-        from sklearn.metrics import silhouette_score
-    except ImportError as error:
-        raise missing_extra("a map of clients", "report") from error
+    from sklearn.manifold import TSNE
+    from sklearn.metrics import silhouette_score
+
     embeddings = finished.embeddings().numpy()
     held = [tuple(c for c, share in enumerate(row) if share > 0) for row in finished.federation.class_shares.tolist()]
     kinds = list(dict.fromkeys(held))  # clients with the same classes are a group
@@ -168,10 +165,6 @@ def picture(title: str, values: Mapping[str, Any], dataset: str) -> Any:
     return figure
 
 
-def small(cell: Cell) -> Cell:
-    return replace(on_digits(cell), clients=20, steps=200, partition={"rule": "by_classes", "classes_per_client": 1})
-
-
 def cells() -> tuple[Cell, ...]:
     found = []
     for method in ("pfedhn", "pfedhn-pc", "pfedhn-plus", "pfedhn-plus-pc"):
@@ -188,5 +181,5 @@ STUDY = Study(
     cells(),
     draw,
     compute,
-    small,
+    partial(on_digits, clients=20, steps=200, partition={"rule": "by_classes", "classes_per_client": 1}),
 )

@@ -21,11 +21,8 @@ WIDTHS = (10, 100, 1_000)  # of the trunk; the head, nearly all of it, grows ali
 
 
 def compute(finished: Finished) -> Mapping[str, Any]:
-    """Count the weights of the hypernetwork and of the target network."""
-    return {
-        "hypernetwork": sum(leaf.numel() for leaf in pytree.tree_leaves(finished.shared().phi)),
-        "target": sum(shape.numel() for shape in finished.run.plan.model_of(0).shapes.values()),
-    }
+    """Count the weights of the hypernetwork."""
+    return {"hypernetwork": sum(leaf.numel() for leaf in pytree.tree_leaves(finished.shared().phi))}
 
 
 def size_of(found: Found, entry: Entry) -> int:

@@ -33,8 +33,7 @@ def titled(width: float, height: float, title: str, columns: int = 1, lines: int
 
 def color_of(method: str, number: int = 0) -> str:
     """A method's own color, or one by number."""
-    own = ALGORITHMS[method].color if method in ALGORITHMS else None
-    return own or COLORS[number % len(COLORS)]
+    return ALGORITHMS[method].color or COLORS[number % len(COLORS)]
 
 
 def errorbar(axes: Any, x: Sequence[float], values: Sequence[Summary], color: str, label: str, **more: Any) -> None:

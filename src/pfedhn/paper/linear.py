@@ -167,15 +167,11 @@ def cell(rank: int) -> Cell:
     )
 
 
-def small(cell: Cell) -> Cell:
-    return replace(cell, steps=400 * CLIENTS, evaluate_every=400 * CLIENTS)
-
-
 STUDY = Study(
     "linear",
     "Section 4.1: a linear hypernetwork finds principal components",
     tuple(map(cell, RANKS)),
     draw,
     compute,
-    small,
+    partial(replace, steps=400 * CLIENTS, evaluate_every=400 * CLIENTS),
 )

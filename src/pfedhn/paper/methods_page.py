@@ -6,7 +6,6 @@ of `ALGORITHMS`, so that a new method appears by itself, or from the stored runs
 is the comment behind it in the dataclass.
 """
 
-import ast
 import inspect
 import json
 import re
@@ -23,7 +22,7 @@ from pfedhn.algorithm import Method
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.model import Model
 from pfedhn.models import LeNet, cross_entropy
-from pfedhn.paper.pages import markdown
+from pfedhn.paper.pages import between, markdown
 from pfedhn.report.entries import Entry, to_reports
 from pfedhn.report.results import read_file
 from pfedhn.report.tables import bytes_text, number_text
@@ -37,23 +36,9 @@ def meanings(algorithm: type[Any]) -> dict[str, str]:
     """The comment behind each field of a dataclass, its parents' fields included."""
     found: dict[str, str] = {}
     for parent in reversed(algorithm.__mro__):
-        if "__dataclass_fields__" not in vars(parent):
-            continue
-        source = textwrap.dedent(inspect.getsource(parent))
-        (definition,) = ast.parse(source).body
-        assert isinstance(definition, ast.ClassDef)
-        for node in definition.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                line = source.splitlines()[(node.end_lineno or node.lineno) - 1]
-                found[node.target.id] = line.encode()[node.end_col_offset :].decode().partition("#")[2].strip()
+        if "__dataclass_fields__" in vars(parent):
+            found |= re.findall(r"^    (\w+): [^#\n]*# *(.*)$", inspect.getsource(parent), re.MULTILINE)
     return found
-
-
-def toml(value: Any) -> str:
-    """A default as it is written in an experiment file."""
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(toml, value))}]"
-    return repr(value) if isinstance(value, float) else json.dumps("none" if value is None else value)
 
 
 def meaning_of(algorithm: type[Any], name: str) -> str:
@@ -84,7 +69,7 @@ def settings_table(method: Method) -> str:
                 f"{method.algorithm.__name__}.{name} needs a comment behind it that says what it means: "
                 "docs/methods.md is made from it."
             )
-        lines.append([f"`{name}`", f"`{toml(value)}`", meaning])
+        lines.append([f"`{name}`", f"`{json.dumps('none' if value is None else value)}`", meaning])
     return markdown(lines, left=3, breaks=True)
 
 
@@ -196,11 +181,7 @@ def made(name: str) -> str:
     page = (PAGE.parent / name).read_text()
     for marker, table in TABLES[name].items():
         begin, end = f"<!-- made: {marker} -->\n", f"\n<!-- end: {marker} -->"
-        before, _, rest = page.partition(begin)
-        _, _, after = rest.partition(end)
-        if not after:
-            raise SystemExit(f"docs/{name} needs the markers {begin.strip()} and {end.strip()}.")
-        page = f"{before}{begin}\n{table()}\n{end}{after}"
+        page = between(page, begin, end, f"\n{table()}\n")
     return page
 
 

@@ -46,20 +46,13 @@ def compute(finished: Finished) -> Mapping[str, Any]:
         found[f"{alpha:g}"] = {
             "accuracy": joined.accuracy,
             "accuracy_at_start": start.accuracy,
-            "examples": joined.splits["test"].count,
             "distance": nearest_distance(federation.joining.class_shares, trained),
             "classes": effective_classes(federation.joining.class_shares),
             "round": joined.round,
             "rate": joined.settings.get("embedding_lr"),
             "validation": [score for _, score in joined.tried],
         }
-    test = run.chosen.splits["test"]
-    return {
-        "alphas": found,
-        "trained": test.client_mean,
-        "trained_accuracy": run.accuracy,
-        "classes": effective_classes(trained),
-    }
+    return {"alphas": found, "trained": run.chosen.splits["test"].client_mean}
 
 
 def effective_classes(shares: Tensor) -> list[float]:
@@ -200,15 +193,11 @@ def cells() -> tuple[Cell, ...]:
     return tuple(replace(table1_cell("cifar10", method, 90), partition=rule) for method in methods)
 
 
-def small(cell: Cell) -> Cell:
-    return replace(on_digits(cell), partition={"rule": "dirichlet", "alpha": 0.5, "novel_clients": 4})
-
-
 STUDY = Study(
     "novel-clients",
     "Section 5.3: clients that join after training (CIFAR-10, 90 train and 10 join)",
     cells(),
     draw,
     compute,
-    small,
+    partial(on_digits, partition={"rule": "dirichlet", "alpha": 0.5, "novel_clients": 4}),
 )

@@ -17,6 +17,15 @@ def filled(name: str, **parts: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
+def between(page: str, begin: str, end: str, content: str) -> str:
+    """A page with new content between two marks."""
+    before, _, rest = page.partition(begin)
+    _, mark, after = rest.partition(end)
+    if not mark:
+        raise SystemExit(f"A generated part of a page needs the marks {begin.strip()} and {end.strip()} around it.")
+    return f"{before}{begin}{content}{end}{after}"
+
+
 def wrapped(text: str) -> str:
     """A line of a list, as wide as the other lines of a page."""
     return textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False)

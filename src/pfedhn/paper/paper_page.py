@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pfedhn.errors import UserError
-from pfedhn.paper.pages import filled, markdown, shown_figure, write_figures
+from pfedhn.paper.pages import between, filled, markdown, shown_figure, write_figures
 from pfedhn.paper.studies import DRAWN, STUDIES
 from pfedhn.report.findings import Finding, svgs
 from pfedhn.report.results import read_file
@@ -60,11 +60,9 @@ def with_sections(text: str, shown: Sequence[Finding]) -> str:
     """The page of networks with what is known of each experiment between its two markers."""
     by_name = {finding.name: finding for finding in shown}
     for name in DRAWN:
-        marker = f"<!-- {name} -->\n"
-        before, _, after = text.split(marker)
+        mark = f"<!-- {name} -->\n"
         parts = section(by_name[name]) if name in by_name else [f"It has no stored result yet: `pfedhn run {name}`."]
-        middle = "\n\n".join(part.strip() for part in parts)
-        text = f"{before}{marker}\n{middle}\n\n{marker}{after}"
+        text = between(text, mark, mark, "\n{}\n\n".format("\n\n".join(parts)))
     return text
 
 

@@ -2,11 +2,9 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from pfedhn.algorithms import ALGORITHMS
@@ -22,6 +20,7 @@ from pfedhn.paper.comparison import (
     seeds_text,
     value_text,
 )
+from pfedhn.paper.drawing import mean_curve
 from pfedhn.paper.experiments import RATES_TAKEN_FROM
 from pfedhn.paper.pages import filled, markdown, shown_figure
 from pfedhn.paper.results_figures import pictured
@@ -77,7 +76,8 @@ def bar(entry: Entry) -> Bar | None:
     else:
         return None
     ours = entry.test("samples")
-    known = [value for value in (ours and ours.deviation, reached and reached[1], paper and paper[1]) if value]
+    deviations = [ours and ours.deviation, reached and reached[1], paper and paper[1]]
+    known = [value for value in deviations if value is not None]
     if ours is None or not known:
         return Bar(mean, num_runs, reached is not None, None, None)
     bound = mean - 2 * max(known) * math.sqrt(1 / ours.num_seeds + 1 / num_runs)
@@ -124,9 +124,9 @@ def grid(report: Report) -> list[list[str]]:
 
 def cell_text(entry: Entry) -> str:
     ours, difference = entry.test(), entry.difference()
-    lines = (
-        [entry.diverged_text or NOT_RUN] if ours is None else [f"**{number_text(ours)}** ({counts_text(ours, entry)})"]
-    )
+    lines = [entry.diverged_text or NOT_RUN]
+    if ours is not None:
+        lines = [f"**{number_text(ours)}** ({counts_text(ours, entry)})"]
     if entry.published is not None:
         lines.append("paper {:.2f} ± {:.2f}".format(*entry.published))
     if difference is not None:
@@ -216,17 +216,9 @@ when the mean of our test curves first reaches the paper's number, in communicat
 
 def steps_to(entry: Entry, accuracy: float) -> str:
     """When the mean of an entry's curves first reaches an accuracy, of the steps there are."""
-    curves = [entry.curve(seed) for seed in entry.results]
-    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-    reached = next((step for step in steps if fmean(curve[step] for curve in curves) >= accuracy), None)
-    return "never" if reached is None else f"{reached:,} of {steps[-1]:,}"
-
-
-def unexplained(reports: Sequence[Report], notes: str) -> list[str]:
-    """Methods that differ from the paper and have no heading of their own in the notes."""
-    headings = set(re.findall(r"^### (.+?)\s*$", notes, re.MULTILINE))
-    names = dict.fromkeys(display_name(entry.cell.method) for entry in far_from_paper(reports))
-    return [name for name in names if name not in headings]
+    curve = mean_curve(entry)
+    reached = next((step for step, value in curve.items() if value >= accuracy), None)
+    return "never" if reached is None else f"{reached:,} of {max(curve):,}"
 
 
 def tuning_section(records: Sequence[Mapping[str, Any]]) -> list[str]:

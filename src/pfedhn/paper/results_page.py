@@ -7,10 +7,10 @@ README gets the sentences of the short page and a figure.
 from pathlib import Path
 
 from pfedhn.errors import UserError
-from pfedhn.paper.pages import write_figures
+from pfedhn.paper.pages import between, write_figures
 from pfedhn.paper.results_figures import draw
 from pfedhn.paper.results_log import page, read_tuning
-from pfedhn.paper.results_summary import README_BLOCK, readme_block, summary
+from pfedhn.paper.results_summary import README_MARKS, readme_block, summary
 from pfedhn.paper.stored_tables import read_ladder, read_results, table_of_runs
 from pfedhn.system.files import write_atomically
 
@@ -24,7 +24,7 @@ def build(results: Path, docs: Path, readme: Path) -> None:
     write_atomically(docs / "results-log.md", page(reports, notes, read_tuning(results)).encode())
     write_atomically(results / "results.csv", table_of_runs(results).encode())
     block = readme_block(reports, read_ladder(results))
-    write_atomically(readme, README_BLOCK.sub(lambda _: block, readme.read_text()).encode())
+    write_atomically(readme, between(readme.read_text(), *README_MARKS, block).encode())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The short results page and the block of results in the README."""
 
 import html
-import re
 from collections.abc import Sequence
 from statistics import median
 
@@ -151,7 +150,7 @@ def stronger_table(places: Sequence[Place]) -> list[list[str]]:
     return lines
 
 
-README_BLOCK = re.compile(r"(?<=<!-- results -->\n).*?(?=<!-- end of results -->)", re.DOTALL)
+README_MARKS = ("<!-- results -->\n", "<!-- end of results -->")
 
 
 def readme_block(every: Sequence[Report], ladder: Finding | None = None) -> str:

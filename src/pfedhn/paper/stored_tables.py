@@ -1,12 +1,12 @@
 """The stored results of Table 1, read as runs of today's experiments."""
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import pandas
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import UserError
@@ -35,10 +35,10 @@ SAME_TRAINING = ("pfedhn-plus-ft", "pfedhn-plus-pc-ft")  # as pfedhn-plus and pf
 def read_results(folder: Path) -> list[Report]:
     """A report for each table, with what the folder holds of it."""
     stored = [runs for file in sorted(folder.glob("*.jsonl")) for runs in read_file(file)]
-    tables = [_of_today(name, stored) for name in TABLES]
-    return [
-        report for runs in tables for report in to_reports([replace(runs, diverged=_diverged(folder, runs.experiment))])
-    ]
+    found = []
+    for runs in (_of_today(name, stored) for name in TABLES):
+        found += to_reports([replace(runs, diverged=_diverged(folder, runs.experiment))])
+    return found
 
 
 def _diverged(folder: Path, experiment: Experiment) -> frozenset[str]:
@@ -120,11 +120,8 @@ def table_of_runs(folder: Path) -> str:
         for runs in read_file(file)
         for result in runs.results.values()
     ]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]) if lines else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+    table: str = pandas.DataFrame(lines, dtype=object).to_csv(index=False, lineterminator="\n")
+    return table
 
 
 def csv_line(experiment: str, result: Result) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Appendix C: one setting takes several values, and accuracy is drawn against it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -101,7 +100,7 @@ def study(
 
 def fewer_local_steps(cell: Cell) -> Cell:
     steps = max(1, setting(cell, "local_steps") // 10)
-    return replace(on_digits(cell), settings={**cell.settings, "local_steps": steps})
+    return on_digits(cell, settings={**cell.settings, "local_steps": steps})
 
 
 LOCAL_STEPS = study(

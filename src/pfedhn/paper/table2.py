@@ -67,14 +67,9 @@ def compute(finished: Finished) -> Mapping[str, Any]:
     return {"served": accuracy}
 
 
-def sizes_of(cell: Cell) -> Sequence[str]:
-    assert cell.sizes is not None
-    return cell.sizes
-
-
 def group(cell: Cell, size: str, step: int = 0) -> list[int]:
     """The clients of one size after so many steps, by their place in the run's results."""
-    sizes = sizes_of(cell)
+    sizes = cell.sizes or SIZES
     stage = 0 if cell.resize_every is None else max(0, step - 1) // cell.resize_every
     mine = [i for i in range(cell.clients) if sizes[(i * len(sizes) // cell.clients + stage) % len(sizes)] == size]
     return list(range(len(mine))) if cell.part is not None else mine
@@ -105,23 +100,19 @@ class Row(NamedTuple):
 def rows_of(entries: Sequence[Entry]) -> list[Row]:
     groups: dict[tuple[str, str, bool], list[Entry]] = {}
     for entry in entries:
-        groups.setdefault((entry.cell.dataset, entry.cell.method, entry.cell.resize_every is not None), []).append(
-            entry
-        )
-    return [Row(*key, mine, [accuracy(mine, size) for size in sizes_of(mine[0].cell)]) for key, mine in groups.items()]
+        key = entry.cell.dataset, entry.cell.method, entry.cell.resize_every is not None
+        groups.setdefault(key, []).append(entry)
+    sizes = entries[0].cell.sizes or SIZES
+    return [Row(*key, mine, [accuracy(mine, size) for size in sizes]) for key, mine in groups.items()]
 
 
 def accuracy(entries: Sequence[Entry], size: str) -> Summary | None:
     """Over the clients that have a size in the chosen round; None if no run has this size."""
     entry = next((entry for entry in entries if entry.cell.part in (size, None)), None)
-    return (
-        None
-        if entry is None
-        else drawing.over_seeds(
-            float(numpy.nanmean(entry.client_accuracy(seed)[group(entry.cell, size, result.chosen_step)]))
-            for seed, result in entry.results.items()
-        )
-    )
+    if entry is None:
+        return None
+    groups = {seed: group(entry.cell, size, result.chosen_step) for seed, result in entry.results.items()}
+    return drawing.over_seeds(float(numpy.nanmean(entry.client_accuracy(seed)[groups[seed]])) for seed in groups)
 
 
 def draw(found: Found) -> Finding:
@@ -184,7 +175,7 @@ def served_table(found: Found) -> list[list[str]]:
         tables = [values["served"] for values in numbers.values() if "served" in values]
         if not tables:
             continue
-        sizes = sizes_of(entry.cell)
+        sizes = entry.cell.sizes or SIZES
         groups = {letter: group(entry.cell, size) for letter, size in zip(LETTERS, sizes, strict=True)}
         if entry.cell.resize_every is not None:
             groups = {"all in turn": list(range(entry.cell.clients))}

@@ -174,7 +174,7 @@ def setting(cell: Cell, name: str) -> Any:
     return value_of(cell_algorithm(cell), name)
 
 
-def on_digits(cell: Cell) -> Cell:
+def on_digits(cell: Cell, **changes: Any) -> Cell:
     """A cell on the embedded digits, with a dozen clients, a few steps and a fifth of the local steps."""
     partition: dict[str, Any] = {"rule": "by_classes", "classes_per_client": 3}
     if cell.partition.get("rule") == "dirichlet":
@@ -182,7 +182,7 @@ def on_digits(cell: Cell) -> Cell:
         if "novel_clients" in partition:
             partition["novel_clients"] = 3
     local = {item.name for item in fields(cell_algorithm(cell))} & {"local_steps", "outer_steps"}  # type: ignore[arg-type]
-    return replace(
+    reduced = replace(
         cell,
         dataset="digits",
         clients=12,
@@ -198,6 +198,7 @@ def on_digits(cell: Cell) -> Cell:
         evaluate_every=12,
         settings={**cell.settings, **{name: max(1, setting(cell, name) // 5) for name in sorted(local)}},
     )
+    return replace(reduced, **changes)
 
 
 def _small_network(name: str) -> str:
