@@ -234,7 +234,7 @@ RESNET_CELLS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("fedavg-ft", "resnet18", {**ANEW, **RESNET_RATE}),
     ("local", "resnet18", RESNET_RATE),
     *(
-        (method, "lenet", read_rates(RATES_FILE)["table1-cifar100"].get(method, {}))
+        (method, "lenet", PACKAGE_RATES["table1-cifar100"].get(method, {}))
         for method in ("pfedhn", "pfedhn-pc", "fedper", "fedavg-ft", "local")
     ),
 )

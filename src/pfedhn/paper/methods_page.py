@@ -6,6 +6,7 @@ of `ALGORITHMS`, so that a new method appears by itself, or from the stored runs
 is the comment behind it in the dataclass.
 """
 
+import ast
 import inspect
 import json
 import re
@@ -36,8 +37,15 @@ def meanings(algorithm: type[Any]) -> dict[str, str]:
     """The comment behind each field of a dataclass, its parents' fields included."""
     found: dict[str, str] = {}
     for parent in reversed(algorithm.__mro__):
-        if "__dataclass_fields__" in vars(parent):
-            found |= re.findall(r"^    (\w+): [^#\n]*# *(.*)$", inspect.getsource(parent), re.MULTILINE)
+        if "__dataclass_fields__" not in vars(parent):
+            continue
+        source = textwrap.dedent(inspect.getsource(parent))
+        (definition,) = ast.parse(source).body
+        assert isinstance(definition, ast.ClassDef)
+        for node in definition.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                line = source.splitlines()[(node.end_lineno or node.lineno) - 1]
+                found[node.target.id] = line.encode()[node.end_col_offset :].decode().partition("#")[2].strip()
     return found
 
 
