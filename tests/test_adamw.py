@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pfedhn.adamw import AdamW, part_so_far
+from pfedhn.sgd import AdamW, part_so_far
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pfedhn.adamw import AdamW
 from pfedhn.algorithms import PLUS
 from pfedhn.algorithms.embeddings import AdamRows, Row
 from pfedhn.algorithms.method import Method
@@ -26,6 +25,7 @@ from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import RunSpec
 from pfedhn.paper.experiments import DIGITS
+from pfedhn.sgd import AdamW
 
 SEEDS = range(10, 15)  # the demo uses 0 to 2
 STEPS = 400

@@ -1,8 +1,6 @@
 """Personalized federated learning with hypernetworks: a model of its own for every client."""
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -10,7 +8,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ALGORITHMS": "pfedhn.algorithms",
     "APFL": "pfedhn.algorithms.apfl",
-    "AdamW": "pfedhn.adamw",
+    "AdamW": "pfedhn.sgd",
     "ConvBlock": "pfedhn.kernels.conv",
     "Ditto": "pfedhn.algorithms.ditto",
     "Embeddings": "pfedhn.algorithms.embeddings",
@@ -52,7 +50,6 @@ _HOMES = {
 """Where each public name lives. It is imported when it is asked for: `set_up_process` must come before PyTorch."""
 
 if TYPE_CHECKING:
-    from pfedhn.adamw import AdamW
     from pfedhn.algorithms import ALGORITHMS
     from pfedhn.algorithms.apfl import APFL
     from pfedhn.algorithms.ditto import Ditto
@@ -81,7 +78,7 @@ if TYPE_CHECKING:
     from pfedhn.runs.load import load
     from pfedhn.runs.run import Run
     from pfedhn.runs.train import train
-    from pfedhn.sgd import SGD
+    from pfedhn.sgd import SGD, AdamW
     from pfedhn.system.process import set_up_process
 
 __all__ = [
@@ -139,15 +136,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Datasets(ModuleType):
-    """What `from pfedhn.datasets import load` finds: the names of `pfedhn.data.datasets`, imported on demand."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked by those who list all modules
-            raise AttributeError(name)
-        return getattr(importlib.import_module("pfedhn.data.datasets"), name)
-
-
-sys.modules["pfedhn.datasets"] = _Datasets("pfedhn.datasets")

@@ -33,7 +33,6 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import TensorDataset
 
 from pfedhn import keys
-from pfedhn.adamw import AdamW
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.apfl import APFL
 from pfedhn.algorithms.ditto import Ditto
@@ -52,7 +51,7 @@ from pfedhn.engine.state import State
 from pfedhn.model import Model
 from pfedhn.params import Params, take
 from pfedhn.settings import values_of
-from pfedhn.sgd import Batches
+from pfedhn.sgd import AdamW, Batches
 
 Minibatch = tuple[Tensor, Tensor]
 CLIENTS = range(NUM_CLIENTS)

@@ -10,8 +10,8 @@ from pfedhn.experiments.build import cell_algorithm
 from pfedhn.paper.ablation import HIGHER_RATE, LADDER, LEFT_OUT, RECIPES, Recipe, cell, recipes, signature
 from pfedhn.paper.studies import STUDIES
 from pfedhn.report.results import Runs, read_file, to_line
+from pfedhn.report.study import findings
 from pfedhn.storage.schema import Curve, Environment, Measures, Result, Scores, SplitScores
-from pfedhn.studies import findings
 
 STUDY = STUDIES["ablation-cifar10"]
 NOT_AVERAGED: Recipe = ("pfedhn-plus", {"averaging": "none"})
@@ -56,7 +56,7 @@ def runs_of(accuracies: dict[int, tuple[Recipe, float, float]], seeds: tuple[int
 
 
 WHOLE = {
-    number: (rung.recipe, 85.0 + number, 0.5) for number, rung in enumerate(LADDER)
+    number: (recipe, 85.0 + number, 0.5) for number, recipe in enumerate(LADDER.values())
 } | {
     10: (NOT_AVERAGED, 86.5, 2.0),
     11: (("pfedhn-plus", {"embedding_scale": 1.0}), 88.0, 0.25),
@@ -71,7 +71,7 @@ def test_every_recipe_is_run_once_and_can_be_told_from_the_others() -> None:
     assert len(cells) == len(recipes()) == 25
     found = [signature(one) for one in cells]
     assert all(found.count(mine) == 1 for mine in found)
-    shown = [rung.recipe for rung in (*LADDER, *LEFT_OUT, HIGHER_RATE)]
+    shown = [*LADDER.values(), *LEFT_OUT.values(), *HIGHER_RATE.values()]
     shown += [recipe for pair in RECIPES.values() for recipe in pair if recipe is not None]
     assert all(recipe in shown for recipe in recipes())
 
@@ -84,7 +84,7 @@ def test_the_ladder_shows_what_each_part_adds(tmp_path: Path) -> None:
     (finding,) = findings(read_file(tmp_path / "ablation-cifar10.jsonl"))
     (ladder, caption), (chances, _) = finding.tables
     assert [line[0] for line in ladder[1:]] == [
-        *(rung.name for rung in LADDER),
+        *LADDER,
         *("without the average", "embeddings not small", "without decay"),
     ]
     assert ladder[1] == ["the recipe of 2021", "86.00 ± 1.00", "86.50 ± 1.00", "", "", "", "3"]
@@ -108,7 +108,7 @@ def test_the_ladder_shows_what_each_part_adds(tmp_path: Path) -> None:
     assert '"without the average" changes most (-2.5)' in finding.sentence
     assert "add +0.5 to the recipe of 2021, +0.5 to pFedHN+, +28.0 to FedAvg" in finding.sentence
     upper, lower = finding.figures[""]().axes
-    assert [label.get_text() for label in upper.get_yticklabels()] == [rung.name for rung in LADDER]
+    assert [label.get_text() for label in upper.get_yticklabels()] == list(LADDER)
     served, adapted = (line for line in upper.lines if line.get_marker() in ("o", "D"))
     assert list(served.get_xdata()) == pytest.approx([86, 87, 88, 89, 90])
     assert list(adapted.get_xdata()) == pytest.approx([86.5, 87.5, 88.5, 89.5, 90.5])

@@ -9,7 +9,7 @@ import torch
 from pfedhn.experiments.build import build_simulation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.spec import Experiment
-from pfedhn.paper import generalization, linear
+from pfedhn.paper import linear
 from pfedhn.paper.client_map import neighbors, purity
 from pfedhn.paper.mix_and_match import normalized
 from pfedhn.paper.novel_clients import nearest_distance
@@ -42,14 +42,6 @@ def test_the_trained_space_is_the_principal_one(rank: int) -> None:
     assert cosines.min() < 0.9998  # two degrees off: it is not the centered one
     if rank == RANK:
         assert found["error"] < found["local_error"]  # and it removes noise
-
-
-def test_a_fit_knows_its_errors() -> None:
-    generator = numpy.random.default_rng(0)
-    x = numpy.linspace(0, 1, 200)
-    line = generalization.fit(list(x), list(3 + 2 * x + 0.1 * generator.normal(size=200)))
-    assert abs(line.slope - 2) < 4 * line.slope_error < 0.2
-    assert abs(line.height - 3) < 4 * line.height_error < 0.1
 
 
 def test_neighbors_rows_and_distances() -> None:

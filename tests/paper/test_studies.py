@@ -20,9 +20,8 @@ from pfedhn.paper import client_map, norms, novel_clients, table2
 from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.paper.studies import STUDIES
 from pfedhn.report.results import Runs, read_file
+from pfedhn.report.study import Found, Study, findings
 from pfedhn.storage.directory import read_result
-from pfedhn.studies import findings
-from pfedhn.studies.study import Found, Study
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -183,7 +182,7 @@ def test_embeddings_that_do_not_move_keep_their_neighbors() -> None:
 def test_rates_of_embeddings_are_told_apart() -> None:
     cells = [cell for cell in STUDIES["client-map"].cells if cell.method == "pfedhn"]
     found = Found(STUDIES["client-map"], [Runs(STUDIES["client-map"].experiment(), [], {}, {})])
-    assert len({client_map.called(found, cell) for cell in cells}) == len(cells) == 3
+    assert len({client_map.called(found, found.entry(cell)) for cell in cells}) == len(cells) == 3
 
 
 @pytest.mark.slow

@@ -26,7 +26,8 @@ from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.paper import comparison, results_figures, results_log, results_page, results_summary, stored_tables
 from pfedhn.paper.experiments import EXPERIMENTS
-from pfedhn.report.entries import collect, display_name, to_reports
+from pfedhn.paper.pages import between
+from pfedhn.report.entries import Report, collect, display_name, to_reports
 from pfedhn.report.figures import figures_of
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs, export, read, read_file, to_line, without_folders
@@ -485,6 +486,13 @@ def test_stored_accuracies_follow_from_the_stored_clients() -> None:
     assert found, "no stored run was read"
 
 
+def unexplained(reports: list[Report], notes: str) -> list[str]:
+    """Methods that differ from the paper and have no heading of their own in the notes."""
+    headings = set(re.findall(r"^### (.+?)\s*$", notes, re.MULTILINE))
+    names = dict.fromkeys(display_name(entry.cell.method) for entry in results_log.far_from_paper(reports))
+    return [name for name in names if name not in headings]
+
+
 @pytest.mark.slow
 def test_the_page_is_what_the_command_makes() -> None:
     results = ROOT / "results"
@@ -498,14 +506,15 @@ def test_the_page_is_what_the_command_makes() -> None:
         assert file.read_text() == text, f"`make results` writes {file.name} anew"
     assert len(made[ROOT / "docs" / "results.md"].split()) < 1_600  # a short page, tables counted in
     block = results_summary.readme_block(reports, stored_tables.read_ladder(results))
-    assert results_summary.README_BLOCK.findall((ROOT / "README.md").read_text()) == [block]
+    readme = (ROOT / "README.md").read_text()
+    assert between(readme, *results_summary.README_MARKS, block) == readme
     pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "figures").glob("results-*.*")}
     stems = [name for report in reports for name in results_figures.pictured(report).values()] + [
         results_figures.TRAFFIC
     ]
     assert set(pictures) == {f"{stem}{ending}.svg" for stem in stems for ending in ("", "-dark")}
     assert all(size < 200_000 for size in pictures.values())
-    assert results_log.unexplained(reports, notes) == []
+    assert unexplained(reports, notes) == []
 
 
 def test_the_summary_marks_the_best_and_what_cannot_be_told_from_it(tmp_path: Path) -> None:
@@ -678,11 +687,10 @@ def test_readme_gets_the_sentences_and_the_picture(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_advice_on_methods_quotes_the_table() -> None:
-    reports = [comparison.compared(report) for report in stored_tables.read_results(ROOT / "results")]
     found = {
-        (comparison.column_name(entry.column), display_name(entry.label)): f"{summary.mean:.1f}"
-        for report in reports
-        for entry in report.entries
+        (place.name, display_name(entry.label)): f"{summary.mean:.1f}"
+        for place in comparison.places_of(stored_tables.read_results(ROOT / "results"))
+        for entry in place.entries
         if (summary := entry.test()) is not None
     }
     section = (ROOT / "docs" / "choosing.md").read_text().split("## What our runs say")[1].split("\n## ")[0]
@@ -782,8 +790,8 @@ def test_a_baseline_far_from_the_paper_needs_an_explanation(tmp_path: Path) -> N
     runs = pretended({"fedavg": {0: 50.9}, "fedper": {0: 82.5}, "pfedhn": {0: 95.0}})
     reports = stored_tables.read_results(stored(tmp_path, runs))
     assert [entry.label for entry in results_log.far_from_paper(reports)] == ["fedavg"]
-    assert results_log.unexplained(reports, "### FedPer\n\n### fedavg and others\n") == ["FedAvg"]
-    assert results_log.unexplained(reports, "### FedAvg\n") == []
+    assert unexplained(reports, "### FedPer\n\n### fedavg and others\n") == ["FedAvg"]
+    assert unexplained(reports, "### FedAvg\n") == []
     section = results_log.page(reports, "### FedAvg\n\nBecause.\n", []).split("## Baselines that differ")[1]
     assert row(section, "FedAvg") == ["FedAvg", "cifar10", "50", "49.90", "47.79 ± 4.48", "+2.11", "0 of 5,000"]
     assert "Because." in section.split("\n## ")[0]

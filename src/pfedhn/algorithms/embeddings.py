@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from pfedhn import keys
-from pfedhn.adamw import AdamW
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.params import Params
 from pfedhn.settings import Fraction
-from pfedhn.sgd import SGD, Rate
+from pfedhn.sgd import SGD, AdamW, Rate
 
 NUM_POWERS = 32  # as many bits as a count of missed steps has
 JOINING_FACTORS = (1, 10, 100, 1_000, 10_000)  # of the embedding's learning rate, while a client joins

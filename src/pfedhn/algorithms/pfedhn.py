@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pfedhn import keys
-from pfedhn.adamw import AdamW
 from pfedhn.algorithm import Algorithm, FineTuning, Group, Needs, Rule, Uses, weighted_updates
 from pfedhn.algorithms.embeddings import Embeddings, Row, Rows, Shared
 from pfedhn.algorithms.hypernetwork import Hypernetwork
@@ -24,7 +23,7 @@ from pfedhn.layers import Roles, assign_roles
 from pfedhn.model import Model
 from pfedhn.params import Params, clip, pick, pull_back, subtract, zeros_like
 from pfedhn.settings import Bounds, Fraction
-from pfedhn.sgd import SGD, Batches, Rate
+from pfedhn.sgd import SGD, AdamW, Batches, Rate
 
 
 class Private(NamedTuple):

@@ -40,8 +40,8 @@ def _generated() -> dict[str, list[str]]:
     from pfedhn.data.catalogue import DATASETS
     from pfedhn.experiments.registry import experiments
     from pfedhn.experiments.spec import Cell
+    from pfedhn.report.study import studies
     from pfedhn.settings import names_to_set
-    from pfedhn.studies import studies
 
     by_method = {name: names_to_set(known.kinds) for name, known in ALGORITHMS.items()}
     settings = dict.fromkeys(setting for names in by_method.values() for setting in names)

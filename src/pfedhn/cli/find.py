@@ -12,8 +12,8 @@ from pfedhn.experiments.rates import rates_file
 from pfedhn.experiments.registry import experiments
 from pfedhn.experiments.spec import TABLE_ENDINGS, Experiment, RunSpec, with_pretraining
 from pfedhn.paper.experiments import with_rates_of
+from pfedhn.report.study import Study, studies
 from pfedhn.settings import parse_assignments
-from pfedhn.studies import Study, studies
 from pfedhn.system.files import given_path, reading
 from pfedhn.system.reference import load_file
 from pfedhn.system.screen import say

@@ -21,7 +21,7 @@ def list_all(as_json: JsonOption = False) -> None:
     from pfedhn.data.catalogue import DATASETS
     from pfedhn.experiments.registry import experiments
     from pfedhn.report.entries import counted
-    from pfedhn.studies import studies
+    from pfedhn.report.study import studies
 
     found = {
         "methods": {name: known.description for name, known in ALGORITHMS.items()},

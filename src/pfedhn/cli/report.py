@@ -67,8 +67,8 @@ def report(
     from pfedhn.report.entries import Average, counted, to_reports
     from pfedhn.report.findings import to_terminal as finding_to_terminal
     from pfedhn.report.page import FORMATS, check_formats, write
+    from pfedhn.report.study import findings
     from pfedhn.report.tables import to_json, to_terminal
-    from pfedhn.studies import findings
     from pfedhn.system.files import writing
 
     if average not in ("clients", "samples"):

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from pfedhn.cli.find import find_study
 from pfedhn.experiments.directory import Options
+from pfedhn.experiments.finished import compute_missing
 from pfedhn.experiments.spec import RunSpec
 from pfedhn.report.entries import asked_for, collect
 from pfedhn.report.findings import to_terminal as finding_to_terminal
 from pfedhn.report.results import read
+from pfedhn.report.study import findings
 from pfedhn.report.tables import to_terminal
-from pfedhn.studies import findings
-from pfedhn.studies.computing import compute_missing
 from pfedhn.system.screen import Screen, say, table_screen
 
 
@@ -22,9 +22,9 @@ def show_results(path: Path, runs: Sequence[RunSpec], options: Options, quiet: b
     if not quiet:
         for table in tables:
             table_screen().print(table)
-    if study is not None:
+    if study is not None and study.compute is not None:
         tell = (lambda text: None) if quiet else (lambda text: say(text, is_error=True))
-        compute_missing(study, path, runs, options, tell)
+        compute_missing(study.name, study.compute, path, runs, options, tell)
     if study is not None and not quiet:
         for finding in findings(read(path), [study]):
             Screen().print(finding_to_terminal(finding))

@@ -14,14 +14,14 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from pfedhn.errors import missing_extra
+from pfedhn.experiments.finished import Finished
 from pfedhn.experiments.spec import Cell
+from pfedhn.paper import drawing
 from pfedhn.paper.experiments import table1_cell
-from pfedhn.report.entries import summarize
+from pfedhn.report.entries import Entry
 from pfedhn.report.findings import Finding
-from pfedhn.studies import drawing
-from pfedhn.studies.finished import Finished
-from pfedhn.studies.study import Found, Study, known, on_digits, setting, varied
+from pfedhn.report.study import Found, Study, on_digits, setting, varied
+from pfedhn.report.tables import number_text
 
 NUM_SHUFFLES = 1_000
 EMBEDDING_RATES = (0.3, 1.0)
@@ -35,11 +35,9 @@ COARSE = (
 
 def compute(finished: Finished) -> Mapping[str, Any]:
     """Places in the plane, each client's group, and how well the groups stay together."""
-    try:
-        from sklearn.manifold import TSNE
-        from sklearn.metrics import silhouette_score
-    except ImportError as error:
-        raise missing_extra("a map of clients", "report") from error
+    from sklearn.manifold import TSNE
+    from sklearn.metrics import silhouette_score
+
     embeddings = finished.embeddings().numpy()
     held = [tuple(c for c, share in enumerate(row) if share > 0) for row in finished.federation.class_shares.tolist()]
     kinds = list(dict.fromkeys(held))  # clients with the same classes are a group
@@ -79,18 +77,16 @@ def purity(nearest: NDArray[numpy.int64], groups: NDArray[numpy.int64]) -> float
 
 
 def draw(found: Found) -> Finding:
-    has_kept = any("kept" in values for cell in found.cells for values in found.analyses(cell).values())
-    names = ["purity", "shuffled (95 %)", "silhouette", "shuffled (95 %)", *(["kept"] if has_kept else []), "accuracy"]
+    names = ["purity", "shuffled (95 %)", "silhouette", "shuffled (95 %)", "kept", "accuracy"]
     lines = [["method", "seed", *names]]
     figures: dict[str, Callable[[], Any]] = {}
     said: list[tuple[float, str]] = []
     shuffled: list[float] = []
     limits: list[float] = []
-    for cell in found.cells:
-        entry, label = found.entry(cell), called(found, cell)
-        analyses = found.analyses(cell)
-        for seed, values in analyses.items():
-            chance = numpy.percentile(values["shuffled_purity"], 95)
+    for entry, numbers in found.computed:
+        label = called(found, entry)
+        for seed, values in numbers.items():
+            chance = float(numpy.percentile(values["shuffled_purity"], 95))
             silhouette, other = values["silhouette"], values["shuffled_silhouette"]
             lines.append(
                 [
@@ -100,53 +96,51 @@ def draw(found: Found) -> Finding:
                     f"{100 * chance:.0f} %",
                     "" if silhouette is None else f"{silhouette:.3f}",
                     f"{numpy.percentile(other, 95):.3f}" if other else "",
-                    *([f"{100 * values['kept']:.0f} %" if "kept" in values else ""] if has_kept else []),
+                    f"{100 * values['kept']:.0f} %" if "kept" in values else "",  # earlier versions did not compute it
                     f"{100 * (entry.results[seed].test.client_mean or 0):.2f}",
                 ]
             )
             shuffled.append(100 * float(numpy.mean(values["shuffled_purity"])))
-            limits.append(100 * float(chance))
+            limits.append(100 * chance)
             if not figures or values["purity"] > chance:  # the paper's recipe, and what is worth looking at
                 name = re.sub(r"[^\w.]+", "-", label.removeprefix(entry.label))
-                figures.setdefault(cell.method + name, partial(picture, found.title, label, values, cell.dataset))
-        if (mean := summarize(100 * values["purity"] for values in analyses.values())) is not None:
-            said.append((-mean.mean, f"{drawing.text(mean, 0)} % with {label}"))
-    about = (
-        "Purity: how often the nearest embedding belongs to a client of the same group. Silhouette: from -1 to 1, near "
-        "1 where groups are tight and apart. Beside each, what 95 of 100 shuffles do not exceed."
-    )
-    if has_kept:  # earlier versions did not compute it
-        about += " Kept: clients whose nearest neighbor is still the one of the random start."
-    chances = (
-        f"; shuffled groups give {numpy.mean(shuffled):.0f} %, and at most {max(limits):.0f} % in 95 of 100 shuffles"
-        if said
-        else ""
-    )
-    return Finding(
-        found.study.name,
-        found.title,
+                title, dataset = f"{found.title}: {label}", entry.cell.dataset
+                figures.setdefault(entry.cell.method + name, partial(picture, title, values, dataset))
+        mean = drawing.over_seeds(100 * values["purity"] for values in numbers.values())
+        said.append((-mean.mean, f"{number_text(mean, 0)} % with {label}"))
+    told, chances = "not computed yet", ""
+    if said:
+        told = ", ".join(text for _, text in sorted(said))
+        usual = f"{numpy.mean(shuffled):.0f} %"
+        chances = f"; shuffled groups give {usual}, and at most {max(limits):.0f} % in 95 of 100 shuffles"
+    return found.finding(
         "Clients with the same mark have the same classes, and nobody told the server so. In the paper they lie "
-        "together. Clients whose nearest neighbor has their classes here: "
-        f"{', '.join(text for _, text in sorted(said)) or 'not computed yet'}{chances}. A share no larger than that "
-        "means that nearest neighbors do not show who is alike.",
-        [(lines, about)],
+        f"together. Clients whose nearest neighbor has their classes here: {told}{chances}. A share no larger than "
+        "that means that nearest neighbors do not show who is alike.",
+        [(lines, CAPTION)],
         figures,
     )
 
 
-def called(found: Found, cell: Cell) -> str:
+CAPTION = (
+    "Purity: how often the nearest embedding belongs to a client of the same group. Silhouette: from -1 to 1, near 1 "
+    "where groups are tight and apart. Beside each, what 95 of 100 shuffles do not exceed. Kept: clients whose nearest "
+    "neighbor is still the one of the random start."
+)
+
+
+def called(found: Found, entry: Entry) -> str:
     """The method, and the rate of its embeddings where several were run."""
-    label = found.entry(cell).label
-    if len([other for other in found.cells if other.method == cell.method]) == 1:
-        return label
-    rate = setting(cell, "embedding_lr")
-    return f"{label}, embedding rate {setting(cell, 'lr') if rate is None else rate:g}"
+    if len([cell for cell in found.cells if cell.method == entry.cell.method]) == 1:
+        return entry.label
+    rate = setting(entry.cell, "embedding_lr")
+    return f"{entry.label}, embedding rate {setting(entry.cell, 'lr') if rate is None else rate:g}"
 
 
-def picture(title: str, label: str, values: Mapping[str, Any], dataset: str) -> Any:
+def picture(title: str, values: Mapping[str, Any], dataset: str) -> Any:
     import matplotlib
 
-    figure, axes = drawing.titled(9.4, 6.2, f"{title}: {label}")
+    figure, axes = drawing.titled(9.4, 6.2, title)
     plane, groups = numpy.array(values["plane"]), numpy.array(values["group"])
     number = len(values["classes"])
     colors = matplotlib.colormaps["turbo"](numpy.linspace(0.03, 0.97, number))
@@ -161,22 +155,19 @@ def picture(title: str, label: str, values: Mapping[str, Any], dataset: str) -> 
     axes.set(xticks=[], yticks=[], xlabel="t-SNE of the embeddings", ylabel="")
     axes.spines[:].set_color("#CCCCCC")
     chance = float(numpy.mean(values["shuffled_purity"]))
-    drawing.heading(
-        axes,
+    axes.set_title(
         f"each mark is a client; {100 * values['purity']:.0f} % have a nearest neighbor of their own group "
         f"({100 * chance:.0f} % if groups are shuffled)",
+        loc="left",
+        fontsize=10,
     )
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
 
 
-def small(cell: Cell) -> Cell:
-    return replace(on_digits(cell), clients=20, steps=200, partition={"rule": "by_classes", "classes_per_client": 1})
-
-
 def cells() -> tuple[Cell, ...]:
     found = []
-    for method in known("pfedhn", "pfedhn-pc", "pfedhn-plus", "pfedhn-plus-pc"):
+    for method in ("pfedhn", "pfedhn-pc", "pfedhn-plus", "pfedhn-plus-pc"):
         partition = {"rule": "by_coarse_class", "clients_per_class": 5}
         found.append(replace(table1_cell("cifar100", method, 100), partition=partition))
         if method == "pfedhn":
@@ -190,5 +181,5 @@ STUDY = Study(
     cells(),
     draw,
     compute,
-    small,
+    partial(on_digits, clients=20, steps=200, partition={"rule": "by_classes", "classes_per_client": 1}),
 )

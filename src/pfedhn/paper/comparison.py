@@ -1,9 +1,8 @@
 """Compare methods within a column of Table 1, and write the result as text."""
 
-import re
-import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from pfedhn.algorithms import ALGORITHMS
@@ -36,62 +35,74 @@ def compared(report: Report) -> Report:
     return replace(report, entries=[common(entry) for entry in report.entries])
 
 
-def column_name(column: Column) -> str:
-    return f"{NAMES[column[0]]}, {column[1]}"
+@dataclass(frozen=True)
+class Place:
+    """A column of a table, in which methods are compared."""
+
+    whole: Report  # with every seed of a method
+    report: Report  # with the table's own seeds
+    column: Column
+
+    @property
+    def name(self) -> str:
+        dataset, clients = self.column
+        return f"{NAMES[dataset]}, {clients}"
+
+    @property
+    def is_summarized(self) -> bool:
+        return self.column[0] in SUMMARIZED
+
+    @property
+    def entries(self) -> list[Entry]:
+        return self.report.in_column(self.column)
+
+    def entry(self, label: str) -> Entry | None:
+        return self.report.entry(label, self.column)
+
+    @cached_property
+    def judged(self) -> dict[str, Entry]:
+        """The methods that have enough seeds to be compared."""
+        return {entry.label: entry for entry in self.entries if len(entry.results) >= LEAST_SEEDS}
+
+    @cached_property
+    def means(self) -> dict[str, float]:
+        return {label: summary.mean for label, entry in self.judged.items() if (summary := entry.test())}
+
+    @cached_property
+    def leaders(self) -> set[str]:
+        """The best method, and those that the seeds cannot tell from it; empty if there is nothing to compare."""
+        if len(self.means) < 2:
+            return set()
+        best = max(self.means, key=lambda label: self.means[label])
+        gaps = {label: self.minus(label, best) for label in self.means if label != best}
+        return {best, *(label for label, gap in gaps.items() if gap is not None and gap.holds_zero)}
+
+    def minus(self, label: str, other: str) -> Difference | None:
+        """One method minus another over all seeds that both have; None if one of them was not run."""
+        mine, theirs = self.whole.entry(label, self.column), self.whole.entry(other, self.column)
+        return None if mine is None or theirs is None else difference(mine, theirs)
+
+    def wins_a_seed(self, label: str) -> bool:
+        """Whether a method is, with one seed at least, as good as the best mean."""
+        best = max(self.means, key=lambda name: self.means[name])
+        mine, theirs = scores(self.judged[label]), scores(self.judged[best])
+        return any(mine[seed] >= theirs[seed] for seed in mine if seed in theirs)
 
 
-def _in_order(labels: Sequence[str]) -> list[str]:
-    """Our rows in our order, wherever the first table that has one puts it; all others as they come."""
-    ours = [label for label in STRONGER if label in labels]
-    return [label for label in labels if label not in ours] + ours
+def places_of(every: Sequence[Report]) -> list[Place]:
+    return [Place(report, compared(report), column) for report in every for column in report.columns]
 
 
 def grouped(labels: Sequence[str], cells: Callable[[str], list[str]]) -> list[list[str]]:
     """A line for each method, under headings that say whose recipe it is."""
+    ours = [label for label in STRONGER if label in labels]  # in our order; all others as they come
+    ordered = [label for label in labels if label not in ours] + ours
     lines = []
     for heading, methods in GROUPS.items():
-        mine = [
-            [display_name(label), *cells(label)] for label in _in_order(labels) if label.partition(" ")[0] in methods
-        ]
-        if mine:
-            lines += [[f"*{heading}:*", *([""] * (len(mine[0]) - 1))], *mine]
+        rows = [[display_name(label), *cells(label)] for label in ordered if label.partition(" ")[0] in methods]
+        if rows:
+            lines += [[f"*{heading}:*", *([""] * (len(rows[0]) - 1))], *rows]
     return lines
-
-
-def leaders(report: Report, column: Column) -> set[str]:
-    """The best method of a column, and those that the seeds cannot tell from it; who has too few seeds is left out."""
-    found = {entry.label: entry for entry in compared(report).in_column(column) if len(entry.results) >= LEAST_SEEDS}
-    means = {label: summary.mean for label, entry in found.items() if (summary := entry.test())}
-    if len(means) < 2:
-        return set()
-    best = max(means, key=lambda label: means[label])
-    apart = {label: paired(report, column, label, best) for label in means if label != best}
-    return {best, *(label for label, gap in apart.items() if gap is not None and gap.holds_zero)}
-
-
-def paired(report: Report, column: Column, label: str, other: str) -> Difference | None:
-    """One method minus another over all seeds that both have; None where one of them was not run."""
-    mine, theirs = report.entry(label, column), report.entry(other, column)
-    return None if mine is None or theirs is None else difference(mine, theirs)
-
-
-def wrapped(text: str) -> str:
-    """A line of a list, as wide as the other lines of a page."""
-    return textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def wins_a_seed(report: Report, column: Column, label: str) -> bool:
-    """Whether a method is, with one seed at least, as good as the best mean of the column."""
-    entries = {entry.label: entry for entry in compared(report).in_column(column) if len(entry.results) >= LEAST_SEEDS}
-    means = {name: summary.mean for name, entry in entries.items() if (summary := entry.test())}
-    mine, best = scores(entries[label]), scores(entries[max(means, key=lambda name: means[name])])
-    return any(mine[seed] >= best[seed] for seed in mine if seed in best)
-
-
-def is_run(report: Report, label: str, column: Column) -> bool:
-    """Whether a method has enough seeds there to be compared."""
-    entry = compared(report).entry(label, column)
-    return entry is not None and len(entry.results) >= LEAST_SEEDS
 
 
 def seeds_text(value: Summary) -> str:
@@ -103,26 +114,10 @@ def counts_text(value: Summary, entry: Entry) -> str:
     return ", ".join(filter(None, [seeds_text(value), entry.diverged_text]))
 
 
-def finished_entries(report: Report) -> list[Entry]:
-    return [entry for entry in report.entries if entry.results]
+def finished_entries(reports: Sequence[Report]) -> list[Entry]:
+    return [entry for report in reports for entry in report.entries if entry.results]
 
 
 def value_text(value: Any) -> str:
     """A rate, or the names of layers."""
     return f"{value:g}" if isinstance(value, float | int) else " and ".join(value) or "none"
-
-
-def shown_figure(name: str, alt: str) -> str:
-    """A figure of a page, of which the site shows the one for light or the one for dark."""
-    return f"![{alt}](figures/{name}.svg#only-light)\n![{alt}](figures/{name}-dark.svg#only-dark)"
-
-
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    rule = "|" + "|".join("---" if number == 0 else "---:" for number in range(len(lines[0]))) + "|"
-    first, *rest = ["| " + " | ".join(map(_unbroken, line)) + " |" for line in lines]
-    return "\n".join([first, rule, *rest])
-
-
-def _unbroken(cell: str) -> str:
-    """A number stays on one line with its deviation and its unit."""
-    return re.sub(r" (?=±)|(?<=±) |(?<=\d) (?=[kMGT]?B$|min$|s$)", "\N{NO-BREAK SPACE}", cell)

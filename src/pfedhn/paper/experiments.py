@@ -38,7 +38,7 @@ DIGITS = Cell(
 )
 
 
-def on_digits(rates: Mapping[str, Mapping[str, float]], **fields: Any) -> tuple[Cell, ...]:
+def digits_cells(rates: Mapping[str, Mapping[str, float]], **fields: Any) -> tuple[Cell, ...]:
     """A cell for each method that has rates."""
     return tuple(
         replace(DIGITS, method=method, settings={**DIGITS.settings, **own}, **fields) for method, own in rates.items()
@@ -57,7 +57,7 @@ DEMO = _tuned(
     Experiment(
         name="demo",
         title="Handwritten digits: 50 clients, each with 3 of the 10 digits and few examples",
-        cells=on_digits(DEMO_RATES, steps=700, evaluate_every=50),
+        cells=digits_cells(DEMO_RATES, steps=700, evaluate_every=50),
     )
 )
 
@@ -75,7 +75,7 @@ COMPRESSION = Experiment(
     title="Handwritten digits: 50 clients whose updates and weights cross the wire in fewer bits",
     cells=tuple(
         replace(cell, upload=upload, download=download)
-        for cell in on_digits(LONGER_RATES, steps=2_000)
+        for cell in digits_cells(LONGER_RATES, steps=2_000)
         if cell.method != "fedper"
         for upload, download in WIRES
     ),
@@ -85,7 +85,7 @@ STALENESS = Experiment(
     title="Handwritten digits: 50 clients, several at work at once on weights that grow old meanwhile",
     cells=tuple(
         replace(cell, in_flight=in_flight)
-        for cell in on_digits(LONGER_RATES, steps=1_000, evaluate_every=50)
+        for cell in digits_cells(LONGER_RATES, steps=1_000, evaluate_every=50)
         for in_flight in (1, 4, 16)
     ),
 )
@@ -234,7 +234,7 @@ RESNET_CELLS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("fedavg-ft", "resnet18", {**ANEW, **RESNET_RATE}),
     ("local", "resnet18", RESNET_RATE),
     *(
-        (method, "lenet", read_rates(RATES_FILE)["table1-cifar100"].get(method, {}))
+        (method, "lenet", PACKAGE_RATES["table1-cifar100"].get(method, {}))
         for method in ("pfedhn", "pfedhn-pc", "fedper", "fedavg-ft", "local")
     ),
 )
@@ -364,10 +364,6 @@ def usual_cell(dataset: str) -> Cell:
 
 
 def table1_cell(dataset: str, method: str, clients: int) -> Cell:
-    """A cell of Table 1; of a method that the table does not have, the one of pFedHN with this method."""
-    cells = {(cell.method, cell.clients): cell for cell in EXPERIMENTS[f"table1-{dataset}"].cells}
-    if (method, clients) in cells:
-        return cells[method, clients]
-    near = cells.get((method, 50)) or cells["pfedhn", 50]
-    steps = 40 * clients if method == "local" else near.steps
-    return replace(near, method=method, clients=clients, steps=steps)
+    """A cell of Table 1, or the one with 50 clients with another number of clients."""
+    cells = {cell.clients: cell for cell in EXPERIMENTS[f"table1-{dataset}"].cells if cell.method == method}
+    return cells.get(clients) or replace(cells[50], clients=clients)

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from pfedhn.experiments.spec import Cell
+from pfedhn.paper import drawing
 from pfedhn.paper.experiments import table1_cell
 from pfedhn.report.entries import Entry
 from pfedhn.report.findings import Finding
-from pfedhn.studies import drawing
-from pfedhn.studies.study import Found, Study, known, setting
+from pfedhn.report.study import Found, Study, setting
 
 KINDS = {
     "trained": "trained",
@@ -25,62 +25,56 @@ PAPER = {"trained": (84.12, 0.42), "client": (83.92, 0.36)}
 
 def cells() -> tuple[Cell, ...]:
     found = []
-    for method in known("pfedhn", "pfedhn-pc", "pfedhn-plus"):
+    for method in ("pfedhn", "pfedhn-pc", "pfedhn-plus"):
         cell = replace(table1_cell("cifar10", method, 50), partition={"rule": "dirichlet", "alpha": 0.1})
         fixed = replace(cell, settings={**cell.settings, "embedding": "fixed"})
-        found += [
-            replace(cell, settings={**cell.settings, "embedding_dim": 10}),
-            replace(fixed, descriptors="class"),
-            fixed,
-        ]
+        trained = replace(cell, settings={**cell.settings, "embedding_dim": 10})
+        found += [trained, replace(fixed, descriptors="class"), fixed]
     return tuple(found)
 
 
-def kind(cell: Cell) -> str:
-    return cell.descriptors if setting(cell, "embedding") == "fixed" else "trained"
+def kind(entry: Entry) -> str:
+    return entry.cell.descriptors if setting(entry.cell, "embedding") == "fixed" else "trained"
 
 
 def draw(found: Found) -> Finding:
-    lines = [["method", "embedding", "accuracy", "paper", "seeds"]]
-    for entry in found.entries:
-        paper = PAPER.get(kind(entry.cell)) if entry.cell.method == "pfedhn" and not found.is_small else None
-        numbers = [drawing.text(drawing.accuracy(entry)), drawing.paper_text(paper), drawing.seeds_of(entry)]
-        lines.append([entry.label, KINDS[kind(entry.cell)], *numbers])
+    def published(entry: Entry) -> str:
+        is_known = entry.cell.method == "pfedhn" and not found.is_small
+        return drawing.paper_text(PAPER.get(kind(entry)) if is_known else None)
+
+    columns = {"embedding": lambda e: KINDS[kind(e)], "accuracy": drawing.accuracy_text, "paper": published}
     ours = {
-        KINDS[kind(entry.cell)]: f"{drawing.text(drawing.accuracy(entry), 1)} %"
+        KINDS[kind(entry)]: f"{drawing.accuracy_text(entry, 1)} %"
         for entry in found.entries
         if entry.cell.method == "pfedhn"
     }
-    return Finding(
-        found.study.name,
-        found.title,
+    return found.finding(
         "Where something is known of a client, it can stand for a trained embedding; the paper reaches 83.9 % with "
         "class proportions and 84.1 % with trained embeddings. The formula of the paper divides each class by its sum "
         "over clients, which makes numbers so small that a hypernetwork under plain SGD hardly tells clients apart. "
         f"pFedHN here: {drawing.listed(ours)}.",
-        [(lines, drawing.caption(found.entries))],
+        [drawing.table(found.entries, columns)],
         {"": partial(picture, found)},
     )
 
 
 def picture(found: Found) -> Any:
     figure, axes = drawing.titled(7.0, 3.9, found.title)
-    methods = list(dict.fromkeys(entry.cell.method for entry in found.entries))
+    labels = {entry.cell.method: entry.label for entry in found.entries}
+    methods = list(labels)
     for number, name in enumerate(KINDS):
-        mine: list[Entry] = [entry for entry in found.entries if kind(entry.cell) == name]
+        mine = [entry for entry in found.entries if kind(entry) == name]
         places = [methods.index(entry.cell.method) + 0.2 * (number - 1) for entry in mine]
-        means = [summary for entry in mine if (summary := drawing.accuracy(entry)) is not None]
         style = {"linestyle": "none", "marker": drawing.MARKERS[number]}
-        drawing.errorbar(axes, places, means, drawing.COLORS[number], KINDS[name], **style)
+        drawing.accuracies(axes, places, mine, drawing.COLORS[number], KINDS[name], **style)
         if name in PAPER and "pfedhn" in methods and not found.is_small:
             place = methods.index("pfedhn") + 0.2 * (number - 1) + 0.07
             axes.scatter([place], [PAPER[name][0]], marker="x", s=45, color=drawing.PAPER)
     if not found.is_small:
         axes.scatter([], [], marker="x", s=45, color=drawing.PAPER, label=drawing.PAPER_LABEL)
-    labels = {entry.cell.method: entry.label for entry in found.entries}
-    axes.set_xticks(range(len(methods)), [labels[method] for method in methods])
+    axes.set_xticks(range(len(methods)), labels.values())
     axes.set_xlim(-0.6, len(methods) - 0.4)
-    drawing.finished_axes(axes, "", "test accuracy in %")
+    drawing.finish(axes, "", drawing.ACCURACY)
     return figure
 
 

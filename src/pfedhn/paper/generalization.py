@@ -8,7 +8,7 @@ The theorem is about how far training may go, not about how it goes, so the serv
 leave long embeddings far from what they could fit, and with it the gap small.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,12 +17,12 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn.data.federation import Federation
+from pfedhn.experiments.finished import Finished
 from pfedhn.experiments.spec import Cell
-from pfedhn.report.entries import Summary, summarize
+from pfedhn.paper import drawing
 from pfedhn.report.findings import Finding
-from pfedhn.studies import drawing
-from pfedhn.studies.finished import Finished
-from pfedhn.studies.study import Found, Study, setting
+from pfedhn.report.study import Found, Study, setting
+from pfedhn.report.tables import number_text
 
 Floats = NDArray[numpy.float64]
 
@@ -38,7 +38,6 @@ ADAM = {
     "embedding_optimizer": "adam",
     "embedding_lr": 1e-2,
 }
-AXES = {"samples": "examples per client, m", "clients": "clients, n", "length": "length of an embedding, k"}
 
 
 def federation(clients: int, seed: int, samples: int = SAMPLES, dim: int = 10, num_held: int = 400) -> Federation:
@@ -72,31 +71,42 @@ def compute(finished: Finished) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A line through points, and the standard errors of its two numbers."""
+class Shape:
+    """How the theorem relates the gap to a number: by a line, once both are transformed."""
 
-    slope: float
-    slope_error: float
-    height: float
-    height_error: float
+    label: str
+    of_number: Callable[[Floats], Floats]
+    of_gap: Callable[[Floats], Floats]
+    to_gap: Callable[[Floats], Floats]
+    text: str  # of a fit
 
-    @property
-    def per_step(self) -> str:
-        return f"({self.slope:.3g} ± {self.slope_error:.2g})"
+    def fit(self, x: Floats, gap: Floats) -> Any:
+        """Least squares, with the standard errors of slope and intercept."""
+        from scipy.stats import linregress
 
-    @property
-    def at_zero(self) -> str:
-        return f"({self.height:.3g} ± {self.height_error:.2g})"
+        return linregress(self.of_number(x), self.of_gap(gap))
 
 
-def fit(x: Sequence[float], y: Sequence[float]) -> Fit:
-    """Least squares; errors from what is left over."""
-    xs, ys = numpy.array(x, dtype=numpy.float64), numpy.array(y, dtype=numpy.float64)
-    matrix = numpy.stack([xs, numpy.ones_like(xs)], 1)
-    solution = numpy.linalg.lstsq(matrix, ys, rcond=None)[0]
-    left = ((ys - matrix @ solution) ** 2).sum() / max(1, len(xs) - 2)
-    errors = numpy.sqrt(numpy.diag(left * numpy.linalg.inv(matrix.T @ matrix)))
-    return Fit(float(solution[0]), float(errors[0]), float(solution[1]), float(errors[1]))
+def root(squared: Floats) -> Floats:
+    result: Floats = numpy.sqrt(numpy.maximum(squared, 0))
+    return result
+
+
+LINE = "gap² = ({0.intercept:.3g} ± {0.intercept_stderr:.2g}) + ({0.slope:.3g} ± {0.stderr:.2g})"
+SHAPES = {
+    "samples": Shape(
+        *("examples per client, m", numpy.log, numpy.log, numpy.exp),
+        "gap ~ m^({0.slope:.2f} ± {0.stderr:.2f}); the bound has m^-0.5",
+    ),
+    "clients": Shape(
+        *("clients, n", numpy.reciprocal, numpy.square, root),
+        f"{LINE} / n; the bound falls to a floor above 0",
+    ),
+    "length": Shape(
+        *("length of an embedding, k", numpy.positive, numpy.square, root),
+        f"{LINE} k; the bound rises with k",
+    ),
+}
 
 
 def value(cell: Cell, axis: str) -> int:
@@ -108,61 +118,50 @@ def value(cell: Cell, axis: str) -> int:
 def axes_of(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     """The cells along each axis: those in which the other two are as they are most often."""
     usual = {
-        axis: max(numbers, key=numbers.count) for axis in AXES if (numbers := [value(cell, axis) for cell in cells])
+        axis: max(numbers, key=numbers.count) for axis in SHAPES if (numbers := [value(cell, axis) for cell in cells])
     }
     return {
         axis: sorted(
-            (cell for cell in cells if all(value(cell, other) == usual[other] for other in AXES if other != axis)),
+            (cell for cell in cells if all(value(cell, other) == usual[other] for other in SHAPES if other != axis)),
             key=lambda cell: value(cell, axis),
         )
-        for axis in AXES
+        for axis in SHAPES
     }
 
 
-def points(found: Found, cells: Sequence[Cell], axis: str) -> tuple[list[float], list[float]]:
+def points(found: Found, cells: Sequence[Cell], axis: str) -> tuple[Floats, Floats]:
     """Every seed of every cell as a point."""
     pairs = [(value(cell, axis), part["error_gap"]) for cell in cells for part in found.analyses(cell).values()]
-    return [float(x) for x, _ in pairs], [gap for _, gap in pairs]
+    x, gap = numpy.array(pairs, dtype=numpy.float64).reshape(-1, 2).T
+    return x, gap
 
 
 def fits(found: Found) -> dict[str, str]:
     """What the theorem's shape says and what was measured, by axis."""
     said = {}
-    for axis, cells in axes_of([cell for cell in found.cells if found.analyses(cell)]).items():
+    for axis, cells in axes_of([entry.cell for entry, _ in found.computed]).items():
         x, gap = points(found, cells, axis)
-        if len(set(x)) < 3:
-            continue
         if axis == "samples":
-            positive = [(a, b) for a, b in zip(x, gap, strict=True) if b > 0]
-            if len({a for a, _ in positive}) < 3:
-                continue
-            line = fit([float(numpy.log(a)) for a, _ in positive], [float(numpy.log(b)) for _, b in positive])
-            said[axis] = f"gap ~ m^({line.slope:.2f} ± {line.slope_error:.2f}); the bound has m^-0.5"
-        elif axis == "clients":
-            line = fit([1 / a for a in x], [b**2 for b in gap])
-            said[axis] = f"gap² = {line.at_zero} + {line.per_step} / n; the bound falls to a floor above 0"
-        else:
-            line = fit(x, [b**2 for b in gap])
-            said[axis] = f"gap² = {line.at_zero} + {line.per_step} k; the bound rises with k"
+            x, gap = x[gap > 0], gap[gap > 0]
+        if len(set(x)) >= 3:
+            said[axis] = SHAPES[axis].text.format(SHAPES[axis].fit(x, gap))
     return said
 
 
 def draw(found: Found) -> Finding:
     lines = [["m", "n", "k", "training error", "test error", "gap", "gap of cross-entropy", "seeds"]]
-    for cell in found.cells:
-        analyses = found.analyses(cell)
-        if analyses:
-            names = ("train_error", "test_error", "error_gap", "loss_gap")
-            means = [summarize(part[name] for part in analyses.values()) for name in names]
-            first = [str(value(cell, axis)) for axis in AXES]
-            lines.append([*first, *(drawing.text(mean, 3) for mean in means), str(len(analyses))])
+    for entry, numbers in found.computed:
+        means = [
+            drawing.over_seeds(part[name] for part in numbers.values())
+            for name in ("train_error", "test_error", "error_gap", "loss_gap")
+        ]
+        first = [str(value(entry.cell, axis)) for axis in SHAPES]
+        lines.append([*first, *(number_text(mean, 3) for mean in means), str(len(numbers))])
     said = fits(found)
-    return Finding(
-        found.study.name,
-        found.title,
+    told = ". ".join(f"By {SHAPES[axis].label}: {text}" for axis, text in said.items())
+    return found.finding(
         "Theorem 1 bounds the gap between test and training loss; here that of the error rate is measured along each "
-        "of three numbers. "
-        f"{'. '.join(f'By {AXES[axis]}: {text}' for axis, text in said.items()) or 'Too few points for a fit yet'}.",
+        f"of three numbers. {told or 'Too few points for a fit yet'}.",
         [
             (
                 lines,
@@ -177,42 +176,28 @@ def draw(found: Found) -> Finding:
 
 def picture(found: Found, said: Mapping[str, str]) -> Any:
     figure, all_axes = drawing.titled(13.0, 4.2, found.title, 3)
-    groups = axes_of([cell for cell in found.cells if found.analyses(cell)])
+    groups = axes_of([entry.cell for entry, _ in found.computed])
     for number, ((axis, cells), axes) in enumerate(zip(groups.items(), all_axes, strict=True)):
-        gaps = [summarize(part["error_gap"] for part in found.analyses(cell).values()) for cell in cells]
-        x, means = [float(value(cell, axis)) for cell in cells], [gap for gap in gaps if gap is not None]
-        drawing.errorbar(axes, x, means, drawing.COLORS[number], "measured", linestyle="none")
-        _curve(axes, found, cells, axis)
+        gaps = [drawing.over_seeds(part["error_gap"] for part in found.analyses(cell).values()) for cell in cells]
+        places = [value(cell, axis) for cell in cells]
+        drawing.errorbar(axes, places, gaps, drawing.COLORS[number], "measured", linestyle="none")
+        x, gap = points(found, cells, axis)
+        if len(set(x)) >= 3 and gap.min() > 0:
+            shape, line = SHAPES[axis], SHAPES[axis].fit(x, gap)
+            ends = numpy.geomspace(x.min(), x.max(), 50)
+            heights = shape.to_gap(line.intercept + line.slope * shape.of_number(ends))
+            axes.plot(ends, heights, color=drawing.PAPER, linewidth=1.4, linestyle="--")
         axes.set_xscale("log", base=2)
-        if axis == "samples" and all(gap.mean > 0 for gap in means):
+        means = [gap.mean for gap in gaps]
+        if axis == "samples" and all(mean > 0 for mean in means):
             axes.set_yscale("log")
             axes.minorticks_off()
-            levels = [round(float(level), 3) for level in numpy.geomspace(*_range(means), 4)]
+            levels = [round(float(level), 3) for level in numpy.geomspace(min(means), max(means), 4)]
             axes.set_yticks(levels, list(map(str, levels)))
-        axes.set_xticks(x, [f"{place:g}" for place in x])
-        drawing.heading(axes, said.get(axis, "").partition(";")[0])
-        drawing.finished_axes(axes, AXES[axis], "test less training error" if number == 0 else "", legend=False)
+        axes.set_xticks(places, list(map(str, places)))
+        ylabel = "test less training error" if number == 0 else ""
+        drawing.finish(axes, SHAPES[axis].label, ylabel, said.get(axis, "").partition(";")[0], legend=False)
     return figure
-
-
-def _range(means: Sequence[Summary]) -> tuple[float, float]:
-    return min(mean.mean for mean in means), max(mean.mean for mean in means)
-
-
-def _curve(axes: Any, found: Found, cells: Sequence[Cell], axis: str) -> None:
-    """The fitted shape through the points."""
-    x, gap = points(found, cells, axis)
-    if len(set(x)) < 3 or min(gap) <= 0:
-        return
-    places = numpy.geomspace(min(x), max(x), 50)
-    if axis == "samples":
-        line = fit([float(part) for part in numpy.log(x)], [float(part) for part in numpy.log(gap)])
-        heights = numpy.exp(line.height + line.slope * numpy.log(places))
-    else:
-        line = fit([1 / part if axis == "clients" else part for part in x], [part**2 for part in gap])
-        under = line.height + line.slope * (1 / places if axis == "clients" else places)
-        heights = numpy.sqrt(numpy.maximum(under, 0))
-    axes.plot(places, heights, color=drawing.PAPER, linewidth=1.4, linestyle="--")
 
 
 def cell(samples: int, clients: int, length: int) -> Cell:

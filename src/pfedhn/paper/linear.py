@@ -6,7 +6,7 @@ rank between 1 (one direction for all) and n (everybody alone) also removes nois
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,12 +15,13 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn.data.federation import Federation
+from pfedhn.experiments.finished import Finished
 from pfedhn.experiments.spec import Cell
-from pfedhn.report.entries import Summary, summarize
+from pfedhn.paper import drawing
+from pfedhn.report.entries import Summary
 from pfedhn.report.findings import Finding
-from pfedhn.studies import drawing
-from pfedhn.studies.finished import Finished
-from pfedhn.studies.study import Found, Study, setting
+from pfedhn.report.study import Found, Study, setting
+from pfedhn.report.tables import number_text
 
 Floats = NDArray[numpy.float64]
 
@@ -63,11 +64,8 @@ def compute(finished: Finished) -> Mapping[str, Any]:
     (matrix,) = finished.shared(last=True).phi.values()
     w, v = matrix.double().cpu().numpy(), finished.embeddings(last=True).numpy()  # [dim, k] and [clients, k]
     local = numpy.stack([_solution(data, client) for client in range(data.num_clients)])
-    return compared(w, v, local, truth(data.num_clients, finished.seed, local.shape[1], _rank(finished.cell)))
-
-
-def _rank(cell: Cell) -> int:
-    return int(cell.partition.get("rank", RANK))
+    rank = int(finished.cell.partition.get("rank", RANK))
+    return compared(w, v, local, truth(data.num_clients, finished.seed, local.shape[1], rank))
 
 
 def _solution(data: Federation, client: int) -> Floats:
@@ -97,30 +95,30 @@ def compared(w: Floats, v: Floats, local: Floats, true: Floats) -> dict[str, flo
     }
 
 
+Row = tuple[int, dict[str, Summary]]
+"""The length of an embedding, and each number over seeds."""
+
+
 def draw(found: Found) -> Finding:
-    rows: list[tuple[int, dict[str, Summary]]] = []
-    for cell in found.cells:
-        analyses = found.analyses(cell)
-        if analyses:
-            found_means = {name: summarize(values[name] for values in analyses.values()) for name in NUMBERS}
-            rows.append((setting(cell, "embedding_dim"), {name: part for name, part in found_means.items() if part}))
+    rows: list[Row] = []
+    for entry, numbers in found.computed:
+        means = {name: drawing.over_seeds(part[name] for part in numbers.values()) for name in NUMBERS}
+        rows.append((setting(entry.cell, "embedding_dim"), means))
     rows.sort(key=lambda row: row[0])
     lines = [["k", "angle", "loss", "closed form", "error", "closed form", "seeds"]]
     for rank, means in rows:
-        texts = [drawing.text(means[name], 3) for name in ("loss", "closed_loss", "error", "closed_error")]
-        angle = "" if rank >= DIM else f"{drawing.text(means['angle'], 2)}°"  # both spaces are everything
+        texts = [number_text(means[name], 3) for name in ("loss", "closed_loss", "error", "closed_error")]
+        angle = "" if rank >= DIM else f"{number_text(means['angle'])}°"  # both spaces are everything
         lines.append([str(rank), angle, *texts, str(means["angle"].num_seeds)])
     said = "no run has been looked at"
     if rows:
         best, least = min(rows, key=lambda row: row[1]["error"].mean)
-        worst = max((row["angle"].mean for rank, row in rows if rank <= RANK), default=0.0)
+        worst = max((means["angle"].mean for rank, means in rows if rank <= RANK), default=0.0)
         said = (
             f"up to the true rank the trained space is within {worst:.2f}° of the principal one; models err "
             f"least with k = {best} ({least['error'].mean:.2f}; clients alone {least['local_error'].mean:.2f})"
         )
-    return Finding(
-        found.study.name,
-        found.title,
+    return found.finding(
         "Proposition 1: the best linear hypernetwork is the uncentered principal components of what clients would find "
         f"alone. With as many as there are, they also remove noise. Here {said}.",
         [(lines, CAPTION)],
@@ -134,22 +132,21 @@ CAPTION = (
 )
 
 
-def picture(title: str, rows: list[tuple[int, dict[str, Summary]]]) -> Any:
+def picture(title: str, rows: Sequence[Row]) -> Any:
     figure, (left, right) = drawing.titled(11.0, 4.3, title, 2)
-    ranks = [float(rank) for rank, _ in rows]
+    ranks = [rank for rank, _ in rows]
     places = list(range(len(ranks)))
     for axes, ours, closed in ((left, "loss", "closed_loss"), (right, "error", "closed_error")):
         axes.plot(places, [means[closed].mean for _, means in rows], color=drawing.PAPER, label="closed form (SVD)")
         values = [means[ours] for _, means in rows]
         drawing.errorbar(axes, places, values, drawing.COLORS[1], "trained hypernetwork", linestyle="none")
-        axes.set_xticks(places, [f"{rank:g}" for rank in ranks])
+        axes.set_xticks(places, list(map(str, ranks)))
     right.axhline(rows[-1][1]["local_error"].mean, color=drawing.COLORS[0], linestyle="--", label="everybody alone")
     if RANK in ranks:
         right.axvline(ranks.index(RANK), color="#BBBBBB", linewidth=1, linestyle=":", label="true rank")
-    drawing.heading(left, "what it minimizes: distance from the local solutions")
-    drawing.finished_axes(left, "k, length of an embedding", "sum of squares", legend=False)
-    drawing.heading(right, "what it is good for: distance from the truth")
-    drawing.finished_axes(right, "k, length of an embedding", "mean of squares")
+    xlabel = "k, length of an embedding"
+    drawing.finish(left, xlabel, "sum of squares", "what it minimizes: distance from the local solutions", legend=False)
+    drawing.finish(right, xlabel, "mean of squares", "what it is good for: distance from the truth")
     return figure
 
 
@@ -170,15 +167,11 @@ def cell(rank: int) -> Cell:
     )
 
 
-def small(cell: Cell) -> Cell:
-    return replace(cell, steps=400 * CLIENTS, evaluate_every=400 * CLIENTS)
-
-
 STUDY = Study(
     "linear",
     "Section 4.1: a linear hypernetwork finds principal components",
     tuple(map(cell, RANKS)),
     draw,
     compute,
-    small,
+    partial(replace, steps=400 * CLIENTS, evaluate_every=400 * CLIENTS),
 )

@@ -24,7 +24,8 @@ from pfedhn.algorithms.method import Method
 from pfedhn.combinators import WRAPPERS, innermost
 from pfedhn.model import Model
 from pfedhn.models import LeNet, cross_entropy
-from pfedhn.report.entries import to_reports
+from pfedhn.paper.pages import between, markdown
+from pfedhn.report.entries import Entry, to_reports
 from pfedhn.report.results import read_file
 from pfedhn.report.tables import bytes_text, number_text
 from pfedhn.settings import CHOICE, settings_in, values_of
@@ -49,13 +50,6 @@ def meanings(algorithm: type[Any]) -> dict[str, str]:
     return found
 
 
-def toml(value: Any) -> str:
-    """A default as it is written in an experiment file."""
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(toml, value))}]"
-    return repr(value) if isinstance(value, float) else json.dumps("none" if value is None else value)
-
-
 def meaning_of(algorithm: type[Any], name: str) -> str:
     """What a setting means; "server.lr" is one of a value, by whose class it is explained."""
     owner, _, inner = name.partition(".")
@@ -71,9 +65,14 @@ def is_variant(method: Method) -> bool:
     return next((row for row in ALGORITHMS.values() if row.algorithm is method.algorithm), method) is not method
 
 
+def as_toml(value: Any) -> str:
+    """A default as it is written in an experiment file."""
+    return f"`{json.dumps('none' if value is None else value)}`"
+
+
 def settings_table(method: Method) -> str:
     """All settings of a method, or, of a variant of another one, those that it changes."""
-    values, lines = values_of(method()), ["| setting | default | meaning |", "|---|---|---|"]
+    values, lines = values_of(method()), [["setting", "default", "meaning"]]
     around = {name: kind for kind in WRAPPERS for name in settings_in(kind)}
     for name, setting in settings_in((*WRAPPERS, method.algorithm)).items():
         is_around = name in around and name not in settings_in(method.algorithm)
@@ -86,8 +85,8 @@ def settings_table(method: Method) -> str:
                 f"{method.algorithm.__name__}.{name} needs a comment behind it that says what it means: "
                 "docs/methods.md is made from it."
             )
-        lines.append(f"| `{name}` | `{toml(value)}` | {meaning} |")
-    return "\n".join(lines)
+        lines.append([f"`{name}`", as_toml(value), meaning])
+    return markdown(lines, left=3, breaks=True)
 
 
 def pseudo_code(method: Method) -> str:
@@ -111,12 +110,11 @@ def section(name: str, method: Method) -> str:
 
 def wrappers_table() -> str:
     """The settings of the combinators, which every method has."""
-    lines = ["| setting | default | meaning | in Python |", "|---|---|---|---|"]
+    lines = [["setting", "default", "meaning", "in Python"]]
     for kind, function in zip(WRAPPERS, ("fine_tuned", "with_statistics", "averaged"), strict=True):
         for name, setting in settings_in(kind).items():
-            words = (f"`{name}`", f"`{toml(setting.default)}`", meanings(kind)[name], f"`pfedhn.{function}`")
-            lines.append(f"| {' | '.join(words)} |")
-    return "\n".join(lines)
+            lines.append([f"`{name}`", as_toml(setting.default), meanings(kind)[name], f"`pfedhn.{function}`"])
+    return markdown(lines, left=4, breaks=True)
 
 
 def settings_sections() -> str:
@@ -131,87 +129,65 @@ def wire_table() -> str:
     """How many numbers each method moves and keeps, counted by calling its functions."""
     model = Model("lenet", LeNet, cross_entropy, dtype=torch.float64)  # the type that rows are drawn in
     start = model.fresh(0)
-    lines = [
-        "| method | the client receives | the client keeps | the server keeps for it | minibatches before a test |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    names = ["the client receives", "the client keeps", "the server keeps for it", "minibatches before a test"]
+    lines = [["method", *names]]
     for name, method in ALGORITHMS.items():
         algorithm = innermost(method().for_clients(NUM_CLIENTS))
         shared = algorithm.init_shared({model.name: model}, {model.name: start}, 0)
         row, private = algorithm.init_row(0, None), algorithm.init_private(model, start, 0)
         sent = count(algorithm.send(model, shared, row)) if algorithm.needs.communication else 0
         numbers = (sent, count(private), count(row), algorithm.num_personalize_batches)
-        lines.append(" | ".join([f"| `{name}`", *(f"{number:,}" for number in numbers)]) + " |")
-    return "\n".join(lines)
+        lines.append([f"`{name}`", *(f"{number:,}" for number in numbers)])
+    return markdown(lines, breaks=True)
+
+
+def stored(name: str) -> list[Entry]:
+    """The stored runs of an experiment."""
+    reports = to_reports(read_file(PAGE.parents[1] / "results" / f"{name}.jsonl"))
+    return [entry for report in reports for entry in report.entries]
+
+
+def accuracies(entry: Entry) -> list[str]:
+    return [number_text(entry.test("clients")), number_text(entry.test("samples"))]
 
 
 def compression_table() -> str:
-    """Accuracy against bytes of the stored runs of the experiment `compression`."""
-    (report,) = to_reports(read_file(PAGE.parents[1] / "results" / "compression.jsonl"))
-    lines = [
-        "| method | upload | download | test accuracy, over clients | over examples | up | down |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
-    for entry in report.entries:
-        words = [
-            ALGORITHMS[entry.cell.method].name,
-            entry.cell.upload,
-            entry.cell.download,
-            number_text(entry.test("clients")),
-            number_text(entry.test("samples")),
-            bytes_text(entry.total("bytes_up")),
-            bytes_text(entry.total("bytes_down")),
-        ]
-        lines.append(f"| {' | '.join(words)} |")
-    return "\n".join(lines)
+    """Accuracy against bytes."""
+    lines = [["method", "upload", "download", "test accuracy, over clients", "over examples", "up", "down"]]
+    for entry in stored("compression"):
+        sent = [bytes_text(entry.total("bytes_up")), bytes_text(entry.total("bytes_down"))]
+        wire = [entry.cell.upload, entry.cell.download]
+        lines.append([ALGORITHMS[entry.cell.method].name, *wire, *accuracies(entry), *sent])
+    return markdown(lines, left=3, breaks=True)
 
 
 def privacy_table(name: str = "privacy", without: str | None = None) -> str:
-    """Accuracy against epsilon of the stored runs of an experiment; those without privacy may be another's."""
-    folder = PAGE.parents[1] / "results"
-    (report,) = to_reports(read_file(folder / f"{name}.jsonl"))
-    entries = list(report.entries)
+    """Accuracy against epsilon; the runs without privacy may be another experiment's."""
+    entries = stored(name)
     if without is not None:
         methods = ["local", *dict.fromkeys(entry.cell.method for entry in entries)]
-        tables = to_reports(read_file(folder / f"{without}.jsonl"))
-        same = [entry for table in tables for entry in table.entries if entry.cell.clients == entries[0].cell.clients]
-        entries = [
-            entry
-            for method in methods
-            for entry in (
-                *(e for e in same if e.cell.method == method),
-                *(e for e in entries if e.cell.method == method),
-            )
-            if entry.results
-        ]
-    lines = [
-        "| method | epsilon | noise | test accuracy, over clients | over examples | seeds |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
+        entries = [entry for entry in stored(without) if entry.cell.clients == entries[0].cell.clients] + entries
+        entries = [entry for method in methods for entry in entries if entry.cell.method == method and entry.results]
+    lines = [["method", "epsilon", "noise", "test accuracy, over clients", "over examples", "seeds"]]
     for entry in entries:
         privacy = entry.cell.privacy
         budget = [f"{privacy['epsilon']:g}", f"{privacy['noise']:g}"] if privacy else ["no privacy", ""]
-        scores = [number_text(entry.test("clients")), number_text(entry.test("samples")), str(len(entry.results))]
         called = ALGORITHMS[entry.cell.method].name + (" (sends nothing)" if entry.cell.method == "local" else "")
-        lines.append(f"| {' | '.join([called, *budget, *scores])} |")
-    return "\n".join(lines)
+        lines.append([called, *budget, *accuracies(entry), str(len(entry.results))])
+    return markdown(lines, breaks=True)
 
 
 def staleness_table() -> str:
-    """Accuracy against clients in flight, of the stored runs of the experiment `staleness`."""
-    (report,) = to_reports(read_file(PAGE.parents[1] / "results" / "staleness.jsonl"))
-    accuracies: dict[str, dict[int, str]] = {}
-    for entry in report.entries:
-        accuracies.setdefault(entry.cell.method, {})[entry.cell.in_flight or 0] = number_text(entry.test("clients"))
-    counts = sorted({count for row in accuracies.values() for count in row})
-    lines = [
-        f"| method | replies per step | {' | '.join(f'{count} in flight' for count in counts)} |",
-        f"|---|---:|{'---:|' * len(counts)}",
-    ]
-    for method, row in accuracies.items():
-        size = ALGORITHMS[method].cohort_size
-        lines.append(f"| {ALGORITHMS[method].name} | {size} | {' | '.join(row[count] for count in counts)} |")
-    return "\n".join(lines)
+    """Accuracy against clients in flight."""
+    by_method: dict[str, dict[int, str]] = {}
+    for entry in stored("staleness"):
+        by_method.setdefault(entry.cell.method, {})[entry.cell.in_flight or 0] = number_text(entry.test("clients"))
+    counts = sorted({count for row in by_method.values() for count in row})
+    lines = [["method", "replies per step", *(f"{count} in flight" for count in counts)]]
+    for method, row in by_method.items():
+        known = ALGORITHMS[method]
+        lines.append([known.name, str(known.cohort_size), *(row[count] for count in counts)])
+    return markdown(lines, breaks=True)
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
@@ -235,11 +211,7 @@ def made(name: str) -> str:
     page = (PAGE.parent / name).read_text()
     for marker, table in TABLES[name].items():
         begin, end = f"<!-- made: {marker} -->\n", f"\n<!-- end: {marker} -->"
-        before, _, rest = page.partition(begin)
-        _, _, after = rest.partition(end)
-        if not after:
-            raise SystemExit(f"docs/{name} needs the markers {begin.strip()} and {end.strip()}.")
-        page = f"{before}{begin}\n{table()}\n{end}{after}"
+        page = between(page, begin, end, f"\n{table()}\n")
     return page
 
 

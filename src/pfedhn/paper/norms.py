@@ -1,20 +1,20 @@
 """What the recipes do inside the server: norms of phi, of the embeddings and of the weights they make, over a run."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import RunError
+from pfedhn.experiments.finished import Finished
 from pfedhn.experiments.spec import Cell
+from pfedhn.paper import drawing
 from pfedhn.paper.experiments import table1_cell
 from pfedhn.report.entries import Entry
 from pfedhn.report.findings import Finding
+from pfedhn.report.study import Found, Study, setting, varied
 from pfedhn.settings import value_of
-from pfedhn.studies import drawing
-from pfedhn.studies.finished import Finished
-from pfedhn.studies.study import Found, Study, setting, varied
-from pfedhn.studies.sweep import mean_curve
 
 NAMES = {
     "shared": "the hypernetwork's weights",
@@ -33,21 +33,25 @@ def compute(finished: Finished) -> Mapping[str, Any]:
     return {"step": [step for step, _ in noted], **{name: [norms[name] for _, norms in noted] for name in NAMES}}
 
 
+Curves = Mapping[str, Mapping[int, float]]
+"""Each norm by communication step: the mean over the seeds."""
+
+
 def draw(found: Found) -> Finding:
-    rows = [(entry, analyses) for entry in found.entries if (analyses := found.analyses(entry.cell))]
+    shown = [(replace(entry, label=called(entry)), curves_of(numbers)) for entry, numbers in found.computed]
     lines = [["recipe", "hypernetwork", "embedding", "given weights", "apart", "accuracy", "seeds"]]
     said = []
-    for entry, analyses in rows:
-        ends = {name: " → ".join(f"{mean(analyses, name)[step]:.3g}" for step in ends_of(analyses)) for name in NAMES}
-        lines.append([called(entry), *ends.values(), drawing.text(drawing.accuracy(entry)), drawing.seeds_of(entry)])
-        said.append(f"{called(entry)}: {', '.join(ends.values())}")
-    return Finding(
-        found.study.name,
-        found.title,
+    for entry, curves in shown:
+        values = [list(curve.values()) for curve in curves.values()]
+        ends = [f"{norms[0]:.3g} → {norms[-1]:.3g}" for norms in values]
+        lines.append([entry.label, *ends, drawing.accuracy_text(entry), str(len(entry.results))])
+        said.append(f"{entry.label}: {', '.join(ends)}")
+    about = drawing.caption([entry for entry, _ in shown], " Norms: Euclidean, means over clients and seeds.")
+    return found.finding(
         "Norms of phi, of an embedding, of the weights that a client is given and of how these differ from the mean "
         f"over clients, from the first evaluation to the last. {'; '.join(said) or 'Nothing is known yet'}.",
-        [(lines, drawing.caption([entry for entry, _ in rows], " Norms: Euclidean, means over clients and seeds."))],
-        {"": partial(picture, found.title, rows)} if rows else {},
+        [(lines, about)],
+        {"": partial(picture, found.title, shown)} if shown else {},
     )
 
 
@@ -59,34 +63,26 @@ def called(entry: Entry) -> str:
     return ", ".join([entry.label, *changed])
 
 
-def mean(analyses: Mapping[int, Mapping[str, Any]], name: str) -> dict[int, float]:
-    """A norm by communication step: the mean over the seeds that have it."""
-    curves = [dict(zip(values["step"], values[name], strict=True)) for values in analyses.values()]
-    steps = sorted(set.intersection(*map(set, curves)))
-    return {step: sum(curve[step] for curve in curves) / len(curves) for step in steps}
+def curves_of(numbers: Mapping[int, Mapping[str, Any]]) -> Curves:
+    return {
+        name: drawing.mean_of([dict(zip(part["step"], part[name], strict=True)) for part in numbers.values()])
+        for name in NAMES
+    }
 
 
-def ends_of(analyses: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    steps = list(mean(analyses, "shared"))
-    return [steps[0], steps[-1]]
-
-
-def picture(title: str, rows: Sequence[tuple[Entry, Mapping[int, Mapping[str, Any]]]]) -> Any:
+def picture(title: str, shown: Sequence[tuple[Entry, Curves]]) -> Any:
     figure, grid = drawing.titled(11.0, 9.0, title, 2, 3, sharex=True)
     accuracy, *others, empty = grid.flat
     empty.set_axis_off()
-    for number, (entry, analyses) in enumerate(rows):
-        style = {"color": drawing.COLORS[number % 8], "linewidth": 1.7, "label": called(entry)}
-        learned = mean_curve(entry)
-        accuracy.plot(list(learned), list(learned.values()), **style)
-        for axes, name in zip(others, NAMES, strict=True):
-            curve = mean(analyses, name)
-            axes.plot(list(curve), list(curve.values()), **style)
-    drawing.heading(accuracy, "how it learns")
-    drawing.finished_axes(accuracy, "", "test accuracy in %", legend=False)
-    for axes, called_so in zip(others, NAMES.values(), strict=True):
-        drawing.heading(axes, called_so)
-        drawing.finished_axes(axes, "communication steps" if axes in (*grid[-1], grid[-2][-1]) else "", "norm", False)
+    for number, (entry, curves) in enumerate(shown):
+        color = drawing.COLORS[number % 8]
+        drawing.curve(accuracy, drawing.mean_curve(entry), color, entry.label)
+        for axes, curve in zip(others, curves.values(), strict=True):
+            drawing.curve(axes, curve, color, entry.label)
+    drawing.finish(accuracy, "", drawing.ACCURACY, "how it learns", legend=False)
+    for axes, name in zip(others, NAMES.values(), strict=True):
+        xlabel = "communication steps" if axes in (*grid[-1], grid[-2][-1]) else ""
+        drawing.finish(axes, xlabel, "norm", name, legend=False)
     grid[-2][-1].tick_params(labelbottom=True)  # nothing is drawn below it
     named = drawing.legend_of([accuracy])
     empty.legend(named.values(), named, frameon=False, fontsize=10, loc="upper left")

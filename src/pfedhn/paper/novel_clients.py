@@ -10,21 +10,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pfedhn.experiments.finished import Finished
 from pfedhn.experiments.spec import Cell
+from pfedhn.paper import drawing
 from pfedhn.paper.experiments import table1_cell
-from pfedhn.report.entries import Summary, summarize
+from pfedhn.report.entries import Summary
 from pfedhn.report.findings import Finding
-from pfedhn.runs.run import Run
-from pfedhn.studies import drawing
-from pfedhn.studies.finished import Finished
-from pfedhn.studies.study import Found, Study, known, on_digits
+from pfedhn.report.study import Found, Study, on_digits
+from pfedhn.report.tables import number_text
 
 ALPHAS = (0.1, 0.25, 0.5, 1.0)
 NUM_NOVEL = 10
@@ -34,7 +34,7 @@ SMALL_ROUNDS = 4
 
 def compute(finished: Finished) -> Mapping[str, Any]:
     """By alpha: each new client's accuracy, how far it is from the nearest client that trained, and what was chosen."""
-    run: Run = finished.run
+    run = finished.run
     rounds = SMALL_ROUNDS if finished.cell.dataset == "digits" else ROUNDS
     trained = finished.federation.class_shares
     found = {}
@@ -46,20 +46,13 @@ def compute(finished: Finished) -> Mapping[str, Any]:
         found[f"{alpha:g}"] = {
             "accuracy": joined.accuracy,
             "accuracy_at_start": start.accuracy,
-            "examples": joined.splits["test"].count,
             "distance": nearest_distance(federation.joining.class_shares, trained),
             "classes": effective_classes(federation.joining.class_shares),
             "round": joined.round,
             "rate": joined.settings.get("embedding_lr"),
             "validation": [score for _, score in joined.tried],
         }
-    test = run.chosen.splits["test"]
-    return {
-        "alphas": found,
-        "trained": test.client_mean,
-        "trained_accuracy": run.accuracy,
-        "classes": effective_classes(trained),
-    }
+    return {"alphas": found, "trained": run.chosen.splits["test"].client_mean}
 
 
 def effective_classes(shares: Tensor) -> list[float]:
@@ -75,48 +68,51 @@ def nearest_distance(new: Tensor, trained: Tensor) -> list[float]:
     return nearest
 
 
-def _array(values: Sequence[float | None]) -> NDArray[numpy.float64]:
-    return 100 * numpy.array(values, dtype=numpy.float64)
+def percent(accuracies: Sequence[float | None]) -> NDArray[numpy.float64]:
+    return 100 * numpy.array(accuracies, dtype=numpy.float64)
 
 
-def gaps(analyses: Mapping[int, Mapping[str, Any]], alpha: str) -> tuple[Summary, Summary, Summary] | None:
-    """Over seeds: the new clients' accuracy, what it lacks to those that trained, and the mean distance."""
-    parts = [(values["alphas"][alpha], 100 * values["trained"]) for values in analyses.values()]
-    novel = [float(numpy.nanmean(_array(part["accuracy"]))) for part, _ in parts]
-    mean = summarize(novel)
-    gap = summarize(value - trained for value, (_, trained) in zip(novel, parts, strict=True))
-    distance = summarize(float(numpy.mean(part["distance"])) for part, _ in parts)
-    return None if mean is None or gap is None or distance is None else (mean, gap, distance)
+class Joined(NamedTuple):
+    """The new clients of a method with one alpha."""
+
+    label: str
+    alpha: str
+    gap: Summary  # of accuracy, to the clients that trained
+    distance: Summary
+    line: Sequence[str]  # of the table
+
+
+def joined(label: str, numbers: Mapping[int, Mapping[str, Any]], alpha: str) -> Joined:
+    parts = [values["alphas"][alpha] for values in numbers.values()]
+    trained = [100 * values["trained"] for values in numbers.values()]
+    novel = [float(numpy.nanmean(percent(part["accuracy"]))) for part in parts]
+    start = [float(numpy.nanmean(percent(part["accuracy_at_start"]))) for part in parts]
+    gap = drawing.over_seeds(new - old for new, old in zip(novel, trained, strict=True))
+    distance = drawing.over_seeds(float(numpy.mean(part["distance"])) for part in parts)
+    classes = [value for part in parts for value in part.get("classes", ())]
+    line = [
+        *(label, alpha, f"{numpy.mean(classes):.1f}" if classes else "", number_text(distance)),
+        *(number_text(drawing.over_seeds(values)) for values in (trained, novel)),
+        *(number_text(gap), number_text(drawing.over_seeds(start))),
+        *(", ".join(str(part["round"]) for part in parts), ", ".join(map(rate_text, parts))),
+    ]
+    return Joined(label, alpha, gap, distance, line)
 
 
 def draw(found: Found) -> Finding:
     names = ["clients that trained", "new clients", "gap", "before joining", "rounds", "rate"]
-    lines = [["method", "alpha", "classes", "distance", *names]]
-    points: dict[str, tuple[str, list[tuple[Summary, Summary]]]] = {}
-    for cell in found.cells:
-        analyses, label = found.analyses(cell), found.entry(cell).label
-        for alpha in next(iter(analyses.values()))["alphas"] if analyses else ():
-            numbers = gaps(analyses, alpha)
-            if numbers is None:
-                continue
-            novel, gap, distance = numbers
-            points.setdefault(cell.method, (label, []))[1].append((distance, gap))
-            parts = [values["alphas"][alpha] for values in analyses.values()]
-            trained = summarize(100 * values["trained"] for values in analyses.values())
-            start = summarize(float(numpy.nanmean(_array(part["accuracy_at_start"]))) for part in parts)
-            chosen = [", ".join(str(part["round"]) for part in parts), ", ".join(map(rate_text, parts))]
-            texts = map(drawing.text, (trained, novel, gap, start))
-            lines.append([label, alpha, classes_text(parts), drawing.text(distance, 2), *texts, *chosen])
-    said = [
-        f"{label} {', '.join(f'{gap.mean:+.1f}' for _, gap in listed)}" for label, listed in points.values() if listed
-    ]
+    lines: list[Sequence[str]] = [["method", "alpha", "classes", "distance", *names]]
+    by_method: dict[str, list[Joined]] = {}
+    for entry, numbers in found.computed:
+        alphas = next(iter(numbers.values()))["alphas"]
+        by_method[entry.cell.method] = [joined(entry.label, numbers, alpha) for alpha in alphas]
+    lines += [one.line for every in by_method.values() for one in every]
+    said = [f"{every[0].label} {', '.join(f'{one.gap.mean:+.1f}' for one in every)}" for every in by_method.values()]
     figures: dict[str, Callable[[], Any]] = {}
+    if by_method:
+        figures = {"": partial(gap_picture, found.title, by_method), "clients": partial(scatter, found)}
     published = "" if found.is_small else " In the paper, pFedHN has the smallest gap for every alpha."
-    if points:
-        figures = {"": partial(gap_picture, found.title, points), "clients": partial(scatter, found)}
-    return Finding(
-        found.study.name,
-        found.title,
+    return found.finding(
         "New clients get a model from a hypernetwork that does not change: only what is their own learns, which is the "
         "embedding and, with PC, the classifier. The gap is the paper's, new clients less those that trained; with a "
         "larger alpha new clients have more classes to tell apart, which is a harder task also for a client that "
@@ -145,66 +141,56 @@ def rate_text(part: Mapping[str, Any]) -> str:
     return f"{part['rate']:g}{mark}"
 
 
-def classes_text(parts: Sequence[Mapping[str, Any]]) -> str:
-    known = [value for part in parts for value in part.get("classes", ())]
-    return f"{sum(known) / len(known):.1f}" if known else ""
-
-
-def gap_picture(title: str, points: Mapping[str, tuple[str, list[tuple[Summary, Summary]]]]) -> Any:
+def gap_picture(title: str, by_method: Mapping[str, Sequence[Joined]]) -> Any:
     figure, axes = drawing.titled(8.0, 4.4, title)
-    for number, (method, (label, listed)) in enumerate(points.items()):
-        listed = sorted(listed, key=lambda pair: pair[0].mean)
-        places = [distance.mean for distance, _ in listed]
+    for number, (method, every) in enumerate(by_method.items()):
+        every = sorted(every, key=lambda one: one.distance.mean)
+        places = [one.distance.mean for one in every]
         color, marker = drawing.color_of(method, number), drawing.MARKERS[number % 8]
-        drawing.errorbar(axes, places, [gap for _, gap in listed], color, label, marker=marker)
+        drawing.errorbar(axes, places, [one.gap for one in every], color, every[0].label, marker=marker)
     axes.axhline(0, color=drawing.PAPER, linewidth=0.9)
-    drawing.heading(axes, "marks: alpha of the new clients, 0.1 (left) to 1; with more classes the task is harder")
+    heading = "marks: alpha of the new clients, 0.1 (left) to 1; with more classes the task is harder"
     distance = "mean total-variation distance to the nearest client that trained"
-    drawing.finished_axes(axes, distance, "new less trained clients, points")
+    drawing.finish(axes, distance, "new less trained clients, points", heading)
     return figure
 
 
 def scatter(found: Found) -> Any:
-    cells = [cell for cell in found.cells if found.analyses(cell)]
-    columns = 2 if len(cells) == 4 else min(3, len(cells))
-    lines = -(-len(cells) // columns)
+    columns = 2 if len(found.computed) == 4 else min(3, len(found.computed))
+    lines = math.ceil(len(found.computed) / columns)
     title = f"{found.title}: every new client"
     size = ((4.4 if columns == 2 else 3.7) * columns + 1.2, 3.3 * lines + 0.7)
     figure, all_axes = drawing.titled(*size, title, columns, lines, sharex=True, sharey=True, squeeze=False)
-    for number, axes in enumerate(all_axes.flat[len(cells) :], len(cells)):
+    for number, axes in enumerate(all_axes.flat[len(found.computed) :], len(found.computed)):
         axes.set_visible(False)
         all_axes.flat[number - columns].tick_params(labelbottom=True)  # nothing stands below it
-    for cell, axes in zip(cells, all_axes.flat, strict=False):
-        parts = [values["alphas"] for values in found.analyses(cell).values()]
-        places: list[float] = []
-        heights: list[float] = []
+    for (entry, numbers), axes in zip(found.computed, all_axes.flat, strict=False):
+        parts = [values["alphas"] for values in numbers.values()]
+        shown = []
         for place, alpha in enumerate(parts[0]):
             x = numpy.concatenate([numpy.array(part[alpha]["distance"]) for part in parts])
-            y = numpy.concatenate([_array(part[alpha]["accuracy"]) for part in parts])
+            y = numpy.concatenate([percent(part[alpha]["accuracy"]) for part in parts])
             style = {"s": 20, "alpha": 0.75, "linewidths": 0, "marker": drawing.MARKERS[place]}
             axes.scatter(x, y, color=drawing.COLORS[place], label=f"alpha {alpha}", **style)
-            places, heights = [*places, *x[~numpy.isnan(y)]], [*heights, *y[~numpy.isnan(y)]]
-        drawing.heading(axes, found.entry(cell).label)
+            shown.append(numpy.stack([x, y])[:, ~numpy.isnan(y)])
+        places, heights = numpy.concatenate(shown, 1)
+        heading = entry.label
         if len(places) > 2:
             slope, height = numpy.polyfit(places, heights, 1)
-            ends = numpy.array([min(places), max(places)])
+            ends = numpy.array([places.min(), places.max()])
             axes.plot(ends, height + slope * ends, color=drawing.PAPER, linewidth=1.2, linestyle="--")
-            drawing.heading(axes, f"{found.entry(cell).label}: {slope / 10:+.1f} points per 0.1")
-        drawing.finished_axes(axes, "distance to the nearest trained client", "", legend=False)
+            heading += f": {slope / 10:+.1f} points per 0.1"
+        drawing.finish(axes, "distance to the nearest trained client", "", heading, legend=False)
     for axes in all_axes[:, 0]:
-        axes.set_ylabel("test accuracy in %")
+        axes.set_ylabel(drawing.ACCURACY)
     figure.legend(*all_axes[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
     return figure
 
 
 def cells() -> tuple[Cell, ...]:
     rule = {"rule": "dirichlet", "alpha": 0.1, "novel_clients": NUM_NOVEL}
-    methods = known("pfedhn", "pfedhn-pc", "pfedhn-plus", "pfedhn-plus-pc", "pfedme", "per-fedavg")
+    methods = ("pfedhn", "pfedhn-pc", "pfedhn-plus", "pfedhn-plus-pc", "pfedme", "per-fedavg")
     return tuple(replace(table1_cell("cifar10", method, 90), partition=rule) for method in methods)
-
-
-def small(cell: Cell) -> Cell:
-    return replace(on_digits(cell), partition={"rule": "dirichlet", "alpha": 0.5, "novel_clients": 4})
 
 
 STUDY = Study(
@@ -213,5 +199,5 @@ STUDY = Study(
     cells(),
     draw,
     compute,
-    small,
+    partial(on_digits, partition={"rule": "dirichlet", "alpha": 0.5, "novel_clients": 4}),
 )

@@ -7,27 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pfedhn.errors import UserError
-from pfedhn.paper.networks import DRAWN
-from pfedhn.paper.studies import STUDIES
+from pfedhn.paper.pages import between, filled, markdown, shown_figure, write_figures
+from pfedhn.paper.studies import DRAWN, STUDIES
 from pfedhn.report.findings import Finding, svgs
 from pfedhn.report.results import read_file
+from pfedhn.report.study import findings
 from pfedhn.report.tables import markdown_table
-from pfedhn.studies import findings
 from pfedhn.system.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[3]
-KINDS = (".svg#only-light", "-dark.svg#only-dark")  # of which the site shows one
 LONG = 21  # lines of a table, its heading too; a longer one stands on the page of numbers
 
-OPENING = """\
-<!-- Made by `make results` from the files in results/. Do not edit. -->
-
-# The rest of the paper
-
-The paper's Table 1 is on the page of [results](results.md). Its other experiments are *studies*, each of which is one
-command; [experiments](experiments.md#studies) says how a study works. The last ones are our own questions: clients per
-round, and what each part of [our stronger recipe](fidelity.md#our-stronger-recipe) does.
-"""
 SHOWN = """\
 Below are the studies that have been run, in the order of the paper, with its values beside ours where it has any;
 [what is below them, and why](results-log.md#below-the-paper-in-its-other-experiments). To redraw the figures from the
@@ -36,13 +26,6 @@ stored results: `pfedhn report results --out report`.
 NONE_SHOWN = """\
 None of these has a stored result yet, so there is nothing to show here. With `--small`, each runs on the digits in
 seconds: `pfedhn run novel-clients --small`.
-"""
-NUMBERS = """\
-<!-- Made by `make results` from the files in results/. Do not edit. -->
-
-# The rest of the paper: numbers
-
-The long tables of [the rest of the paper](paper.md).
 """
 
 
@@ -55,23 +38,21 @@ def found(results: Path) -> list[Finding]:
 
 def page(shown: Sequence[Finding]) -> str:
     studies = [finding for finding in shown if finding.name not in DRAWN]
-    parts = [OPENING, commands(), SHOWN if studies else NONE_SHOWN]
+    parts = [SHOWN if studies else NONE_SHOWN]
     for finding in studies:
         parts += [f"## {finding.title}", *section(finding)]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return filled("paper", commands=commands(), shown="\n\n".join(parts))
 
 
 def section(finding: Finding) -> list[str]:
     """What a finding says and shows, below its heading."""
     parts = [finding.sentence, f"`pfedhn run {finding.name}`"]
-    for stem in map(finding.stem, finding.figures):
-        light, dark = (f"![{finding.title}](figures/paper-{stem}{kind})" for kind in KINDS)
-        parts.append(f"{light}\n{dark}")
+    parts += [shown_figure(f"paper-{finding.stem(figure)}", finding.title) for figure in finding.figures]
     for lines, caption in finding.tables:
         if len(lines) <= LONG:
             parts += [markdown_table(lines), caption]
         else:
-            parts.append(f"The numbers are [a table of {len(lines) - 1} lines](paper-numbers.md#{_anchor(finding)}).")
+            parts.append(f"The numbers are [a table of {len(lines) - 1} lines](paper-numbers.md#{finding.name}).")
     return parts
 
 
@@ -79,34 +60,25 @@ def with_sections(text: str, shown: Sequence[Finding]) -> str:
     """The page of networks with what is known of each experiment between its two markers."""
     by_name = {finding.name: finding for finding in shown}
     for name in DRAWN:
-        marker = f"<!-- {name} -->\n"
-        before, _, after = text.split(marker)
+        mark = f"<!-- {name} -->\n"
         parts = section(by_name[name]) if name in by_name else [f"It has no stored result yet: `pfedhn run {name}`."]
-        middle = "\n\n".join(part.strip() for part in parts)
-        text = f"{before}{marker}\n{middle}\n\n{marker}{after}"
+        text = between(text, mark, mark, "\n{}\n\n".format("\n\n".join(parts)))
     return text
 
 
 def numbers(shown: Sequence[Finding]) -> str:
-    parts = [NUMBERS]
+    parts = []
     for finding in shown:
         long = [(lines, caption) for lines, caption in finding.tables if len(lines) > LONG]
-        if long:
-            parts.append(f"## {finding.name}")
+        parts += [f"## {finding.name}"] if long else []
         for lines, caption in long:
             parts += [markdown_table(lines), caption]
-    if len(parts) == 1:
-        parts.append("There are none yet.")
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return filled("paper-numbers", tables="\n\n".join(parts) or "There are none yet.")
 
 
 def commands() -> str:
-    lines = [f"| `pfedhn run {name}` | {study.title} |" for name, study in STUDIES.items()]
-    return "\n".join(["| command | shows |", "|---|---|", *lines])
-
-
-def _anchor(finding: Finding) -> str:
-    return finding.name
+    lines = [["command", "shows"], *([f"`pfedhn run {name}`", study.title] for name, study in STUDIES.items())]
+    return markdown(lines, left=2, breaks=True)
 
 
 def build(results: Path, docs: Path) -> None:
@@ -117,11 +89,7 @@ def build(results: Path, docs: Path) -> None:
         for is_dark in (False, True)
         for name, content in svgs(finding, is_dark).items()
     }
-    for file in (docs / "figures").glob("paper-*.*"):
-        if file.name not in figures:
-            file.unlink()
-    for name, content in figures.items():
-        write_atomically(docs / "figures" / name, content)
+    write_figures(docs, "paper-*.*", figures)
     networks = docs / "networks.md"
     write_atomically(networks, with_sections(networks.read_text(), shown).encode())
     write_atomically(docs / "paper.md", page(shown).encode())

@@ -2,15 +2,18 @@
 
 from collections.abc import Sequence
 
-from pfedhn.paper.comparison import NAMES, column_name, compared, finished_entries
+from pfedhn.paper.comparison import NAMES, Place, compared, places_of
 from pfedhn.report.entries import Column, Report, display_name
 from pfedhn.report.figures import draw_curves, to_svg
 from pfedhn.report.traffic import accuracy_at, best_of, draw_traffic, mean_line, megabytes_to
 
+TRAFFIC = "results-bytes"
+RACED: tuple[Column, ...] = (("cifar10", 50), ("cifar100", 50))  # where all methods are run
+
 
 def pictured(report: Report) -> dict[Column, str]:
     """The data sets and numbers of clients that a run is stored of, with the names of their figures' files."""
-    columns = dict.fromkeys(entry.column for entry in finished_entries(report))
+    columns = dict.fromkeys(entry.column for entry in report.entries if entry.results)
     return {(dataset, clients): f"results-{dataset}-{clients}" for dataset, clients in columns}
 
 
@@ -20,42 +23,31 @@ def draw(every: Sequence[Report]) -> dict[str, bytes]:
     for ending, is_dark in (("", False), ("-dark", True)):
         for report in every:
             for column, name in pictured(report).items():
-                figure = draw_curves(compared(report), column)
-                assert figure is not None
-                figures[f"{name}{ending}.svg"] = to_svg(figure, is_dark)
+                figures[f"{name}{ending}.svg"] = to_svg(draw_curves(compared(report), column), is_dark)
         if places := raced(every):
-            figures[f"{TRAFFIC}{ending}.svg"] = to_svg(draw_traffic(places, said_of_bytes(every)), is_dark)
+            shown = [(place.report, place.column, f"{place.name} clients") for place in places]
+            figures[f"{TRAFFIC}{ending}.svg"] = to_svg(draw_traffic(shown, said_of_bytes(every)), is_dark)
     return figures
 
 
-TRAFFIC = "results-bytes"
-RACED: tuple[Column, ...] = (("cifar10", 50), ("cifar100", 50))  # where all methods are run
-
-
-def raced(every: Sequence[Report]) -> list[tuple[Report, Column, str]]:
-    """The columns of the figure of accuracy against bytes that have several methods, with their names."""
-    return [
-        (compared(report), column, f"{column_name(column)} clients")
-        for report in every
-        for column in report.columns
-        if column in RACED and len(best_of(compared(report), column)) > 1
-    ]
+def raced(every: Sequence[Report]) -> list[Place]:
+    """The columns of the figure of accuracy against bytes that have several methods."""
+    places = [place for place in places_of(every) if place.column in RACED]
+    return [place for place in places if len(best_of(place.report, place.column)) > 1]
 
 
 def said_of_bytes(every: Sequence[Report]) -> str:
     """What to see in the figure of accuracy against bytes."""
     early, needed = [], []
-    for report, column, _ in raced(every):
-        name = NAMES[column[0]]
-        lines = best_of(report, column)
-        whole = max(max(mean_line(entry)) for entry in lines)
-        first = max(lines, key=lambda entry: accuracy_at(entry, whole / 10))
-        early.append(f"{display_name(first.label)} ({accuracy_at(first, whole / 10):.1f} % on {name})")
-        stronger, paper = report.entry("pfedhn-plus", column), report.entry("pfedhn", column)
+    for place in raced(every):
+        name, lines = NAMES[place.column[0]], best_of(place.report, place.column)
+        tenth = max(max(mean_line(entry)) for entry in lines) / 10
+        first = max(lines, key=lambda entry: accuracy_at(entry, tenth))
+        early.append(f"{display_name(first.label)} ({accuracy_at(first, tenth):.1f} % on {name})")
+        stronger, paper = place.entry("pfedhn-plus"), place.entry("pfedhn")
         if stronger is None or paper is None or not stronger.results or (goal := paper.test()) is None:
             continue
-        size = megabytes_to(stronger, goal.mean)
-        if size is not None:
+        if (size := megabytes_to(stronger, goal.mean)) is not None:
             needed.append(f"{size:.0f} of {max(mean_line(paper)):.0f} MB on {name}")
     text = f"With a tenth of the bytes, before any fine-tuning, ahead of all are {' and '.join(early)}."
     if needed:

@@ -2,11 +2,9 @@
 
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from pfedhn.algorithms import ALGORITHMS
@@ -14,20 +12,20 @@ from pfedhn.errors import UserError
 from pfedhn.paper.comparison import (
     NOT_RUN,
     OURS,
-    column_name,
     compared,
     counts_text,
     finished_entries,
     grouped,
-    markdown,
+    places_of,
     seeds_text,
-    shown_figure,
     value_text,
 )
+from pfedhn.paper.drawing import mean_curve
 from pfedhn.paper.experiments import RATES_TAKEN_FROM
+from pfedhn.paper.pages import filled, markdown, shown_figure
 from pfedhn.paper.results_figures import pictured
 from pfedhn.paper.stored_tables import SEEDS
-from pfedhn.report.entries import Entry, Report, Summary, display_name
+from pfedhn.report.entries import Entry, Report, Summary, counted, display_name
 from pfedhn.report.pairs import PAIRS_ARE, pairs
 from pfedhn.report.tables import bytes_text, number_text, seconds_text, steps_text
 
@@ -70,11 +68,13 @@ class Bar:
 
 def bar(entry: Entry) -> Bar | None:
     """r - 2 s sqrt(1/n + 1/n_r): s is the largest deviation that anybody saw. None without a number to compare with."""
-    reached = REACHED.get((entry.cell.method, *entry.column))
-    paper = entry.published
-    if paper is None and reached is None:
+    reached, paper = REACHED.get((entry.cell.method, *entry.column)), entry.published
+    if reached is not None:
+        mean, _, num_runs = reached
+    elif paper is not None:
+        mean, num_runs = paper[0], NUM_PAPER_RUNS
+    else:
         return None
-    mean, num_runs = (reached[0], reached[2]) if reached else (paper[0], NUM_PAPER_RUNS) if paper else (math.nan, 0)
     ours = entry.test("samples")
     deviations = [ours and ours.deviation, reached and reached[1], paper and paper[1]]
     known = [value for value in deviations if value is not None]
@@ -86,49 +86,30 @@ def bar(entry: Entry) -> Bar | None:
 
 def page(every: Sequence[Report], notes: str, tuning: Sequence[Mapping[str, Any]]) -> str:
     reports = [compared(report) for report in every]
-    parts = [OPENING]
-    for report, whole in zip(reports, every, strict=True):
-        parts += [f"## {report.title}", markdown(grid(report))]
-        for (dataset, clients), name in pictured(report).items():
-            parts.append(shown_figure(name, f"{dataset}, {clients} clients: accuracy against communication"))
-        if finished_entries(report):
-            parts += [markdown(costs(report)), markdown(origins(report))]
-            for column in report.columns:
-                lines = pairs(whole, column, seeds=SEEDS)
-                if lines:
-                    parts += [f"{column_name(column)} clients, ranks and paired differences:", markdown(lines)]
-        else:
-            parts.append("No run of this table is stored yet.")
-    parts += ["## Does pFedHN reach what it should?", BAR_TEXT, markdown(bars(every))]
-    parts += ["## Baselines that differ from the paper", *far_section(reports), notes.strip()]
-    parts += ["## Rates", RATES_TEXT, *tuning_section(tuning), STORED_TEXT]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    tables = [part for report, whole in zip(reports, every, strict=True) for part in table_section(report, whole)]
+    return filled(
+        "results-log",
+        pairs_are=PAIRS_ARE[0].upper() + PAIRS_ARE[1:],
+        tables="\n\n".join(tables),
+        bars=markdown(bars(every)),
+        far=far_section(reports),
+        notes=notes.strip(),
+        tuning="\n\n".join(tuning_section(tuning)),
+    )
 
 
-OPENING = f"""\
-<!-- Made by `make results` from the files in results/. Do not edit: the text on differences is results/notes.md. -->
-
-# Results: the log
-
-The long form of the [results](results.md). Every number of ours comes from a line in `results/` of the repository, and
-the line names the command that reproduces it ([how](#how-a-result-is-stored-and-rerun)).
-
-Accuracy is that of each client's own model on its own test examples, in percent, at the round chosen on validation.
-*Over clients* is the mean of the clients' accuracies, as the paper defines it; *over samples* counts every test
-example once, as the authors' code does. ± is the sample standard deviation over seeds (n - 1); the paper's is over
-three seeds.
-
-A cell of the tables has our accuracy over clients (and the number of seeds), the paper's, and the difference. {NOT_RUN}
-means *not run yet*; *1 seed* marks a number that no second seed has confirmed; a run that [diverged](#per-fedavg) has
-no score. Tables and figures have the seeds 0, 1 and 2, on which all methods have the same splits. pFedHN and pFedHN-PC
-are the paper's recipe, pFedHN+ and pFedHN+-PC [our stronger one](fidelity.md#our-stronger-recipe); headings in the
-tables say whose a row is.
-
-**Ranks and paired differences.** {PAIRS_ARE[0].upper()}{PAIRS_ARE[1:]} A pair takes all seeds that both methods have.
-
-Before you quote a number, read [what explains the differences from the
-paper](#baselines-that-differ-from-the-paper). Wall times are of runs that shared the GPU with others;
-[performance](performance.md) has those of runs alone."""
+def table_section(report: Report, whole: Report) -> list[str]:
+    """What there is of a table: its grid, figures, costs, origins and paired differences."""
+    parts = [f"## {report.title}", markdown(grid(report))]
+    for (dataset, clients), name in pictured(report).items():
+        parts.append(shown_figure(name, f"{dataset}, {clients} clients: accuracy against communication"))
+    if not finished_entries([report]):
+        return [*parts, "No run of this table is stored yet."]
+    parts += [markdown(costs(report)), markdown(origins(report))]
+    for place in places_of([whole]):
+        if lines := pairs(whole, place.column, seeds=SEEDS):
+            parts += [f"{place.name} clients, ranks and paired differences:", markdown(lines)]
+    return parts
 
 
 def grid(report: Report) -> list[list[str]]:
@@ -138,15 +119,13 @@ def grid(report: Report) -> list[list[str]]:
         entries = [report.entry(label, column) for column in report.columns]
         return ["" if entry is None else cell_text(entry) for entry in entries]
 
-    heading = ["method", *(f"{clients} clients" for _, clients in report.columns)]
-    return [heading, *grouped(report.labels, cells)]
+    return [["method", *(f"{clients} clients" for _, clients in report.columns)], *grouped(report.labels, cells)]
 
 
 def cell_text(entry: Entry) -> str:
     ours, difference = entry.test(), entry.difference()
-    if ours is None:
-        lines = [entry.diverged_text or NOT_RUN]
-    else:
+    lines = [entry.diverged_text or NOT_RUN]
+    if ours is not None:
         lines = [f"**{number_text(ours)}** ({counts_text(ours, entry)})"]
     if entry.published is not None:
         lines.append("paper {:.2f} ± {:.2f}".format(*entry.published))
@@ -157,24 +136,19 @@ def cell_text(entry: Entry) -> str:
 
 def costs(report: Report) -> list[list[str]]:
     """Every finished cell: both averages and what it cost."""
-    return [
-        ["method", "clients", "over clients", "over samples", "steps", "sent up", "sent down", "wall time"],
-        *(
-            [
-                *(display_name(entry.label), str(entry.cell.clients)),
-                *(number_text(entry.test("clients")), number_text(entry.test("samples")), steps_text(entry)),
-                *(bytes_text(entry.total("bytes_up")), bytes_text(entry.total("bytes_down"))),
-                seconds_text(entry.total("seconds")),
-            ]
-            for entry in finished_entries(report)
-        ),
-    ]
+    lines = [["method", "clients", "over clients", "over samples", "steps", "sent up", "sent down", "wall time"]]
+    for entry in finished_entries([report]):
+        scores = [number_text(entry.test("clients")), number_text(entry.test("samples"))]
+        sent = [bytes_text(entry.total("bytes_up")), bytes_text(entry.total("bytes_down"))]
+        first = [display_name(entry.label), str(entry.cell.clients)]
+        lines.append([*first, *scores, steps_text(entry), *sent, seconds_text(entry.total("seconds"))])
+    return lines
 
 
 def origins(report: Report) -> list[list[str]]:
     """How the cells were made; those of a method that were made alike share a line."""
     numbers: dict[tuple[str, ...], list[str]] = {}
-    for entry in finished_entries(report):
+    for entry in finished_entries([report]):
         made = display_name(entry.label), rates_text(entry), entry.hardware, commits_text(entry)
         numbers.setdefault(made, []).append(str(entry.cell.clients))
     lines = [["method", "clients", "rates", "hardware", "commit"]]
@@ -200,15 +174,6 @@ def commits_text(entry: Entry) -> str:
     return ", ".join(sorted(commit[:8] + ("+changes" if "+" in commit else "") for commit in commits))
 
 
-BAR_TEXT = """\
-A check against regressions: a cell of pFedHN or pFedHN-PC should not be more than two standard errors of the
-difference below what is known to be reachable, so its bound is *r - 2 s √(1/n + 1/m)*. *r* is the mean of *m* runs of
-an independent re-implementation that was written for this check and is not part of the package, or, where that was
-not run, the paper's mean of 3. *s* is the largest of three standard deviations: ours, the re-implementation's and the
-paper's. *n* is our number of runs, in some cells more than the table's three. Accuracies here are over samples. Cells
-that fail are [looked at below](#cells-of-pfedhn-below-their-bound)."""
-
-
 def bars(reports: Sequence[Report]) -> list[list[str]]:
     lines = [["cell", "r", "of", "s", "bound", "ours, over samples", "reached"]]
     for entry in (entry for report in reports for entry in report.entries if entry.cell.method in OURS):
@@ -216,10 +181,9 @@ def bars(reports: Sequence[Report]) -> list[list[str]]:
         if found is None:
             continue
         dataset, clients = entry.column
-        source = f"{found.num_runs} runs" if found.num_runs > 1 else "1 run"
-        line = [f"{display_name(entry.label)}, {dataset}, {clients} clients", f"{found.mean:.2f}"]
-        line.append(source if found.is_measured else f"{source} (paper)")
-        if ours is None or found.bound is None or found.deviation is None:
+        source = counted(found.num_runs, "run") + ("" if found.is_measured else " (paper)")
+        line = [f"{display_name(entry.label)}, {dataset}, {clients} clients", f"{found.mean:.2f}", source]
+        if ours is None or found.bound is None:
             line += [NOT_RUN] * 4
         else:
             line += [f"{found.deviation:.2f}", f"{found.bound:.2f}", f"{number_text(ours)} ({seeds_text(ours)})"]
@@ -228,69 +192,33 @@ def bars(reports: Sequence[Report]) -> list[list[str]]:
     return lines
 
 
-def far_from_paper(reports: Sequence[Report]) -> Iterator[Entry]:
+def far_from_paper(reports: Sequence[Report]) -> list[Entry]:
     """Baselines whose mean is more than two points above or under the paper's."""
-    for entry in (entry for report in reports for entry in report.entries if entry.cell.method not in OURS):
-        difference = entry.difference()
-        if difference is not None and abs(difference) > FAR:
-            yield entry
+    baselines = [entry for entry in finished_entries(reports) if entry.cell.method not in OURS]
+    return [entry for entry in baselines if abs(entry.difference() or 0) > FAR]
 
 
-def far_section(reports: Sequence[Report]) -> list[str]:
-    if not any(finished_entries(report) for report in reports):
-        return ["No baseline is stored yet."]
-    found = list(far_from_paper(reports))
-    if not found:
-        return [f"No baseline that was run differs from the paper by more than {FAR:g} points."]
+def far_section(reports: Sequence[Report]) -> str:
+    if not finished_entries(reports):
+        return "No baseline is stored yet."
     lines = [["method", "data set", "clients", "ours", "paper", "difference", "there after"]]
-    for entry in found:
-        paper, difference = entry.published, entry.difference()
-        assert paper is not None
-        assert difference is not None
+    for entry in far_from_paper(reports):
         dataset, clients = entry.column
-        lines.append([display_name(entry.label), dataset, str(clients), number_text(entry.test())])
-        lines[-1] += [f"{paper[0]:.2f} ± {paper[1]:.2f}", f"{difference:+.2f}", steps_to(entry, paper[0])]
+        mean, deviation = entry.published or (math.nan, math.nan)
+        line = [display_name(entry.label), dataset, str(clients), number_text(entry.test())]
+        lines.append([*line, f"{mean:.2f} ± {deviation:.2f}", f"{entry.difference():+.2f}", steps_to(entry, mean)])
+    if len(lines) == 1:
+        return f"No baseline that was run differs from the paper by more than {FAR:g} points."
     about = f"""All cells that differ by more than {FAR:g} points; explanations follow the table. *There after* says
 when the mean of our test curves first reaches the paper's number, in communication steps."""
-    return [about, markdown(lines)]
+    return f"{about}\n\n{markdown(lines)}"
 
 
 def steps_to(entry: Entry, accuracy: float) -> str:
     """When the mean of an entry's curves first reaches an accuracy, of the steps there are."""
-    curves = [entry.curve(seed) for seed in entry.results]
-    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-    reached = next((step for step in steps if fmean(curve[step] for curve in curves) >= accuracy), None)
-    return "never" if reached is None else f"{reached:,} of {steps[-1]:,}"
-
-
-def unexplained(reports: Sequence[Report], notes: str) -> list[str]:
-    """Methods that differ from the paper and have no heading of their own in the notes."""
-    headings = set(re.findall(r"^### (.+?)\s*$", notes, re.MULTILINE))
-    names = dict.fromkeys(display_name(entry.cell.method) for entry in far_from_paper(reports))
-    return [name for name in names if name not in headings]
-
-
-RATES_TEXT = """\
-pFedHN and pFedHN-PC run with their authors' learning rates. Those of the baselines are chosen by `pfedhn tune` on the
-paper's grids: learning rates 0.1, 0.05, 0.01, 0.005 and personal ones 0.05, 0.01, 0.005, 0.001, on validation examples,
-with 50 clients and seed 0. Every point runs for a fifth of the steps, then the best three for all of them. The choice
-is kept for 10 and 100 clients. Our stronger recipe and the baselines that the paper does not have were tuned later,
-with seed 10, which is in no table, and with a tenth of the steps first: pFedHN+ and pFedHN+-PC by the server's rate and
-decay, the others by the paper's learning rates and, where their authors tune a second setting, by that. LG-FedAvg takes
-FedAvg's rate, MNIST takes CIFAR-10's. Points within about a percentage point of each other cannot be told apart by one
-seed. A rate that diverged with another of the table's seeds is excluded: Local on Omniglot was tuned again on all three
-seeds, and pFedMe on Omniglot took its second-best point (0.1 and 0.01), as the best diverged with seed 2. Per-FedAvg
-(HF) is the exception. On CIFAR-100 it has its third point after 500 steps, as both finalists diverged with seed 10;
-with 50 and 100 clients that one diverges too, in five of six runs. On Omniglot its finalist (0.01 and 0.005) diverged
-with all three seeds, so it has the next point of the grid (0.1 and 0.001), which diverges with one. No further point
-was run in full. pFedHN and pFedHN-PC were tuned on CIFAR-100 only to see [what the paper's search would
-choose](#runs-that-jump); the table does not use it.
-
-The baselines of CIFAR-100 were tuned with a version whose linear layer, by our estimate, got one minibatch in 200,000
-wrong (a race between two copies on the GPU). This is fixed; the runs of CIFAR-100 and Omniglot in the tables were
-made later, and networks with ten classes were never affected. Per-FedAvg's grid was run again for 1,000 steps: the
-best three are the same, but 0.005 and 0.005 comes first among them, possibly by chance; they were not run in full
-again."""
+    curve = mean_curve(entry)
+    reached = next((step for step, value in curve.items() if value >= accuracy), None)
+    return "never" if reached is None else f"{reached:,} of {max(curve):,}"
 
 
 def tuning_section(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -323,37 +251,6 @@ def score_text(stage: Mapping[str, Any] | None) -> str:
     if stage is None:
         return ""
     return "diverged" if stage["score"] is None else f"{100 * stage['score']:.2f}"
-
-
-STORED_TEXT = """\
-## How a result is stored and rerun
-
-`results/` has a `.jsonl` file for each table: a line with the experiment, then a line for each run. A run's line
-holds every field of its cell, every setting of the method, seed, command, commit, device, versions, precision and
-whether it was deterministic, wall time, bytes, the checksum of the split, scores at the chosen round with each
-client's number of correct examples and of examples, and the learning curve. [Experiments](experiments.md#resultjson)
-describes the fields.
-
-```sh
-pfedhn run table1-cifar10 --out runs/table1-cifar10                               # on a GPU
-pfedhn report runs/table1-cifar10 --export results/table1-cifar10.jsonl           # at any time: what is finished
-make results                                                                      # this page and its figures
-pfedhn report results                                                             # the same as tables and figures
-```
-
-A `.jsonl` file that was made on another machine goes in the same way: `pfedhn report FILE.jsonl --export ...`.
-
-To check a cell, take `command` from its line and run it at its `commit` with an `--out` of its own. If
-`environment.deterministic` is true, the same device and versions give the same bits: the same correct examples of
-every client and the same losses. Otherwise the order of sums on a GPU may differ, and the result differs about as
-much as that of another seed. Steps and bytes of LG-FedAvg include the FedAvg run that it starts from. The commits
-`3c43e209` and `4e9ed78c`, which lines of Per-FedAvg (HF), of the rivals of pFedHN-S and of
-`benchmarks/results/h200-float32.jsonl` name, are not in this history: `8e1975b` has what they had (the kernels came in
-with `7edb4e7`), with later block sizes, and its tuner no longer takes `--precision ieee`.
-
-`results/jumps/` has what `tools/jumps.py` wrote, `results/checks/` the runs and comparisons that the text above
-quotes and no table holds: runs on a CPU, Per-FedAvg's grid, runs of its Hessian-free form that diverged, FedAvg and
-Ditto with all that pFedHN-S has, and what `tools/same_seed.py` found about runs made twice."""
 
 
 def read_tuning(folder: Path) -> list[dict[str, Any]]:

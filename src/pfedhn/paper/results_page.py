@@ -7,9 +7,10 @@ README gets the sentences of the short page and a figure.
 from pathlib import Path
 
 from pfedhn.errors import UserError
+from pfedhn.paper.pages import between, write_figures
 from pfedhn.paper.results_figures import draw
 from pfedhn.paper.results_log import page, read_tuning
-from pfedhn.paper.results_summary import README_BLOCK, readme_block, summary
+from pfedhn.paper.results_summary import README_MARKS, readme_block, summary
 from pfedhn.paper.stored_tables import read_ladder, read_results, table_of_runs
 from pfedhn.system.files import write_atomically
 
@@ -18,17 +19,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def build(results: Path, docs: Path, readme: Path) -> None:
     reports, notes = read_results(results), (results / "notes.md").read_text()
-    figures = draw(reports)
-    for file in (docs / "figures").glob("results-*.*"):
-        if file.name not in figures:
-            file.unlink()
-    for name, content in figures.items():
-        write_atomically(docs / "figures" / name, content)
+    write_figures(docs, "results-*.*", draw(reports))
     write_atomically(docs / "results.md", summary(reports).encode())
     write_atomically(docs / "results-log.md", page(reports, notes, read_tuning(results)).encode())
     write_atomically(results / "results.csv", table_of_runs(results).encode())
     block = readme_block(reports, read_ladder(results))
-    write_atomically(readme, README_BLOCK.sub(lambda _: block, readme.read_text()).encode())
+    write_atomically(readme, between(readme.read_text(), *README_MARKS, block).encode())
 
 
 if __name__ == "__main__":

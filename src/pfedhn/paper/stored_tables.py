@@ -1,12 +1,12 @@
 """The stored results of Table 1, read as runs of today's experiments."""
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import pandas
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.errors import UserError
@@ -16,9 +16,9 @@ from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.report.entries import Report, to_reports
 from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs, read_file
+from pfedhn.report.study import findings
 from pfedhn.storage.identity import settings_of
 from pfedhn.storage.schema import Curve, Result
-from pfedhn.studies import findings
 
 TABLES = ("table1-cifar10", "table1-cifar100", "table1-omniglot", "table1-mnist")
 SEEDS = EXPERIMENTS[TABLES[0]].seeds
@@ -35,10 +35,10 @@ SAME_TRAINING = ("pfedhn-plus-ft", "pfedhn-plus-pc-ft")  # as pfedhn-plus and pf
 def read_results(folder: Path) -> list[Report]:
     """A report for each table, with what the folder holds of it."""
     stored = [runs for file in sorted(folder.glob("*.jsonl")) for runs in read_file(file)]
-    tables = [_of_today(name, stored) for name in TABLES]
-    return [
-        report for runs in tables for report in to_reports([replace(runs, diverged=_diverged(folder, runs.experiment))])
-    ]
+    found = []
+    for runs in (_of_today(name, stored) for name in TABLES):
+        found += to_reports([replace(runs, diverged=_diverged(folder, runs.experiment))])
+    return found
 
 
 def _diverged(folder: Path, experiment: Experiment) -> frozenset[str]:
@@ -112,38 +112,33 @@ def _are_other_defaults(cell: Cell, settings: Mapping[str, Any]) -> bool:
     return any(settings[name] != value for name, value in today.items() if name in settings)
 
 
-CSV_COLUMNS = (
-    *("experiment", "method", "dataset", "clients", "seed", "test_over_clients", "test_over_examples"),
-    *("validation_over_examples", "test_loss", "chosen_step", "steps", "bytes_up", "bytes_down", "seconds"),
-    *("device", "precision", "torch", "commit", "finished", "settings", "command"),
-)
-
-
 def table_of_runs(folder: Path) -> str:
     """Every stored run as a line of CSV."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    for file in sorted(folder.glob("*.jsonl")):
-        for runs in read_file(file):
-            for result in runs.results.values():
-                test, where, cell = result.test, result.environment, result.cell
-                writer.writerow(
-                    [
-                        *(runs.experiment.name, cell["method"], cell["dataset"], cell["clients"], result.seed),
-                        *(test.client_mean, test.sample_mean, result.validation.sample_mean, test.loss),
-                        *(
-                            result.chosen_step,
-                            result.steps,
-                            result.bytes_up,
-                            result.bytes_down,
-                            round(result.seconds, 1),
-                        ),
-                        *(where.device, where.precision, where.torch, where.commit, where.finished),
-                        *(json.dumps(result.settings, sort_keys=True), result.command),
-                    ]
-                )
-    return text.getvalue()
+    lines = [
+        csv_line(runs.experiment.name, result)
+        for file in sorted(folder.glob("*.jsonl"))
+        for runs in read_file(file)
+        for result in runs.results.values()
+    ]
+    table: str = pandas.DataFrame(lines, dtype=object).to_csv(index=False, lineterminator="\n")
+    return table
+
+
+def csv_line(experiment: str, result: Result) -> dict[str, Any]:
+    return {
+        "experiment": experiment,
+        **{name: result.cell[name] for name in ("method", "dataset", "clients")},
+        "seed": result.seed,
+        "test_over_clients": result.test.client_mean,
+        "test_over_examples": result.test.sample_mean,
+        "validation_over_examples": result.validation.sample_mean,
+        "test_loss": result.test.loss,
+        **{name: getattr(result, name) for name in ("chosen_step", "steps", "bytes_up", "bytes_down")},
+        "seconds": round(result.seconds, 1),
+        **{name: getattr(result.environment, name) for name in ("device", "precision", "torch", "commit", "finished")},
+        "settings": json.dumps(result.settings, sort_keys=True),
+        "command": result.command,
+    }
 
 
 def read_ladder(results: Path) -> Finding | None:

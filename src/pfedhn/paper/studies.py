@@ -1,20 +1,19 @@
-"""The paper's other experiments: the table of its studies, each in a file."""
+"""The paper's other experiments: the table of its studies."""
 
 from pfedhn.paper import (
     ablation,
     client_map,
     cohort_size,
     communication,
-    depth,
-    embedding_size,
     fixed_representation,
     generalization,
     linear,
-    local_steps,
     mix_and_match,
+    networks,
     norms,
     novel_clients,
     spectral_norm,
+    sweeps,
     table2,
 )
 
@@ -28,9 +27,9 @@ STUDIES = {
         novel_clients.STUDY,
         mix_and_match.STUDY,
         client_map.STUDY,
-        local_steps.STUDY,
-        embedding_size.STUDY,
-        depth.STUDY,
+        sweeps.LOCAL_STEPS,
+        sweeps.EMBEDDING_SIZE,
+        sweeps.DEPTH,
         spectral_norm.STUDY,
         fixed_representation.STUDY,
         cohort_size.STUDY,
@@ -38,3 +37,5 @@ STUDIES = {
         *ablation.STUDIES,
     )
 }
+DRAWN = networks.DRAWN
+"""Drawn from experiments that are run by their own name."""

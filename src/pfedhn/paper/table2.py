@@ -8,18 +8,18 @@ size during training are a cell more: the paper says that capacities change with
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
-from numpy.typing import NDArray
 
+from pfedhn.experiments.finished import Finished
 from pfedhn.experiments.spec import Cell
+from pfedhn.paper import drawing
 from pfedhn.paper.experiments import table1_cell
-from pfedhn.report.entries import Entry, Summary, display_name, summarize
+from pfedhn.report.entries import Entry, Summary, display_name
 from pfedhn.report.findings import Finding
-from pfedhn.studies import drawing
-from pfedhn.studies.finished import Finished
-from pfedhn.studies.study import Found, Study, known, on_digits, setting
+from pfedhn.report.study import Found, Study, on_digits, setting
+from pfedhn.report.tables import number_text
 
 SIZES = ("lenet-s", "lenet-m", "lenet-l")
 CLIENTS = 75
@@ -43,7 +43,7 @@ BASELINES = ("fedavg", "per-fedavg", "pfedme", "lg-fedavg")
 def cells() -> tuple[Cell, ...]:
     found = []
     for dataset in ("cifar10", "cifar100"):
-        for method in known("pfedhn", "pfedhn-pc", "pfedhn-plus", "pfedhn-plus-pc"):
+        for method in ("pfedhn", "pfedhn-pc", "pfedhn-plus", "pfedhn-plus-pc"):
             cell = replace(table1_cell(dataset, method, CLIENTS), sizes=SIZES)
             found += [cell] if setting(cell, "personal") else [cell, replace(cell, resize_every=RESIZE_EVERY)]
         for method in BASELINES:
@@ -67,146 +67,150 @@ def compute(finished: Finished) -> Mapping[str, Any]:
     return {"served": accuracy}
 
 
-def sizes_of(cell: Cell) -> Sequence[str]:
-    assert cell.sizes is not None
-    return cell.sizes
-
-
 def group(cell: Cell, size: str, step: int = 0) -> list[int]:
     """The clients of one size after so many steps, by their place in the run's results."""
-    sizes = sizes_of(cell)
+    sizes = cell.sizes or SIZES
     stage = 0 if cell.resize_every is None else max(0, step - 1) // cell.resize_every
     mine = [i for i in range(cell.clients) if sizes[(i * len(sizes) // cell.clients + stage) % len(sizes)] == size]
     return list(range(len(mine))) if cell.part is not None else mine
 
 
-def row(found: Found, entries: Sequence[Entry]) -> list[Summary | None]:
-    """Accuracy of each size, of one run for all sizes or of one for each.
+class Row(NamedTuple):
+    """One run for all sizes, or one for each."""
 
-    A client that goes on to other sizes counts for the size that it has in the chosen round.
-    """
-    sizes = sizes_of(entries[0].cell)
-    if entries[0].cell.resize_every is not None:
-        (moving,) = entries
-        return [
-            summarize(
-                _mean(moving.client_accuracy(seed)[group(moving.cell, size, result.chosen_step)]) / 100
-                for seed, result in moving.results.items()
-            )
-            for size in sizes
-        ]
-    by_size = {entry.cell.part: entry for entry in entries}
-    values: list[Summary | None] = []
-    for size in sizes:
-        entry = by_size.get(size) or by_size.get(None)
-        values.append(None if entry is None else drawing.accuracy(entry, group(entry.cell, size)))
-    return values
+    dataset: str
+    method: str
+    moves: bool  # whether clients go on to other sizes
+    entries: list[Entry]
+    means: list[Summary | None]  # accuracy of each size; a client that moves counts for its size in the chosen round
+
+    @property
+    def label(self) -> str:
+        return f"{self.entries[0].label}, sizes change" if self.moves else self.entries[0].label
+
+    @property
+    def published(self) -> Sequence[tuple[float, float]] | None:
+        return None if self.moves else PAPER.get((self.dataset, self.method))
+
+    @property
+    def known(self) -> list[float]:
+        return [mean.mean for mean in self.means if mean is not None]
 
 
-def _mean(accuracies: Sequence[float | None] | NDArray[numpy.float64]) -> float:
-    return 100 * float(numpy.nanmean(numpy.array(accuracies, dtype=numpy.float64)))
+def rows_of(entries: Sequence[Entry]) -> list[Row]:
+    groups: dict[tuple[str, str, bool], list[Entry]] = {}
+    for entry in entries:
+        key = entry.cell.dataset, entry.cell.method, entry.cell.resize_every is not None
+        groups.setdefault(key, []).append(entry)
+    sizes = entries[0].cell.sizes or SIZES
+    return [Row(*key, mine, [accuracy(mine, size) for size in sizes]) for key, mine in groups.items()]
+
+
+def accuracy(entries: Sequence[Entry], size: str) -> Summary | None:
+    """Over the clients that have a size in the chosen round; None if no run has this size."""
+    entry = next((entry for entry in entries if entry.cell.part in (size, None)), None)
+    if entry is None:
+        return None
+    groups = {seed: group(entry.cell, size, result.chosen_step) for seed, result in entry.results.items()}
+    return drawing.over_seeds(float(numpy.nanmean(entry.client_accuracy(seed)[groups[seed]])) for seed in groups)
 
 
 def draw(found: Found) -> Finding:
-    rows: dict[tuple[str, str, bool], list[Entry]] = {}
-    for entry in found.entries:
-        rows.setdefault((entry.cell.dataset, entry.cell.method, entry.cell.resize_every is not None), []).append(entry)
+    rows = rows_of(found.entries)
     lines = [["data set", "method", *LETTERS, "all", "seeds"]]
-    for (dataset, method, moves), entries in rows.items():
-        name = f"{entries[0].label}, sizes change" if moves else entries[0].label
-        whole = drawing.text(drawing.accuracy(entries[0])) if entries[0].cell.part is None else ""
-        paper = None if moves or found.is_small else PAPER.get((dataset, method))
+    for row in rows:
+        first = row.entries[0]
+        whole = drawing.accuracy_text(first) if first.cell.part is None else ""
+        paper = None if found.is_small else row.published
         texts = [
-            "\n".join([drawing.text(value), *([f"paper {drawing.paper_text(paper[i])}"] if paper else [])])
-            for i, value in enumerate(row(found, entries))
+            "\n".join([number_text(mean), *([f"paper {drawing.paper_text(paper[i])}"] if paper else [])])
+            for i, mean in enumerate(row.means)
         ]
-        lines.append([dataset, name, *texts, whole, drawing.seeds_of(entries[0])])
-    served = served_table(found)
+        lines.append([row.dataset, row.label, *texts, whole, str(len(first.results))])
     about = " All: every client with the size it has."
-    if any(moves for _, _, moves in rows):
+    if any(row.moves for row in rows):
         about += f" Sizes change: every {RESIZE_EVERY} steps each client goes on to the next size."
     tables = [(lines, drawing.caption(found.entries, about))]
+    served = served_table(found)
     if len(served) > 1:
         tables.append((served, "Accuracy in % of clients that trained one size, or all in turn, with each size."))
-    return Finding(found.study.name, found.title, sentence(found, rows), tables, {"": partial(picture, found, rows)})
-
-
-def sentence(found: Found, rows: Mapping[tuple[str, str, bool], list[Entry]]) -> str:
-    def means(*key: Any) -> list[float]:
-        return [summary.mean for summary in row(found, rows[key]) if summary is not None] if key in rows else []
-
-    said = []
-    for dataset in dict.fromkeys(name for name, _, _ in rows):
-        ours, moved, stronger = (
-            means(dataset, *key) for key in (("pfedhn", False), ("pfedhn", True), ("pfedhn-plus", False))
-        )
-        others = {
-            entries[0].label: [summary.mean for summary in row(found, entries) if summary is not None]
-            for (name, method, moves), entries in rows.items()
-            if name == dataset and method in BASELINES
-        }
-        if len(ours) != len(LETTERS):
-            continue
-        text = " / ".join(f"{value:.1f}" for value in ours)
-        whole = {name: values for name, values in others.items() if len(values) == len(LETTERS)}
-        if whole:
-            best = max(whole, key=lambda name: sum(whole[name]))
-            missing = [label for label in map(display_name, BASELINES) if label not in whole]
-            unknown = f"; without a number for every size: {', '.join(missing)}" if missing else ""
-            text += f" (best of the others: {best}, {' / '.join(f'{value:.1f}' for value in whole[best])}{unknown})"
-        if moved:
-            text += f", and {' / '.join(f'{value:.1f}' for value in moved)} where clients change their size"
-        if stronger:
-            text += f"; pFedHN+ {' / '.join(f'{value:.1f}' for value in stronger)}"
-        said.append(f"On {dataset}, pFedHN has {text}.")
-    return (
+    said = [text for dataset in dict.fromkeys(row.dataset for row in rows) if (text := sentence(rows, dataset))]
+    return found.finding(
         "One hypernetwork serves small, medium and large clients (S / M / L). Methods that average weights train three "
-        f"groups apart, each of them with as many steps as pFedHN has for all three. {' '.join(said) or 'Not run yet.'}"
+        "groups apart, each of them with as many steps as pFedHN has for all three. "
+        f"{' '.join(said) or 'Not run yet.'}",
+        tables,
+        {"": partial(picture, found, rows)},
     )
+
+
+def sentence(rows: Sequence[Row], dataset: str) -> str:
+    """What pFedHN has on a data set, beside the best of the others and its variants."""
+    known = {(row.method, row.moves): row.known for row in rows if row.dataset == dataset}
+
+    def text(values: Sequence[float]) -> str:
+        return " / ".join(f"{value:.1f}" for value in values)
+
+    ours = known.get(("pfedhn", False), [])
+    if len(ours) != len(LETTERS):
+        return ""
+    said = text(ours)
+    whole = {method: known.get((method, False), []) for method in BASELINES}
+    whole = {method: values for method, values in whole.items() if len(values) == len(LETTERS)}
+    if whole:
+        best = max(whole, key=lambda method: sum(whole[method]))
+        missing = [display_name(method) for method in BASELINES if method not in whole]
+        unknown = f"; without a number for every size: {', '.join(missing)}" if missing else ""
+        said += f" (best of the others: {display_name(best)}, {text(whole[best])}{unknown})"
+    if moved := known.get(("pfedhn", True)):
+        said += f", and {text(moved)} where clients change their size"
+    if stronger := known.get(("pfedhn-plus", False)):
+        said += f"; pFedHN+ {text(stronger)}"
+    return f"On {dataset}, pFedHN has {said}."
 
 
 def served_table(found: Found) -> list[list[str]]:
     lines = [["data set", "method", "trained as", *(f"served {letter}" for letter in LETTERS)]]
-    for entry in found.entries:
-        tables = [values["served"] for values in found.analyses(entry.cell).values() if "served" in values]
+    for entry, numbers in found.computed:
+        tables = [values["served"] for values in numbers.values() if "served" in values]
         if not tables:
             continue
-        sizes = sizes_of(entry.cell)
+        sizes = entry.cell.sizes or SIZES
         groups = {letter: group(entry.cell, size) for letter, size in zip(LETTERS, sizes, strict=True)}
         if entry.cell.resize_every is not None:
             groups = {"all in turn": list(range(entry.cell.clients))}
         for letter, members in groups.items():
-            means = [summarize(_mean([table[other][i] for i in members]) for table in tables) for other in sizes]
-            lines.append([entry.cell.dataset, entry.label, letter, *(drawing.text(mean, 1) for mean in means)])
+            line = [entry.cell.dataset, entry.label, letter]
+            for size in sizes:
+                served = [100 * numpy.array(table[size], dtype=numpy.float64)[members] for table in tables]
+                line.append(number_text(drawing.over_seeds(float(numpy.nanmean(part)) for part in served), 1))
+            lines.append(line)
     return lines
 
 
-def picture(found: Found, rows: Mapping[tuple[str, str, bool], list[Entry]]) -> Any:
-    datasets = list(dict.fromkeys(dataset for dataset, _, _ in rows))
+def picture(found: Found, rows: Sequence[Row]) -> Any:
+    datasets = list(dict.fromkeys(row.dataset for row in rows))
     figure, all_axes = drawing.titled(5.6 * len(datasets) + 0.4, 4.8, found.title, len(datasets), squeeze=False)
-    marks = list(dict.fromkeys((method, moves) for _, method, moves in rows))
+    marks = list(dict.fromkeys((row.method, row.moves) for row in rows))
     for dataset, axes in zip(datasets, all_axes[0], strict=True):
-        mine = {key: entries for key, entries in rows.items() if key[0] == dataset}
-        for number, ((_, method, moves), entries) in enumerate(mine.items()):
-            means = row(found, entries)
+        mine = [row for row in rows if row.dataset == dataset]
+        for number, row in enumerate(mine):
             shift = 0.8 * (number - (len(mine) - 1) / 2) / len(mine)
-            places = [place + shift for place, mean in enumerate(means) if mean is not None]
-            values = [mean for mean in means if mean is not None]
-            label = f"{entries[0].label}{', sizes change' if moves else ''}"
-            style = {"marker": drawing.MARKERS[marks.index((method, moves)) % 8], "linestyle": "none"}
-            if moves:
+            places = [place + shift for place, mean in enumerate(row.means) if mean is not None]
+            means = [mean for mean in row.means if mean is not None]
+            style = {"marker": drawing.MARKERS[marks.index((row.method, row.moves)) % 8], "linestyle": "none"}
+            if row.moves:
                 style["markerfacecolor"] = "white"
-            drawing.errorbar(axes, places, values, drawing.color_of(method, number), label, **style)
-            if not moves and not found.is_small and (dataset, method) in PAPER:
-                paper = [mean for mean, _ in PAPER[dataset, method]]
+            drawing.errorbar(axes, places, means, drawing.color_of(row.method, number), row.label, **style)
+            if row.published and not found.is_small:
+                paper = [mean for mean, _ in row.published]
                 axes.scatter([i + shift for i in range(3)], paper, marker="_", s=90, color=drawing.PAPER, zorder=3)
         if not found.is_small:
             axes.scatter([], [], marker="_", s=90, color=drawing.PAPER, label=drawing.PAPER_LABEL)
-        axes.set_xticks(range(3), [f"{letter}" for letter in LETTERS])
+        axes.set_xticks(range(3), LETTERS)
         for line in (0.5, 1.5):
             axes.axvline(line, color="#BBBBBB", linewidth=0.8)
-        drawing.heading(axes, dataset)
-        drawing.finished_axes(axes, "size of a client's network", "test accuracy in %", legend=False)
+        drawing.finish(axes, "size of a client's network", drawing.ACCURACY, dataset, legend=False)
         axes.grid(axis="x", visible=False)
     named = drawing.legend_of(all_axes[0])
     figure.legend(named.values(), named, loc="outside lower center", ncols=4, frameon=False, fontsize=9)

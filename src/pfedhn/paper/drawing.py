@@ -1,13 +1,17 @@
-"""The one style of the studies' figures, and the few forms that several of them share."""
+"""The one style of the studies' figures and tables."""
 
+import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.report.entries import Entry, Summary, counted, summarize
 from pfedhn.report.figures import new_figure, tidy
+from pfedhn.report.findings import Lines
 from pfedhn.report.tables import number_text
 
 # Okabe and Ito, which color-blind people can tell apart; the first three are the darkest.
@@ -15,6 +19,8 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 PAPER = "#4D4D4D"
 PAPER_LABEL = "the paper"
+ACCURACY = "test accuracy in %"
+UNKNOWN = Summary(math.nan, None, 0)
 
 
 def titled(width: float, height: float, title: str, columns: int = 1, lines: int = 1, **more: Any) -> tuple[Any, Any]:
@@ -27,26 +33,33 @@ def titled(width: float, height: float, title: str, columns: int = 1, lines: int
 
 def color_of(method: str, number: int = 0) -> str:
     """A method's own color, or one by number."""
-    own = ALGORITHMS[method].color if method in ALGORITHMS else None
-    return own or COLORS[number % len(COLORS)]
+    return ALGORITHMS[method].color or COLORS[number % len(COLORS)]
 
 
 def errorbar(axes: Any, x: Sequence[float], values: Sequence[Summary], color: str, label: str, **more: Any) -> None:
-    """Means over seeds, and their sample deviation where there are several."""
+    """Means over seeds, and their sample deviation if there are several."""
     has_spread = any(value.deviation is not None for value in values)
     spread = [value.deviation or 0.0 for value in values] if has_spread else None
     style = {"marker": "o", "linewidth": 1.8, "markersize": 5.5, "capsize": 3.5, **more}
     axes.errorbar(x, [value.mean for value in values], yerr=spread, color=color, label=label, **style)
 
 
-def heading(axes: Any, text: str) -> None:
-    """What is seen in one part of a figure."""
-    axes.set_title(text, loc="left", fontsize=10)
+def accuracies(axes: Any, x: Sequence[float], entries: Sequence[Entry], color: str, label: str, **more: Any) -> None:
+    """The test accuracy of each entry, with its sample deviation."""
+    errorbar(axes, x, [accuracy(entry) for entry in entries], color, label, **more)
 
 
-def finished_axes(axes: Any, xlabel: str, ylabel: str, legend: bool = True) -> None:
+def curve(axes: Any, values: Mapping[Any, float], color: str, label: str, **more: Any) -> None:
+    """A line through numbers, by communication step or another scale."""
+    axes.plot(list(values), list(values.values()), color=color, label=label, **{"linewidth": 1.7, **more})
+
+
+def finish(axes: Any, xlabel: str, ylabel: str, heading: str = "", legend: bool = True) -> None:
+    """Name the axes; above them stands what is seen, beside them what the marks are."""
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
+    if heading:
+        axes.set_title(heading, loc="left", fontsize=10)
     tidy(axes)
     if legend and (named := legend_of([axes])):
         axes.legend(named.values(), named, frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -60,23 +73,43 @@ def legend_of(all_axes: Iterable[Any]) -> dict[str, Any]:
     return dict(sorted(named.items(), key=lambda pair: pair[0] == PAPER_LABEL))
 
 
-def accuracy(entry: Entry, clients: Sequence[int] | None = None) -> Summary | None:
-    """Test accuracy over seeds, in percent; of some clients only where they are named."""
+def accuracy(entry: Entry, clients: Sequence[int] | None = None) -> Summary:
+    """Test accuracy over seeds, in percent, of all clients or of some; NaN without test examples."""
     if clients is None:
-        return entry.test()
-    values = [entry.client_accuracy(seed)[list(clients)] for seed in entry.results]
-    return summarize(float(part[part == part].mean()) for part in values)
+        return entry.test() or UNKNOWN
+    return over_seeds(float(numpy.nanmean(entry.client_accuracy(seed)[list(clients)])) for seed in entry.results)
 
 
-def milliseconds(entry: Entry) -> Summary | None:
-    """Wall time of a round, evaluation included."""
-    return summarize(1e3 * result.seconds / result.rounds for result in entry.results.values())
+def over_seeds(values: Iterable[float]) -> Summary:
+    return summarize(values) or UNKNOWN
+
+
+def accuracy_text(entry: Entry, digits: int = 2) -> str:
+    return number_text(accuracy(entry), digits)
+
+
+def mean_curve(entry: Entry) -> dict[int, float]:
+    """Accuracy by communication step: the mean over the seeds."""
+    return mean_of([entry.curve(seed) for seed in entry.curves])
+
+
+def mean_of(curves: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """The mean of some curves at the steps that all of them have."""
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    return {step: sum(curve[step] for curve in curves) / len(curves) for step in steps}
+
+
+def by_method(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """The entries of each method, on the seeds that all of these have."""
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.cell.method, []).append(entry)
+    return {method: on_common_seeds(mine) for method, mine in found.items()}
 
 
 def on_common_seeds(entries: Sequence[Entry]) -> list[Entry]:
-    """Only the seeds that all have, so that no difference is one of seeds; all of them where none is common."""
-    have = [entry for entry in entries if entry.results]
-    common = set.intersection(*(set(entry.results) for entry in have)) if have else set()
+    """Only the seeds that all entries have, so that no difference is one of seeds; all of them if none is common."""
+    common = set.intersection(*(set(entry.results) for entry in entries))
     if not common:
         return list(entries)
     return [
@@ -89,23 +122,20 @@ def on_common_seeds(entries: Sequence[Entry]) -> list[Entry]:
     ]
 
 
-def seeds_of(entry: Entry) -> str:
-    return str(len(entry.results))
-
-
-def text(value: Summary | None, digits: int = 2) -> str:
-    return "" if value is None else number_text(value, digits)
+def table(entries: Sequence[Entry], columns: Mapping[str, Callable[[Entry], str]], more: str = "") -> tuple[Lines, str]:
+    """A line for each entry: its method, these columns and its number of seeds; and a caption that ends with `more`."""
+    lines = [["method", *columns, "seeds"]]
+    for entry in entries:
+        lines.append([entry.label, *(text(entry) for text in columns.values()), str(len(entry.results))])
+    return lines, caption(entries, more)
 
 
 def paper_text(value: tuple[float, float | None] | None) -> str:
-    if value is None:
-        return ""
-    mean, deviation = value
-    return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"
+    return "" if value is None else number_text(Summary(*value, 3))
 
 
 def caption(entries: Sequence[Entry], more: str = "") -> str:
-    """What the numbers of a table are, and where they were made."""
+    """What the numbers of a table are, and the hardware of their runs."""
     seeds = sorted({len(entry.results) for entry in entries if entry.results})
     places = sorted({entry.hardware for entry in entries if entry.hardware})
     spread = "mean ± standard deviation over seeds" if seeds and seeds[-1] > 1 else "one seed"

@@ -4,22 +4,23 @@ compute(finished)   on the machine that has the run: its models and its clients'
 draw(found)         anywhere, from results and those numbers alone -> a sentence, tables and figures
 """
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from pfedhn.algorithms import ALGORITHMS
 from pfedhn.experiments.build import cell_algorithm
+from pfedhn.experiments.finished import Finished
 from pfedhn.experiments.registry import experiments
 from pfedhn.experiments.spec import Cell, Experiment, cell_digest, distinct, method_name
 from pfedhn.report.entries import Entry, display_name
-from pfedhn.report.findings import Finding
+from pfedhn.report.findings import Finding, Lines
 from pfedhn.report.results import Runs
 from pfedhn.settings import value_of, values_of
 from pfedhn.storage.schema import Curve, Result
-from pfedhn.studies.finished import Finished
 
+PAPER = "pfedhn.paper.studies"
 SMALL = "-small"
 SMALL_NETWORKS = {"lenet": "mlp-16", "lenet-s": "mlp-8", "lenet-m": "mlp-16", "lenet-l": "mlp-32"}
 
@@ -29,15 +30,15 @@ class Study:
     """One question, asked of finished runs.
 
     Args:
-        name: What `pfedhn run` calls it.
+        name: The name that `pfedhn run` takes.
         title: A heading for tables and figures.
-        cells: What is run. Cells that an experiment of the package has too are not run again, but read from its
-            results, unless something is computed from the runs themselves.
-        draw: What the results show.
-        compute: What is computed from each run where it was made; plain numbers by name.
-        small: A cell at reduced size, for a processor and seconds.
-        seeds: Of every cell.
-        norms: Whether its runs note the norms of what the server keeps at every evaluation: `moment.norms`.
+        cells: The cells to run. Those that an experiment of the package has too are read from its results instead,
+            unless the study computes something from the runs themselves.
+        draw: Makes the finding from the results.
+        compute: Computes plain numbers by name from each run, on the machine that made it.
+        small: Reduces a cell to seconds on a CPU.
+        seeds: The seeds of every cell.
+        norms: Whether its runs log weight norms at every evaluation: `moment.norms`.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Study:
     norms: bool = False
 
     def experiment(self, small: bool = False) -> Experiment:
-        """What is run; at reduced size, all cells and one seed."""
+        """The experiment to run; at reduced size, all cells and one seed."""
         if small:
             cells = distinct(self.small(cell) for cell in self.cells)
             return Experiment(self.name + SMALL, cells, self.seeds[:1], f"{self.title}; at reduced size")
@@ -68,7 +69,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of one experiment of a study: what `draw` is given."""
+    """The results of one experiment of a study: what `draw` is given."""
 
     study: Study
     runs: Sequence[Runs]  # of the experiment
@@ -87,21 +88,27 @@ class Found:
     def cells(self) -> list[Cell]:
         """The cells that were run or can be borrowed, as the study orders them."""
         mine = list(self.runs[0].experiment.cells)
-        known = [cell for cell in self.study.cells if not self.is_small and (cell in mine or self._results(cell))]
+        known = [cell for cell in self.study.cells if not self.is_small and (cell in mine or any(self._stored(cell)))]
         return known + [cell for cell in mine if cell not in known]
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """Those of the cells that have a result."""
+        """The cells that have a result."""
         return [entry for entry in map(self.entry, self.cells) if entry.results]
 
+    @cached_property
+    def computed(self) -> list[tuple[Entry, dict[int, Mapping[str, Any]]]]:
+        """The cells from whose runs something was computed, with these numbers by seed."""
+        return [(entry, numbers) for entry in self.entries if (numbers := self.analyses(entry.cell))]
+
     def entry(self, cell: Cell) -> Entry:
-        """A cell and what its runs found, whichever experiment ran it."""
+        """A cell and its results, whichever experiment ran it."""
+        results: dict[int, Result] = {}
         curves: dict[int, Curve] = {}
-        for runs, name, result in self._stored(cell):
+        for runs, name, result in sorted(self._stored(cell), key=lambda stored: stored[2].seed):
+            results.setdefault(result.seed, result)
             if name in runs.curves:
                 curves.setdefault(result.seed, runs.curves[name])
-        results = self._results(cell)
         return Entry(display_name(method_name(cell)), cell, results, curves, len(results), title=self.title)
 
     def analyses(self, cell: Cell) -> dict[int, Mapping[str, Any]]:
@@ -112,11 +119,11 @@ class Found:
                 found.setdefault(result.seed, analysis.values)
         return dict(sorted(found.items()))
 
-    def _results(self, cell: Cell) -> dict[int, Result]:
-        found: dict[int, Result] = {}
-        for _, _, result in self._stored(cell):
-            found.setdefault(result.seed, result)
-        return dict(sorted(found.items()))
+    def finding(
+        self, sentence: str, tables: Sequence[tuple[Lines, str]], figures: Mapping[str, Callable[[], Any]] | None = None
+    ) -> Finding:
+        """A finding with the study's name and title."""
+        return Finding(self.study.name, self.title, sentence, tables, figures or {})
 
     @cached_property
     def _lenders(self) -> list[Runs]:
@@ -136,9 +143,23 @@ class Found:
                         yield runs, run.name, result
 
 
-def known(*methods: str) -> list[str]:
-    """Those of the methods that there are; where a stronger recipe has a name, it is run beside the paper's."""
-    return [method for method in methods if method in ALGORITHMS]
+def studies() -> Mapping[str, Study]:
+    """Every named study of the package."""
+    found: Mapping[str, Study] = importlib.import_module(PAPER).STUDIES
+    return found
+
+
+def findings(runs: Sequence[Runs], own: Sequence[Study] = ()) -> list[Finding]:
+    """Draw the findings of the package's studies, found by the experiment's name, and of the user's own."""
+    drawn: Mapping[str, Study] = importlib.import_module(PAPER).DRAWN
+    known = {**studies(), **drawn, **{study.name: study for study in own}}
+    found: list[Finding] = []
+    for name in dict.fromkeys(part.experiment.name for part in runs):
+        study = known.get(name.removesuffix(SMALL))
+        mine = [part for part in runs if part.experiment.name == name]
+        if study is not None and any(part.results for part in mine):
+            found.append(study.draw(Found(study, mine, [part for part in runs if part.experiment.name != name])))
+    return found
 
 
 def varied(cell: Cell, **settings: Any) -> Cell:
@@ -153,36 +174,32 @@ def setting(cell: Cell, name: str) -> Any:
     return value_of(cell_algorithm(cell), name)
 
 
-def on_digits(cell: Cell) -> Cell:
-    """A cell on the embedded digits, with a dozen clients and a few steps."""
-    sizes = None if cell.sizes is None else tuple(SMALL_NETWORKS.get(name, name) for name in cell.sizes)
-    partition: dict[str, Any] = dict(cell.partition)
-    if partition.get("rule") == "dirichlet":
-        partition["alpha"] = 1.0
+def on_digits(cell: Cell, **changes: Any) -> Cell:
+    """A cell on the embedded digits, with a dozen clients, a few steps and a fifth of the local steps."""
+    partition: dict[str, Any] = {"rule": "by_classes", "classes_per_client": 3}
+    if cell.partition.get("rule") == "dirichlet":
+        partition = {**cell.partition, "alpha": 1.0}
         if "novel_clients" in partition:
             partition["novel_clients"] = 3
-    else:
-        partition = {"rule": "by_classes", "classes_per_client": 3}
-    return replace(
+    local = values_of(cell_algorithm(cell)).keys() & {"local_steps", "outer_steps"}
+    reduced = replace(
         cell,
         dataset="digits",
         clients=12,
         partition=partition,
         split=(0.5, 0.25, 0.25),
-        model=SMALL_NETWORKS.get(cell.model, cell.model),
-        sizes=sizes,
-        part=None if cell.part is None else SMALL_NETWORKS.get(cell.part, cell.part),
+        model=_small_network(cell.model),
+        sizes=None if cell.sizes is None else tuple(map(_small_network, cell.sizes)),
+        part=None if cell.part is None else _small_network(cell.part),
         resize_every=None if cell.resize_every is None else 20,
         steps=60,
         cohort_size=None if cell.cohort_size is None else min(cell.cohort_size, 12),
         batch_size=16,
         evaluate_every=12,
-        settings=fewer_steps(cell),
+        settings={**cell.settings, **{name: max(1, setting(cell, name) // 5) for name in sorted(local)}},
     )
+    return replace(reduced, **changes)
 
 
-def fewer_steps(cell: Cell) -> dict[str, Any]:
-    """A method's settings with a fifth of its local steps."""
-    known = values_of(cell_algorithm(cell))
-    names = [name for name in ("local_steps", "outer_steps") if name in known]
-    return {**cell.settings, **{name: max(1, setting(cell, name) // 5) for name in names}}
+def _small_network(name: str) -> str:
+    return SMALL_NETWORKS.get(name, name)
