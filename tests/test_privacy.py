@@ -35,7 +35,7 @@ from pfedhn.experiments.grid import from_table
 from pfedhn.model import Model
 from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.params import Params, take
-from pfedhn.privacy import Cost, Privacy, Protection, keyed_normal, num_places, protecting, spent
+from pfedhn.privacy import Privacy, Protection, RoundCost, keyed_normal, num_places, protecting, spent
 from pfedhn.sgd import SGD, Batches
 from pfedhn.storage.checkpoint import load_state, save_state
 
@@ -187,14 +187,14 @@ def test_epsilon_is_opacus_own() -> None:
     accountants = pytest.importorskip("opacus.accountants")
     privacy = Privacy(1.0, 1.1, level="example")
     cost = privacy.cost(size=640, batch_size=64, num_batches=5)
-    assert cost == Cost(1.1, 0.1, 5)
+    assert cost == RoundCost(1.1, 0.1, 5)
     theirs = accountants.RDPAccountant()
     for _ in range(5 * 7):
         theirs.step(noise_multiplier=1.1, sample_rate=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert privacy.spent(cost, 7) == pytest.approx(theirs.get_epsilon(1e-5), rel=1e-12)
-    assert Privacy(1.0, 8.0).cost(640, 64, 5) == Cost(4.0, 1.0, 1)
+    assert Privacy(1.0, 8.0).cost(640, 64, 5) == RoundCost(4.0, 1.0, 1)
     assert privacy.cost(10, 64, 5).sample_rate == 1.0
     assert spent([], 1e-5) == 0.0
     assert Privacy(1.0, 0.0).spent(Privacy(1.0, 0.0).cost(9, 9, 1), 1) == math.inf

@@ -1,4 +1,4 @@
-"""Personalized federated learning with hypernetworks: a model of its own for every client."""
+"""Personalized federated learning: every client gets its own model."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -20,9 +20,9 @@ from pfedhn.algorithm import Algorithm, Extras, FineTuning, Group, Needs, Uses
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.model import Model
-from pfedhn.params import Params, nothing_like, pick
+from pfedhn.params import Params, pick, placeholder_like
 from pfedhn.settings import INNER, ZeroOrMore, settings_in, values_of, with_values
-from pfedhn.sgd import Batches, Rate, Share
+from pfedhn.sgd import Batches, FractionRate, Rate
 
 Method = Algorithm[Any, Any, Any]
 
@@ -112,7 +112,7 @@ class Averaged(Wrapper):
     client averages its own model, a step each time that it trains.
     """
 
-    averaging: Share | None = None  # how much of its past the average keeps at a step; none: the newest is used
+    averaging: FractionRate | None = None  # how much of its past the average keeps at a step; none: the newest is used
 
     @property
     def averages_private(self) -> bool:
@@ -293,10 +293,10 @@ def memory_for_use(method: Method, shared: Any) -> Any:
     """The shared memory, in the same form, without what only training reads."""
     uses, newest = method.uses, newest_memory(method, shared)
     if uses.training:
-        newest = newest._replace(**{name: nothing_like(getattr(newest, name)) for name in uses.training})
+        newest = newest._replace(**{name: placeholder_like(getattr(newest, name)) for name in uses.training})
     if not _average_of(method):
         return newest
-    return shared._replace(newest=_with_part(newest, uses.published, nothing_like(shared.average)))
+    return shared._replace(newest=_with_part(newest, uses.published, placeholder_like(shared.average)))
 
 
 def published_part(method: Method, shared: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-NOTHING = "_pfedhn_nothing"
+PLACEHOLDER = "_pfedhn_placeholder"
 Params = dict[str, Tensor]
 Tree = TypeVar("Tree")
 
@@ -90,34 +90,34 @@ def stack(trees: Sequence[Tree]) -> Tree:
     return result
 
 
-def nothing_like(tree: Tree) -> Tree:
+def placeholder_like(tree: Tree) -> Tree:
     """Zeros in the form of a tree that take no memory, to be read only: for parts that nobody needs."""
-    result: Tree = pytree.tree_map(_nothing, tree)
+    result: Tree = pytree.tree_map(_placeholder, tree)
     return result
 
 
-def _nothing(leaf: Tensor) -> Tensor:
+def _placeholder(leaf: Tensor) -> Tensor:
     zeros = torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)
-    setattr(zeros, NOTHING, True)  # one cannot tell by its strides: a person's own numbers may be expanded, too
+    setattr(zeros, PLACEHOLDER, True)  # one cannot tell by its strides: a person's own numbers may be expanded, too
     return zeros
 
 
-def _is_nothing(leaf: Tensor) -> bool:
-    return hasattr(leaf, NOTHING)
+def _is_placeholder(leaf: Tensor) -> bool:
+    return hasattr(leaf, PLACEHOLDER)
 
 
 def copy(tree: Tree, into: Tree | None = None, on_host: bool = False) -> Tree:
     """A copy at every leaf; `into`, an older copy that nobody needs, lends its memory where the shapes are the same.
 
     With `on_host`, what is on a GPU is copied to the host's memory, in the order of the GPU's stream: wait for the
-    stream before you read it. What `nothing_like` made stays as it is.
+    stream before you read it. What `placeholder_like` made stays as it is.
     """
     leaves, spec = pytree.tree_flatten(tree)
     if into is not None:
         olds = pytree.tree_leaves(into)
         if [old.shape for old in olds] == [leaf.shape for leaf in leaves]:
             for old, leaf in zip(olds, leaves, strict=True):
-                if not (on_host and _is_nothing(leaf)):
+                if not (on_host and _is_placeholder(leaf)):
                     old.copy_(leaf, non_blocking=on_host)
             return into
     copies = [_on_host(leaf) if on_host else leaf.clone() for leaf in leaves]
@@ -127,7 +127,7 @@ def copy(tree: Tree, into: Tree | None = None, on_host: bool = False) -> Tree:
 
 def _on_host(leaf: Tensor) -> Tensor:
     if not leaf.is_cuda:
-        return leaf if _is_nothing(leaf) else leaf.clone()
+        return leaf if _is_placeholder(leaf) else leaf.clone()
     return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf, non_blocking=True)
 
 

@@ -35,7 +35,7 @@ Normal: TypeAlias = Callable[[int, Tensor], Tensor]
 MAX_ROUNDS = 1 << 30  # of a client whose budget is never spent
 
 
-class Cost(NamedTuple):
+class RoundCost(NamedTuple):
     """What one round of a client costs, as an accountant takes it."""
 
     noise: float  # deviation, in multiples of how far one example, or all of them, can move what is noised
@@ -86,7 +86,7 @@ class Privacy:
         if not 0 < self.delta < 1:
             raise UserError(f"delta is {self.delta}; it must be between 0 and 1.")
 
-    def cost(self, size: int, batch_size: int, num_batches: int) -> Cost:
+    def cost(self, size: int, batch_size: int, num_batches: int) -> RoundCost:
         """What one round costs a client.
 
         Args:
@@ -95,19 +95,19 @@ class Privacy:
             num_batches: Minibatches of a round.
         """
         if self.level == "client":
-            return Cost(self.noise / 2, 1.0, 1)  # halved: the updates of two data sets may be 2 `clip` apart
-        return Cost(self.noise, min(1.0, batch_size / max(1, size)), num_batches)
+            return RoundCost(self.noise / 2, 1.0, 1)  # halved: the updates of two data sets may be 2 `clip` apart
+        return RoundCost(self.noise, min(1.0, batch_size / max(1, size)), num_batches)
 
-    def spent(self, cost: Cost, num_rounds: int) -> float:
+    def spent(self, cost: RoundCost, num_rounds: int) -> float:
         """Epsilon after so many rounds."""
         return spent([cost._replace(steps=cost.steps * num_rounds)], self.delta)
 
-    def num_rounds(self, cost: Cost) -> int:
+    def num_rounds(self, cost: RoundCost) -> int:
         """How many rounds the budget lasts."""
         return MAX_ROUNDS if self.epsilon is None else _num_rounds(cost, self.epsilon, self.delta)
 
 
-def spent(history: Sequence[Cost], delta: float) -> float:
+def spent(history: Sequence[RoundCost], delta: float) -> float:
     """Epsilon after all of that, as Opacus' accountant has it (Rényi differential privacy)."""
     try:
         from opacus.accountants import RDPAccountant
@@ -135,7 +135,7 @@ def _step_rdp(noise: float, sample_rate: float) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _num_rounds(cost: Cost, epsilon: float, delta: float) -> int:
+def _num_rounds(cost: RoundCost, epsilon: float, delta: float) -> int:
     def is_within(count: int) -> bool:
         return spent([cost._replace(steps=cost.steps * count)], delta) <= epsilon
 

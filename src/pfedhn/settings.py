@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pfedhn.errors import UserError, closest, short
 
-Spec = TypeVar("Spec")
+Value = TypeVar("Value")
 Kinds: TypeAlias = type[Any] | tuple[type[Any], ...]
 """The dataclass that has some settings, or several: a method and the wrappers around it, the outermost first."""
 INNER = {"inner": True}
@@ -190,17 +190,17 @@ def value_of(spec: Any, name: str) -> Any:
     return values_of(spec)[full_name(kinds_of(spec), name) or name]
 
 
-def build(spec: type[Spec], values: Mapping[str, Any], what: str) -> Spec:
+def build(spec: type[Value], values: Mapping[str, Any], what: str) -> Value:
     """A dataclass from its settings, after checking every name and type."""
     return assembled(spec, checked(spec, values, what))
 
 
-def assembled(spec: type[Spec], values: Mapping[str, Any]) -> Spec:
+def assembled(spec: type[Value], values: Mapping[str, Any]) -> Value:
     """A dataclass from settings by their full names; what is not named is as it is by default."""
     return spec(**_arguments(spec, values, {item.name: item.default for item in fields(spec)}))  # type: ignore[arg-type]
 
 
-def with_values(spec: Spec, values: Mapping[str, Any]) -> Spec:
+def with_values(spec: Value, values: Mapping[str, Any]) -> Value:
     """The same dataclass with some settings changed, by their full names."""
     return replace(spec, **_arguments(type(spec), values, {name: getattr(spec, name) for name in _hints(type(spec))}))  # type: ignore[type-var]
 

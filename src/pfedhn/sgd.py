@@ -24,12 +24,12 @@ from pfedhn.statistics import collecting, tracked
 
 Rate: TypeAlias = float | Tensor
 """A number that a grid varies; the engine passes it as a 0-d tensor so that a grid compiles once."""
-Share: TypeAlias = Annotated[Rate, Bounds(0, 1)]
+FractionRate: TypeAlias = Annotated[Rate, Bounds(0, 1)]
 """Such a number that is a part of a whole."""
 
 
 def is_rate(hint: Any) -> bool:
-    """Whether the type of a setting is `Rate` or `Share`, or one of these or None."""
+    """Whether the type of a setting is `Rate` or `FractionRate`, or one of these or None."""
     if get_origin(hint) not in (Annotated, UnionType, Union):
         return False
     return {float, Tensor} <= set(get_args(hint)) or any(map(is_rate, get_args(hint)))

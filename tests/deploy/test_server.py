@@ -56,7 +56,7 @@ from pfedhn.engine.state import State
 from pfedhn.engine.transform import TRANSFORMS
 from pfedhn.errors import RunError, UserError
 from pfedhn.params import stack, take
-from pfedhn.privacy import Cost, Privacy, Protection
+from pfedhn.privacy import Privacy, Protection, RoundCost
 from pfedhn.sgd import SGD
 from pfedhn.storage import checkpoint
 from pfedhn.storage.files import sealed_json, unsealed_json, write_tensors
@@ -1451,9 +1451,9 @@ def test_noise_is_not_forgotten_and_its_cost_is_of_all_runs(tmp_path: Path) -> N
     again = replace(first, folder=tmp_path / "another run", heard=[])
     assert again.budget is not None
     assert again.budget.spent == 1.0
-    again.budget.pay(Cost(0.0, 1.0, 1))
+    again.budget.pay(RoundCost(0.0, 1.0, 1))
     with pytest.raises(BudgetSpent, match="is spent"):
-        replace(first, heard=[]).budget.pay(Cost(0.0, 1.0, 1))  # type: ignore[union-attr]
+        replace(first, heard=[]).budget.pay(RoundCost(0.0, 1.0, 1))  # type: ignore[union-attr]
     forgetful = replace(again, privacy=None, heard=[])
     with pytest.raises(UserError, match=r"--clip, --noise, --epsilon and --level again, or remove privacy\.json"):
         forgetful.refuse_forgotten_privacy()

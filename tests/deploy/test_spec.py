@@ -13,7 +13,7 @@ from pyarrow import csv, parquet
 from pfedhn.data.files import read_federation
 from pfedhn.deploy.examples import read_examples
 from pfedhn.deploy.plan import plan_digest
-from pfedhn.deploy.spec import Spec, read_spec, to_plan
+from pfedhn.deploy.spec import FederationSpec, read_spec, to_plan
 from pfedhn.errors import UserError
 from pfedhn.models import squared_error
 
@@ -38,7 +38,7 @@ L = "mlp-8"
 """
 
 
-def spec(text: str) -> Spec:
+def spec(text: str) -> FederationSpec:
     return read_spec(text, Path("mine.toml"))
 
 

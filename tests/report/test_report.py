@@ -54,14 +54,14 @@ from pfedhn.report.tables import (
 from pfedhn.storage.directory import (
     FORMAT,
     Part,
-    Spec,
+    StoredSpec,
     history_digest,
     identity,
     write_history,
     write_result,
     write_spec,
 )
-from pfedhn.storage.schema import Cost, Curve, Environment, Measures, Moment, Result, Scores
+from pfedhn.storage.schema import Curve, Environment, Measures, Moment, PretrainingCost, Result, Scores
 from pfedhn.system.files import claimed
 
 ROWS = [4, 4, 2, 0]  # test rows of each client; the last has none
@@ -82,9 +82,9 @@ def record(correct: Sequence[int]) -> Scores:
     )
 
 
-def spec_of(name: str) -> Spec:
+def spec_of(name: str) -> StoredSpec:
     full = Part("full", {})
-    return Spec(
+    return StoredSpec(
         FORMAT,
         name,
         int(name[-1]),
@@ -277,7 +277,7 @@ def test_a_run_that_starts_from_another_counts_both(tmp_path: Path) -> None:
     cells = (replace(CELLS[1], steps=5_000), replace(CELLS[1], method="lg-fedavg", pretrain="fedavg"))
     experiment = Experiment("lg", cells, (0,))
     Directory(tmp_path / "lg").open(experiment, experiment.runs())
-    before = Cost("fedavg-digits-4-seed0", 5_000, bytes_down=0, bytes_up=500_000, seconds=60.0)
+    before = PretrainingCost("fedavg-digits-4-seed0", 5_000, bytes_down=0, bytes_up=500_000, seconds=60.0)
     put_run(tmp_path / "lg", "lg-fedavg-digits-4-seed0", [4, 4, 2, 0], seconds=2.0, pretrain=before)
     (report,) = collect([tmp_path / "lg"])
     entry = report.entries[1]
@@ -345,7 +345,7 @@ def test_the_terminal_keeps_numbers_whole_beside_two_stages(tmp_path: Path) -> N
     cells = (replace(CELLS[1], steps=5_000), replace(CELLS[1], method="lg-fedavg", pretrain="fedavg"))
     experiment = Experiment("lg", cells, (0, 1), published={"fedavg/4": (50.0, 1.0)})
     Directory(tmp_path / "lg").open(experiment, experiment.runs())
-    before = Cost("fedavg-digits-4-seed0", 5_000, bytes_down=0, bytes_up=500_000, seconds=60.0)
+    before = PretrainingCost("fedavg-digits-4-seed0", 5_000, bytes_down=0, bytes_up=500_000, seconds=60.0)
     for seed in (0, 1):
         name = f"lg-fedavg-digits-4-seed{seed}"
         put_run(tmp_path / "lg", name, [4, 4, 2 - seed, 0], pretrain=before, steps=1_000)

@@ -33,7 +33,7 @@ from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs, export, read, read_file, to_line, without_folders
 from pfedhn.report.tables import caption, grid, to_csv, to_latex, to_markdown
 from pfedhn.storage.identity import settings_of
-from pfedhn.storage.schema import Cost, Curve, Environment, Measures, Moment, Result, Scores, SplitScores
+from pfedhn.storage.schema import Curve, Environment, Measures, Moment, PretrainingCost, Result, Scores, SplitScores
 from pfedhn.system.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
@@ -779,7 +779,7 @@ def test_the_table_compares_on_common_seeds_and_the_check_takes_all(tmp_path: Pa
 
 
 def test_the_cost_of_lg_fedavg_includes_its_fedavg(tmp_path: Path) -> None:
-    before = Cost("fedavg", 5_000, bytes_up=4 * 10**9, bytes_down=5 * 10**9, seconds=1_200.0)
+    before = PretrainingCost("fedavg", 5_000, bytes_up=4 * 10**9, bytes_down=5 * 10**9, seconds=1_200.0)
     runs = pretended({"lg-fedavg": {0: 85.0, 1: 86.0}}, pretrain=before)
     text = results_log.page(stored_tables.read_results(stored(tmp_path, runs)), "", [])
     assert row(text, "LG-FedAvg", "50")[4:] == ["5,000 + 1,000", "5.0 GB", "7.0 GB", "30 min"]

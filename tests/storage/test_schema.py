@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from pfedhn.storage.schema import (
-    Cost,
     Curve,
     Environment,
     Measures,
     Moment,
+    PretrainingCost,
     Result,
     SchemaError,
     Scores,
@@ -40,7 +40,7 @@ RESULT = Result(
     partition_sha256="abc",
     command="pfedhn run small",
     environment=Environment("cpu: abacus", 1, "fp32", True, commit="0123"),
-    pretrain=Cost("fedavg-digits-2-seed0", 4, 1, 2, 0.5),
+    pretrain=PretrainingCost("fedavg-digits-2-seed0", 4, 1, 2, 0.5),
 )
 
 

@@ -66,7 +66,7 @@ HYPERNETWORK: Any = {
     "joining": choices.joining,
 }
 
-# Colors of Okabe and Ito, which color-blind people can tell apart, and a dash of its own for each besides.
+# Colors of Okabe and Ito, which color-blind people can tell apart, each with its own dash.
 ALGORITHMS: dict[str, Method] = {
     "pfedhn": Method("pFedHN", **HYPERNETWORK, grid=TWO_LEVELS, is_tuned=False, color="#D55E00"),
     "pfedhn-pc": Method(
@@ -100,7 +100,7 @@ ALGORITHMS: dict[str, Method] = {
         "pFedHN+-FT",
         **HYPERNETWORK,
         settings=PLUS | FINE_TUNED,
-        summary="pFedHN+ whose clients take 50 steps of their own from what they are served before they use it.",
+        summary="pFedHN+ with 50 steps of fine-tuning by each client before use.",
         rates_from="pfedhn-plus",
         color="#E3554A",
         dash=(0, (5, 1.5, 1, 1.5)),
@@ -109,7 +109,7 @@ ALGORITHMS: dict[str, Method] = {
         "pFedHN+-PC-FT",
         **HYPERNETWORK,
         settings=PLUS | FINE_TUNED | {"personal": ("last",)},
-        summary="pFedHN+-PC whose clients take 50 steps of their own from what they are served before they use it.",
+        summary="pFedHN+-PC with 50 steps of fine-tuning by each client before use.",
         rates_from="pfedhn-plus-pc",
         color="#D98CC0",
         dash=(0, (6, 1, 1, 1)),
@@ -130,7 +130,7 @@ ALGORITHMS: dict[str, Method] = {
         "FedAvg + FT",
         FedAvg,
         settings=FINE_TUNED,
-        summary="FedAvg whose clients take 50 steps of their own from the shared model before they use it.",
+        summary="FedAvg with 50 steps of fine-tuning by each client before use.",
         grid=LOCAL,
         color="#1B3A8E",
         dash=(0, (5, 1.5, 1, 1.5)),

@@ -1,4 +1,4 @@
-"""APFL (Deng, Kamani, Mahdavi, 2020): each client mixes the shared model with one of its own, and learns how much.
+"""APFL (Deng, Kamani, Mahdavi, 2020): each client mixes the shared model with its own and learns how much.
 
     server   send w                                                                        send
     client   mix(v, w) = alpha_i v + (1 - alpha_i) w                                       train
@@ -26,9 +26,9 @@ from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, pack, take
-from pfedhn.sgd import SGD, Batches, Rate, Share, clip_vector, gradient, scan
+from pfedhn.sgd import SGD, Batches, FractionRate, Rate, clip_vector, gradient, scan
 
-State = tuple[Tensor, Tensor, Tensor, Tensor]  # w_i, v_i and the velocity of each
+Carry = tuple[Tensor, Tensor, Tensor, Tensor]  # w_i, v_i and the velocity of each
 
 
 class Private(NamedTuple):
@@ -42,7 +42,7 @@ class APFL(FedAvg):
     """APFL; the personal model is a mixture of weights."""
 
     local_lr: Rate = 1e-2  # learning rate of a client's steps, and of alpha_i
-    alpha: Share = 0.5  # where alpha_i starts, the share of the client's own model in the mixture
+    alpha: FractionRate = 0.5  # where alpha_i starts, the share of the client's own model in the mixture
     adaptive: bool = True  # whether alpha_i moves, by one step in every round
     tested: Literal["copy", "newest"] = "copy"  # whether v_i is mixed with w_i, or with the newest w
     rule: Rule = "mean"  # how a cohort's updates combine: "mean", "sum" or "size" (weighted by training examples)
@@ -61,7 +61,7 @@ class APFL(FedAvg):
             slope = torch.dot(v - w, gradient_of(mixed(alpha, v, w), batch))
             return (alpha - lr * slope).clamp(0.0, 1.0)
 
-        def step(carry: State, batch: Batches, constants: tuple[Rate, Tensor]) -> State:
+        def step(carry: Carry, batch: Batches, constants: tuple[Rate, Tensor]) -> Carry:
             (w_i, v_i, w_velocity, v_velocity), (lr, alpha) = carry, constants
             sgd = SGD(lr, self.local_momentum, self.local_weight_decay)
             w_gradient, v_gradient = shared_gradient(w_i, batch), alpha * gradient_of(mixed(alpha, v_i, w_i), batch)

@@ -24,7 +24,7 @@ from pfedhn.model import Model
 from pfedhn.params import Params, pack
 from pfedhn.sgd import SGD, Batches, Rate, clip_vector, gradient, scan
 
-State = tuple[Tensor, Tensor, Tensor, Tensor]  # w_i, v_i and the velocity of each
+Carry = tuple[Tensor, Tensor, Tensor, Tensor]  # w_i, v_i and the velocity of each
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Ditto(FedAvg):
         v, _ = pack({name: private[name] for name in received})
         shared_gradient, own_gradient = gradient(model.loss, unpack, is_tested=False), gradient(model.loss, unpack)
 
-        def step(carry: State, batch: Batches, constants: tuple[Rate, Rate, Tensor]) -> State:
+        def step(carry: Carry, batch: Batches, constants: tuple[Rate, Rate, Tensor]) -> Carry:
             (w_i, v_i, w_velocity, v_velocity), (lr, strength, w) = carry, constants
             sgd = SGD(lr, self.local_momentum, self.local_weight_decay)
             w_gradient = clip_vector(shared_gradient(w_i, batch), self.local_clip, len(w_i))

@@ -48,7 +48,7 @@ class Hypernetwork:
     chunk_size: int = 2_000
 
     def init(self, architectures: Mapping[str, Shapes], key: Key) -> Params:
-        """phi, each layer drawn as `nn.Linear` draws it, from a key of its own."""
+        """phi, each layer drawn from its own key, as `nn.Linear` draws it."""
         phi: Params = {}
         fan_in = self.embedding_dim + (CHUNK_DIM if self.head == "chunked" else 0)
         if not self.linear:

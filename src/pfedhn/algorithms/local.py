@@ -1,4 +1,4 @@
-"""Local training: every client trains a model of its own and sends nothing. What a federated method has to beat.
+"""Local training: every client trains its own model and sends nothing. A federated method has to beat it.
 
 client   theta_i <- K steps of SGD from theta_i     train
 """

@@ -79,11 +79,10 @@ class Method:
         inner = {name: value for name, value in values.items() if name in settings_in(kind)}
         return wrapped(assembled(kind, inner), {name: value for name, value in values.items() if name not in wide})
 
-    def changed(
-        self, algorithm: Algorithm[Any, Any, Any], settings: Mapping[str, Any], what: str
-    ) -> Algorithm[Any, Any, Any]:
+    def changed(self, algorithm: Algorithm[Any, Any, Any], settings: Mapping[str, Any]) -> Algorithm[Any, Any, Any]:
         """An algorithm of this row with some settings changed, by their short or full names."""
-        values = checked_method(kinds_around(type(innermost(algorithm))), settings, what)
+        kind = type(innermost(algorithm))
+        values = checked_method(kinds_around(kind), settings, kind.__name__)
         return with_settings(algorithm, values) if values else algorithm
 
     def check(self, algorithm: Algorithm[Any, Any, Any]) -> None:

@@ -189,7 +189,7 @@ def _examples_of(
     return numpy.stack([to_numbers(columns, name) for name in features], axis=1), labels
 
 
-class Inputs(NamedTuple):
+class ExamplesToPredict(NamedTuple):
     """Examples to predict."""
 
     x: Array
@@ -203,7 +203,7 @@ def read_inputs(
     leave_out: Sequence[str] = (),
     shape: tuple[int, ...] = (),
     how: Reading | None = None,
-) -> Inputs:
+) -> ExamplesToPredict:
     """Examples to predict, and the right answers if a column has them.
 
     Args:
@@ -224,13 +224,15 @@ def read_inputs(
         raise UserError(f"{place} is not a table and has no column {label_column!r}; leave --label out.")
     if images:
         kept, x = read_like(images, shape, None if how is None else how.images)
-        return Inputs(x, files=tuple(str(file.relative_to(place) if is_folder else file.name) for file in kept))
+        return ExamplesToPredict(
+            x, files=tuple(str(file.relative_to(place) if is_folder else file.name) for file in kept)
+        )
     if is_folder or is_array:
         x = load_array(place / "x.npy" if is_folder else place, "biuf")
         if x.ndim < 1 or not len(x):
             raise UserError(f"{place} has x of shape {x.shape}; give at least one example.")
-        return Inputs(x)
-    return Inputs(*_examples_of(place, label_column, leave_out, shape, None if how is None else how.table))
+        return ExamplesToPredict(x)
+    return ExamplesToPredict(*_examples_of(place, label_column, leave_out, shape, None if how is None else how.table))
 
 
 def reading_again(path: str, client_column: str, label_column: str, encoding: Encoding) -> Reading:

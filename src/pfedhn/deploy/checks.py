@@ -8,7 +8,7 @@ import torch
 from pfedhn.algorithm import Extra
 from pfedhn.deploy.questions import Question
 from pfedhn.deploy.signing import PublicKey, opened
-from pfedhn.deploy.state import State
+from pfedhn.deploy.state import ServerState
 from pfedhn.deploy.wire import Message, WireError, is_finite, layout, norm
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.state import EVALUATED_SPLITS
@@ -46,7 +46,9 @@ def verified(content: bytes, name: str, run: str, key: PublicKey | None, questio
     return message
 
 
-def check_answer(message: Message, question: Question, plan: Plan, state: State, max_staleness: int | None) -> None:
+def check_answer(
+    message: Message, question: Question, plan: Plan, state: ServerState, max_staleness: int | None
+) -> None:
     """Refuse a verified answer that the state must not take; an update may be `max_staleness` steps behind."""
     if message.kind == "refusal":
         return
@@ -61,7 +63,7 @@ def check_answer(message: Message, question: Question, plan: Plan, state: State,
         check_update(message, question, plan, state, max_staleness)
 
 
-def _check_hello(message: Message, plan: Plan, state: State) -> None:
+def _check_hello(message: Message, plan: Plan, state: ServerState) -> None:
     architecture, size, examples = (message.values.get(part) for part in ("architecture", "size", "examples"))
     is_known = isinstance(architecture, str) and architecture in plan.models
     are_counted = isinstance(examples, dict) and examples.keys() == set(EVALUATED_SPLITS)
@@ -76,7 +78,7 @@ def _check_hello(message: Message, plan: Plan, state: State) -> None:
         raise WireError("hello", "sent no descriptor that this method can use")
 
 
-def _is_descriptor(descriptor: Any, architecture: str, plan: Plan, state: State) -> bool:
+def _is_descriptor(descriptor: Any, architecture: str, plan: Plan, state: ServerState) -> bool:
     """Whether the method can make a party's weights from this descriptor."""
     if not isinstance(descriptor, torch.Tensor) or (descriptor.dim(), descriptor.dtype) != (1, plan.dtype):
         return False
@@ -88,7 +90,9 @@ def _is_descriptor(descriptor: Any, architecture: str, plan: Plan, state: State)
     return is_finite(descriptor)
 
 
-def check_update(message: Message, question: Question, plan: Plan, state: State, max_staleness: int | None) -> None:
+def check_update(
+    message: Message, question: Question, plan: Plan, state: ServerState, max_staleness: int | None
+) -> None:
     """Refuse an update of another layout, one that is not finite or too large, and one that is too old."""
     model = plan.models[state.members[message.party].architecture]
     extras = plan.extras[model.name].up

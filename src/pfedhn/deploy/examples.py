@@ -10,14 +10,14 @@ from pfedhn.data.cells import read_columns
 from pfedhn.data.columns import to_numbers
 from pfedhn.data.federation import Federation
 from pfedhn.data.folders import load_array
-from pfedhn.deploy.spec import Data, Spec, listed
+from pfedhn.deploy.spec import Data, FederationSpec, listed
 from pfedhn.engine.network import check_model
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import UserError, closest
 from pfedhn.system.files import given_path, reading
 
 
-def read_examples(path: str | Path, name: str, spec: Spec, plan: Plan, architecture: str = "") -> Federation:
+def read_examples(path: str | Path, name: str, spec: FederationSpec, plan: Plan, architecture: str = "") -> Federation:
     """A party's own examples: a folder with x.npy and y.npy, or a table; split as a simulation would split them."""
     place, data = given_path(path), spec.data
     with reading(place):

@@ -22,7 +22,7 @@ from pfedhn.deploy.invitations import Bundle, check_name
 from pfedhn.deploy.party import Party
 from pfedhn.deploy.relay import read_message, write_message
 from pfedhn.deploy.signing import KEY_HEADER, key_text, load_or_make_key, proof, public_key, public_text, write_private
-from pfedhn.deploy.spec import Spec, read_spec, to_plan
+from pfedhn.deploy.spec import FederationSpec, read_spec, to_plan
 from pfedhn.deploy.wire import WireError
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.privacy import Privacy
@@ -135,7 +135,7 @@ def remember(folder: Path, name: str, data: Path, size: str) -> None:
     write_atomically(folder / "party.json", json.dumps(table).encode(), mode=0o600)
 
 
-def _enrolled(folder: Path) -> tuple[dict[str, Any], Spec]:
+def _enrolled(folder: Path) -> tuple[dict[str, Any], FederationSpec]:
     """What the server told a party when it let it in, and the federation's file."""
     table: dict[str, Any] = json.loads(read_text(folder / ENROLLED))
     return table, read_spec(table["spec"], folder / "spec.toml")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pfedhn.errors import RunError, UserError
-from pfedhn.privacy import Cost, Privacy, spent
+from pfedhn.privacy import Privacy, RoundCost, spent
 from pfedhn.system.files import read_text, write_atomically
 
 
@@ -37,7 +37,7 @@ class Budget:
         if privacy.epsilon is None:
             raise UserError("privacy has no budget; say how much epsilon may be spent.")
         self.privacy, self.file, self.epsilon = privacy, file, privacy.epsilon
-        self.history: list[Cost] = []
+        self.history: list[RoundCost] = []
         self.num_updates = 0
         if file.exists():
             before = json.loads(read_text(file))
@@ -46,7 +46,7 @@ class Budget:
                     f"this party has sent updates with level {before['level']!r}, which protects something else; go on "
                     "with it, so that what was spent can be added up."
                 )
-            self.history = [Cost(*cost) for cost in before["history"]]
+            self.history = [RoundCost(*cost) for cost in before["history"]]
             self.num_updates = before["updates"]
         spent(self.history, privacy.delta)  # says now if the accountant is missing
 
@@ -57,7 +57,7 @@ class Budget:
     def spent(self) -> float:
         return spent(self.history, self.privacy.delta)
 
-    def pay(self, cost: Cost) -> None:
+    def pay(self, cost: RoundCost) -> None:
         """Count one more update, if there is budget for it; costs of other noise or other data add up too."""
         *earlier, last = self.history or [cost._replace(steps=0)]
         history = [*earlier, last._replace(steps=last.steps + cost.steps)]

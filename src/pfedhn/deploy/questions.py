@@ -11,7 +11,7 @@ import torch
 from pfedhn.deploy.plan import Phase, exchange_of, plan_digest
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.signing import PrivateKey, sealed
-from pfedhn.deploy.state import Member, State
+from pfedhn.deploy.state import Member, ServerState
 from pfedhn.deploy.wire import Message, layout, norm, packed
 from pfedhn.engine.plan import Plan
 from pfedhn.params import Params, num_bytes, zeros_like
@@ -49,7 +49,7 @@ class Questions:
         message = Message("hello", self.run, name, values)
         return Question(name, "hello", sealed(message, self.key), {"challenge": values["challenge"]})
 
-    def train(self, state: State, member: Member, number: int) -> Question:
+    def train(self, state: ServerState, member: Member, number: int) -> Question:
         """Ask a party for the update of a round."""
         phase, model = member.phase, self.plan.models[member.architecture]
         shared = state.shared
@@ -87,7 +87,7 @@ class Questions:
             self._layouts[key] = layout(encoded), len(packed(Message("train", "", "", {}, encoded)))
         return self._layouts[key]
 
-    def evaluate(self, state: State, member: Member, is_last: bool, is_judging: bool) -> Question:
+    def evaluate(self, state: ServerState, member: Member, is_last: bool, is_judging: bool) -> Question:
         """Ask a party to test its newest model, or with `is_last` that of the chosen round.
 
         With `is_judging` the scores decide on adaptation, so the party does not store the model yet.

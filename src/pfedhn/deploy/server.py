@@ -19,7 +19,7 @@ from pfedhn.deploy.plan import Phase
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.questions import Question, Questions
 from pfedhn.deploy.signing import PrivateKey, PublicKey
-from pfedhn.deploy.state import Member, Rules, State, split_results, step_order
+from pfedhn.deploy.state import Member, Rules, ServerState, split_results, step_order
 from pfedhn.deploy.store import Store, Unfit
 from pfedhn.deploy.wire import REFUSALS, Message, WireError
 from pfedhn.engine.in_flight import next_of
@@ -60,7 +60,7 @@ class Server:
         self.questions = Questions(plan, run, key, self.policy)
         self.contacts = Contacts(roster, transport, self.policy, log, clock)
         self.store = Store(folder, Rules(plan))
-        self.state: State = self.store.load()
+        self.state: ServerState = self.store.load()
         self.scores: dict[str, Any] = {}  # of the evaluation that goes on
         self._to_test: list[str] = []  # parties that have not been asked yet in that evaluation
         self._is_judging = False  # whether that evaluation decides on adaptation

@@ -13,7 +13,7 @@ from typing import Any
 from pfedhn.deploy.certificates import AUTHORITY
 from pfedhn.deploy.invitations import Bundle, Invitations
 from pfedhn.deploy.signing import PrivateKey, load_or_make_key
-from pfedhn.deploy.spec import Spec, read_spec, to_plan
+from pfedhn.deploy.spec import FederationSpec, read_spec, to_plan
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import UserError
 from pfedhn.system.files import append, make_folder, read_text, write_atomically
@@ -82,7 +82,7 @@ class Site:
         return read_text(self.folder / "spec.toml")
 
     @cached_property
-    def spec(self) -> Spec:
+    def spec(self) -> FederationSpec:
         return read_spec(self.spec_text, self.folder / "spec.toml")
 
     @cached_property

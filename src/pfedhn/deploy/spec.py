@@ -74,7 +74,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Spec:
+class FederationSpec:
     """Everything that the file says."""
 
     cell: Cell
@@ -85,7 +85,7 @@ class Spec:
     joining_rounds: int = 20
 
 
-def read_spec(text: str, path: Path) -> Spec:
+def read_spec(text: str, path: Path) -> FederationSpec:
     """What such a file says, or a sentence that says what is wrong with it."""
     table = dict(parse_toml(text, path))
     own = {name: table.pop(name, {}) for name in ("data", "policy", "sizes")}
@@ -108,12 +108,12 @@ def read_spec(text: str, path: Path) -> Spec:
     policy = build(Policy, own["policy"], "[policy]")
     if cell.in_flight is not None:
         policy = replace(policy, in_flight=cell.in_flight)
-    spec = Spec(cell, experiment.seeds[0], data, policy, own["sizes"], joining_rounds)
+    spec = FederationSpec(cell, experiment.seeds[0], data, policy, own["sizes"], joining_rounds)
     _check(spec)
     return spec
 
 
-def _check(spec: Spec) -> None:
+def _check(spec: FederationSpec) -> None:
     data, cell = spec.data, spec.cell
     if data.num_outputs < 1 or not data.example_shape or min(data.example_shape) < 1:
         raise UserError(
@@ -139,7 +139,7 @@ def listed(value: tuple[float, ...] | float | None) -> Sequence[float]:
     return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
-def to_plan(spec: Spec) -> Plan:
+def to_plan(spec: FederationSpec) -> Plan:
     """What server and parties know alike."""
     cell, data = spec.cell, spec.data
     is_classes = data.classes is not None
@@ -165,7 +165,7 @@ def to_plan(spec: Spec) -> Plan:
     )
 
 
-def described(spec: Spec) -> Description:
+def described(spec: FederationSpec) -> Description:
     """The parties that are expected and what their examples look like; nobody knows their names and sizes yet."""
     data, scaling = spec.data, None
     if data.mean is not None or data.std is not None:

@@ -60,7 +60,7 @@ class Chosen:
 
 
 @dataclass
-class State:
+class ServerState:
     """The state of a federation."""
 
     shared: Any
@@ -133,16 +133,16 @@ class Rules:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.plan_digest = plan, plan_digest(plan)
 
-    def initial(self) -> State:
+    def initial(self) -> ServerState:
         plan = self.plan
-        return State(
+        return ServerState(
             copy(plan.exchange.init_shared(plan.models, plan.initial_models(), keys.fold(plan.seed, "shared")))
         )
 
-    def apply(self, state: State, table: Mapping[str, Any], message: bytes = b"") -> None:
+    def apply(self, state: ServerState, table: Mapping[str, Any], message: bytes = b"") -> None:
         getattr(self, f"_{table['kind']}")(state, table, message)
 
-    def _join(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _join(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """A party comes for the first time, or comes again with other data, or perhaps with a new budget."""
         name = table["party"]
         known = state.members.get(name)
@@ -155,7 +155,7 @@ class Rules:
         state.members[name] = member
         state.rows[name] = self._first_row(state, member, descriptor)
 
-    def _first_row(self, state: State, member: Member, descriptor: Tensor | None) -> Any:
+    def _first_row(self, state: ServerState, member: Member, descriptor: Tensor | None) -> Any:
         algorithm = self.plan.algorithm
         known = state.best.rows if state.has_ended and state.best is not None else state.rows
         trained = [row for name, row in known.items() if state.members[name].phase == "training"]
@@ -166,17 +166,17 @@ class Rules:
         memory = self.plan.exchange.memory_of_method(shared)
         return in_dtype(algorithm.join_row(memory, stack(trained), descriptor), self.plan.dtype)
 
-    def _start(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _start(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """Those who are there stand in the order of their names, as in a simulation of the same parties."""
         for place, name in enumerate(sorted(state.members)):
             state.members[name].place = place
         state.has_started = True
 
-    def _open(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _open(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """A round begins, or its cohort is drawn anew."""
         state.cohort, state.attempt, state.is_open = list(table["cohort"]), table["attempt"], True
 
-    def _accept(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _accept(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """An update that passed every check."""
         member, answer = state.members[table["party"]], _opened(message)
         size, number, version = (torch.tensor(answer.values[name]) for name in ("size", "round", "version"))
@@ -192,7 +192,7 @@ class Rules:
         state.max_staleness = max(state.max_staleness, state.round - int(reply.version))
         state.replies[member.name] = reply
 
-    def _move(self, state: State, member: Member, reply: Reply) -> None:
+    def _move(self, state: ServerState, member: Member, reply: Reply) -> None:
         """One round of a party that joins: the server's memory is frozen, and its row alone moves."""
         assert state.best is not None
         returned = Returned(self.plan.models[member.architecture], stack([state.rows[member.name]]), stack([reply]))
@@ -200,21 +200,21 @@ class Rules:
         state.rows[member.name] = copy(take(rows, 0))
         member.round += 1
 
-    def _rebase(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _rebase(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """A party has lost what it kept: it goes on from what it has."""
         member = state.members[table["party"]]
         member.base, member.best_base = table["base"], table["best_base"]
         if state.tested is not None and member.name in state.tested.bases:
             state.tested.bases[member.name] = table["tested_base"]
 
-    def _step(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _step(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """A round ends; one that nobody had the budget for leaves the memories as they are."""
         if state.replies:
             self._move_all(state)
         state.round += 1
         state.replies, state.cohort, state.attempt, state.is_open = {}, [], 0, False
 
-    def _move_all(self, state: State) -> None:
+    def _move_all(self, state: ServerState) -> None:
         order = step_order(state)
         groups, returned = [], []
         for model in self.plan.models.values():
@@ -227,17 +227,17 @@ class Rules:
             for place, name in enumerate(names):
                 state.rows[name] = copy(take(rows, place))
 
-    def _drop(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _drop(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """A step cannot take the updates of these parties, though each of them passed every check."""
         for name in table["parties"]:
             del state.replies[name]
 
-    def _test(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _test(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """Every party's model of this round is about to be tested."""
         bases = {name: member.base for name, member in state.members.items()}
         state.tested = Chosen(state.round, copy(state.shared), copy(state.rows), bases)
 
-    def _score(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _score(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """Every party's model was tested; the first strictly best round is chosen, or the last where none can be."""
         tested, results = state.tested, table["results"]
         assert tested is not None
@@ -251,12 +251,12 @@ class Rules:
             for name, base in tested.bases.items():
                 state.members[name].best_base = base
 
-    def _end(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _end(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         state.has_ended = True
         state.final = {}
         state.is_adapted = None if self.plan.fine_tunes else False
 
-    def _judge(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _judge(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """Models of the chosen round were tested after adaptation, which is used unless it made them worse.
 
         Those count that were tested before it too; the best round's own results have older ones of who was away.
@@ -266,7 +266,7 @@ class Rules:
         before, after = _of_both(tested, table["results"])
         state.is_adapted = not before or not is_worse(_validation(after), _validation(before))
 
-    def _tell(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _tell(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """A party knows which round was chosen, and has said how good its model of that round is."""
         assert state.final is not None
         member = state.members[table["party"]]
@@ -275,7 +275,7 @@ class Rules:
         member.is_told = True
         state.final[table["party"]] = table["scores"]
 
-    def _try(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _try(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """A party that joins has tested its model."""
         member = state.members[table["party"]]
         member.evaluated = member.round
@@ -286,14 +286,14 @@ class Rules:
             state.best.rows[member.name] = copy(state.rows[member.name])
         member.has_joined = member.round >= self.plan.joining_rounds
 
-    def _spend(self, state: State, table: Mapping[str, Any], message: bytes) -> None:
+    def _spend(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """A party has no budget for more rounds; one that joins has what it has."""
         member = state.members[table["party"]]
         member.is_spent = True
         member.has_joined = member.phase == "joining"
 
 
-def step_order(state: State) -> list[str]:
+def step_order(state: ServerState) -> list[str]:
     """Whose updates the next step takes, in the order of its cohort."""
     order = [name for name in state.cohort if name in state.replies]
     return order + [name for name in state.replies if name not in order]

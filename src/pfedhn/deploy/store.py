@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pfedhn.deploy.state import Chosen, Member, Rules, State
+from pfedhn.deploy.state import Chosen, Member, Rules, ServerState
 from pfedhn.errors import RunError, first_line
 from pfedhn.storage.checkpoint import (
     NUM_KEPT,
@@ -50,7 +50,7 @@ class Store:
     def __post_init__(self) -> None:
         make_folder(self.folder, mode=0o700)
 
-    def commit(self, state: State, table: Mapping[str, Any], message: bytes = b"") -> None:
+    def commit(self, state: ServerState, table: Mapping[str, Any], message: bytes = b"") -> None:
         """Apply a record to the state, then write it; nobody hears of it before it is written.
 
         In this order, since a record that cannot be applied would stop every server that reads it again. A record that
@@ -72,7 +72,7 @@ class Store:
             return False
         return True
 
-    def load(self) -> State:
+    def load(self) -> ServerState:
         """The newest intact checkpoint, with all later records applied."""
         state, found = None, checkpoints(self.folder)
         for path in found:
@@ -97,7 +97,7 @@ class Store:
             self.number = number
         return state
 
-    def save(self, state: State) -> None:
+    def save(self, state: ServerState) -> None:
         """Write a checkpoint and begin a new journal."""
         number = self.number + 1
         # Both journals must exist before the checkpoint counts, since a missing one is an error. The new one is
@@ -116,7 +116,7 @@ class Store:
                 if _number(journal) < _number(kept[-1]):
                     journal.unlink(missing_ok=True)
 
-    def _read(self, path: Path) -> State:
+    def _read(self, path: Path) -> ServerState:
         table = read_record(path)
         format_, plan = table.pop("format"), table.pop("plan")
         if format_ not in (OLD_FORMAT, FORMAT) or plan != self.rules.plan_digest:
@@ -144,7 +144,7 @@ def _number(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def _to_record(state: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _to_record(state: ServerState) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A state between rounds: what JSON can hold, and tensors by name."""
     assert not state.replies, "a checkpoint is written between rounds"
     tensors = named("shared", state.shared)
@@ -166,11 +166,11 @@ def _to_record(state: State) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return table, tensors
 
 
-def _to_state(table: dict[str, Any], tensors: Mapping[str, Tensor], rules: Rules) -> State:
+def _to_state(table: dict[str, Any], tensors: Mapping[str, Tensor], rules: Rules) -> ServerState:
     form = rules.plan.form
     members = {one["name"]: Member(**one) for one in table.pop("members")}
     chosen = {part: table.pop(part) for part in ("best", "tested")}
-    state = State(filled("shared", form.shared, tensors), members=members, **table)
+    state = ServerState(filled("shared", form.shared, tensors), members=members, **table)
     state.rows = {name: filled(f"row/{name}", form.row, tensors) for name in members}
     for part, known in chosen.items():
         if known is not None:

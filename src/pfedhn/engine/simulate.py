@@ -34,13 +34,13 @@ from pfedhn.engine.state import (
 )
 from pfedhn.model import Model
 from pfedhn.params import copy, in_dtype, put, stack, take
-from pfedhn.privacy import Cost, Protection, keyed_normal
+from pfedhn.privacy import Protection, RoundCost, keyed_normal
 from pfedhn.sgd import Batches
 
 ROWS_AT_ONCE = 50_000  # made together: making one takes ten times its memory
 
 
-class Inputs(NamedTuple):
+class ClientInputs(NamedTuple):
     """What ONE client brings into a round; a leading axis makes a stack."""
 
     identity: Tensor
@@ -130,7 +130,7 @@ class Simulation(Plan):
             is_evaluated = self.schedule.is_evaluated(before, after)
             yield Progress(after, self.choose(state, self.evaluate(state)) if is_evaluated else None)
 
-    def privacy_cost(self, client: int) -> Cost:
+    def privacy_cost(self, client: int) -> RoundCost:
         """What a round costs a client."""
         assert self.privacy is not None
         size = int(self.federation.splits["train"].size[client])
@@ -205,7 +205,7 @@ class Simulation(Plan):
         models = {name: replace(model, device=device) for name, model in self.models.items()}
         return replace(self, federation=self.federation.to(device), models=models)
 
-    def _inputs(self, shard: CohortShard) -> Inputs:
+    def _inputs(self, shard: CohortShard) -> ClientInputs:
         """What the clients of one architecture bring into a round, all [C, ...]."""
         number = shard.number
         index = torch.tensor(shard.clients, device=self.device)
@@ -213,7 +213,7 @@ class Simulation(Plan):
         key = keys.fold(self.seed, "batches", number)
         is_sampled = self.privacy is not None and self.privacy.level == "example"
         draw = self.federation.sampled_batches if is_sampled else self.federation.batches
-        return Inputs(
+        return ClientInputs(
             identities,
             torch.full_like(index, number),
             shard.rows,
@@ -233,7 +233,7 @@ class Simulation(Plan):
         )
 
         def one_client(*given: Any) -> tuple[Offer, Reply, Kept]:
-            mine = Inputs(*given)
+            mine = ClientInputs(*given)
             offer = make_offer(shared, mine.row, mine.number, mine.identity)
             is_alone = executor.name == "loop"
             with (
@@ -245,7 +245,7 @@ class Simulation(Plan):
 
         return one_client
 
-    def _protection(self, mine: Inputs) -> Protection | None:
+    def _protection(self, mine: ClientInputs) -> Protection | None:
         if self.privacy is None:
             return None
         expected = mine.size.clamp(max=self.schedule.batch_size)

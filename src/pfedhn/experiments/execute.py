@@ -18,8 +18,8 @@ from pfedhn.runs.load import load
 from pfedhn.runs.progress import Event, Said, watch_run
 from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import tracker
-from pfedhn.storage.directory import Origin, Spec, read_spec
-from pfedhn.storage.schema import Cost
+from pfedhn.storage.directory import Origin, StoredSpec, read_spec
+from pfedhn.storage.schema import PretrainingCost
 
 
 def start(
@@ -61,12 +61,12 @@ def start(
     )
 
 
-def _pretrained(folder: Path, device: str) -> tuple[Cost, Params]:
+def _pretrained(folder: Path, device: str) -> tuple[PretrainingCost, Params]:
     """The earlier stage of a method such as LG-FedAvg: its cost, and the model of its last round."""
     earlier = load(folder, device=device)
     if (result := earlier.result) is None:
         raise RunError(f"{folder}, which this run starts from, is not finished; run it first.")
-    cost = Cost(result.name, result.steps, result.bytes_down, result.bytes_up, result.seconds)
+    cost = PretrainingCost(result.name, result.steps, result.bytes_down, result.bytes_up, result.seconds)
     plan, memories = earlier.plan, earlier.memories(last=True)
     model = plan.model_of(0)
     if plan.exchange.num_personal_batches(model, is_adapted=True):  # it would adapt on examples what it publishes
@@ -75,7 +75,7 @@ def _pretrained(folder: Path, device: str) -> tuple[Cost, Params]:
     return cost, earlier.personal_weights(0, last=True)
 
 
-def _begun_alike(directory: Path, cell: Cell) -> dict[str, Spec]:
+def _begun_alike(directory: Path, cell: Cell) -> dict[str, StoredSpec]:
     """A run of the experiment that has begun with the same network, if there is one."""
     for file in sorted(directory.glob("*/spec.toml")):
         spec = read_spec(file.parent)

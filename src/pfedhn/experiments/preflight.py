@@ -13,7 +13,7 @@ from pfedhn.experiments.build import CheckedNetworks, build_simulation, refuse_u
 from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.directory import Directory, Options, finished
 from pfedhn.experiments.spec import Experiment, RunSpec, is_own_data, pretraining_run, with_pretraining
-from pfedhn.storage.directory import MendableError, Spec, read_spec
+from pfedhn.storage.directory import MendableError, StoredSpec, read_spec
 from pfedhn.storage.identity import is_data_of
 from pfedhn.storage.restore import to_plan
 from pfedhn.storage.schema import Result
@@ -120,14 +120,14 @@ def _finished(directory: Path, runs: Iterable[RunSpec]) -> tuple[dict[str, Resul
     return results, damaged
 
 
-def refuse_changed_base(directory: Path, specs: Mapping[str, Spec]) -> None:
+def refuse_changed_base(directory: Path, specs: Mapping[str, StoredSpec]) -> None:
     """Beside runs that were trained on one frozen base, refuse to train others on another."""
     for name, spec in specs.items():
         if "frozen" in spec.digests:
             to_plan(directory / name, spec)  # which refuses another base
 
 
-def _refuse_other_executor(directory: Path, specs: Mapping[str, Spec], options: Options) -> None:
+def _refuse_other_executor(directory: Path, specs: Mapping[str, StoredSpec], options: Options) -> None:
     """Refuse now, not when a run starts: the directory would keep an option that its runs cannot continue with."""
     for name, spec in specs.items():
         if spec.executor != options.executor:
@@ -138,7 +138,7 @@ def _refuse_other_executor(directory: Path, specs: Mapping[str, Spec], options: 
 
 
 def _refuse_changed_data(
-    directory: Path, finished_runs: Iterable[RunSpec], specs: Mapping[str, Spec], is_going_on: bool
+    directory: Path, finished_runs: Iterable[RunSpec], specs: Mapping[str, StoredSpec], is_going_on: bool
 ) -> None:
     """Refuse to train runs on other data than the finished ones beside them.
 

@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 
 Average: TypeAlias = Literal["clients", "samples"]
 
-Cost: TypeAlias = Literal["steps", "bytes_up", "bytes_down", "seconds"]
+CostKind: TypeAlias = Literal["steps", "bytes_up", "bytes_down", "seconds"]
 
 Column: TypeAlias = tuple[str, int]
 """A data set and its number of clients."""
@@ -110,7 +110,7 @@ class Entry:
         """The root of a regression's mean squared error over all test examples, in the unit of the labels."""
         return summarize(math.sqrt(result.test.loss) for result in self.results.values())
 
-    def total(self, cost: Cost) -> Summary | None:
+    def total(self, cost: CostKind) -> Summary | None:
         """Steps, bytes or seconds of a run, with those of the run it starts from."""
         both = [(result, result.pretrain) for result in self.results.values()]
         return summarize(sum(getattr(part, cost) for part in parts if part is not None) for parts in both)

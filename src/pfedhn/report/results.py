@@ -26,7 +26,7 @@ from pfedhn.experiments.directory import Directory, check_place
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
 from pfedhn.settings import build
-from pfedhn.storage.directory import DIVERGED, Spec, read_history, read_result, read_spec
+from pfedhn.storage.directory import DIVERGED, StoredSpec, read_history, read_result, read_spec
 from pfedhn.storage.files import digest
 from pfedhn.storage.schema import Curve, Moment, Result, SchemaError, Scores, from_json, to_json
 from pfedhn.system.files import LOCK, is_claimed, make_folder, one_at_a_time, read_bytes, reading, write_atomically
@@ -97,7 +97,7 @@ def read(path: Path) -> list[Runs]:
 def read_experiment(path: Path) -> Runs:
     """Read the directory of an experiment."""
     experiment, planned = Directory(path).read()
-    found: list[tuple[RunSpec, Path, Result | None, Spec | None]] = []
+    found: list[tuple[RunSpec, Path, Result | None, StoredSpec | None]] = []
     for run in planned:
         folder, spec = path / run.name, None
         if (result := read_result(folder)) is not None:
@@ -119,7 +119,9 @@ def read_run(path: Path) -> Runs:
     return _read_folders(experiment, [(run, path, result, spec)])
 
 
-def _read_folders(experiment: Experiment, found: Iterable[tuple[RunSpec, Path, Result | None, Spec | None]]) -> Runs:
+def _read_folders(
+    experiment: Experiment, found: Iterable[tuple[RunSpec, Path, Result | None, StoredSpec | None]]
+) -> Runs:
     planned, running, diverged = [], set(), set()
     results, curves, analyses, histories, client_names, losses = {}, {}, {}, {}, {}, {}
     for run, folder, result, spec in found:
@@ -144,7 +146,7 @@ def _read_folders(experiment: Experiment, found: Iterable[tuple[RunSpec, Path, R
     )  # fmt: skip
 
 
-def _cell_of(spec: Spec) -> Cell:
+def _cell_of(spec: StoredSpec) -> Cell:
     """The cell of an experiment's run; of any other, one that says as much as the run's directory does."""
     if spec.cell is not None:
         return replace(build(Cell, spec.cell, spec.name), pretrain=None)  # the run it started from is not here

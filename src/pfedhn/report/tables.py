@@ -16,7 +16,7 @@ from pfedhn.errors import printable
 from pfedhn.report.entries import (
     Average,
     Column,
-    Cost,
+    CostKind,
     Entry,
     Report,
     Summary,
@@ -259,7 +259,7 @@ def numbers(entry: Entry) -> dict[str, Any]:
     found["published_mean"], found["published_deviation"] = entry.published or (None, None)
     for average in averages:
         found[f"difference_over_{average}"] = entry.difference(average) if entry.has_accuracy else None
-    costs: tuple[Cost, ...] = ("steps", "bytes_up", "bytes_down", "seconds")
+    costs: tuple[CostKind, ...] = ("steps", "bytes_up", "bytes_down", "seconds")
     totals = {cost: entry.total(cost) for cost in costs}
     return found | {name: total and total.mean for name, total in totals.items()} | {"hardware": entry.hardware}
 

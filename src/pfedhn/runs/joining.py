@@ -28,7 +28,6 @@ from pfedhn.model import Model
 from pfedhn.params import Params, take
 from pfedhn.runs.export import Card, Portable, write_model
 from pfedhn.settings import check_seed, whole_number
-from pfedhn.storage.identity import method_name
 
 TRIAL_ROUNDS = 10  # for which settings are tried before a client joins
 
@@ -227,7 +226,7 @@ def _with_settings(plan: Plan, settings: Mapping[str, Any]) -> Plan:
     algorithm = plan.algorithm
     if not isinstance(settings, Mapping):
         raise UserError(f"settings is {short(settings)}; give names and values, such as {{'local_lr': 0.01}}.")
-    changed = method_of(algorithm).changed(algorithm, settings, method_name(algorithm))
+    changed = method_of(algorithm).changed(algorithm, settings)
     return plan if changed is algorithm else replace(plan, algorithm=changed)
 
 

@@ -39,7 +39,7 @@ from pfedhn.storage.checkpoint import (
 )
 from pfedhn.storage.files import DamagedError, digest, parsed, sealed_json, sealed_text, unsealed_json, unsealed_text
 from pfedhn.storage.identity import digests_of, method_name, settings_of, start_content, transform_name
-from pfedhn.storage.schema import Cost, Moment, Result, SchemaError, from_json, to_json
+from pfedhn.storage.schema import Moment, PretrainingCost, Result, SchemaError, from_json, to_json
 from pfedhn.system.environment import Environment, environment
 from pfedhn.system.files import append, claimed, flush, make_folder, read_bytes, write_atomically, writing
 from pfedhn.system.reference import Code
@@ -71,7 +71,7 @@ class Origin:
     cell: Mapping[str, Any] = field(default_factory=dict)  # of an experiment's run
     dataset: str | None = None  # where it has a name
     preprocessing: Mapping[str, Any] | None = None  # what was done to the raw data
-    pretrain: Cost | None = None
+    pretrain: PretrainingCost | None = None
     command: str = ""
 
     @staticmethod
@@ -97,7 +97,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Spec:
+class StoredSpec:
     """The content of spec.toml."""
 
     format: int
@@ -117,7 +117,7 @@ class Spec:
     in_flight: int | None = None
 
 
-def describe(simulation: Simulation, origin: Origin) -> Spec:
+def describe(simulation: Simulation, origin: Origin) -> StoredSpec:
     """Make the content of spec.toml."""
     networks = {
         name: Network(
@@ -127,7 +127,7 @@ def describe(simulation: Simulation, origin: Origin) -> Spec:
         )
         for name, model in simulation.models.items()
     }
-    return Spec(
+    return StoredSpec(
         FORMAT,
         origin.name,
         simulation.seed,
@@ -146,7 +146,7 @@ def describe(simulation: Simulation, origin: Origin) -> Spec:
     )
 
 
-def identity(spec: Spec) -> dict[str, str]:
+def identity(spec: StoredSpec) -> dict[str, str]:
     """Digests of everything that decides a run's numbers, except the machine and the versions of libraries."""
     parts = ("method", "upload", "download", "schedule", "seed", "executor")
     return {part: digest(to_json(getattr(spec, part))) for part in parts} | dict(spec.digests)
@@ -160,7 +160,7 @@ def held(directory: Path) -> Iterator[None]:
         yield
 
 
-def refuse_other_base(directory: Path, stored: Spec, frozen: str | None) -> None:
+def refuse_other_base(directory: Path, stored: StoredSpec, frozen: str | None) -> None:
     """Refuse frozen weights that the run was not trained on; directories of older versions do not name theirs."""
     if stored.digests.get("frozen", frozen) != frozen:
         raise UserError(
@@ -169,11 +169,11 @@ def refuse_other_base(directory: Path, stored: Spec, frozen: str | None) -> None
         )
 
 
-def write_spec(directory: Path, spec: Spec) -> None:
+def write_spec(directory: Path, spec: StoredSpec) -> None:
     write_atomically(directory / "spec.toml", sealed_text(_text(spec)))
 
 
-def _text(spec: Spec) -> str:
+def _text(spec: StoredSpec) -> str:
     return to_toml(_without_none(to_json(spec)))
 
 
@@ -194,7 +194,7 @@ WORDS = {
 """What it means that two runs differ in a digest."""
 
 
-def _difference(there: Spec, here: Spec) -> str:
+def _difference(there: StoredSpec, here: StoredSpec) -> str:
     """How two runs differ, in words; empty if all that decides their numbers is the same."""
     there, here = map(_with_combinators, (there, here))
     found = []
@@ -214,7 +214,7 @@ def _difference(there: Spec, here: Spec) -> str:
     return ", ".join(found)
 
 
-def _with_combinators(spec: Spec) -> Spec:
+def _with_combinators(spec: StoredSpec) -> StoredSpec:
     """The same with the settings of all combinators, of which earlier versions wrote some for some methods only."""
     usual = {name: "none" if known.default is None else known.default for name, known in settings_in(WRAPPERS).items()}
     return replace(spec, method=replace(spec.method, settings={**usual, **spec.method.settings}))
@@ -242,7 +242,7 @@ def _without_none(value: Any, is_setting: bool = False) -> Any:
     }
 
 
-def read_spec(directory: Path) -> Spec | None:
+def read_spec(directory: Path) -> StoredSpec | None:
     """Read spec.toml; None if the directory holds no run."""
     file = directory / "spec.toml"
     if not file.exists():
@@ -251,7 +251,7 @@ def read_spec(directory: Path) -> Spec | None:
         return None
     content = read_bytes(file)
     try:
-        return from_json(Spec, tomllib.loads(unsealed_text(content)))
+        return from_json(StoredSpec, tomllib.loads(unsealed_text(content)))
     except DamagedError as error:
         if _is_older(content):
             raise UserError(OLDER.format(directory)) from None
@@ -273,13 +273,13 @@ class RunDirectory:
     """The directory of a run that goes on, which the caller holds (`held`)."""
 
     path: Path
-    spec: Spec
+    spec: StoredSpec
 
     @staticmethod
     def open(path: Path, simulation: Simulation, origin: Origin) -> tuple["RunDirectory", Loaded]:
         """Write what the run is, or refuse a directory that holds another run; read the newest intact checkpoint."""
         # As it will be read again: TOML has no None and no tuples.
-        given = from_json(Spec, tomllib.loads(_text(describe(simulation, origin))))
+        given = from_json(StoredSpec, tomllib.loads(_text(describe(simulation, origin))))
         if (spec := read_spec(path)) is not None:
             refuse_other_base(path, spec, given.digests.get("frozen"))
             if difference := _difference(spec, given):
@@ -393,7 +393,7 @@ def _tables(content: bytes) -> list[dict[str, Any]]:
     return tables
 
 
-def read_result(directory: Path, spec: Spec | None = None) -> Result | None:
+def read_result(directory: Path, spec: StoredSpec | None = None) -> Result | None:
     """Read the result of a finished run; None while it is not finished.
 
     Args:

@@ -22,14 +22,14 @@ from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
 from pfedhn.settings import build
-from pfedhn.storage.directory import Part, Spec, refuse_other_base
+from pfedhn.storage.directory import Part, StoredSpec, refuse_other_base
 from pfedhn.storage.identity import constants_digest, networks_digest
 from pfedhn.system.reference import Code, find, find_code
 
 
 def to_plan(
     directory: Path,
-    spec: Spec,
+    spec: StoredSpec,
     *,
     model: Factory | Mapping[str, Factory] | None = None,
     method: type[Any] | None = None,

@@ -179,7 +179,7 @@ def _measures(scores: Sequence[Scores]) -> Measures:
 
 
 @dataclass(frozen=True)
-class Cost:
+class PretrainingCost:
     """The cost of a run that another one starts from."""
 
     name: str
@@ -234,7 +234,7 @@ class Result:
     partition_sha256: str
     command: str
     environment: Environment
-    pretrain: Cost | None = None
+    pretrain: PretrainingCost | None = None
     unadapted: SplitScores | None = None  # where clients adapt: before their steps
     adapted: SplitScores | None = None  # after them, where these are not used, since they did not help on validation
     digests: Mapping[str, str] | None = None  # names for all that the run was made of
