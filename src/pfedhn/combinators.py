@@ -120,41 +120,41 @@ class Averaged(Wrapper):
 
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Average:
         device = next(iter(next(iter(starts.values())).values())).device
-        return _first(super().init_shared(models, starts, key), self.uses.published, device)
+        return _first(self.method.init_shared(models, starts, key), self.uses.published, device)
 
     def init_private(self, model: Model, start: Params, key: Key) -> Any:
-        private = super().init_private(model, start, key)
+        private = self.method.init_private(model, start, key)
         device = next(iter(start.values())).device
         return _first(private, self.uses.personal, device) if self.averages_private else private
 
     def join_row(self, shared: Average, rows: Any, descriptor: Tensor | None) -> Any:
-        return super().join_row(self.used(shared), rows, descriptor)
+        return self.method.join_row(self.used(shared), rows, descriptor)
 
     def send(self, model: Model, shared: Average, row: Any) -> Params:
-        return super().send(model, shared.newest, row)
+        return self.method.send(model, shared.newest, row)
 
     def publish(self, model: Model, shared: Average, row: Any) -> Params:
-        return super().publish(model, self.used(shared), row)
+        return self.method.publish(model, self.used(shared), row)
 
     def train(self, model: Model, received: Params, private: Any, batches: Batches) -> tuple[Params, Any]:
         if not self.averages_private:
-            return super().train(model, received, private, batches)
-        update, newest = super().train(model, received, private.newest, batches)
+            return self.method.train(model, received, private, batches)
+        update, newest = self.method.train(model, received, private.newest, batches)
         return update, _moved(private, newest, self.uses.personal, self.averaging)
 
     def receive(self, shared: Average, groups: Sequence[Group]) -> tuple[Average, list[Any]]:
-        newest, rows = super().receive(shared.newest, groups)
+        newest, rows = self.method.receive(shared.newest, groups)
         return _moved(shared, newest, self.uses.published, self.averaging), rows
 
     def up_to_date(self, rows: Any, shared: Average) -> Any:
-        return super().up_to_date(rows, self.used(shared))
+        return self.method.up_to_date(rows, self.used(shared))
 
     def move_row(self, model: Model, shared: Average, row: Any, update: Params) -> Any:
-        return super().move_row(model, self.used(shared), row, update)
+        return self.method.move_row(model, self.used(shared), row, update)
 
     def personalize(self, model: Model, received: Params, private: Any, batches: Batches) -> Params:
         own = _with_part(private.newest, self.uses.personal, private.average) if self.averages_private else private
-        return super().personalize(model, received, own, batches)
+        return self.method.personalize(model, received, own, batches)
 
     def used(self, shared: Average) -> Any:
         """The method's shared memory with the average in the place of what is averaged."""
