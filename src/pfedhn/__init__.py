@@ -39,7 +39,7 @@ _HOMES = {
     "by_classes": "pfedhn.data.partition",
     "by_coarse_class": "pfedhn.data.partition",
     "by_group": "pfedhn.data.partition",
-    "datasets": "pfedhn.data.datasets",
+    "datasets": "pfedhn.datasets",
     "dirichlet": "pfedhn.data.partition",
     "fine_tuned": "pfedhn.combinators",
     "load": "pfedhn.runs.load",
@@ -50,6 +50,7 @@ _HOMES = {
 """Where each public name lives. It is imported when it is asked for: `set_up_process` must come before PyTorch."""
 
 if TYPE_CHECKING:
+    from pfedhn import datasets
     from pfedhn.algorithms import ALGORITHMS
     from pfedhn.algorithms.apfl import APFL
     from pfedhn.algorithms.ditto import Ditto
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.pfedhn_shared import PFedHNShared
     from pfedhn.algorithms.pfedme import PFedMe
     from pfedhn.combinators import averaged, fine_tuned, with_statistics
-    from pfedhn.data import datasets
     from pfedhn.data.federation import Federation
     from pfedhn.data.partition import by_classes, by_coarse_class, by_group, dirichlet
     from pfedhn.errors import UserError

@@ -540,7 +540,7 @@ def test_points_of_a_grid_share_what_was_traced(
     assert len(traces) == so_far
     expected = finish(simulate(other, federation, target, rounds=3, cohort=2, seed=5, executor="loop"))
     assert_close(memories_of(state), memories_of(expected))
-    captured(simulate(replace(first, **SETTINGS[method]), federation, target, rounds=3, cohort=2))
+    captured(simulate(with_settings(first, SETTINGS[method]), federation, target, rounds=3, cohort=2))
     assert len(traces) > so_far
 
 

@@ -1,5 +1,6 @@
 """Importing pfedhn changes nothing in a process; `set_up_process` does what it says; signals stop a run soon."""
 
+import importlib
 import logging
 import os
 import signal
@@ -53,6 +54,7 @@ def test_every_public_name_has_a_home() -> None:
     assert set(pfedhn.__all__) <= set(dir(pfedhn))
     for name in pfedhn.__all__:
         assert getattr(pfedhn, name) is not None
+    assert importlib.import_module("pfedhn.datasets").load is pfedhn.datasets.load
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = pfedhn.trian
 
