@@ -42,6 +42,7 @@ from pfedhn.report.entries import collect
 from pfedhn.runs import assemble as assembly
 from pfedhn.runs import execute as execution
 from pfedhn.runs import train as training
+from pfedhn.runs.load import load
 from pfedhn.runs.progress import Event, RunFailed, RunFinished, Said, Update
 from pfedhn.runs.train import train
 from pfedhn.storage import directory as run_directory
@@ -397,6 +398,18 @@ def test_side_by_side_gives_the_bits_of_one_after_the_other(tmp_path: Path, in_t
     assert starts.count("fedavg-digits-6-seed0") == 1
     again = run_many(tmp_path, experiment, named(*good, experiment=experiment), jobs=2, listen=heard.append)
     assert set(again.results) == good
+
+
+@pytest.mark.parametrize("averaging", [None, 0.9])
+def test_a_run_starts_from_one_that_adapts_before_it_adapts(averaging: float | None, tmp_path: Path) -> None:
+    """It is given what the server published after the last round, averaged if the earlier run averages."""
+    earlier = replace(WITH_LG.cells[1], settings={"averaging": averaging, "adaptation_steps": 2})
+    experiment = replace(WITH_LG, cells=(WITH_LG.cells[0], earlier))
+    assert not run_many(tmp_path, experiment, experiment.runs(), jobs=1).failures
+    started, before = (load(tmp_path / name) for name in ("lg-fedavg-digits-6-seed0", "fedavg-digits-6-seed0"))
+    published = before.plan.exchange.used(before.memories(last=True).shared)
+    start = started.plan.initial_models()["mlp-4"]
+    assert all(torch.equal(start[name], value) for name, value in published.items())
 
 
 def test_what_starts_from_a_failed_run_fails_too(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def _pretrained(folder: Path, device: str) -> tuple[PretrainingCost, Params]:
     plan, memories = earlier.plan, earlier.memories(last=True)
     model = plan.model_of(0)
     if plan.exchange.num_personal_batches(model, is_adapted=True):  # it would adapt on examples what it publishes
-        shared = plan.exchange.used(memories.shared)
+        shared = plan.exchange.memory_of_method(memories.shared)
         return cost, plan.algorithm.publish(model, shared, take(memories.rows, 0))
     return cost, earlier.personal_weights(0, last=True)
 
