@@ -429,11 +429,12 @@ def test_what_another_server_left_after_a_checkpoint_is_not_taken_in(tmp_path: P
 
 
 def test_a_folder_of_an_earlier_version_goes_on(expected: tuple[Simulation, State], tmp_path: Path) -> None:
-    """Its tensors were in a file without an ending that carried its own digest."""
+    """Its tensors were in a file without an ending that carried its own digest. Few methods had every combinator."""
     group = Group(expected[0], tmp_path, Policy(checkpoint_seconds=0.0))
+    plan = plan_digest(group.server.plan, left_out=("statistics",))
     stop_after(group, "round", 2)
     for file in (tmp_path / "server").glob("checkpoint-*.json"):
-        table = {**unsealed_json(file.read_bytes()), "format": 3}
+        table = {**unsealed_json(file.read_bytes()), "format": 3, "plan": plan}
         del table["tensors_sha256"]
         file.write_bytes(sealed_json(table))
         tensors = file.with_suffix(".safetensors")

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pfedhn.deploy.plan import older_digests
 from pfedhn.deploy.state import Chosen, Member, Rules, ServerState
 from pfedhn.errors import RunError, first_line
 from pfedhn.storage.checkpoint import (
@@ -119,7 +120,8 @@ class Store:
     def _read(self, path: Path) -> ServerState:
         table = read_record(path)
         format_, plan = table.pop("format"), table.pop("plan")
-        if format_ not in (OLD_FORMAT, FORMAT) or plan != self.rules.plan_digest:
+        is_same = plan == self.rules.plan_digest or plan in older_digests(self.rules.plan)
+        if format_ not in (OLD_FORMAT, FORMAT) or not is_same:
             raise RunError(f"{self.folder} holds a run of another plan or version of pfedhn; give another folder.")
         if format_ == FORMAT:
             tensors = read_checkpoint_tensors(path, table)
