@@ -288,6 +288,18 @@ def test_what_a_directory_cannot_name_is_given(tmp_path: Path, monkeypatch: pyte
 
 
 @dataclass(frozen=True)
+class Bold(pfedhn.PFedHN):
+    """pFedHN with one more setting."""
+
+    boldness: float = 1.0
+
+
+def test_a_method_that_extends_pfedhn_is_loaded_with_its_own_settings(tmp_path: Path) -> None:
+    run = train(tmp_path, pfedhn.averaged(Bold(local_steps=2, boldness=2.0), 0.9))
+    assert pfedhn.load(tmp_path).plan.algorithm == run.simulation.algorithm
+
+
+@dataclass(frozen=True)
 class Rounded(Transform):
     """A transform of one's own."""
 

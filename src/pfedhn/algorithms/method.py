@@ -68,7 +68,8 @@ class Method:
     @property
     def kinds(self) -> Kinds:
         """The classes that have all settings of this method."""
-        return kinds_around(self.wider or self.algorithm)
+        *around, own = kinds_around(self.algorithm)
+        return *around, *(() if self.wider is None else (self.wider,)), own
 
     def made(self, settings: Mapping[str, Any], what: str) -> Algorithm[Any, Any, Any]:
         """The algorithm with some settings, by their short or full names; `what` is the method's name in errors."""
@@ -77,7 +78,8 @@ class Method:
         is_wide = any(name in wide and name not in known and values[name] != wide[name].default for name in values)
         kind = self.wider if is_wide and self.wider else self.algorithm
         inner = {name: value for name, value in values.items() if name in settings_in(kind)}
-        return wrapped(assembled(kind, inner), {name: value for name, value in values.items() if name not in wide})
+        around = {name: value for name, value in values.items() if name not in known and name not in wide}
+        return wrapped(assembled(kind, inner), around)
 
     def changed(self, algorithm: Algorithm[Any, Any, Any], settings: Mapping[str, Any]) -> Algorithm[Any, Any, Any]:
         """An algorithm of this row with some settings changed, by their short or full names."""
