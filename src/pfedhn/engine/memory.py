@@ -84,7 +84,7 @@ def bytes_of_kept(simulation: Simulation) -> int:
 def _way_out(simulation: Simulation) -> str:
     """What would fit, of the settings that the method knows to be smaller."""
     algorithm, method = innermost(simulation.algorithm), method_of(simulation.algorithm)
-    before: dict[str, Any] = values_of(algorithm) if is_dataclass(algorithm) else {}
+    before: dict[str, Any] = values_of(simulation.algorithm) if is_dataclass(algorithm) else {}
     needed = {}
     for settings in method.smaller(algorithm):
         other = method.made({**before, **settings}, method.name)
