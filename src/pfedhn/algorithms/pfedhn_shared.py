@@ -12,8 +12,8 @@ learns as FedAvg's model does (`shared_lr` = 1 is FedAvg), and h learns what tak
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Literal, Self
 
 from pfedhn import keys
 from pfedhn.algorithm import Group, weighted_updates
@@ -113,8 +113,3 @@ class PFedHNShared(PFedHN):
         added = super().send(group.model, shared, group.rows)
         added = added if group.parts is None else weighted(added, group.parts)
         return group._replace(updates={name: group.updates[name] + x for name, x in added.items()})
-
-    @classmethod
-    def like(cls, method: PFedHN, **settings: Any) -> "PFedHNShared":
-        """A method with some settings of this class."""
-        return cls(**{item.name: getattr(method, item.name) for item in fields(method)} | settings)
