@@ -38,6 +38,7 @@ from pfedhn import keys
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.bench import measure as bench
+from pfedhn.combinators import innermost
 from pfedhn.data.federation import Federation
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.executors import TracedScan
@@ -222,7 +223,7 @@ def measure(
                 "program": "captured",
                 "target": target,
                 "method": method,
-                "head": getattr(ones[0].algorithm, "head", None),
+                "head": getattr(innermost(ones[0].algorithm), "head", None),
                 "clients": clients,
                 "runs": count,
                 "rounds": ones[0].num_rounds,
