@@ -28,7 +28,7 @@ Method = Algorithm[Any, Any, Any]
 
 
 @dataclass(frozen=True)
-class Wrapper(Algorithm[Any, Any, Any]):
+class _Wrapper(Algorithm[Any, Any, Any]):
     """A method that does everything as the method inside it; its subclasses change something."""
 
     method: Method = field(metadata=INNER)
@@ -105,7 +105,7 @@ class Average(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Averaged(Wrapper):
+class Averaged(_Wrapper):
     """Clients use a moving average of what the method trains; it enters no training.
 
     The server averages what it publishes. If a client's own model is not made of that (Local, Ditto, pFedMe), the
@@ -113,6 +113,10 @@ class Averaged(Wrapper):
     """
 
     averaging: FractionRate | None = None  # how much of its past the average keeps at a step; none: the newest is used
+
+    def __post_init__(self) -> None:
+        if self.averaging is None:
+            raise UserError("an averaged method needs averaging, how much of its past the average keeps, as 0.998.")
 
     @property
     def averages_private(self) -> bool:
@@ -162,7 +166,7 @@ class Averaged(Wrapper):
 
 
 @dataclass(frozen=True)
-class FineTuned(Wrapper):
+class FineTuned(_Wrapper):
     """Clients take SGD steps from their model of the chosen round before they use it; nothing is sent.
 
     The steps are not used if they make the clients' validation score worse.
@@ -183,7 +187,7 @@ class FineTuned(Wrapper):
 
 
 @dataclass(frozen=True)
-class WithStatistics(Wrapper):
+class WithStatistics(_Wrapper):
     """How the running statistics of BatchNorm layers are treated."""
 
     statistics: Literal["private", "shared"] = "private"  # BatchNorm's: each client's own, or averaged by the server
@@ -199,7 +203,7 @@ class WithStatistics(Wrapper):
         return super().for_clients(num_clients, descriptor_dim)
 
 
-WRAPPERS: tuple[type[Wrapper], ...] = (FineTuned, WithStatistics, Averaged)  # the outermost first
+WRAPPERS: tuple[type[_Wrapper], ...] = (FineTuned, WithStatistics, Averaged)  # the outermost first
 
 
 def averaged(method: Method, averaging: Rate) -> Method:
@@ -244,7 +248,7 @@ def num_fine_tuning_steps(method: Method) -> int:
 def layers(method: Method) -> Iterator[Method]:
     """A method and those inside it, the outermost first."""
     yield method
-    if isinstance(method, Wrapper):
+    if isinstance(method, _Wrapper):
         yield from layers(method.method)
 
 

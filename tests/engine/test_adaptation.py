@@ -1,5 +1,6 @@
 """What the engine offers to every method: an average of what is served, and a client's own steps at the end."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import pfedhn
 from pfedhn import keys
 from pfedhn.algorithm import FineTuning
-from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms import ALGORITHMS, REPLACED
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.combinators import fine_tuned, published_part, with_settings
@@ -20,6 +21,7 @@ from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.rounds import scores_of_adapted
 from pfedhn.engine.state import Best, Evaluation
 from pfedhn.errors import UserError
+from pfedhn.runs.assemble import build_algorithm
 from pfedhn.settings import values_of
 from pfedhn.sgd import SGD
 from pfedhn.storage.files import sealed_json, unsealed_json
@@ -261,3 +263,15 @@ def test_combinators_are_settings_of_every_method() -> None:
     )
     with pytest.raises(UserError, match="no effect for a method that sends nothing"):
         pfedhn.with_statistics(pfedhn.Local(), "shared").for_clients(3)
+
+
+def test_members_of_earlier_versions_are_refused() -> None:
+    @dataclass(frozen=True)
+    class Old(FedAvg):
+        communicates = False
+
+    with pytest.raises(
+        UserError, match=r"Old has .communicates., which has no effect since version 0\.2; use the prop"
+    ):
+        build_algorithm(fine_tuned(Old(), 2))
+    assert not [name for name, known in ALGORITHMS.items() if any(hasattr(known.algorithm, old) for old in REPLACED)]

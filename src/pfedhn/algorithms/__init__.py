@@ -176,6 +176,24 @@ ALGORITHMS: dict[str, Method] = {
 }
 
 
+REPLACED = {
+    **dict.fromkeys(("communicates", "needs_descriptors", "needs_float32", "statistics"), "the property `needs`"),
+    **dict.fromkeys(("averaged_part", "with_averaged_part", "for_use"), "the property `uses`"),
+    "adapt": "the property `fine_tuning`",
+    "averaging": "pfedhn.averaged(...)",
+    "choices_for_joining": "add_client(settings=...)",
+    "usual_cohort_size": "cohort_size of the run",
+}
+"""Members that methods of earlier versions could have, and what says the same now."""
+
+
+def refuse_replaced(kind: type[Any]) -> None:
+    """Refuse a class of a user with a member that nobody asks for any more."""
+    for name, instead in REPLACED.items():
+        if hasattr(kind, name):
+            raise UserError(f"{kind.__name__} has {name!r}, which has no effect since version 0.2; use {instead}.")
+
+
 def find_method(name: str) -> Method:
     """Return the method of this name: an entry of `ALGORITHMS`, or a class of your own as "mine.py:FedProx"."""
     if name in ALGORITHMS:
@@ -188,6 +206,7 @@ def find_method(name: str) -> Method:
     parameters = vars(kind).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:
         raise UserError(f"{name} is not a frozen dataclass; write @dataclass(frozen=True) above the class.")
+    refuse_replaced(kind)
     if inspect.isabstract(kind):
         missing = ", ".join(sorted(kind.__abstractmethods__))  # type: ignore[attr-defined]
         raise UserError(f"{name} does not define {missing}; see the protocol, pfedhn.algorithm.Algorithm.")

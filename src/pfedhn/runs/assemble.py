@@ -9,7 +9,8 @@ from torch import nn
 
 from pfedhn import models
 from pfedhn.algorithm import Algorithm
-from pfedhn.algorithms import ALGORITHMS, find_method, method_of
+from pfedhn.algorithms import ALGORITHMS, find_method, method_of, refuse_replaced
+from pfedhn.combinators import innermost
 from pfedhn.data.federation import Federation
 from pfedhn.engine.memory import refuse_too_large
 from pfedhn.engine.network import build_model, refuse_single_rows, with_num_outputs
@@ -33,6 +34,7 @@ def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | No
     if not isinstance(method, str) and not (isinstance(method, Algorithm) and is_dataclass(method)):
         raise UserError(f"method is {short(method)}; give a name of pfedhn.ALGORITHMS, or a method such as PFedHN().")
     if not isinstance(method, str):
+        refuse_replaced(type(innermost(method)))
         method_of(method).check(method)
         return method
     known = find_method(method)
