@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 
 from pfedhn.data.arrays import Array
-from pfedhn.data.cells import check_columns, is_empty, read_columns
+from pfedhn.data.cells import Columns, check_columns, is_empty, read_columns
 from pfedhn.data.columns import PLAIN, Encoding, encoded
 from pfedhn.data.labels import Task, as_identifiers, as_labels, as_numbers, refuse_marks
 from pfedhn.data.reading import Column
@@ -76,8 +76,20 @@ def from_table(
             raise UserError(f"{file} is not a file; give a .csv, .tsv or .parquet file.")
     if not isinstance(ignore_columns, Sequence) or isinstance(ignore_columns, str):
         raise UserError(f"ignore_columns is {short(ignore_columns)}; give a list of columns.")
-    needed = (client_column, label_column)  # whose empty cells are refused below: nothing fills them in
     columns = read_columns(file, lambda name: name in ignore_columns)
+    return from_columns(columns, client_column, label_column, task, encoding, ignore_columns)
+
+
+def from_columns(
+    columns: Columns,
+    client_column: str,
+    label_column: str,
+    task: Task = "auto",
+    encoding: Encoding = PLAIN,
+    ignore_columns: Sequence[str] = (),
+) -> Table:
+    """A table from its columns; arguments as `from_table`."""
+    file, needed = columns.file, (client_column, label_column)  # nothing fills in their empty cells
     check_columns(file.name, columns, (*needed, *ignore_columns))
     if client_column == label_column:
         raise UserError(f"{label_column!r} cannot be both the client and the label; name two columns.")

@@ -179,6 +179,19 @@ def _measures(scores: Sequence[Scores]) -> Measures:
 
 
 @dataclass(frozen=True)
+class DetailedScores:
+    """The measures of a task on test examples at the chosen round, by name.
+
+    Of classes: accuracy, balanced_accuracy, f1, auc, log_loss, brier, calibration_error. Of numbers: rmse, mae, r2.
+    A measure that is not defined, such as the AUC of examples of one class, is left out.
+    """
+
+    examples: Mapping[str, float]  # over all examples
+    clients: Mapping[str, float]  # the mean over the clients for which it is defined
+    client_loss: tuple[float | None, ...]  # each client's mean log loss or squared error; None without examples
+
+
+@dataclass(frozen=True)
 class PretrainingCost:
     """The cost of a run that another one starts from."""
 
@@ -240,6 +253,7 @@ class Result:
     digests: Mapping[str, str] | None = None  # names for all that the run was made of
     history: str | None = None  # SHA-256 of metrics.jsonl
     clients: Clients | None = None  # earlier versions did not say who they are
+    detailed: DetailedScores | None = None  # of the test examples of a table
 
     def __post_init__(self) -> None:
         if self.test.clients is None or self.test.client_examples is None:
