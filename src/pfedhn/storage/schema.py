@@ -192,6 +192,17 @@ class DetailedScores:
 
 
 @dataclass(frozen=True)
+class Yardstick:
+    """A model that is not federated, scored on the test examples of a run of the same split."""
+
+    name: str
+    title: str
+    needs_all_data: bool  # whether it needs the rows of all clients in one place
+    validation_loss: float  # mean over examples: log loss, or squared error in the units of the label
+    detailed: DetailedScores
+
+
+@dataclass(frozen=True)
 class PretrainingCost:
     """The cost of a run that another one starts from."""
 
