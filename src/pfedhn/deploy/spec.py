@@ -158,6 +158,7 @@ def to_plan(spec: FederationSpec) -> Plan:
         cohort_size=cell.cohort_size,
         batch_size=cell.batch_size,
         evaluate_every=cell.evaluate_every,
+        select=cell.select,
         seed=spec.seed,
         upload=find_transform(cell.upload),
         download=find_transform(cell.download),

@@ -16,7 +16,7 @@ from pfedhn.deploy.wire import Message, from_envelope, unpacked
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Reply, Returned
-from pfedhn.engine.state import EVALUATED_SPLITS
+from pfedhn.engine.state import EVALUATED_SPLITS, Schedule
 from pfedhn.params import copy, in_dtype, num_bytes, stack, take
 from pfedhn.storage.schema import Scores, is_worse
 
@@ -100,21 +100,21 @@ def split_results(results: Mapping[str, Any]) -> dict[str, SplitResult]:
     return found
 
 
-def score_of(results: Mapping[str, Any]) -> float | None:
-    """What a round is chosen by; None where nobody has validation examples."""
+def score_of(results: Mapping[str, Any], schedule: Schedule) -> float | None:
+    """What a round is chosen by; None if nobody has validation examples."""
     validation = split_results(results)["validation"]
-    return validation.score if int(validation.count.sum()) else None
+    return schedule.score(validation) if int(validation.count.sum()) else None
 
 
-def _is_better(results: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
+def _is_better(results: Mapping[str, Any], best: Mapping[str, Any], schedule: Schedule) -> bool:
     """Whether an evaluation beats the best one, judged by the parties whose validation scores are known of both.
 
     Without such parties it does, unless nobody can judge it and somebody could judge the best one.
     """
-    if score_of(results) is None:
-        return score_of(best) is None
+    if score_of(results, schedule) is None:
+        return score_of(best, schedule) is None
     new, old = _of_both(results, best)
-    return not new or _validation(new).score > _validation(old).score
+    return not new or _validation(new).score_by(schedule.select) > _validation(old).score_by(schedule.select)
 
 
 def _of_both(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -244,8 +244,8 @@ class Rules:
         state.tested, state.evaluated = None, tested.round
         state.history.append({name: table[name] for name in ("round", "results", "time")})
         before = {} if state.best is None else state.best.results
-        if state.best is None or _is_better(results, before):
-            score = score_of(results)
+        if state.best is None or _is_better(results, before, self.plan.schedule):
+            score = score_of(results, self.plan.schedule)
             tested.score, tested.results = float("-inf") if score is None else score, {**before, **results}
             state.best = tested
             for name, base in tested.bases.items():
@@ -264,7 +264,9 @@ class Rules:
         assert state.best is not None
         tested = next(one["results"] for one in reversed(state.history) if one["round"] == state.best.round)
         before, after = _of_both(tested, table["results"])
-        state.is_adapted = not before or not is_worse(_validation(after), _validation(before))
+        state.is_adapted = not before or not is_worse(
+            _validation(after), _validation(before), self.plan.schedule.select
+        )
 
     def _tell(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """A party knows which round was chosen, and has said how good its model of that round is."""
@@ -279,7 +281,7 @@ class Rules:
         """A party that joins has tested its model."""
         member = state.members[table["party"]]
         member.evaluated = member.round
-        score = score_of({member.name: table["scores"]})
+        score = score_of({member.name: table["scores"]}, self.plan.schedule)
         if member.best_round is None or score is None or (member.best_score or 0.0) < score:
             member.best_round, member.best_score, member.best_base = member.round, score, member.base
             assert state.best is not None

@@ -21,7 +21,7 @@ from pfedhn.data.federation import Federation
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.engine.network import with_frozen
 from pfedhn.engine.round import Exchange, Kept, Reply
-from pfedhn.engine.state import Memories, PrivateTable, Schedule
+from pfedhn.engine.state import Memories, PrivateTable, Schedule, Select
 from pfedhn.engine.transform import FULL, Transform
 from pfedhn.errors import UserError
 from pfedhn.model import Model
@@ -304,6 +304,7 @@ def make_plan(
     batch_size: int,
     evaluate_every: int,
     cohort_size: int | None = None,
+    select: Select = "metric",
     seed: int = 0,
     **settings: Any,
 ) -> Plan:
@@ -312,10 +313,11 @@ def make_plan(
     Args:
         algorithm: The method; settings that depend on the size of the federation are filled in.
         cohort_size: Clients per round; the method's usual number by default.
+        select: What chooses the round on validation.
     """
     algorithm = algorithm.for_clients(clients.clients, clients.descriptor_dim)
     if cohort_size is None:
         cohort_size = Schedule.default_cohort_size(algorithm, clients.clients)
     frozen = {name: with_frozen(model, algorithm, seed) for name, model in models.items()}
-    schedule = Schedule(steps, cohort_size, batch_size, evaluate_every)
+    schedule = Schedule(steps, cohort_size, batch_size, evaluate_every, select)
     return Plan(algorithm, frozen, clients, schedule, seed, **settings)

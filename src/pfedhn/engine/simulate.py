@@ -276,7 +276,8 @@ class Simulation(Plan):
         evaluation = Evaluation(state.round * self.clients_per_round, state.round, splits)
         validation = splits["validation"]
         is_blind = int(validation.count.sum()) == 0
-        if state.best is None or is_blind or validation.score > state.best.evaluation.splits["validation"].score:
+        score, best = self.schedule.score, state.best
+        if best is None or is_blind or score(validation) > score(best.evaluation.splits["validation"]):
             memories = state.memories._replace(shared=self.exchange.for_use(state.memories.shared))
             state.best = Best.of(evaluation, memories, state.best)
         return evaluation

@@ -6,7 +6,7 @@ Axes: [N] clients.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from pfedhn.engine.round import Kept, Reply
 from pfedhn.errors import RunError, UserError
 from pfedhn.params import copy, put, stack, take
 from pfedhn.settings import values_in_short
+
+Select: TypeAlias = Literal["metric", "loss"]
+"""What chooses a round on validation: the task's metric, such as accuracy, if it has one; or the loss."""
 
 EVALUATED_SPLITS = ("validation", "test")
 
@@ -62,6 +65,11 @@ class Schedule:
     cohort_size: int = 1
     batch_size: int = 64
     evaluate_every: int = 30
+    select: Select = "metric"
+
+    def score(self, result: SplitResult) -> float:
+        """The score of validation examples that chooses a round."""
+        return -result.mean_loss if self.select == "loss" else result.score
 
     @staticmethod
     def default_cohort_size(algorithm: Algorithm[Any, Any, Any], num_clients: int) -> int:

@@ -153,6 +153,7 @@ def build_simulation(
         cohort_size=cell.cohort_size,
         batch_size=cell.batch_size,
         evaluate_every=cell.evaluate_every,
+        select=cell.select,
         seed=run.seed,
         device=options.device,
         executor=options.executor,

@@ -43,6 +43,7 @@ class Cell:
     cohort_size: int | None = None
     batch_size: int = 64
     evaluate_every: int = 30
+    select: Literal["metric", "loss"] = "metric"  # what chooses the round on validation
     upload: str = "full"  # what is done to updates on their way: full, half or 8-bit
     download: str = "full"  # and to the weights on their way down
     in_flight: int | None = None  # clients that train at the same time in an asynchronous run; synchronous if none
@@ -177,7 +178,7 @@ def cell_names(cells: Sequence[Cell]) -> list[str]:
 # Names with a digest must stay what they were before there were these fields, which stored runs do not have.
 YOUNGER_FIELDS = (
     *("task", "upload", "download", "sizes", "part", "resize_every", "descriptors", "network", "read", "privacy"),
-    "in_flight",
+    *("in_flight", "select"),
 )
 
 

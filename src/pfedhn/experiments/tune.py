@@ -191,11 +191,11 @@ class TuningResults:
 
 
 def _validation_score(result: Result) -> float:
-    if not result.validation.examples or math.isnan(result.validation.score):
+    if not result.validation.examples or math.isnan(result.score):
         raise UserError(
             f"{result.name} has no score on validation examples, so that nothing can be chosen by it; {LEAVE_SOME}."
         )
-    return result.validation.score
+    return result.score
 
 
 LEAVE_SOME = "leave some examples for validation, e.g. split = [0.7, 0.15, 0.15]"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from pfedhn.engine.memory import refuse_too_large
 from pfedhn.engine.network import build_model, refuse_single_rows, with_num_outputs
 from pfedhn.engine.plan import make_plan
 from pfedhn.engine.simulate import Simulation
-from pfedhn.engine.state import refuse_without_evaluation
+from pfedhn.engine.state import Select, refuse_without_evaluation
 from pfedhn.engine.transform import Transform, find_transform
 from pfedhn.errors import UserError, closest, short
 from pfedhn.model import Factory, Model, PerExample
@@ -65,6 +65,7 @@ def assemble(
     cohort_size: int | None = None,
     batch_size: int = 64,
     evaluate_every: int = 30,
+    select: Select = "metric",
     seed: int = 0,
     loss: PerExample | None = None,
     metric: PerExample | None = None,
@@ -120,6 +121,8 @@ def assemble(
     algorithm = build_algorithm(method)
     for network in networks.values():
         refuse_single_rows(network, federation, batch_size)
+    if select not in get_args(Select):
+        raise UserError(f"`select` must be 'metric' or 'loss', got {short(select)}.")
     if not isinstance(executor, str):
         raise UserError(f"executor is {short(executor)}; give its name, such as 'auto'.")
     if privacy is not None and not isinstance(privacy, Privacy):
@@ -132,6 +135,7 @@ def assemble(
         cohort_size=None if cohort_size is None else whole_number("cohort_size", cohort_size),
         batch_size=batch_size,
         evaluate_every=evaluate_every,
+        select=select,
         seed=seed,
         executor=executor,
         starts=starts,

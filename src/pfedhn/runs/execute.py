@@ -235,6 +235,7 @@ def _result_of(run: Run) -> Result:
         origin.pretrain,
         unadapted,
         clients=_clients(run),
+        select=simulation.schedule.select,
     )
     return result.without_harmful_adaptation()
 

@@ -180,7 +180,8 @@ def join(
         return joined if math.isfinite(joined.splits["validation"].mean_loss) else None
 
     trials = [attempt(choice, trial_rounds) for choice in choices]
-    scores = [-math.inf if trial is None else trial.splits["validation"].score for trial in trials]
+    score = plan.schedule.score
+    scores = [-math.inf if trial is None else score(trial.splits["validation"]) for trial in trials]
     scores = [-math.inf if math.isnan(score) else score for score in scores]
     tried = list(zip(choices, scores, strict=True))
     for number in sorted(range(len(choices)), key=lambda number: -scores[number]):  # of equal ones, the first

@@ -63,8 +63,9 @@ class Run:
     @property
     def scores_so_far(self) -> str:
         """The newest evaluation and the best one, short enough for a line."""
-        validation, best = self.history[-1].validation, self.chosen.splits["validation"].score
-        if not validation.has_accuracy:
+        validation, schedule = self.history[-1].validation, self.plan.schedule
+        best = schedule.score(self.chosen.splits["validation"])
+        if not validation.has_accuracy or schedule.select == "loss":
             return f"validation loss {validation.loss:.4f}, best {-best:.4f}"
         return f"validation {100 * validation.score:.1f} %, best {100 * best:.1f} %"
 

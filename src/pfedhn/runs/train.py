@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from pfedhn.data.federation import Federation
+from pfedhn.engine.state import Select
 from pfedhn.engine.transform import Transform
 from pfedhn.errors import UserError, short
 from pfedhn.model import Factory, PerExample
@@ -34,6 +35,7 @@ def train(
     cohort_size: int | None = None,
     batch_size: int = 64,
     evaluate_every: int = 30,
+    select: Select = "metric",
     seed: int = 0,
     loss: PerExample | None = None,
     metric: PerExample | None = None,
@@ -66,6 +68,7 @@ def train(
         cohort_size: Clients per round; 1 for pFedHN, 5 for the averaging methods by default.
         batch_size: Examples in a minibatch.
         evaluate_every: Communication steps between evaluations.
+        select: What chooses the round on validation: the "metric" (accuracy for class labels), or the "loss".
         seed: Seed of all random draws.
         loss: (outputs, y) -> one value per example; cross-entropy for class labels, squared error for numbers by
             default.
@@ -118,6 +121,7 @@ def train(
         cohort_size=cohort_size,
         batch_size=batch_size,
         evaluate_every=evaluate_every,
+        select=select,
         seed=seed,
         loss=loss,
         metric=metric,

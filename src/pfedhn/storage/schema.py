@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pfedhn.engine.evaluate import SplitResult
+from pfedhn.engine.state import Select
 from pfedhn.errors import UserError
 from pfedhn.system.environment import Environment
 
@@ -110,7 +111,11 @@ class Scores:
     @property
     def score(self) -> float:
         """The score to choose rounds and learning rates by: accuracy over all examples, or else minus the loss."""
-        return -self.loss if self.sample_mean is None else self.sample_mean
+        return self.score_by("metric")
+
+    def score_by(self, select: Select) -> float:
+        """As `score`; with "loss", minus the loss in any case."""
+        return -self.loss if self.sample_mean is None or select == "loss" else self.sample_mean
 
 
 @dataclass(frozen=True)
@@ -265,6 +270,12 @@ class Result:
     history: str | None = None  # SHA-256 of metrics.jsonl
     clients: Clients | None = None  # earlier versions did not say who they are
     detailed: DetailedScores | None = None  # of the test examples of a table
+    select: Select = "metric"  # what chose the round on validation
+
+    @property
+    def score(self) -> float:
+        """The validation score that chose the round."""
+        return self.validation.score_by(self.select)
 
     def __post_init__(self) -> None:
         if self.test.clients is None or self.test.client_examples is None:
@@ -276,12 +287,14 @@ class Result:
         Runs of earlier versions have those after the steps in any case.
         """
         before = self.unadapted
-        if before is None or self.adapted is not None or not is_worse(self.validation, before.validation):
+        if before is None or self.adapted is not None or not is_worse(self.validation, before.validation, self.select):
             return self
         after = SplitScores(self.validation, self.test)
         return replace(self, validation=before.validation, test=before.test, adapted=after)
 
 
-def is_worse(after: Scores, before: Scores) -> bool:
+def is_worse(after: Scores, before: Scores, select: Select) -> bool:
     """Whether steps made a score worse, or diverged; scores of no examples are NaN, and never worse."""
-    return before.score > after.score or (math.isfinite(before.loss) and not math.isfinite(after.loss))
+    return before.score_by(select) > after.score_by(select) or (
+        math.isfinite(before.loss) and not math.isfinite(after.loss)
+    )
