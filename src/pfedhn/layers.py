@@ -28,7 +28,8 @@ def assign_roles(model: Model, rest: Role, settings: Mapping[str, str] | None = 
         model: The network.
         rest: The role of what is not named.
         settings: What a method calls a role in its settings, for the sentence that refuses a layer.
-        layers: Layers by role, e.g. `personal=("fc3",)`. "last" stands for the layer of the last parameter.
+        layers: Layers by role, e.g. `personal=("fc3",)`. "last" stands for the layer of the last parameter,
+            "intercept" for the bias of that layer.
     """
     if unknown := set(layers) - set(Roles._fields):
         raise ValueError(f"{unknown} are no roles; there are {Roles._fields}")
@@ -54,7 +55,7 @@ def _parameters(model: Model, layers: Sequence[str], setting: str) -> list[str]:
         raise UserError(f"{setting} = {layers!r} does not fit; it must be a list of layers, such as [{layers!r}].")
     chosen: list[str] = []
     for layer in layers:
-        layer = model.last_layer if layer == "last" else layer
+        layer = {"last": model.last_layer, "intercept": f"{model.last_layer}.bias"}.get(layer, layer)
         owned = [name for name in model.shapes if name == layer or name.startswith(layer + ".")]
         if not owned:
             known = ", ".join(dict.fromkeys(name.rsplit(".", 1)[0] for name in model.shapes))

@@ -231,8 +231,8 @@ FILLED_IN = ("num_classes", "shape")  # what a function that makes a network is 
 def check_name(name: str, settings: Mapping[str, Any] | None = None) -> None:
     """Refuse a name that is none of ours, or settings that the function which it names does not take.
 
-    Ours are lenet-s, lenet (m), lenet-l, resnet18, resnet18-gn, omniglot, linear, mlp-32-16 for two hidden layers, and
-    tabular-32-16 for the same on raw columns of a table.
+    Ours are lenet-s, lenet (m), lenet-l, resnet18, resnet18-gn, omniglot, linear, linear-bias, mlp-32-16 for two hidden
+    layers, and tabular-32-16 for the same on raw columns of a table.
     """
     if ":" in name:
         _check_settings(name, settings or {})
@@ -242,7 +242,7 @@ def check_name(name: str, settings: Mapping[str, Any] | None = None) -> None:
         raise UserError(
             f"network.{key} is an argument of a function that makes the network, and model = {name!r} is not one."
         )
-    names = [*LENET_SIZES, *RESNETS, "omniglot", "linear"]
+    names = [*LENET_SIZES, *RESNETS, "omniglot", "linear", "linear-bias"]
     if name not in names and not re.fullmatch(r"(mlp|tabular)(-[1-9][0-9]{0,8})*", name):
         raise UserError(f"there is no target network {name!r}; {closest(name, [*names, 'mlp-32', 'tabular-32'])}")
 
@@ -311,7 +311,8 @@ def build(name: str, num_classes: int, shape: Sequence[int]) -> nn.Module:
         return OmniglotNet(num_classes)
     if name == "linear":
         return LinearModel(math.prod(shape), num_classes)
-    sizes = [math.prod(shape), *map(int, name.split("-")[1:]), num_classes]
+    hidden = [] if name == "linear-bias" else map(int, name.split("-")[1:])
+    sizes = [math.prod(shape), *hidden, num_classes]
     check_memory(4 * sum((a + 1) * b for a, b in pairwise(sizes)), f"the network {name!r}")
     return TabularMLP(*sizes) if name.startswith("tabular") else MLP(*sizes)
 

@@ -34,7 +34,10 @@ def plan_digest(plan: Plan, left_out: Sequence[str] = ()) -> str:
     wire = [[transform_name(transform), settings_of(transform)] for transform in (plan.upload, plan.download)]
     settings = {name: value for name, value in settings_of(plan.algorithm).items() if name not in left_out}
     method = [method_name(plan.algorithm), settings]
-    schedule = {name: value for name, value in asdict(plan.schedule).items() if (name, value) != ("select", "metric")}
+    younger = {"select": "metric", "patience": None}  # left out, since earlier versions did not have them
+    schedule = {
+        name: value for name, value in asdict(plan.schedule).items() if name not in younger or value != younger[name]
+    }
     parts = [method, networks, schedule, plan.seed, plan.num_clients, wire, plan.joining_rounds]
     constants = constants_digest(plan.models)  # a base that the parties must have in common
     parts += [] if constants is None else [constants]

@@ -100,6 +100,8 @@ def read_spec(text: str, path: Path) -> FederationSpec:
             "so leave one of each."
         )
     (cell,) = experiment.cells
+    if cell.patience is not None:
+        raise UserError("a federation takes all its steps; leave `patience` out.")
     if cell.pretrain is not None:
         raise UserError("pretrain is for experiments; a federation starts fresh, so leave it out.")
     if cell.privacy:

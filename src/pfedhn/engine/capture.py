@@ -317,7 +317,8 @@ class CapturedRun:
         cost = bytes_of_rounds(simulation, self._memories(), self.identities[0], self.signatures)
         if state.round == 0 and state.best is None:
             yield from self._evaluated(cost)
-        for number in range(state.round, simulation.num_rounds):
+        while simulation.has_rounds_left(state):
+            number = state.round
             signature = self.signatures[number]
             self._renew_graphs()
             graph = self.graph_of(signature)

@@ -92,6 +92,8 @@ class Plan:
             raise UserError(f"a cohort of {size} cannot be drawn from {num_clients} clients.")
         if self.schedule.steps < 1 or self.schedule.evaluate_every < 1 or self.schedule.batch_size < 1:
             raise UserError("steps, evaluate_every and batch_size must be at least 1.")
+        if self.schedule.patience is not None and self.resize_every is not None:
+            raise UserError("`patience` and `resize_every` cannot be given together; leave one of them out.")
         if self.download.init_state({}) != ():
             raise UserError("a transform that remembers cannot be used for downloads; use it for uploads.")
         has_statistics = any(model.statistics for model in self.models.values())
@@ -223,7 +225,7 @@ class Plan:
     def joining(self, clients: Description, memories: Memories, rounds: int, seed: int) -> "Plan":
         """The plan by which clients join this run as it stands in `memories`: all of them train in every round."""
         count = clients.clients
-        schedule = replace(self.schedule, steps=rounds * count, cohort_size=count, evaluate_every=count)
+        schedule = replace(self.schedule, steps=rounds * count, cohort_size=count, evaluate_every=count, patience=None)
         joins = Joining(memories.shared, memories.rows, self.initial_models())
         values = {name: getattr(self, name) for name in Plan.__dataclass_fields__}
         return Plan(
@@ -305,6 +307,7 @@ def make_plan(
     evaluate_every: int,
     cohort_size: int | None = None,
     select: Select = "metric",
+    patience: int | None = None,
     seed: int = 0,
     **settings: Any,
 ) -> Plan:
@@ -314,10 +317,11 @@ def make_plan(
         algorithm: The method; settings that depend on the size of the federation are filled in.
         cohort_size: Clients per round; the method's usual number by default.
         select: What chooses the round on validation.
+        patience: Steps without a better validation score after which training stops; it goes on by default.
     """
     algorithm = algorithm.for_clients(clients.clients, clients.descriptor_dim)
     if cohort_size is None:
         cohort_size = Schedule.default_cohort_size(algorithm, clients.clients)
     frozen = {name: with_frozen(model, algorithm, seed) for name, model in models.items()}
-    schedule = Schedule(steps, cohort_size, batch_size, evaluate_every, select)
+    schedule = Schedule(steps, cohort_size, batch_size, evaluate_every, select, patience)
     return Plan(algorithm, frozen, clients, schedule, seed, **settings)

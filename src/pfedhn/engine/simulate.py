@@ -120,7 +120,8 @@ class Simulation(Plan):
         """Run to the end from `state`, moving it along; evaluations come as they happen."""
         if state.round == 0 and state.best is None:
             yield Progress(0, self.choose(state, self.evaluate(state)))
-        for number in range(state.round, self.num_rounds):
+        while self.has_rounds_left(state):
+            number = state.round
             if self.in_flight is None:
                 self._round(state, number)
             else:
@@ -129,6 +130,14 @@ class Simulation(Plan):
             state.round = number + 1
             is_evaluated = self.schedule.is_evaluated(before, after)
             yield Progress(after, self.choose(state, self.evaluate(state)) if is_evaluated else None)
+
+    def has_rounds_left(self, state: State) -> bool:
+        """Whether training goes on: there are steps left, and validation got better within the patience."""
+        size, patience = self.clients_per_round, self.schedule.patience
+        step = state.round * size
+        if state.round >= self.num_rounds or patience is None or state.best is None:
+            return state.round < self.num_rounds
+        return step - state.best.evaluation.step < patience or not self.schedule.is_evaluated(step - size, step)
 
     def privacy_cost(self, client: int) -> RoundCost:
         """What a round costs a client."""

@@ -66,6 +66,7 @@ class Schedule:
     batch_size: int = 64
     evaluate_every: int = 30
     select: Select = "metric"
+    patience: int | None = None  # steps without a better validation score after which training stops
 
     def score(self, result: SplitResult) -> float:
         """The score of validation examples that chooses a round."""

@@ -41,7 +41,16 @@ def check(experiment: Experiment) -> None:
         raise UserError(f"name = {experiment.name!r} does not fit; it names a folder, so use letters, digits, - and _.")
     for cell in experiment.cells:
         cell_algorithm(cell)
-        for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size", "resize_every", "in_flight"):
+        for name in (
+            "steps",
+            "batch_size",
+            "evaluate_every",
+            "clients",
+            "cohort_size",
+            "resize_every",
+            "in_flight",
+            "patience",
+        ):
             if (value := getattr(cell, name)) is not None and value < 1:
                 raise UserError(f"{name} = {value} does not fit; it must be at least 1.")
         if is_made(cell.dataset):
@@ -154,6 +163,7 @@ def build_simulation(
         batch_size=cell.batch_size,
         evaluate_every=cell.evaluate_every,
         select=cell.select,
+        patience=cell.patience,
         seed=run.seed,
         device=options.device,
         executor=options.executor,

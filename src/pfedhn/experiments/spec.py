@@ -44,6 +44,7 @@ class Cell:
     batch_size: int = 64
     evaluate_every: int = 30
     select: Literal["metric", "loss"] = "metric"  # what chooses the round on validation
+    patience: int | None = None  # steps without a better validation score after which training stops
     upload: str = "full"  # what is done to updates on their way: full, half or 8-bit
     download: str = "full"  # and to the weights on their way down
     in_flight: int | None = None  # clients that train at the same time in an asynchronous run; synchronous if none
@@ -178,7 +179,7 @@ def cell_names(cells: Sequence[Cell]) -> list[str]:
 # Names with a digest must stay what they were before there were these fields, which stored runs do not have.
 YOUNGER_FIELDS = (
     *("task", "upload", "download", "sizes", "part", "resize_every", "descriptors", "network", "read", "privacy"),
-    *("in_flight", "select"),
+    *("in_flight", "select", "patience"),
 )
 
 

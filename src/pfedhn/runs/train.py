@@ -36,6 +36,7 @@ def train(
     batch_size: int = 64,
     evaluate_every: int = 30,
     select: Select = "metric",
+    patience: int | None = None,
     seed: int = 0,
     loss: PerExample | None = None,
     metric: PerExample | None = None,
@@ -69,6 +70,8 @@ def train(
         batch_size: Examples in a minibatch.
         evaluate_every: Communication steps between evaluations.
         select: What chooses the round on validation: the "metric" (accuracy for class labels), or the "loss".
+        patience: Communication steps without a better validation score after which training stops. By default, all
+            steps are taken.
         seed: Seed of all random draws.
         loss: (outputs, y) -> one value per example; cross-entropy for class labels, squared error for numbers by
             default.
@@ -122,6 +125,7 @@ def train(
         batch_size=batch_size,
         evaluate_every=evaluate_every,
         select=select,
+        patience=patience,
         seed=seed,
         loss=loss,
         metric=metric,
