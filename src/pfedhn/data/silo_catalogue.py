@@ -94,7 +94,7 @@ SILOS: dict[str, Silo] = {
             "RASP3 are empty for the pilot phase. ist-train.csv is one half of the patients; IST_corrected.csv is the "
             "whole trial, whose 19,435 lines are counted instead of a checksum.",
             source="Sandercock, Niewada, Czlonkowska: The International Stroke Trial database. Trials 2011;12:101",
-            where="Edinburgh DataShare 10283/124 (doi 10.7488/ds/104)",
+            where="Edinburgh DataShare 10283/124 (doi 10.7488/ds/104), which has the whole trial",
             licence="ODC-By, as others state who share it; not verified",
             files=(
                 (

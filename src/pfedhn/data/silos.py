@@ -119,8 +119,8 @@ def _place(folder: Path, file: SiloFile) -> Path | None:
 def _checked(silo: Silo, file: SiloFile, place: Path) -> Path:
     """The place of a file that is the known one; another one is refused."""
     if file.sha256 is None:
-        found, known = f"{silo_files.count_examples(place):,} examples", f"{file.examples:,}"
-        is_known = found.startswith(f"{known} ")
+        count = silo_files.count_examples(place)
+        found, known, is_known = f"{count:,} examples", f"{file.examples:,}", count == file.examples
     else:
         content = read_bytes(place)
         digest = hashlib.sha256(content).hexdigest()
