@@ -203,7 +203,7 @@ SILOS: dict[str, Silo] = {
             files=((_r_file("Exam", 286_514, "9c87dc2a85401f0589bdb1c1e95049bd86648f80ab00c73b388f6b7079e711ac"),),),
             read=silo_files.read_r_table,
             item=("mlmRev", "Exam"),
-            cells_sha256="d1f262b741184cc1e1d92986de2af39c7839a376cee58fc536e24eab59b80053",
+            cells_sha256="7e71d663b709e335dc54c115785da8782436cdf7d5c5b71f69e37d97273180d9",
         ),
         Silo(
             "hsb82",
@@ -222,7 +222,7 @@ SILOS: dict[str, Silo] = {
             files=((_r_file("Hsb82", 557_288, "d820cf853af77e3163ffb828361defb25ac005f0074703c61fd35cad5cbd6b37"),),),
             read=silo_files.read_r_table,
             item=("mlmRev", "Hsb82"),
-            cells_sha256="2431dbf9ba6456537672422be35b11e75fec76bd91da174c67b4254febbb87c5",
+            cells_sha256="da3317987a63c2fc69d099032317e3d2fb65fc2d240f86acb201eda920448467",
         ),
         Silo(
             "parkinsons",

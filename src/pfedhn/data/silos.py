@@ -6,6 +6,8 @@ prediction may use are features: the others are not in the table at all.
 
 import hashlib
 import os
+from copy import copy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ def silo_columns(name: str, data_dir: str | Path | None = None) -> Columns:
     silo = find_silo(name)
     files = find_silo_files(name, data_dir)
     if files or silo.item is None:
-        return _selected(silo, silo.read(files))
+        return copy(_read(name, files, tuple(file.stat().st_mtime_ns for file in files)))
     columns = _selected(silo, silo_files.read_package(silo.item))
     if columns_digest(columns) != silo.cells_sha256:
         raise UserError(
@@ -65,6 +67,11 @@ def silo_columns(name: str, data_dir: str | Path | None = None) -> Columns:
             f"version of it, or give {silo.wanted} in a data folder."
         )
     return columns
+
+
+@lru_cache(maxsize=1)  # the runs of an experiment read the same
+def _read(name: str, files: tuple[Path, ...], written: tuple[int, ...]) -> Columns:
+    return _selected(SILOS[name], SILOS[name].read(files))
 
 
 def read_table(dataset: str, data_dir: Path | None = None) -> str | Columns:
