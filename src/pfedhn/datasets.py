@@ -6,12 +6,16 @@ from pfedhn.data.folders import Folders, from_folders
 from pfedhn.data.hugging_face import from_hugging_face
 from pfedhn.data.labels import Task
 from pfedhn.data.originals import Source
+from pfedhn.data.silo_catalogue import SILOS, Silo
+from pfedhn.data.silos import load_silo
 from pfedhn.data.tables import Table, from_table
 
 __all__ = [
     "DATASETS",
     "Dataset",
     "Folders",
+    "SILOS",
+    "Silo",
     "Source",
     "Table",
     "Task",
@@ -22,5 +26,6 @@ __all__ = [
     "from_table",
     "get",
     "load",
+    "load_silo",
     "read_federation",
 ]

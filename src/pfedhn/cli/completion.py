@@ -37,9 +37,8 @@ def _generated() -> dict[str, list[str]]:
     from dataclasses import fields
 
     from pfedhn.algorithms import ALGORITHMS
-    from pfedhn.data.catalogue import DATASETS
     from pfedhn.experiments.registry import experiments
-    from pfedhn.experiments.spec import Cell
+    from pfedhn.experiments.spec import NAMED, Cell
     from pfedhn.report.study import studies
     from pfedhn.settings import names_to_set
 
@@ -49,7 +48,7 @@ def _generated() -> dict[str, list[str]]:
     return {
         "experiments": [*experiments(), *studies()],
         "methods": list(ALGORITHMS),
-        "datasets": list(DATASETS),
+        "datasets": list(NAMED),
         "fields": [*(item.name for item in fields(Cell)), *settings, *of_methods],
     }
 

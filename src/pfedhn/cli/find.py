@@ -19,10 +19,12 @@ from pfedhn.system.reference import load_file
 from pfedhn.system.screen import say
 
 
-def find_experiment(name: str, small: bool = False, also: Iterable[str] = ()) -> tuple[Experiment, str]:
+def find_experiment(
+    name: str, small: bool = False, also: Iterable[str] = (), data_dir: Path | None = None
+) -> tuple[Experiment, str]:
     """Find an experiment by name or file, a study also at reduced size, and how a later command names it.
 
-    `also` lists what else the name could have meant.
+    `also` lists what else the name could have meant; `data_dir` is where natural federations are.
     """
     study = find_study(name)
     if small and study is None:
@@ -36,7 +38,7 @@ def find_experiment(name: str, small: bool = False, also: Iterable[str] = ()) ->
         if file.suffix.lower() in TABLE_ENDINGS or file.is_dir():
             raise _is_data(file)
         if file.is_file():
-            return from_toml(file), str(given_path(file, is_resolved=True))
+            return from_toml(file, data_dir), str(given_path(file, is_resolved=True))
     if file.suffix in (".toml", ".py") or os.sep in name:
         raise UserError(f"there is no file {name}.")
     others = list(also)
@@ -70,10 +72,16 @@ def find_study(source: str) -> Study | None:
 
 
 def chosen_runs(
-    name: str, assignments: list[str], only: list[str], seeds: list[str] | None, rates: Path | None, small: bool
+    name: str,
+    assignments: list[str],
+    only: list[str],
+    seeds: list[str] | None,
+    rates: Path | None,
+    small: bool,
+    data_dir: Path | None = None,
 ) -> tuple[Experiment, list[RunSpec], Options]:
     """The experiment with the person's changes, the runs chosen from it, and how a later command names it."""
-    chosen, source = find_experiment(name, small)
+    chosen, source = find_experiment(name, small, data_dir=data_dir)
     beside = None if source in experiments() or source in studies() else rates_file(Path(source))
     if rates is not None:
         rates = given_path(rates, is_resolved=True)
@@ -83,7 +91,7 @@ def chosen_runs(
         chosen = with_rates_of(chosen, rates)
     if (file := rates or beside) is not None and file.exists():
         say(f"Learning rates: {file}", is_error=True)
-    chosen = with_assignments(chosen, parse_assignments(assignments))
+    chosen = with_assignments(chosen, parse_assignments(assignments), data_dir)
     check(chosen)
     runs = select(chosen, only, whole_numbers(seeds))
     refuse_without_effect(assignments, [run.cell for run in with_pretraining(chosen, runs)])

@@ -19,13 +19,17 @@ def list_all(as_json: JsonOption = False) -> None:
     """
     from pfedhn.algorithms import ALGORITHMS
     from pfedhn.data.catalogue import DATASETS
+    from pfedhn.data.silo_catalogue import SILOS
     from pfedhn.experiments.registry import experiments
     from pfedhn.report.entries import counted
     from pfedhn.report.study import studies
 
     found = {
         "methods": {name: known.description for name, known in ALGORITHMS.items()},
-        "datasets": {name: source.description for name, source in DATASETS.items()},
+        "datasets": {
+            **{name: source.description for name, source in DATASETS.items()},
+            **{name: silo.description for name, silo in SILOS.items()},
+        },
         "experiments": {name: item.title for name, item in experiments().items()},
         "studies": {name: study.title for name, study in studies().items()},
     }

@@ -132,7 +132,7 @@ def run(
     elif experiment is None:
         raise UserError("give the name or the file of an experiment, or --resume DIR; `pfedhn list` shows the names.")
     else:
-        chosen, runs, options = chosen_runs(experiment, assignments or [], only or [], seeds, rates, small)
+        chosen, runs, options = chosen_runs(experiment, assignments or [], only or [], seeds, rates, small, data_dir)
     changes: dict[str, Any] = {
         "executor": executor,
         "checkpoint_every": checkpoint_every,

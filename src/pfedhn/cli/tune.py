@@ -80,9 +80,9 @@ def tune(
     from pfedhn.settings import parse_assignments
     from pfedhn.system.files import given_path
 
-    chosen, source = find_experiment(experiment)
+    chosen, source = find_experiment(experiment, data_dir=data_dir)
     values = parse_assignments(assignments or [])
-    chosen = with_assignments(chosen, values)
+    chosen = with_assignments(chosen, values, data_dir)
     numbers = whole_numbers(seeds)
     grids = grids_from_toml(Path(source)) if source.endswith(".toml") else {}
     tuning = plan(chosen, only or [], numbers, fraction=fraction, finalists=finalists, assigned=values, own_grids=grids)

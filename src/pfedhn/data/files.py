@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy
 
 from pfedhn.data.arrays import Array, check_choice
-from pfedhn.data.cells import check_columns, read_columns
+from pfedhn.data.cells import Columns, check_columns, read_columns
 from pfedhn.data.columns import PLAIN, Encode, Encoding, Fitted, Missing, encoded_like, filled, to_numbers
 from pfedhn.data.federation import Federation
 from pfedhn.data.folders import Folders, client_folders, from_folders, load_array
@@ -31,7 +31,7 @@ from pfedhn.system.files import given_path, reading
 
 
 def read_federation(
-    path: str | Path,
+    path: str | Path | Columns,
     client_column: str | None = None,
     label_column: str | None = None,
     *,
@@ -51,7 +51,7 @@ def read_federation(
 
     Args:
         path: A folder that `from_folders` reads, a folder with a folder of images per client and class, or a file that
-            `from_table` reads.
+            `from_table` reads, or the columns of a table.
         client_column: The column of a table that names the client.
         label_column: The column of a table that holds the label.
         ignore_columns: Columns of a table that are no features, such as dates and numbers of people.
@@ -77,10 +77,11 @@ def read_federation(
         >>> federation.names, federation.class_names
         (('lyon', 'paris'), ('ill', 'well'))
     """
-    place = given_path(path)
+    is_read = isinstance(path, Columns)
+    place = path.file if isinstance(path, Columns) else given_path(path)
     with reading(place):
-        is_folder = place.is_dir()
-        if not place.exists():
+        is_folder = not is_read and place.is_dir()
+        if not is_read and not place.exists():
             raise UserError(f"there is no file or folder {place}; give a folder per client, or a table.")
     encoding, size = Encoding(encode, missing, fitted), image_size(resize)
     choices = {"channels": Channels, "corrupt": Corrupt, "encode": Encode, "missing": Missing, "fitted": Fitted}
@@ -104,11 +105,12 @@ def read_federation(
         how = Reading(images=ImageReading(channels, corrupt, size))
         return replace(divided(read_images(folders, size, channels, corrupt)), reading=how)
     if is_folder:
-        return divided(from_folders(path, task))
+        return divided(from_folders(place, task))
     if client_column is None or label_column is None:
-        raise UserError(f"{path} is read as a table; say which column names the client and which holds the label.")
+        raise UserError(f"{place} is read as a table; say which column names the client and which holds the label.")
     read = from_table(path, client_column, label_column, task, encoding, ignore_columns)
-    table = TableReading(client_column, label_column, read.columns, missing, fitted, sha256=file_digest(place))
+    digest = columns_digest(path) if isinstance(path, Columns) else file_digest(place)
+    table = TableReading(client_column, label_column, read.columns, missing, fitted, sha256=digest)
     if table.is_filled:  # split first: what is filled in comes from training examples
         rows = divided(read._replace(x=numpy.arange(len(read.y))[:, None]))  # type: ignore[arg-type]
         federation, table = filled(rows, read.x, table)
@@ -121,6 +123,14 @@ def file_digest(file: Path) -> str:
     """The SHA-256 of a file."""
     with reading(file), file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def columns_digest(columns: Columns) -> str:
+    """The SHA-256 of a table's cells and their columns' names."""
+    digest = hashlib.sha256()
+    for name, cells in columns.items():
+        digest.update("\0".join([name, *map(str, cells.tolist()), ""]).encode())
+    return digest.hexdigest()
 
 
 def read_client(

@@ -1,6 +1,6 @@
 """Your own table: a CSV, TSV or parquet file with a column that names the client."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class Table(NamedTuple):
 
 
 def from_table(
-    path: str | Path,
+    path: str | Path | Columns,
     client_column: str,
     label_column: str,
     task: Task = "auto",
@@ -49,8 +49,8 @@ def from_table(
     0, 1, ... in sorted order; so do clients (whole numbers in their own order). Features are not scaled.
 
     Args:
-        path: The file. Cells of a .csv file are separated by commas; or by semicolons, where its first line has these
-            and no commas, and then numbers may have decimal commas.
+        path: The file, or columns that were read. Cells of a .csv file are separated by commas; or by semicolons, where
+            its first line has these and no commas, and then numbers may have decimal commas.
         client_column: The column that names the client.
         label_column: The column that holds the label.
         task: "classification" where labels are class numbers or names, "regression" where they are numbers to predict.
@@ -70,14 +70,20 @@ def from_table(
 
     To federate it: `Federation.from_clients(table.clients, class_names=table.class_names)`.
     """
-    file = given_path(path)
-    with reading(file):
-        if not file.is_file():
-            raise UserError(f"{file} is not a file; give a .csv, .tsv or .parquet file.")
+    if not isinstance(path, Columns):
+        file = given_path(path)
+        with reading(file):
+            if not file.is_file():
+                raise UserError(f"{file} is not a file; give a .csv, .tsv or .parquet file.")
     if not isinstance(ignore_columns, Sequence) or isinstance(ignore_columns, str):
         raise UserError(f"ignore_columns is {short(ignore_columns)}; give a list of columns.")
-    columns = read_columns(file, lambda name: name in ignore_columns)
+    columns = columns_of(path, lambda name: name in ignore_columns)
     return from_columns(columns, client_column, label_column, task, encoding, ignore_columns)
+
+
+def columns_of(table: str | Path | Columns, is_ignored: Callable[[str], bool]) -> Columns:
+    """The columns of a table that is a file, or those that were read already; arguments as `read_columns`."""
+    return table if isinstance(table, Columns) else read_columns(given_path(table), is_ignored)
 
 
 def from_columns(
@@ -118,8 +124,8 @@ def from_columns(
     return Table(x, y, groups.astype(numpy.int64), client_names, names, class_names, described)
 
 
-def count_clients(path: str | Path, client_column: str) -> int:
+def count_clients(path: str | Path | Columns, client_column: str) -> int:
     """The number of clients in a table, whatever its other columns hold; 0 without such a column."""
-    columns = read_columns(given_path(path), lambda name: name != client_column)
+    columns = columns_of(path, lambda name: name != client_column)
     cells = as_identifiers(columns[client_column]) if client_column in columns else numpy.empty(0)
     return len(numpy.unique(cells))

@@ -10,7 +10,6 @@ from torch.utils import _pytree as pytree
 
 from pfedhn import models
 from pfedhn.algorithms import find_method
-from pfedhn.data import catalogue as datasets
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest
@@ -22,7 +21,7 @@ from pfedhn.experiments.data import (
     reading_options,
     table_columns,
 )
-from pfedhn.experiments.spec import Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
+from pfedhn.experiments.spec import NAMED, Cell, Experiment, RunSpec, is_made, is_own_data, is_table, pretraining_cell
 from pfedhn.model import Model
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
@@ -56,11 +55,11 @@ def check(experiment: Experiment) -> None:
         if is_made(cell.dataset):
             made(cell)
         else:
-            if cell.dataset not in datasets.DATASETS and not is_own_data(cell.dataset):
-                raise UserError(f"there is no data set {cell.dataset!r}; {closest(cell.dataset, datasets.DATASETS)}")
+            if cell.dataset not in NAMED and not is_own_data(cell.dataset):
+                raise UserError(f"there is no data set {cell.dataset!r}; {closest(cell.dataset, NAMED)}")
             build_partition(cell)
         table_columns(cell)
-        if reading_options(cell) and not is_own_data(cell.dataset):
+        if reading_options(cell) and not is_table(cell.dataset) and not is_own_data(cell.dataset):
             raise UserError(
                 f"read is for your own data, and {cell.dataset} is a data set of the package; leave it out."
             )

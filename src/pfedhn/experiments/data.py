@@ -19,9 +19,10 @@ from pfedhn.data.describe import LARGE, large_labels
 from pfedhn.data.federation import Federation
 from pfedhn.data.files import read_federation
 from pfedhn.data.folders import is_client_folder
+from pfedhn.data.silos import READING, SILOS, read_table
 from pfedhn.data.tables import count_clients
 from pfedhn.errors import UserError, closest, short
-from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, is_made, is_own_data
+from pfedhn.experiments.spec import Cell, is_made, is_own_data, is_table
 from pfedhn.settings import describe, fits
 from pfedhn.system.files import given_path, reading
 from pfedhn.system.reference import find_code
@@ -75,13 +76,13 @@ def _refuse_unknown(names: Iterable[str], known: Collection[str], what: str) -> 
 
 def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device: str = "cpu") -> Federation:
     seed = seed if cell.data_seed is None else cell.data_seed
-    own = is_made(cell.dataset) or is_own_data(cell.dataset)
+    own = is_made(cell.dataset) or is_table(cell.dataset) or is_own_data(cell.dataset)
     if is_made(cell.dataset):
         federation = made(cell)(seed=seed)  # type: ignore[call-arg]
         if not isinstance(federation, Federation):
             raise UserError(f"{cell.dataset} makes a {type(federation).__name__}; it must return a pfedhn.Federation.")
     else:
-        federation = _own_federation(cell, seed) if own else _known_federation(cell, seed, data_dir, device)
+        federation = _own_federation(cell, seed, data_dir) if own else _known_federation(cell, seed, data_dir, device)
     fixed = own or cell.partition["rule"] in ("by_group", "by_coarse_class")
     if fixed and federation.num_clients != cell.clients:
         number = federation.num_clients
@@ -121,34 +122,42 @@ def made(cell: Cell) -> Callable[[], Federation]:
     return partial(function, cell.clients, **given)
 
 
-def _own_federation(cell: Cell, seed: int) -> Federation:
+def _own_federation(cell: Cell, seed: int, data_dir: Path | None) -> Federation:
     columns = table_columns(cell)
     for name in ("client", "label"):
-        if cell.dataset.lower().endswith(TABLE_ENDINGS) and f"{name}_column" not in columns:
+        if is_table(cell.dataset) and f"{name}_column" not in columns:
             raise UserError(f'{cell.dataset} is a table; say which column is the {name}: columns.{name} = "...".')
     how: dict[str, Any] = {**columns, "task": cell.task}
     how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed, **reading_options(cell)}
-    federation = read_federation(cell.dataset, **how)
+    if cell.dataset in SILOS and cell.task == "auto":
+        how["task"] = SILOS[cell.dataset].task
+    federation = read_federation(read_table(cell.dataset, data_dir), **how)
     unscaled = [name for name in network_names(cell) if name.startswith(("mlp", "linear"))]
-    if cell.dataset.lower().endswith(TABLE_ENDINGS) and unscaled:
+    if is_table(cell.dataset) and unscaled:
         _warn_of_scales(Path(cell.dataset), unscaled[0], federation)
     _warn_of_labels(Path(cell.dataset), columns.get("label_column"), cell.task, federation)
     return federation
 
 
-def with_own_clients(cell: Cell) -> Cell:
-    """A cell of a person's own data with their number of clients; the same cell if that is not known yet.
+def with_own_clients(cell: Cell, data_dir: Path | None = None) -> Cell:
+    """A cell of clients with their own data with their number; the same cell if that is not known yet.
 
     Only the column of clients is read: `--set` may still change how the others are read.
     """
+    if cell.dataset in SILOS:
+        try:
+            table = read_table(cell.dataset, data_dir)
+        except UserError:  # what is missing is said when the data are read
+            return cell
+        return replace(cell, clients=count_clients(table, SILOS[cell.dataset].client))
     place, columns = given_path(cell.dataset), table_columns(cell)
     if is_made(cell.dataset) or not is_own_data(cell.dataset):
         return cell
     with reading(place):
-        is_table = place.is_file() and "client_column" in columns
+        is_file = place.is_file() and "client_column" in columns
         is_folder = place.is_dir()
         folders = [part for part in place.iterdir() if is_client_folder(part)] if is_folder else []
-    number = count_clients(place, columns["client_column"]) if is_table else len(folders)
+    number = count_clients(place, columns["client_column"]) if is_file else len(folders)
     return replace(cell, clients=number) if number else cell
 
 
@@ -216,7 +225,21 @@ def table_columns(cell: Cell) -> dict[str, Any]:
             form = 'a list of columns, as in ["visit_date"]' if name == "ignore" else "a column's name"
             raise UserError(f"columns.{name} = {short(value)} does not fit; give {form}.")
         named[COLUMNS[name]] = tuple(listed) if name == "ignore" else value
-    return named
+    return named | _silo_columns(cell)
+
+
+def _silo_columns(cell: Cell) -> dict[str, Any]:
+    """The columns of the client and the label of a natural federation, which a cell cannot change."""
+    if cell.dataset not in SILOS:
+        return {}
+    fixed = {"client": SILOS[cell.dataset].client, "label": SILOS[cell.dataset].label}
+    for name, column in fixed.items():
+        if cell.columns.get(name, column) != column:
+            raise UserError(
+                f"columns.{name} = {short(cell.columns[name])} does not fit: the {name} of {cell.dataset} is "
+                f"{column!r}; leave it out."
+            )
+    return {COLUMNS[name]: column for name, column in fixed.items()}
 
 
 READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted")
@@ -225,7 +248,8 @@ READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted")
 def reading_options(cell: Cell) -> dict[str, Any]:
     """How a cell's own data are read; `read_federation` checks the values."""
     _refuse_unknown(cell.read, READ, "read")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in cell.read.items()}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in cell.read.items()}
+    return {**READING, **given} if cell.dataset in SILOS else given
 
 
 def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from pfedhn.algorithms import ALGORITHMS, find_method
-from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.data import with_own_clients
 from pfedhn.experiments.rates import apply_rates, headed, rates_file, rates_for
 from pfedhn.experiments.spec import (
     CELL_TABLES,
+    NAMED,
     Cell,
     Experiment,
     RunSpec,
@@ -28,7 +28,7 @@ from pfedhn.system.files import given_path, read_text
 TABLES = Mapping[str, Mapping[str, Any]]
 
 
-def from_toml(path: Path) -> Experiment:
+def from_toml(path: Path, data_dir: Path | None = None) -> Experiment:
     """A user's own experiment; lists in scalar fields make a grid, `[methods.NAME]` holds what differs by method.
 
     If the file does not give the number of clients, a person's own data tell it. The learning rates that `pfedhn tune`
@@ -47,7 +47,8 @@ def from_toml(path: Path) -> Experiment:
         for cell in experiment.cells
     ]
     is_counted = "cells" not in table and not any("clients" in p for p in (table, *table.get("methods", {}).values()))
-    experiment = replace(experiment, cells=tuple(map(with_own_clients, cells) if is_counted else cells))
+    cells = [with_own_clients(cell, data_dir) for cell in cells] if is_counted else cells
+    experiment = replace(experiment, cells=tuple(cells))
     chosen = rates_file(path)
     return apply_rates(experiment, rates_for(experiment.name, chosen)) if chosen.exists() else experiment
 
@@ -107,7 +108,7 @@ def _absolute(field: str, value: Any, base: Path) -> Any:
         file, _, name = value.rpartition(":")
         return f"{given_path(base / given_path(file), is_resolved=True)}:{name}" if file.endswith(".py") else value
     path = base / given_path(value)
-    is_path = is_own_data(value) or (value not in datasets.DATASETS and path.is_dir())
+    is_path = is_own_data(value) or (value not in NAMED and path.is_dir())
     return str(given_path(path, is_resolved=True)) if is_path else value
 
 
@@ -208,7 +209,7 @@ def _joined(name: str, before: Any, change: Mapping[str, Any]) -> dict[str, Any]
 OWN_DATA = ("dataset", "columns", "read")  # the fields that say what is read, and so how many clients there are
 
 
-def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Experiment:
+def with_assignments(experiment: Experiment, values: Mapping[str, Any], data_dir: Path | None = None) -> Experiment:
     """`--set`: a field of every cell, a setting of every method that has it, or "method.setting" for one method."""
     cells = list(experiment.cells)
     # A new method, partition rule or network first: it decides which settings there are.
@@ -228,7 +229,7 @@ def with_assignments(experiment: Experiment, values: Mapping[str, Any]) -> Exper
                     cell = replace(cell, network={})  # only a function has arguments
                 cells[number] = _with_values(cell, {target: value})
     if "clients" not in values and any(name.partition(".")[0] in OWN_DATA for name in values):
-        cells = list(map(with_own_clients, cells))
+        cells = [with_own_clients(cell, data_dir) for cell in cells]
     return replace(experiment, cells=distinct(cells))
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pfedhn.data import catalogue as datasets
+from pfedhn.data.silo_catalogue import SILOS
 from pfedhn.errors import UserError
 
 TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
+NAMED = (*datasets.DATASETS, *SILOS)  # data that the package knows by name
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Cell:
     """One method on one federation; with a seed it is a run. The fields of an experiment file are these."""
 
     method: str = "pfedhn"  # or "mine.py:FedProx", your own class
-    dataset: str = "digits"  # or a path: a folder with a folder per client, or a table (.csv, .tsv, .parquet)
+    dataset: str = "digits"  # or a natural federation; or a path: a folder with a folder per client, or a table
     clients: int = 50
     partition: Mapping[str, Any] = field(default_factory=lambda: {"rule": "by_classes", "classes_per_client": 5})
     split: tuple[float, float, float] = (0.7, 0.15, 0.15)
@@ -124,8 +126,13 @@ def is_made(dataset: str) -> bool:
     return re.fullmatch(r"([\w.]+|.*\.py):[A-Za-z_]\w*", dataset) is not None
 
 
+def is_table(dataset: str) -> bool:
+    """Whether it is read as a table: a natural federation, or a person's own file."""
+    return dataset in SILOS or dataset.lower().endswith(TABLE_ENDINGS)
+
+
 def is_own_data(dataset: str) -> bool:
-    return dataset not in datasets.DATASETS and (
+    return dataset not in NAMED and (
         os.sep in dataset or dataset.lower().endswith(TABLE_ENDINGS) or Path(dataset).is_dir()
     )
 
