@@ -18,12 +18,12 @@ from pfedhn.errors import UserError, closest
 from pfedhn.kernels.conv import ConvBlock
 from pfedhn.kernels.linear import Linear
 from pfedhn.model import Factory
+from pfedhn.statistics import MAX_DEVIATIONS
 from pfedhn.system.process import check_memory
 from pfedhn.system.reference import find_code
 
 LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
 RESNETS: dict[str, Literal["batch", "group"]] = {"resnet18": "batch", "resnet18-gn": "group"}
-MAX_DEVIATIONS = 10.0  # that a column of a table may be from its mean
 
 
 class LeNet(nn.Module):

@@ -1,9 +1,7 @@
 """A cell's data as a federation."""
 
 import inspect
-import logging
-import multiprocessing
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,14 +17,13 @@ from pfedhn.data.describe import LARGE, large_labels
 from pfedhn.data.federation import Federation
 from pfedhn.data.files import read_federation
 from pfedhn.data.folders import is_client_folder
-from pfedhn.data.tables import count_clients
+from pfedhn.data.notes import note
+from pfedhn.data.tables import MIN_EXAMPLES, count_clients, earlier_task, table_task
 from pfedhn.errors import UserError, closest, short
 from pfedhn.experiments.spec import TABLE_ENDINGS, Cell, is_made, is_own_data
-from pfedhn.settings import describe, fits
+from pfedhn.settings import describe, fits, whole_number
 from pfedhn.system.files import given_path, reading
 from pfedhn.system.reference import find_code
-
-logger = logging.getLogger("pfedhn")
 
 PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
     "by_classes": partition.by_classes,
@@ -124,16 +121,43 @@ def made(cell: Cell) -> Callable[[], Federation]:
 def _own_federation(cell: Cell, seed: int) -> Federation:
     columns = table_columns(cell)
     for name in ("client", "label"):
-        if cell.dataset.lower().endswith(TABLE_ENDINGS) and f"{name}_column" not in columns:
+        if is_table(cell) and f"{name}_column" not in columns:
             raise UserError(f'{cell.dataset} is a table; say which column is the {name}: columns.{name} = "...".')
-    how: dict[str, Any] = {**columns, "task": cell.task}
-    how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed, **reading_options(cell)}
+    task: str = cell.task
+    if task == "auto" and is_table(cell):
+        task = earlier_task(cell.dataset, columns["label_column"])
+    how: dict[str, Any] = {**columns, "task": task, **EARLIER_READ, **reading_options(cell)}
+    how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed}
     federation = read_federation(cell.dataset, **how)
     unscaled = [name for name in network_names(cell) if name.startswith(("mlp", "linear"))]
-    if cell.dataset.lower().endswith(TABLE_ENDINGS) and unscaled:
+    if is_table(cell) and how["scale"] == "none" and unscaled:
         _warn_of_scales(Path(cell.dataset), unscaled[0], federation)
     _warn_of_labels(Path(cell.dataset), columns.get("label_column"), cell.task, federation)
     return federation
+
+
+def is_table(cell: Cell) -> bool:
+    """Whether a cell's data are a person's own table."""
+    return not is_made(cell.dataset) and cell.dataset.lower().endswith(TABLE_ENDINGS)
+
+
+def with_table_defaults(cell: Cell) -> Cell:
+    """A cell of a person's own table with `TABLE_READ` and its task written down; any other cell as it is.
+
+    The task stays "auto" while there is no such file or column.
+    """
+    if not is_table(cell):
+        return cell
+    cell, place, columns = (
+        replace(cell, read={**TABLE_READ, **cell.read}),
+        given_path(cell.dataset),
+        table_columns(cell),
+    )
+    with reading(place):
+        is_there = place.is_file() and "label_column" in columns
+    if cell.task != "auto" or not is_there:
+        return cell
+    return replace(cell, task=table_task(place, columns["label_column"]))
 
 
 def with_own_clients(cell: Cell) -> Cell:
@@ -145,22 +169,15 @@ def with_own_clients(cell: Cell) -> Cell:
     if is_made(cell.dataset) or not is_own_data(cell.dataset):
         return cell
     with reading(place):
-        is_table = place.is_file() and "client_column" in columns
+        has_column = place.is_file() and "client_column" in columns
         is_folder = place.is_dir()
         folders = [part for part in place.iterdir() if is_client_folder(part)] if is_folder else []
-    number = count_clients(place, columns["client_column"]) if is_table else len(folders)
+    least = whole_number("read.min_examples", {**EARLIER_READ, **cell.read}["min_examples"])
+    number = count_clients(place, columns["client_column"], least) if has_column else len(folders)
     return replace(cell, clients=number) if number else cell
 
 
 MANY = 100  # classes that a person seldom means
-_warned: set[str] = set()  # of which files; an experiment reads each several times
-
-
-def _warn_once(what: str, sentence: str, *values: object) -> None:
-    """Warn of something in a person's data once, and not in every worker process again."""
-    if what not in _warned and multiprocessing.parent_process() is None:
-        _warned.add(what)
-        logger.warning(sentence, *values)
 
 
 def _warn_of_labels(file: Path, column: str | None, task: str, federation: Federation) -> None:
@@ -168,7 +185,7 @@ def _warn_of_labels(file: Path, column: str | None, task: str, federation: Feder
     labels = "the labels" if column is None else repr(column)
     key = f"{file.resolve()}: {labels}"
     if (scale := large_labels(federation)) is not None:
-        _warn_once(
+        note(
             key,
             "%s: the numbers to predict, %s, have mean %.4g and standard deviation %.4g, so that training learns badly "
             "or diverges. Standardize them (subtract that mean, divide by that deviation), and undo it in predictions.",
@@ -178,7 +195,7 @@ def _warn_of_labels(file: Path, column: str | None, task: str, federation: Feder
         return
     different = len(federation.y.unique())
     if different > MANY and 10 * different > len(federation.y):
-        _warn_once(
+        note(
             key,
             "%s: %s: %s different whole numbers, which are taken for classes; the network tells %s apart. For a "
             'quantity, set task = "regression"; for classes, task = "classification".',
@@ -195,7 +212,7 @@ def _warn_of_scales(file: Path, model: str, federation: Federation) -> None:
         assert federation.reading is not None
         assert federation.reading.table is not None
         number = int(large[0])
-        _warn_once(
+        note(
             str(file.resolve()),
             "%s is not scaled: its column %r has mean %.4g and standard deviation %.4g, which %s learns badly from. "
             'Scale the columns, or set model = "tabular-32", which scales them by each client\'s own data.',
@@ -219,7 +236,18 @@ def table_columns(cell: Cell) -> dict[str, Any]:
     return named
 
 
-READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted")
+READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted", "scale", "select", "min_examples")
+TABLE_READ: Mapping[str, Any] = {
+    **{"encode": "one-hot", "missing": "flag", "fitted": "all", "scale": "all", "select": "auto"},
+    "min_examples": MIN_EXAMPLES,
+}
+"""How a table is read where an experiment file does not say it."""
+
+EARLIER_READ: Mapping[str, Any] = {
+    **{"encode": "refuse", "missing": "refuse", "fitted": "client", "scale": "none", "select": "all"},
+    "min_examples": 1,
+}
+"""The same of a cell that does not say it: in runs of earlier versions, this is what was done."""
 
 
 def reading_options(cell: Cell) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError
 
-TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
+TABLE_ENDINGS = (".csv", ".tsv", ".parquet", ".xlsx")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Cell:
     """One method on one federation; with a seed it is a run. The fields of an experiment file are these."""
 
     method: str = "pfedhn"  # or "mine.py:FedProx", your own class
-    dataset: str = "digits"  # or a path: a folder with a folder per client, or a table (.csv, .tsv, .parquet)
+    dataset: str = "digits"  # or a path: a folder with a folder per client, or a table (.csv, .tsv, .parquet, .xlsx)
     clients: int = 50
     partition: Mapping[str, Any] = field(default_factory=lambda: {"rule": "by_classes", "classes_per_client": 5})
     split: tuple[float, float, float] = (0.7, 0.15, 0.15)
