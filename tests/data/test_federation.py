@@ -176,7 +176,7 @@ def test_own_files_name_clients_and_classes(tmp_path: Path) -> None:
     ]
     (tmp_path / "table.csv").write_text("\n".join(["city,animal,size", *lines]))
     folders = read_federation(tmp_path / "folders", seed=4)
-    table = read_federation(tmp_path / "table.csv", "city", "animal", seed=4)
+    table = read_federation(tmp_path / "table.csv", "city", "animal", seed=4, scale="none", select="all", min_examples=1)
     for federation in (folders, table):
         assert federation.names == ("lyon", "metz", "paris")
         assert federation.class_names == ("ant", "bee", "cat")

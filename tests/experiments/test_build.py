@@ -16,7 +16,7 @@ from pfedhn.data.partition import dirichlet
 from pfedhn.engine.rounds import rounds
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import build_simulation, check
-from pfedhn.experiments.data import build_federation, build_partition
+from pfedhn.experiments.data import build_federation, build_partition, with_table_defaults
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.execute import start
 from pfedhn.experiments.grid import from_table, from_toml, with_assignments
@@ -128,10 +128,12 @@ def test_own_data_keep_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_table_is_split_alike_in_an_experiment_and_in_python(tmp_path: Path, seed: int) -> None:
     table = tmp_path / "visits.csv"
-    rows = [f"{'lyon' if row % 3 else 'metz'},{row},{'ill' if row % 2 else 'well'}" for row in range(60)]
+    rows = [f"{'lyon' if row % 3 else 'metz'},{row % 7},{'ill' if row % 2 else 'well'}" for row in range(60)]
     table.write_text("\n".join(["city,age,outcome", *rows]))
     columns = {"client": "city", "label": "outcome"}
-    in_experiment = build_federation(Cell(dataset=str(table), clients=2, columns=columns), seed)
+    cell = with_table_defaults(Cell(dataset=str(table), clients=2, columns=columns))
+    assert cell.task == "classification"
+    in_experiment = build_federation(cell, seed)
     in_python = pfedhn.datasets.read_federation(table, "city", "outcome", seed=seed)
     assert in_experiment.names == in_python.names
     assert torch.equal(in_experiment.x, in_python.x)

@@ -90,7 +90,8 @@ def _earlier_reading(cell: Mapping[str, Any], data: Path) -> "Reading | None":
     options, columns = cell.get("read") or {}, cell.get("columns") or {}
     if options.get("encode") != "one-hot" or not is_table(data):
         return None
-    return reading_again(cell["dataset"], columns["client"], columns["label"], Encoding(**options))
+    given = {name: options[name] for name in ("encode", "missing", "fitted") if name in options}
+    return reading_again(cell["dataset"], columns["client"], columns["label"], Encoding(**given))
 
 
 def _compared(said: list[Any], answers: list[Any], is_class: bool) -> str:

@@ -316,7 +316,9 @@ def _what_goes_in(given: Mapping[str, Any]) -> list[str]:
     place = 1
     for column in given["columns"]:
         last = place + len(column.get("texts", [""])) - 1
-        value = "as it is" + (", or NaN for an empty cell" if "empty" in column else "")
+        value = "as it is" + (
+            f"; NaN for an empty cell, which becomes {column['empty']:.6g}" if "empty" in column else ""
+        )
         if "texts" in column:
             value = f"1 in the place of its text, 0 elsewhere: {', '.join(column['texts'])}"
         numbers = str(place) if place == last else f"{place} to {last}"
@@ -329,15 +331,8 @@ def _what_goes_in(given: Mapping[str, Any]) -> list[str]:
 def _what_happens_inside(given: Mapping[str, Any]) -> list[str]:
     """What a file of a table's model does with the numbers before its network, and what .safetensors leaves out."""
     lines = []
-    empty = {column["name"]: column for column in given["columns"] if "empty" in column}
-    if empty:
-        lines += ["", "| column | in place of an empty cell |", "|---|---|"]
-        for name, column in empty.items():
-            flag = ", and 1 among the flags" if column.get("flagged") else ""
-            lines.append(f"| {_plain(name)} | {column['empty']:.6g}{flag} |")
-        lines.append("")
-        if any(column.get("flagged") for column in empty.values()):
-            lines += ["Flags are numbers of 0 or 1 after the others, one for each of these columns in this order.", ""]
+    if flagged := [column["name"] for column in given["columns"] if column.get("flagged")]:
+        lines += [f"Numbers of 0 or 1 that tell empty cells follow: of {', '.join(map(_plain, flagged))}.", ""]
     if scaling := given.get("scaling"):
         lines += [
             "Each number is scaled by its mean and standard deviation over all clients' training examples, and clipped "
