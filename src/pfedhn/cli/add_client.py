@@ -84,10 +84,9 @@ def add_client(
     is_accuracy = test.metric is not None
     texts = [f"{100 * part.sample_mean:.1f} %" if is_accuracy else f"{part.mean_loss:.4f}" for part in scores]
     what = "accuracy" if is_accuracy else "loss"
-    table = None if clients.reading is None else clients.reading.table
-    if not is_accuracy and table is not None and table.target is not None:
-        what = f"error (root mean square, in units of {table.label})"
-        texts = [f"{table.target[1] * part.mean_loss**0.5:.4g}" for part in scores]
+    if joined.card["test"]["error"] is not None:
+        what = f"error (root mean square, in units of {joined.card['label']['name']})"
+        texts = [f"{client.card['test']['error']:.4g}" for client in (before, joined)]
     say(
         f"Held-out {what}: {texts[1]} on {count} of {len(x)} examples ({texts[0]} before joining). "
         f"Round {joined.round} of {rounds} was chosen on validation; {seconds:.1f} s."

@@ -22,7 +22,7 @@ from pfedhn.experiments.data import (
     reading_options,
     table_columns,
 )
-from pfedhn.experiments.spec import Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
+from pfedhn.experiments.spec import OTHER_TABLES, Cell, Experiment, RunSpec, is_made, is_own_data, pretraining_cell
 from pfedhn.model import Model
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
@@ -47,6 +47,8 @@ def check(experiment: Experiment) -> None:
         if is_made(cell.dataset):
             made(cell)
         else:
+            if cell.dataset.lower().endswith(OTHER_TABLES):
+                raise UserError(f"{cell.dataset} is a table of a kind that is not read; save it as CSV.")
             if cell.dataset not in datasets.DATASETS and not is_own_data(cell.dataset):
                 raise UserError(f"there is no data set {cell.dataset!r}; {closest(cell.dataset, datasets.DATASETS)}")
             build_partition(cell)

@@ -16,6 +16,7 @@ from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError
 
 TABLE_ENDINGS = (".csv", ".tsv", ".parquet", ".xlsx")
+OTHER_TABLES = (".xls", ".xlsm", ".xlsb", ".ods", ".sav", ".dta", ".sas7bdat", ".rds", ".feather", ".arff")
 
 
 @dataclass(frozen=True)

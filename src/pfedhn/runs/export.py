@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import logging
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from pfedhn.data.reading import TableReading, label_card, reading_card
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import UserError, closest, first_line, missing_extra
 from pfedhn.model import Model
+from pfedhn.models import squared_error
 from pfedhn.runs.pipeline import TablePipeline, script, script_name
 from pfedhn.storage.identity import settings_of
 from pfedhn.storage.schema import to_json
@@ -226,7 +228,7 @@ def model_card(
         fill: What the client's empty cells are filled with.
     """
     made, code, described = environment("cpu"), Code.of(model.factory), described or plan.clients
-    total, count = test
+    label, (total, count) = label_card(described.reading), test
     mean = total / count if count else None
     is_real = getattr(torch, described.dtype).is_floating_point
     return {
@@ -242,7 +244,7 @@ def model_card(
             "preprocessing": None if described.preprocessing is None else to_json(dict(described.preprocessing)),
             **reading_card(described.reading, described.shape, fill),
         },
-        "label": label_card(described.reading),
+        "label": label,
         "classes": described.classes,
         "class_names": None if described.class_names is None else list(described.class_names),
         "network": {
@@ -257,12 +259,20 @@ def model_card(
             "examples": count,
             "accuracy": mean if plan.has_metric else None,
             "loss": None if plan.has_metric else mean,
+            "error": _error(label, model, mean),
         },
         "chosen_step": chosen_step,
         "steps": steps,
         "seed": plan.seed,
         "versions": {"pfedhn": made.pfedhn, "torch": made.torch},
     }
+
+
+def _error(label: Mapping[str, Any] | None, model: Model, loss: float | None) -> float | None:
+    """The root of the mean squared error in the units of a table's label; None for other losses."""
+    if label is None or "deviation" not in label or loss is None or model.per_example_loss is not squared_error:
+        return None
+    return float(label["deviation"]) * math.sqrt(loss)
 
 
 def file_names(clients: Sequence[str]) -> list[str]:
@@ -332,7 +342,8 @@ def _what_happens_inside(given: Mapping[str, Any]) -> list[str]:
     """What a file of a table's model does with the numbers before its network, and what .safetensors leaves out."""
     lines = []
     if flagged := [column["name"] for column in given["columns"] if column.get("flagged")]:
-        lines += [f"Numbers of 0 or 1 that tell empty cells follow: of {', '.join(map(_plain, flagged))}.", ""]
+        named = ", ".join(map(_plain, flagged))
+        lines += [f"Flags of empty cells follow the numbers, 1 for an empty one and 0 otherwise: of {named}.", ""]
     if scaling := given.get("scaling"):
         lines += [
             "Each number is scaled by its mean and standard deviation over all clients' training examples, and clipped "
@@ -341,12 +352,8 @@ def _what_happens_inside(given: Mapping[str, Any]) -> list[str]:
         ]
     if not lines:
         return []
-    return [
-        "## What happens inside",
-        "",
-        "Files in .onnx and .pt2 do this; .safetensors holds the network alone.",
-        *lines,
-    ]
+    first = "Files in .onnx and .pt2 do this; .safetensors holds the network alone."
+    return ["## What happens inside", "", first, "", *lines]
 
 
 def index(cards: Mapping[str, Card]) -> str:
@@ -365,6 +372,8 @@ def _score(card: Card) -> str:
     test = card["test"]
     if not test["examples"]:
         return "not measured"
+    if test["error"] is not None:
+        return f"error {test['error']:.4g}"
     if test["accuracy"] is None:
         return f"loss {test['loss']:.4f}"
     return f"{100 * test['accuracy']:.1f} %"
@@ -374,11 +383,10 @@ def _scores(card: Card) -> str:
     test = card["test"]
     if not test["examples"]:
         return "It was not measured: this client has no test examples."
-    what = "loss" if test["accuracy"] is None else "accuracy"
-    return (
-        f"Test {what}: {_score(card).removeprefix('loss ')}, on {test['examples']:,} examples of this client that "
-        "took no part in training."
-    )
+    what, value = ("accuracy", _score(card)) if test["accuracy"] is not None else _score(card).split()
+    if what == "error":
+        what += f" (root mean square, in units of {card['label']['name']})"
+    return f"Test {what}: {value}, on {test['examples']:,} examples of this client that took no part in training."
 
 
 def _preprocessing(steps: Mapping[str, Any] | None) -> str:
