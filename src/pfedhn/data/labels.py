@@ -80,7 +80,7 @@ def as_numbers(column: Array) -> Array:
 
     if column.dtype.kind in "USO":
         cells = texts(column)
-        numbers: Array = pandas.to_numeric(cells, errors="coerce").to_numpy(dtype=numpy.float64)
+        numbers: Array = pandas.to_numeric(cells, errors="coerce").to_numpy(dtype=numpy.float64, copy=True)
         column = cells.to_numpy().astype(str) if numpy.isnan(numbers).any() else numbers
     if column.dtype.kind == "f" and numpy.all(column == numpy.floor(column)) and numpy.all(abs(column) < 2**53):
         return column.astype(numpy.int64)
