@@ -108,7 +108,7 @@ def test_columns_that_number_rows_or_never_change_are_left_out(
         "visits.csv: 4 columns are no features and are left out: '' (it numbers the rows), 'patient' (different in "
         "every row), 'person' (different in every row), 'country' (the same in every row)."
     )
-    with pytest.raises(UserError, match="'person' in line 2 .* is 'P0' and not a number"):
+    with pytest.raises(UserError, match=r"'person' in line 2 .* is 'P0' and not a number"):
         read_federation(tmp_path / "visits.csv", "clinic", "sick", select="all", encode="refuse")
 
 
@@ -203,10 +203,10 @@ def test_a_spreadsheet_is_read_as_a_csv_file_is(tmp_path: Path) -> None:
     openpyxl = pytest.importorskip("openpyxl")
     path = visits(tmp_path / "visits.csv")
     book = openpyxl.Workbook()
-    for number, line in enumerate(path.read_text().splitlines()):
-        cells = line.split(",")
-        numbers = [float(cell) if cell and place in (1, 2, 4) else cell or None for place, cell in enumerate(cells)]
-        book.active.append(numbers if number else cells)
+    book.active.append(HEADER.split(","))
+    for line in path.read_text().splitlines()[1:]:
+        cells = enumerate(line.split(","))
+        book.active.append([float(cell) if cell and place in (1, 2, 4) else cell or None for place, cell in cells])
     book.save(tmp_path / "visits.xlsx")
     csv, sheet = (read_federation(tmp_path / f"visits.{ending}", "clinic", "price") for ending in ("csv", "xlsx"))
     assert torch.equal(csv.x, sheet.x)
