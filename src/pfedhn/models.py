@@ -18,12 +18,12 @@ from pfedhn.errors import UserError, closest
 from pfedhn.kernels.conv import ConvBlock
 from pfedhn.kernels.linear import Linear
 from pfedhn.model import Factory
+from pfedhn.statistics import MAX_DEVIATIONS
 from pfedhn.system.process import check_memory
 from pfedhn.system.reference import find_code
 
 LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
 RESNETS: dict[str, Literal["batch", "group"]] = {"resnet18": "batch", "resnet18-gn": "group"}
-MAX_DEVIATIONS = 10.0  # that a column of a table may be from its mean
 
 
 class LeNet(nn.Module):
@@ -121,6 +121,30 @@ class TabularMLP(MLP):
             scaled = torch.where(has_spread, scaled, x - mean)
         # A minibatch of up to 100 rows has no value further away, so that ordinary training does not notice.
         return super().forward(scaled.clamp(-MAX_DEVIATIONS, MAX_DEVIATIONS))
+
+
+class WideMLP(nn.Module):
+    """A linear model and one hidden layer beside it: the outputs are linear in the inputs and in the hidden units.
+
+    The last layer starts at zero, so that everybody starts from the same guess.
+
+    Args:
+        num_inputs: Columns of a table.
+        num_hidden: Units of the hidden layer.
+        num_outputs: Numbers that come out.
+    """
+
+    def __init__(self, num_inputs: int, num_hidden: int, num_outputs: int = 1) -> None:
+        super().__init__()
+        self.hidden = Linear(num_inputs, num_hidden, relu=True)
+        self.out = Linear(num_inputs + num_hidden, num_outputs)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        output: Tensor = self.out(torch.cat([x, self.hidden(x)], 1))
+        return output
 
 
 class LinearModel(nn.Module):
@@ -232,7 +256,7 @@ def check_name(name: str, settings: Mapping[str, Any] | None = None) -> None:
     """Refuse a name that is none of ours, or settings that the function which it names does not take.
 
     Ours are lenet-s, lenet (m), lenet-l, resnet18, resnet18-gn, omniglot, linear, linear-bias, mlp-32-16 for two hidden
-    layers, and tabular-32-16 for the same on raw columns of a table.
+    layers, tabular-32-16 for the same on raw columns of a table, and wide-32 for a hidden layer beside a linear model.
     """
     if ":" in name:
         _check_settings(name, settings or {})
@@ -243,8 +267,10 @@ def check_name(name: str, settings: Mapping[str, Any] | None = None) -> None:
             f"network.{key} is an argument of a function that makes the network, and model = {name!r} is not one."
         )
     names = [*LENET_SIZES, *RESNETS, "omniglot", "linear", "linear-bias"]
-    if name not in names and not re.fullmatch(r"(mlp|tabular)(-[1-9][0-9]{0,8})*", name):
-        raise UserError(f"there is no target network {name!r}; {closest(name, [*names, 'mlp-32', 'tabular-32'])}")
+    if name not in names and not re.fullmatch(r"((mlp|tabular)(-[1-9][0-9]{0,8})*|wide-[1-9][0-9]{0,8})", name):
+        raise UserError(
+            f"there is no target network {name!r}; {closest(name, [*names, 'mlp-32', 'tabular-32', 'wide-32'])}"
+        )
 
 
 def _check_settings(name: str, settings: Mapping[str, Any]) -> None:
@@ -286,6 +312,8 @@ def _name_of_ours(module: Any) -> str | None:
     kind = type(module)
     if kind in (MLP, TabularMLP):
         return "-".join(["mlp" if kind is MLP else "tabular", *(str(part.out_features) for part in module.layers[:-1])])
+    if kind is WideMLP:
+        return f"wide-{module.hidden.out_features}"
     if kind is LeNet:
         return {size: name for name, size in LENET_SIZES.items() if name != "lenet-m"}.get(module.fc1.in_features // 50)
     if kind is ResNet:
@@ -314,7 +342,8 @@ def build(name: str, num_classes: int, shape: Sequence[int]) -> nn.Module:
     hidden = [] if name == "linear-bias" else map(int, name.split("-")[1:])
     sizes = [math.prod(shape), *hidden, num_classes]
     check_memory(4 * sum((a + 1) * b for a, b in pairwise(sizes)), f"the network {name!r}")
-    return TabularMLP(*sizes) if name.startswith("tabular") else MLP(*sizes)
+    kinds: dict[str, Callable[..., nn.Module]] = {"tabular": TabularMLP, "wide": WideMLP}
+    return kinds.get(name.partition("-")[0], MLP)(*sizes)
 
 
 def factory(name: str, num_classes: int, shape: tuple[int, ...], settings: Mapping[str, Any] | None = None) -> Factory:

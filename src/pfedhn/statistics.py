@@ -20,6 +20,7 @@ from pfedhn.errors import UserError
 from pfedhn.params import Params
 
 COUNT = "num_batches_tracked"
+MAX_DEVIATIONS = 10.0  # that a scaled column of a table may be from its mean
 
 
 @dataclass

@@ -190,7 +190,11 @@ def test_images_are_predicted_by_their_files(tmp_path: Path, monkeypatch: pytest
 
 
 KINDS = (
-    CLINICS.replace("clients = 3", 'clients = 2\nread = {encode = "one-hot", missing = "median"}')
+    CLINICS.replace(
+        "clients = 3",
+        'clients = 2\nread = {encode = "one-hot", missing = "median", fitted = "client", scale = "none", '
+        'select = "all"}',
+    )
     .replace('label = "outcome"', 'label = "outcome", ignore = ["day"]')
     .replace("mlp-4", "tabular-4")
 )
@@ -218,7 +222,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fill_of(folder: Path, client: int) -> float:
     """The median dose of a client's training examples."""
     federation = pfedhn.datasets.read_federation(
-        folder / "visits.csv", "clinic", "outcome", ignore_columns=["day"], encode="one-hot", missing="zero"
+        folder / "visits.csv", "clinic", "outcome", ignore_columns=["day"], missing="zero", scale="none", select="all"
     )
     dose = federation.x[federation.splits["train"].of(client), 0]
     return float(numpy.median(dose[dose != 0].numpy()))
@@ -344,7 +348,7 @@ def test_a_client_that_joins_is_read_as_the_others_were(
     assert dose == {"name": "dose", "empty": numpy.median([i for i in train.tolist() if i % 4])}
     assert kind == {"name": "kind", "texts": ["x", "y", "z"]}
     card = Path("oslo.md").read_text()
-    assert f"| 1 | dose | as it is; {dose['empty']:.6g} for an empty cell |" in card
+    assert f"| 1 | dose | as it is; NaN for an empty cell, which becomes {dose['empty']:.6g} |" in card
     assert "| 2 to 4 | kind | 1 in the place of its text, 0 elsewhere: x, y, z |" in card
 
 

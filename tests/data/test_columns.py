@@ -4,6 +4,7 @@ import csv
 import datetime
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pyarrow
@@ -23,6 +24,13 @@ from pfedhn.experiments.grid import from_toml, with_assignments
 from pfedhn.settings import parse_assignments
 
 ENCODED = Encoding("one-hot", "zero")
+AS_IT_IS: dict[str, Any] = {
+    "encode": "refuse",
+    "missing": "refuse",
+    "fitted": "client",
+    "scale": "none",
+    "select": "all",
+}
 
 
 def test_medians_are_the_ordinary_ones() -> None:
@@ -41,8 +49,8 @@ def dated(path: Path) -> Path:
 def test_columns_that_are_no_features_are_left_out(tmp_path: Path) -> None:
     path = dated(tmp_path / "visits.csv")
     with pytest.raises(UserError, match=r"columns\.ignore = \[\"day\"\] \(in Python, ignore_columns=\[\"day\"\]\)"):
-        read_federation(path, "who", "label")
-    federation = read_federation(path, "who", "label", ignore_columns=["day", "number"])
+        read_federation(path, "who", "label", **AS_IT_IS)
+    federation = read_federation(path, "who", "label", ignore_columns=["day", "number"], **AS_IT_IS)
     assert federation.x.shape == (200, 1)
     assert sorted(federation.x[:, 0].tolist()) == [i / 4 for i in range(200)]
     assert from_table(path, "who", "label", ignore_columns=("number", "day")).feature_names == ("dose",)
@@ -53,13 +61,13 @@ def test_columns_that_are_no_features_are_left_out(tmp_path: Path) -> None:
         (["day", "number", "dose"], "no feature columns"),
     ):
         with pytest.raises(UserError, match=sentence):
-            read_federation(path, "who", "label", ignore_columns=ignored)
+            read_federation(path, "who", "label", ignore_columns=ignored)  # type: ignore[arg-type]
 
 
 def test_an_experiment_ignores_columns(tmp_path: Path) -> None:
     dated(tmp_path / "visits.csv")
     toml = tmp_path / "mine.toml"
-    text = 'dataset = "visits.csv"\nclients = 2\nmodel = "tabular-4"\n'
+    text = 'method = "local"\ndataset = "visits.csv"\nclients = 2\nmodel = "tabular-4"\nread = {select = "all"}\n'
     toml.write_text(text + 'columns = {client = "who", label = "label", ignore = ["day", "number"]}\n')
     experiment = from_toml(toml)
     check(experiment)
@@ -101,7 +109,8 @@ def test_parquet_keeps_whole_numbers_beside_empty_cells(tmp_path: Path) -> None:
 def test_what_became_of_a_table_is_kept(tmp_path: Path) -> None:
     lines = [f"{'ab'[i % 2]},{i if i % 3 else ''},{'xy'[i % 2]},{i % 2}" for i in range(20)]
     (tmp_path / "visits.csv").write_text("\n".join(["who,dose,kind,label", *lines]))
-    federation = read_federation(tmp_path / "visits.csv", "who", "label", encode="one-hot", missing="median")
+    options = {**AS_IT_IS, "encode": "one-hot", "missing": "median"}
+    federation = read_federation(tmp_path / "visits.csv", "who", "label", **options)
     assert federation.reading is not None
     table = federation.reading.table
     assert table is not None
@@ -204,9 +213,10 @@ def test_all_columns_that_cannot_be_read_are_named_at_once(tmp_path: Path) -> No
 
 
 def test_an_empty_cell_among_texts_is_none_of_them_and_has_no_median(tmp_path: Path) -> None:
-    lines = [f"a,{i},{('x', 'y', '')[i % 3]},{i % 2}" for i in range(30)]
+    lines = [f"{'ab'[i % 2]},{i},{('x', 'y', '')[i % 3]},{i % 4}" for i in range(30)]
     (tmp_path / "table.csv").write_text("\n".join(["who,dose,kind,label", *lines]))
-    federation = read_federation(tmp_path / "table.csv", "who", "label", encode="one-hot", missing="median")
+    options = {**AS_IT_IS, "encode": "one-hot", "missing": "median"}
+    federation = read_federation(tmp_path / "table.csv", "who", "label", **options)
     assert federation.reading is not None
     assert federation.reading.table is not None
     assert federation.reading.table.fill_of("a") == (federation.reading.table.own["a"][0], 0.0, 0.0)
@@ -218,7 +228,7 @@ def test_a_column_that_nobody_reads_may_be_long_texts(tmp_path: Path) -> None:
     (tmp_path / "visits.csv").write_text("\n".join(["who,notes,dose,label", *lines]))
     with pytest.raises(UserError, match=r"line 2 .* cell of 1,500 characters; .*columns\.ignore = \[\"notes\"\]"):
         read_federation(tmp_path / "visits.csv", "who", "label")
-    federation = read_federation(tmp_path / "visits.csv", "who", "label", ignore_columns=["notes"])
+    federation = read_federation(tmp_path / "visits.csv", "who", "label", ignore_columns=["notes"], **AS_IT_IS)
     assert read_inputs(tmp_path / "visits.csv", how=federation.reading).x[:, 0].tolist() == list(range(20))
 
 
@@ -238,16 +248,16 @@ def test_the_usual_marks_among_numbers_are_empty_cells(mark: str, separator: str
         file.write_text("\n".join(separator.join(map(str, row)) for row in [("who", "dose", "label"), *rows]))
         return file
 
-    read = {"encode": "one-hot", "missing": "median"}
-    expected = read_federation(written(""), "who", "label", **read)  # type: ignore[arg-type]
-    for options in (read, {"missing": "median"}):
-        federation = read_federation(written(mark), "who", "label", **options)  # type: ignore[arg-type]
+    read = {**AS_IT_IS, "encode": "one-hot", "missing": "median"}
+    expected = read_federation(written(""), "who", "label", **read)
+    for options in (read, {**AS_IT_IS, "missing": "median"}):
+        federation = read_federation(written(mark), "who", "label", **options)
         assert torch.equal(federation.x, expected.x)
     for encode in ("refuse", "one-hot"):
         with pytest.raises(
             UserError, match=r"'dose' in line 6 of table\.csv is .*; fill it, drop the example, or have"
         ):
-            read_federation(written(mark), "who", "label", encode=encode)  # type: ignore[arg-type]
+            read_federation(written(mark), "who", "label", **{**AS_IT_IS, "encode": encode})
     (tmp_path / "new.csv").write_text(f"dose\n{mark}\n")
     assert numpy.isnan(read_inputs(tmp_path / "new.csv", how=expected.reading).x).all()
 
@@ -317,7 +327,7 @@ def test_how_a_table_is_read_may_come_from_the_command_line_alone(tmp_path: Path
     file.write_text('method = "local"\ndataset = "visits.csv"\ncolumns = {client = "who", label = "label"}\n')
     experiment = from_toml(file)
     assert experiment.cells[0].clients == 2
+    assert build_federation(experiment.cells[0], seed=0).x.shape == (40, 2)
+    (cell,) = with_assignments(experiment, parse_assignments(["read.encode=refuse"])).cells
     with pytest.raises(UserError, match=r"'color' in line 2 of visits\.csv is 'blue' and not a number"):
-        build_federation(experiment.cells[0], seed=0)
-    (cell,) = with_assignments(experiment, parse_assignments(["read.encode=one-hot"])).cells
-    assert build_federation(cell, seed=0).x.shape == (40, 2)
+        build_federation(cell, seed=0)

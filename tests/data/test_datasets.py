@@ -696,9 +696,11 @@ def test_labels_of_a_table(labels: list[str], expected: list[float], kind: str, 
         ("who,what,a\n1,2,3\n\n1,,3\n", "line 4 of table.csv has no 'what'; fill the cell"),
         ("whom,what,a\n1,2,3\n", "no column 'who'; did you mean 'whom'"),
         ("who,what\n1,2\n", "no feature columns"),
-        ("who,what,a\n", "has no examples"),
-        ("who,what,what\n1,2,3\n", "must name every column once"),
-        ("", "must name every column once"),
+        ("who,what,a\n", "table.csv has no examples, only the names of its columns"),
+        ("who,what,what\n1,2,3\n", "2 columns of table.csv are called 'what'; give every column another name"),
+        ("who,what,,\n1,2,3,4\n", "2 columns of table.csv have no name; name them in the first line"),
+        ("", "table.csv is empty; give it a line that names the columns"),
+        (",,\n1,2,3\n", "table.csv does not name its columns"),
         ('who,what,a\n1,2,3\n1,2,"3\n', "a quotation mark opens a cell below line 2 of table.csv, and none closes it"),
         ('who,what,a\n"1\n",2,3\n1,2,3,4\n', "line 4 of table.csv has 4 cells and the header 3"),
         ("who,what,a\n1,2,3\n  \n1,2,3\n", "line 3 of table.csv has 1 cells and the header 3"),
@@ -747,9 +749,9 @@ def test_columns_of_dates_and_lists_are_refused(column: Any, sentence: str, tmp_
 def test_from_table_refuses_other_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a file"):
         from_table(tmp_path / "table.csv", "who", "what")
-    (tmp_path / "table.xlsx").write_text("")
-    with pytest.raises(UserError, match=r"neither \.csv, \.tsv nor \.parquet"):
-        from_table(tmp_path / "table.xlsx", "who", "what")
+    (tmp_path / "table.xls").write_text("")
+    with pytest.raises(UserError, match=r"table\.xls is neither \.csv, \.tsv, \.parquet nor \.xlsx; save it as CSV"):
+        from_table(tmp_path / "table.xls", "who", "what")
     (tmp_path / "table.parquet").write_text("")
     with pytest.raises(UserError, match="not a whole parquet file"):
         from_table(tmp_path / "table.parquet", "who", "what")
@@ -768,8 +770,8 @@ def test_prices_are_not_taken_for_classes(tmp_path: Path) -> None:
     path = tmp_path / "prices.csv"
     write_prices(path, 500, 215_000)
     with pytest.raises(UserError, match=r'class number 215000, and 500 examples may .* task = "regression"'):
-        read_federation(path, "shop", "price")
-    federation = read_federation(path, "shop", "price", task="regression")
+        read_federation(path, "shop", "price", task="classification")
+    federation = read_federation(path, "shop", "price", scale="none")
     assert federation.y.dtype == torch.float32
     assert sorted(federation.y.tolist()) == numpy.linspace(1_000, 215_000, 500).astype(int).tolist()
     assert federation.num_classes is None

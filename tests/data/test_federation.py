@@ -176,7 +176,8 @@ def test_own_files_name_clients_and_classes(tmp_path: Path) -> None:
     ]
     (tmp_path / "table.csv").write_text("\n".join(["city,animal,size", *lines]))
     folders = read_federation(tmp_path / "folders", seed=4)
-    table = read_federation(tmp_path / "table.csv", "city", "animal", seed=4)
+    as_it_is: dict[str, Any] = {"scale": "none", "select": "all", "min_examples": 1}
+    table = read_federation(tmp_path / "table.csv", "city", "animal", seed=4, **as_it_is)
     for federation in (folders, table):
         assert federation.names == ("lyon", "metz", "paris")
         assert federation.class_names == ("ant", "bee", "cat")

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -110,7 +111,8 @@ def visits(path: Path) -> Path:
 @pytest.mark.parametrize("fitted", ["client", "all"])
 def test_texts_are_encoded_and_empty_cells_filled_from_training_examples(tmp_path: Path, fitted: str) -> None:
     path = visits(tmp_path / "visits.csv")
-    federation = read_federation(path, "clinic", "outcome", encode="one-hot", missing="median", fitted=fitted)
+    options: dict[str, Any] = {"encode": "one-hot", "fitted": fitted, "scale": "none", "select": "all"}
+    federation = read_federation(path, "clinic", "outcome", missing="median", **options)
     assert federation.x.shape == (40, 4)  # age, dose, sex=f, sex=m
     assert bool(federation.x.isfinite().all())
     train = [federation.x[federation.splits["train"].of(client)] for client in range(2)]
@@ -125,20 +127,20 @@ def test_texts_are_encoded_and_empty_cells_filled_from_training_examples(tmp_pat
         third = own[own[:, 1] == 3]
         assert bool((third[:, 2:] == 0).all())  # none of the texts
         assert bool((own[own[:, 1] != 3][:, 2:].sum(1) == 1).all())
-    plain = read_federation(path, "clinic", "outcome", encode="one-hot", missing="zero")
+    plain = read_federation(path, "clinic", "outcome", missing="zero", **options)
     assert torch.equal(plain.splits["train"].of(1), federation.splits["train"].of(1))  # the split is the same
 
 
 def test_what_is_not_declared_is_refused(tmp_path: Path) -> None:
     path = visits(tmp_path / "visits.csv")
     with pytest.raises(UserError, match="is empty; fill"):
-        read_federation(path, "clinic", "outcome")
+        read_federation(path, "clinic", "outcome", encode="refuse", missing="refuse")
     with pytest.raises(
         UserError, match=r"'sex' in line 2 of visits\.csv is 'f' and not a number; .*encode = \"one-hot\""
     ):
-        read_federation(path, "clinic", "outcome", missing="median")
+        read_federation(path, "clinic", "outcome", encode="refuse")
     with pytest.raises(UserError, match=r"'age' in line 2 of visits\.csv is empty; .*missing = \"median\""):
-        read_federation(path, "clinic", "outcome", encode="one-hot")
+        read_federation(path, "clinic", "outcome", missing="refuse")
     with pytest.raises(UserError, match="are for images"):
         read_federation(path, "clinic", "outcome", resize=(4, 4))
 

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from pfedhn.cli.app import app
 from pfedhn.data.cells import Columns
-from pfedhn.data.files import columns_digest
 from pfedhn.data.silo_catalogue import SiloFile
 from pfedhn.data.silo_files import SCHOOL_COLUMNS
 from pfedhn.data.silos import SILOS, find_silo_files, load_silo, silo_columns
+from pfedhn.data.tables import columns_digest
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import check
 from pfedhn.experiments.data import build_federation
@@ -103,7 +103,7 @@ def test_columns_are_the_client_the_label_and_what_a_prediction_may_use(folder: 
 
 
 def test_a_leak_of_the_stroke_trial_never_becomes_a_feature(folder: Path) -> None:
-    federation = load_silo("stroke", folder)
+    federation = load_silo("stroke", folder, select="all", min_examples=1)
     assert federation.reading is not None
     assert federation.reading.table is not None
     table = federation.reading.table
@@ -202,7 +202,7 @@ def test_an_installed_package_brings_the_same_table(folder: Path, monkeypatch: p
 
 def test_an_experiment_names_a_natural_federation(folder: Path) -> None:
     file = folder / "mine.toml"
-    file.write_text('dataset = "heart"\nmethod = ["fedavg", "local"]\n')
+    file.write_text('dataset = "heart"\nmethod = ["fedavg", "local"]\nread = {min_examples = 1}\n')
     assert {cell.clients for cell in from_toml(file, folder).cells} == {4}
     experiment = from_toml(file)  # the data may come later
     assert {cell.clients for cell in with_assignments(experiment, {"dataset": "heart"}, folder).cells} == {4}

@@ -25,6 +25,7 @@ from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.models import build, factory
 from pfedhn.runs.assemble import assemble
 from pfedhn.runs.execute import drain
+from pfedhn.settings import to_toml
 from pfedhn.storage.directory import Origin, RunDirectory
 
 NOVEL = {"rule": "dirichlet", "alpha": 1.0, "novel_clients": 2}
@@ -128,10 +129,13 @@ def test_own_data_keep_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_table_is_split_alike_in_an_experiment_and_in_python(tmp_path: Path, seed: int) -> None:
     table = tmp_path / "visits.csv"
-    rows = [f"{'lyon' if row % 3 else 'metz'},{row},{'ill' if row % 2 else 'well'}" for row in range(60)]
+    rows = [f"{'lyon' if row % 3 else 'metz'},{row % 7},{'ill' if row % 2 else 'well'}" for row in range(60)]
     table.write_text("\n".join(["city,age,outcome", *rows]))
     columns = {"client": "city", "label": "outcome"}
-    in_experiment = build_federation(Cell(dataset=str(table), clients=2, columns=columns), seed)
+    (tmp_path / "visits.toml").write_text(f'method = "local"\ndataset = "{table.name}"\n[columns]\n' + to_toml(columns))
+    (cell,) = from_toml(tmp_path / "visits.toml").cells
+    assert (cell.task, cell.clients) == ("classification", 2)
+    in_experiment = build_federation(cell, seed)
     in_python = pfedhn.datasets.read_federation(table, "city", "outcome", seed=seed)
     assert in_experiment.names == in_python.names
     assert torch.equal(in_experiment.x, in_python.x)

@@ -213,7 +213,7 @@ def test_own_data_say_how_many_clients_there_are(tmp_path: Path) -> None:
     other = with_assignments(from_toml(file), {"dataset": str(tmp_path / "clinics")})
     assert [cell.clients for cell in other.cells] == [3, 3]
     assert [cell.clients for cell in with_assignments(other, {"clients": 7}).cells] == [7, 7]  # refused when it is read
-    file.write_text("dataset = 'visits.csv'\ncolumns = {label = 'outcome'}")
+    file.write_text("dataset = 'visits.csv'\ncolumns = {label = 'outcome'}\nmethod = 'local'")
     (cell,) = with_assignments(from_toml(file), {"columns.client": "site"}).cells
     assert cell.clients == 2
     file.write_text("dataset = 'visits.csv'\nclients = 4\ncolumns = {client = 'site', label = 'outcome'}")
@@ -311,6 +311,8 @@ def test_fields_that_came_later_leave_the_names_of_stored_runs_alone() -> None:
         "read",
         "privacy",
         "in_flight",
+        "select",
+        "patience",
     )
     older = {name: value for name, value in asdict(cell).items() if name not in younger}
     assert cell_digest(cell) == hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()

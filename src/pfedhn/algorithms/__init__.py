@@ -124,6 +124,25 @@ ALGORITHMS: dict[str, Method] = {
         color="#F2814B",
         dash=(0, (9, 1.5)),
     ),
+    # For tables: what clients have in common is one model, and the hypernetwork generates what tells them apart.
+    "pfedhn-intercept": Method(
+        "pFedHN (intercept)",
+        **HYPERNETWORK | {"algorithm": PFedHNShared},
+        settings=PLUS | {"generated": ("intercept",), "shared_lr": 0.2},
+        summary="pFedHN+ that generates the intercept (the bias of the last layer) of one shared model.",
+        grid=PLUS_GRID,
+        color="#C44E9B",
+        dash=(0, (3, 1)),
+    ),
+    "pfedhn-last": Method(
+        "pFedHN (last layer)",
+        **HYPERNETWORK | {"algorithm": PFedHNShared},
+        settings=PLUS | {"generated": ("last",), "shared_lr": 0.2},
+        summary="pFedHN+ that generates the last layer of one shared model.",
+        grid=PLUS_GRID,
+        color="#7A5195",
+        dash=(0, (3, 1, 1, 1, 1, 1)),
+    ),
     "local": Method("Local", Local, grid=LOCAL, color="#4D4D4D", dash=(0, (1, 1.2))),
     "fedavg": Method("FedAvg", FedAvg, grid=LOCAL, color="#0072B2", dash=(0, (5, 1.5))),
     "fedavg-ft": Method(
@@ -161,6 +180,15 @@ ALGORITHMS: dict[str, Method] = {
     # It goes on with FedAvg's model, and so with FedAvg's rates.
     "lg-fedavg": Method("LG-FedAvg", LGFedAvg, rates_from="fedavg", color="#8C6D31", dash=(0, (2, 1))),
     "fedper": Method("FedPer", FedPer, grid=LOCAL, color="#009E73", dash=(0, (3, 1, 1, 1))),
+    "fedper-intercept": Method(
+        "FedPer (intercept)",
+        FedPer,
+        settings={"personal": ("intercept",), "averaging": 0.95},
+        summary="FedPer whose personal part is the intercept, with a moving average of the shared model.",
+        grid=LOCAL,
+        color="#66A61E",
+        dash=(0, (5, 1, 2, 1)),
+    ),
     # The strengths that Ditto's authors let a client choose from.
     "ditto": Method(
         "Ditto", Ditto, grid={**LOCAL, "strength": (0.1, 1.0, 2.0)}, color="#332288", dash=(0, (6, 1, 1, 1))

@@ -84,6 +84,9 @@ def add_client(
     is_accuracy = test.metric is not None
     texts = [f"{100 * part.sample_mean:.1f} %" if is_accuracy else f"{part.mean_loss:.4f}" for part in scores]
     what = "accuracy" if is_accuracy else "loss"
+    if joined.card["test"]["error"] is not None:
+        what = f"error (root mean square, in units of {joined.card['label']['name']})"
+        texts = [f"{client.card['test']['error']:.4g}" for client in (before, joined)]
     say(
         f"Held-out {what}: {texts[1]} on {count} of {len(x)} examples ({texts[0]} before joining). "
         f"Round {joined.round} of {rounds} was chosen on validation; {seconds:.1f} s."

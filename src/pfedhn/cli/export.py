@@ -47,7 +47,7 @@ def export(
       pfedhn export pfedhn-lyon --to lyon.onnx  # a party exports its own
     """
     from pfedhn.cli.federation import need_the_extra
-    from pfedhn.data.columns import filled_with
+    from pfedhn.data.columns import prepared
     from pfedhn.data.files import read_client
     from pfedhn.runs.load import load
 
@@ -73,8 +73,11 @@ def export(
     if data is not None:
         described = trained.description
         x, y = read_client(data, label, described.class_names, described.shape, described.reading)
-        if described.reading is not None and described.reading.table is not None:
-            x = filled_with(x, described.reading.table.fill_of(described.name_of(described.number_of(client))))
+        if described.classes is None:
+            y = y.astype("float32")
+        if described.reading is not None and (table := described.reading.table) is not None:
+            x = prepared(x, table, table.fill_of(described.name_of(described.number_of(client))))
+            y = table.scaled(y)
         examples = described.prepared(x), y
     trained.export(client, to, data=examples)
     say(f"The model of client {client} is in {to}, and what it is in {to.with_suffix('.md')}.")

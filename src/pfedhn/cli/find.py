@@ -10,7 +10,7 @@ from pfedhn.experiments.directory import Options
 from pfedhn.experiments.grid import from_toml, refuse_without_effect, select, with_assignments
 from pfedhn.experiments.rates import rates_file
 from pfedhn.experiments.registry import experiments
-from pfedhn.experiments.spec import TABLE_ENDINGS, Experiment, RunSpec, with_pretraining
+from pfedhn.experiments.spec import OTHER_TABLES, TABLE_ENDINGS, Experiment, RunSpec, with_pretraining
 from pfedhn.paper.experiments import with_rates_of
 from pfedhn.report.study import Study, studies
 from pfedhn.settings import parse_assignments
@@ -35,7 +35,7 @@ def find_experiment(
     if study is not None:
         return study.experiment(small), name if name in studies() else str(given_path(file, is_resolved=True))
     with reading(file):
-        if file.suffix.lower() in TABLE_ENDINGS or file.is_dir():
+        if file.suffix.lower() in (*TABLE_ENDINGS, *OTHER_TABLES) or file.is_dir():
             raise _is_data(file)
         if file.is_file():
             return from_toml(file, data_dir), str(given_path(file, is_resolved=True))

@@ -6,15 +6,16 @@ from pfedhn.cli.find import find_experiment
 from pfedhn.data.catalogue import DATASETS
 from pfedhn.data.silos import SILOS, find_silo_files
 from pfedhn.errors import UserError
-from pfedhn.experiments.data import with_own_clients
 from pfedhn.experiments.spec import NAMED, Cell, Experiment
+from pfedhn.experiments.tables import TABLE_MODEL, TABLE_READ, with_own_clients
 from pfedhn.paper.experiments import usual_cell
 
 
 def known_experiment(name: str, data_dir: Path | None) -> Experiment:
     """An experiment by name or file; of data that are known by name, one whose only cell reads them."""
     if name in SILOS:
-        return Experiment(name, (with_own_clients(Cell(dataset=name, model="tabular-32"), data_dir),))
+        cell = Cell(dataset=name, model=TABLE_MODEL, read={**TABLE_READ, "min_examples": 1})
+        return Experiment(name, (with_own_clients(cell, data_dir),))
     if name in DATASETS:
         return Experiment(name, (usual_cell(name),))
     return find_experiment(name, also=NAMED, data_dir=data_dir)[0]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def predict(
     directory: RunArgument,
     client: Annotated[str, Option(metavar="NAME", help="Whose model, by name or number.")],
-    data: Annotated[Path, Option(metavar="PATH", help="A table (.csv, .tsv, .parquet), x.npy, or images.")],
+    data: Annotated[Path, Option(metavar="PATH", help="A table (.csv, .tsv, .parquet, .xlsx), x.npy, or images.")],
     label: Annotated[
         str | None,
         Option(metavar="COLUMN", help="For a table: a column with the right answers, to report the accuracy."),
@@ -61,6 +61,7 @@ def predict(
     names = described.class_names
     if described.classes is None:
         values = outputs.reshape(len(outputs), -1)
+        values = values if how is None or how.table is None else how.table.unscaled(values)
         columns = ["prediction"] if values.shape[1] == 1 else [f"prediction_{i}" for i in range(values.shape[1])]
         lines = pandas.DataFrame(values.tolist(), columns=columns)
     else:
@@ -89,7 +90,8 @@ def _earlier_reading(cell: Mapping[str, Any], data: Path) -> "Reading | None":
     options, columns = cell.get("read") or {}, cell.get("columns") or {}
     if options.get("encode") != "one-hot" or not is_table(data):
         return None
-    return reading_again(cell["dataset"], columns["client"], columns["label"], Encoding(**options))
+    given = {name: options[name] for name in ("encode", "missing", "fitted") if name in options}
+    return reading_again(cell["dataset"], columns["client"], columns["label"], Encoding(**given))
 
 
 def _compared(said: list[Any], answers: list[Any], is_class: bool) -> str:

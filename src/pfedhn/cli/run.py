@@ -109,7 +109,7 @@ def run(
     \b
     [bold]Your own data[/] in such a file
       dataset = "clinics"       a folder with a folder per client: x.npy, y.npy
-      dataset = "visits.csv"    a table (.csv, .tsv, .parquet), and with it
+      dataset = "visits.csv"    a table (.csv, .xlsx, .parquet), and with it
       columns = {client = "clinic", label = "outcome"}
     """
     from pfedhn.cli.find import chosen_runs

@@ -1,13 +1,15 @@
-"""The cells of a CSV, TSV or parquet file, column by column.
+"""The cells of a CSV, TSV, parquet or XLSX file, column by column.
 
-pandas reads text files and pyarrow reads parquet. Cells of a text file stay texts: `columns` decides which of them are
-numbers, so that an error can name the line and the column.
+pandas reads text files, pyarrow reads parquet, and openpyxl the first sheet of XLSX. Cells of texts and sheets stay
+texts: `columns` decides which of them are numbers, so that an error can name the line and the column.
 """
 
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime, time
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     import pandas
 
 MAX_CELL = 1_000  # characters in a cell of a text file; numbers and names are shorter
-TABLES = (".csv", ".tsv", ".parquet")
+TABLES = (".csv", ".tsv", ".parquet", ".xlsx")
 SEPARATORS = {";": "semicolons", "\t": "tabs"}
 MARKS = ("na", "n/a", "#n/a", "n.a.", "<na>", "nan", "null", "none", "?", "-", "--")  # of an empty cell among numbers
 FEW = 0.1  # of a column's cells that are no numbers: they are mistakes, and more make it a column of texts
@@ -32,15 +34,17 @@ GROUPED = re.compile(r"[+-]?\d{1,3}([. ]\d{3})+,\d+")  # 1.234,5 or 1 234,5
 class Columns(dict[str, Array]):
     """The columns of a table by name, and the place of each example in the file."""
 
-    def __init__(self, file: Path, separator: str | None = None) -> None:
+    def __init__(self, file: Path, separator: str | None = None, rows: Sequence[int] | None = None) -> None:
         super().__init__()
         self.file = file
         self.separator = separator  # of a text file
+        self.rows = rows  # of a sheet: the number of each example's row
 
     def where(self, example: int) -> str:
         """The place of an example, counted from 0, as an editor or a table viewer shows it."""
-        place = f"row {example + 1}" if self.separator is None else f"line {self._lines[example + 1]}"
-        return f"{place} of {self.file.name}"
+        if self.separator is not None:
+            return f"line {self._lines[example + 1]} of {self.file.name}"
+        return f"row {example + 1 if self.rows is None else self.rows[example]} of {self.file.name}"
 
     @cached_property
     def _lines(self) -> list[int]:
@@ -58,20 +62,22 @@ def read_columns(file: Path, is_ignored: Callable[[str], bool] = lambda name: Fa
     """Read the columns of a table.
 
     Args:
-        file: CSV, TSV or parquet.
+        file: CSV, TSV, parquet or XLSX.
         is_ignored: Whether a column is not used; it may then hold anything.
     """
     if not is_table(file):
-        raise UserError(f"{file.name} is neither .csv, .tsv nor .parquet; save the table as one of these.")
-    return _read_parquet(file, is_ignored) if file.suffix.lower() == ".parquet" else _read_text(file, is_ignored)
+        raise UserError(f"{file.name} is neither .csv, .tsv, .parquet nor .xlsx; save it as CSV.")
+    readers = {".parquet": _read_parquet, ".xlsx": _read_sheet}
+    return readers.get(file.suffix.lower(), _read_text)(file, is_ignored)
 
 
 def _read_text(file: Path, is_ignored: Callable[[str], bool]) -> Columns:
     text = _text(file)
+    if not text.strip():
+        raise UserError(f"{file.name} is empty; give it a line that names the columns and a line for each example.")
     separator = _separator(file, text)
     header = [name.strip() for name in next(_records(file, text, separator))[1]]
-    if len(set(header)) != len(header) or not header:
-        raise UserError(f"the first line of {file.name} must name every column once.")
+    _check_header(file, header)
     read = Columns(file, separator)
     table = _parsed(file, text, separator, header)
     for place, name in enumerate(header):
@@ -89,6 +95,51 @@ def _read_text(file: Path, is_ignored: Callable[[str], bool]) -> Columns:
     if separator == ";":
         _write_points(read, [name for name in header if not is_ignored(name)])
     return read
+
+
+def _check_header(file: Path, header: Sequence[str]) -> None:
+    """Refuse a table without names of columns, or with two columns of one name."""
+    if not any(header):
+        raise UserError(f"{file.name} does not name its columns; name them in its first line.")
+    name, count = Counter(header).most_common(1)[0]
+    if count > 1 and name:
+        raise UserError(f"{count} columns of {file.name} are called {name!r}; give every column another name.")
+    if count > 1:
+        raise UserError(f"{count} columns of {file.name} have no name; name them in the first line.")
+
+
+def _read_sheet(file: Path, is_ignored: Callable[[str], bool]) -> Columns:
+    """The first sheet of a spreadsheet; its cells become texts, as a CSV file has them."""
+    import pandas
+
+    with reading(file):
+        file.open("rb").close()
+    try:
+        sheet = pandas.read_excel(file, header=None, dtype=object, na_filter=False, engine="openpyxl")
+    except ImportError as error:
+        raise UserError(f"{file.name} is a spreadsheet; save it as CSV, or pip install openpyxl.") from error
+    except Exception as error:  # whatever a damaged archive makes openpyxl raise
+        raise UserError(f"{file} is not a whole .xlsx file ({first_line(error)}); save it as CSV.") from error
+    cells = sheet.map(_cell_text)
+    if not len(cells):
+        raise UserError(f"{file.name} is empty; give it a row that names the columns and a row for each example.")
+    header = cells.iloc[0].tolist()
+    _check_header(file, header)
+    cells = cells[1:]
+    cells = cells[(cells != "").any(axis=1)]
+    read = Columns(file, rows=[number + 1 for number in cells.index])
+    for place, name in enumerate(header):
+        read[name] = _unread(len(cells)) if is_ignored(name) else cells[place].to_numpy()
+    return read
+
+
+def _cell_text(cell: Any) -> str:
+    """A cell of a spreadsheet as a CSV file would have it."""
+    if is_empty(cell):
+        return ""
+    if isinstance(cell, datetime):
+        return cell.date().isoformat() if cell.time() == time() else cell.isoformat(" ")
+    return str(cell).strip()
 
 
 def _text(file: Path) -> str:
@@ -200,8 +251,7 @@ def _read_parquet(file: Path, is_ignored: Callable[[str], bool]) -> Columns:
         table = parquet.read_table(file)
     except (OSError, MemoryError, pyarrow.ArrowException) as error:
         raise UserError(f"{file} is not a whole parquet file ({first_line(error)}); write it again.") from error
-    if len(set(table.column_names)) != len(table.column_names):
-        raise UserError(f"{file.name} has two columns of one name; give every column another name.")
+    _check_header(file, table.column_names)
     read = Columns(file)
     for name in table.column_names:
         if is_ignored(name):

@@ -1,4 +1,4 @@
-"""Columns of a table as numbers: texts encoded, empty cells filled in, in one declared way."""
+"""Columns of a table as numbers: texts encoded, empty cells filled in, features scaled, in one declared way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +11,16 @@ from numpy.typing import ArrayLike, NDArray
 from pfedhn.data.arrays import Array, as_tensor
 from pfedhn.data.cells import Columns, check_columns, is_blank, is_empty, is_few, leave_it_out, texts
 from pfedhn.data.federation import Federation
-from pfedhn.data.reading import Column, TableReading
+from pfedhn.data.reading import Column, Reading, Scaling, TableReading
+from pfedhn.data.selection import refuse_unfit
 from pfedhn.errors import UserError, closest, some
+from pfedhn.statistics import MAX_DEVIATIONS
 
 Encode: TypeAlias = Literal["refuse", "one-hot"]
-Missing: TypeAlias = Literal["refuse", "median", "zero"]
+Missing: TypeAlias = Literal["refuse", "median", "zero", "flag"]
 Fitted: TypeAlias = Literal["client", "all"]
+Scale: TypeAlias = Literal["none", "all"]
+Select: TypeAlias = Literal["all", "auto"]
 Features: TypeAlias = NDArray[numpy.float32]
 
 MAX_CATEGORIES = 100  # of a column of texts; more are names, not kinds
@@ -42,18 +46,28 @@ class Encoding:
 
     Args:
         encode: Columns of texts are refused, or become a column of zeros and ones for each text ("one-hot").
-        missing: Empty cells are refused, or filled with the median of their column, or with 0. Among numbers, `MARKS`
-            such as NA are empty cells too. An empty cell among texts is none of them.
+        missing: Empty cells are refused, or filled with the median of their column, or with 0. With "flag" they are
+            filled with the median, and each column of numbers with empty cells in training examples has an input more,
+            which is 1 for an empty cell. Among numbers, `MARKS` such as NA are empty cells too. An empty cell among
+            texts is none of them.
         fitted: Whether a median is that of the client's training examples or of all clients'. If a client has no value
             in a column, it is all clients'.
+        scale: Whether inputs, and numbers to predict, are scaled by their mean and standard deviation over all clients'
+            training examples.
+        select: Whether every column is a feature, or only those that can be one: "auto" leaves out columns that are
+            different in every row or always the same, and refuses dates, numbers with units and texts that differ in
+            case alone.
     """
 
     encode: Encode = "refuse"
     missing: Missing = "refuse"
     fitted: Fitted = "client"
+    scale: Scale = "none"
+    select: Select = "all"
 
 
 PLAIN = Encoding()
+USUAL = Encoding("one-hot", "flag", "all", "all", "auto")  # what is done where a person says nothing
 
 
 def encoded(columns: Columns, features: Sequence[str], encoding: Encoding) -> tuple[Features, tuple[Column, ...]]:
@@ -61,6 +75,8 @@ def encoded(columns: Columns, features: Sequence[str], encoding: Encoding) -> tu
     parts, described, refused = [], [], {}
     for name in features:
         try:
+            if encoding.select == "auto":
+                refuse_unfit(columns, name)
             column = Column(name, _kinds(columns, name) if encoding.encode == "one-hot" else None)
             parts.append(_read_as(column, columns, encoding.missing != "refuse", encode_it(name), FILL_IT))
             described.append(column)
@@ -162,22 +178,45 @@ def to_numbers(columns: Columns, name: str, text: str = FIX, empty: str = FILL, 
     return values
 
 
-def filled(federation: Federation, x: Features, table: TableReading) -> tuple[Federation, TableReading]:
-    """Replace a federation's examples, which are row numbers of `x`, by these rows with their empty cells filled in.
+def fitted(federation: Federation, x: Features, table: TableReading, scale: Scale) -> Federation:
+    """Replace a federation's examples, which are row numbers of `x`, by a network's inputs: filled in, flagged, scaled.
 
-    The table that is returned holds the fill values. If it has common ones already, they are those of the run that
-    these clients join.
+    The numbers that this takes come from training examples, and its `reading` holds them.
+    """
+    values = torch.from_numpy(x)
+    train = federation.splits["train"]
+    rows = federation.x[:, 0].long()
+    everybody = rows[torch.cat([train.of(client) for client in range(federation.num_clients)])]
+    if table.missing in ("median", "flag"):
+        fill = torch.where(_is_number(table), medians(values[everybody], torch.zeros(values.shape[1])), 0.0)
+        table = replace(table, common=tuple(fill.tolist()))
+    if table.missing == "flag":
+        has_empty = values[everybody].isnan().any(0)  # only numbers are NaN
+        places = has_empty.nonzero().flatten().tolist()
+        table = replace(table, flagged=tuple(table.features[place] for place in places))
+    federation, table = filled(federation, x, table)
+    if scale == "none":
+        return replace(federation, reading=Reading(table))
+    seen = torch.cat([train.of(client) for client in range(federation.num_clients)])
+    table = replace(table, scaling=_scaling(federation.x[seen]))
+    y = federation.y
+    if y.is_floating_point():
+        labels = y[seen].double()
+        table = replace(table, target=(float(labels.mean()), float(labels.std(correction=0)) or 1.0))
+    return replace(federation, x=_scaled(federation.x, table), y=table.scaled(y), reading=Reading(table))
+
+
+def filled(federation: Federation, x: Features, table: TableReading) -> tuple[Federation, TableReading]:
+    """Replace a federation's examples, which are row numbers of `x`, by these rows filled in and flagged.
+
+    The table that is returned holds the fill values of these clients. It has the common ones already.
     """
     values = torch.from_numpy(x)[federation.x[:, 0].long()]
-    if table.missing == "median":
-        is_number = torch.tensor([column.texts is None for column in table.columns for _ in column.features])
-        clients, train, own = range(federation.num_clients), federation.splits["train"], {}
-        if table.common is None:
-            everybody = torch.cat([train.of(client) for client in clients])
-            fill = medians(values[everybody], torch.zeros(values.shape[1]))
-            table = replace(table, common=tuple(torch.where(is_number, fill, 0.0).tolist()))
+    is_empty, own = values.isnan(), {}
+    if table.common is not None:
+        is_number, train = _is_number(table), federation.splits["train"]
         common = torch.tensor(table.common, dtype=values.dtype)
-        for client in clients:
+        for client in range(federation.num_clients):
             fill = common
             if table.fitted == "client":
                 fill = torch.where(is_number, medians(values[train.of(client)], common), 0.0)
@@ -186,7 +225,32 @@ def filled(federation: Federation, x: Features, table: TableReading) -> tuple[Fe
                 mine = part.of(client)
                 values[mine] = torch.where(values[mine].isnan(), fill, values[mine])
         table = replace(table, own=own)
-    return replace(federation, x=values.nan_to_num(0.0)), table
+    if table.is_filled:
+        values = values.nan_to_num(0.0)
+    values = torch.cat([values, is_empty[:, table.flagged_places].to(values.dtype)], 1)
+    return replace(federation, x=values), table
+
+
+def _is_number(table: TableReading) -> torch.Tensor:
+    """[features]: whether a feature is a column of numbers."""
+    return torch.tensor([column.texts is None for column in table.columns for _ in column.features])
+
+
+def _scaling(values: torch.Tensor) -> Scaling:
+    """The mean and deviation of each input of training examples."""
+    numbers = values.double()
+    mean, deviation = numbers.mean(0), numbers.std(0, correction=0)
+    # What varies less is lost in the rounding of 32 bits.
+    deviation = torch.where(deviation > 2e-7 * mean.abs(), deviation, 1.0)
+    return Scaling(tuple(mean.tolist()), tuple(deviation.tolist()))
+
+
+def _scaled(values: torch.Tensor, table: TableReading) -> torch.Tensor:
+    """Inputs as the network takes them, as far as the run scales them."""
+    if table.scaling is None:
+        return values
+    mean, deviation = (torch.tensor(part, dtype=values.dtype) for part in (table.scaling.mean, table.scaling.deviation))
+    return ((values - mean) / deviation).clamp(-MAX_DEVIATIONS, MAX_DEVIATIONS)
 
 
 def new_client(
@@ -199,28 +263,44 @@ def new_client(
 ) -> tuple[Federation, tuple[float, ...] | None]:
     """The federation of a client that joins, and the values of its empty cells if the run fills them in.
 
-    These are the medians of its own training examples; in a column without values, those of all clients of the run.
+    Where medians are the clients' own, these are the medians of its training examples; in a column without values,
+    those of all clients of the run. Examples and labels are scaled as the run's are.
     """
 
-    def dealt(examples: ArrayLike | torch.Tensor) -> Federation:
+    def dealt(examples: ArrayLike | torch.Tensor, labels: ArrayLike | torch.Tensor) -> Federation:
         return Federation.from_clients(
-            [(examples, y)] if name is None else {name: (examples, y)}, split=split, seed=seed
+            [(examples, labels)] if name is None else {name: (examples, labels)}, split=split, seed=seed
         )
 
-    if table is None or not table.is_filled:
-        return dealt(x), None
-    values = as_tensor(x, "x").cpu().float()
+    if table is None or not (table.is_filled or table.scaling is not None):
+        return dealt(x, y), None
+    values, labels = as_tensor(x, "x").cpu().float(), as_tensor(y, "y").cpu()
     if tuple(values.shape[1:]) != (len(table.features),):  # which is refused where the network is known
-        return dealt(x), None
-    data, table = filled(dealt(torch.arange(len(values))[:, None]), values.numpy(), table)
-    return data, table.fill_of(data.name_of(0))
+        return dealt(x, y), None
+    if table.target is not None:
+        labels = table.scaled(labels.float())
+    data, table = filled(dealt(torch.arange(len(values))[:, None], labels), values.numpy(), table)
+    return replace(data, x=_scaled(data.x, table)).checked(), table.fill_of(data.name_of(0))
 
 
-def filled_with(x: Array, fill: Sequence[float] | None) -> Array:
-    """Examples whose empty cells, which are NaN, are filled in feature by feature; as they are where `fill` is None."""
-    if fill is None or x.dtype.kind != "f" or x.shape[1:] != (len(fill),):
+def prepared(x: Array, table: TableReading | None, fill: Sequence[float] | None) -> Array:
+    """Encoded examples as a network takes them: empty cells, which are NaN, filled in and flagged, and all scaled.
+
+    They stay as they are if the table is unknown or has other features.
+
+    Args:
+        x: The examples.
+        table: How the run read its table.
+        fill: What the client's empty cells are filled with, feature by feature; None if they are refused.
+    """
+    if table is None or x.dtype.kind not in "iuf" or x.shape[1:] != (len(table.features),):
         return x
-    return numpy.where(numpy.isnan(x), numpy.array(fill, dtype=x.dtype), x)
+    values = torch.from_numpy(x.astype(numpy.float32))
+    is_empty = values.isnan()
+    if fill is not None:
+        values = torch.where(is_empty, torch.tensor(fill, dtype=values.dtype), values)
+    values = torch.cat([values, is_empty[:, table.flagged_places].to(values.dtype)], 1)
+    return _scaled(values, table).numpy()
 
 
 def medians(values: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:

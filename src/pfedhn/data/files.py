@@ -1,18 +1,28 @@
 """Your own files as a federation: arrays, images or a table; and more examples, read in the same way."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 
 from pfedhn.data.arrays import Array, check_choice
 from pfedhn.data.cells import Columns, check_columns, read_columns
-from pfedhn.data.columns import PLAIN, Encode, Encoding, Fitted, Missing, encoded_like, filled, to_numbers
+from pfedhn.data.columns import (
+    PLAIN,
+    USUAL,
+    Encode,
+    Encoding,
+    Fitted,
+    Missing,
+    Scale,
+    Select,
+    encoded_like,
+    to_numbers,
+)
 from pfedhn.data.federation import Federation
-from pfedhn.data.folders import Folders, client_folders, from_folders, load_array
+from pfedhn.data.folders import client_folders, from_folders, load_array
 from pfedhn.data.images import (
     Channels,
     Corrupt,
@@ -25,7 +35,7 @@ from pfedhn.data.images import (
 )
 from pfedhn.data.labels import Task, as_numbers
 from pfedhn.data.reading import ImageReading, Reading, TableReading
-from pfedhn.data.tables import Table, from_table
+from pfedhn.data.tables import MIN_EXAMPLES, from_table, table_federation, used_columns
 from pfedhn.errors import UserError, closest
 from pfedhn.system.files import given_path, reading
 
@@ -43,9 +53,12 @@ def read_federation(
     resize: int | tuple[int, int] | None = None,
     channels: Channels = "rgb",
     corrupt: Corrupt = "refuse",
-    encode: Encode = "refuse",
-    missing: Missing = "refuse",
-    fitted: Fitted = "client",
+    encode: Encode = "one-hot",
+    missing: Missing = "flag",
+    fitted: Fitted = "all",
+    scale: Scale = "all",
+    select: Select = "auto",
+    min_examples: int = MIN_EXAMPLES,
 ) -> Federation:
     """A federation of your own files, in which clients and classes keep their names.
 
@@ -54,8 +67,9 @@ def read_federation(
             `from_table` reads, or the columns of a table.
         client_column: The column of a table that names the client.
         label_column: The column of a table that holds the label.
-        ignore_columns: Columns of a table that are no features, such as dates and numbers of people.
-        task: What the labels are, as in `from_table`.
+        ignore_columns: Columns of a table that are no features, such as dates and what is known only later.
+        task: What the labels are, as in `from_table`. For a table, "auto" also takes many different whole numbers for a
+            quantity, and a note says so.
         split: The fractions of a client's examples for training, validation and test.
         stratify: Draw each client's split within each of its classes instead of over all its examples.
         seed: The seed of the split.
@@ -63,15 +77,22 @@ def read_federation(
         channels: For images: "rgb" or "gray".
         corrupt: For images: whether a damaged file is refused ("refuse") or left out with a warning ("skip").
         encode: For a table: whether text columns are refused or become a column for each value ("one-hot").
-        missing: For a table: whether empty cells are refused or filled with their column's "median", or with "zero".
+        missing: For a table: whether empty cells are refused, filled with their column's "median" or with "zero", or
+            filled with the median and marked by a further feature, "flag".
         fitted: For a table: whether a median is that of the client's own training examples ("client") or of all
             clients' ("all").
+        scale: For a table: whether features, and numbers to predict, are scaled by their mean and standard deviation
+            over all clients' training examples ("all") or stay as they are ("none"). `federation.reading.table` undoes
+            it in predictions: `unscaled`.
+        select: For a table: "auto" leaves out columns that are the same or different in every row, such as numbers of
+            patients, and refuses dates and other columns that need mending; with "all", every column is a feature.
+        min_examples: For a table: clients with fewer examples do not train.
 
     Examples:
         >>> import pathlib, tempfile
         >>> from pfedhn.datasets import read_federation
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "visits.csv"
-        >>> visits = [f"{'lyon' if i % 3 else 'paris'},{i},{'ill' if i % 2 else 'well'}" for i in range(30)]
+        >>> visits = [f"{'lyon' if i % 3 else 'paris'},{i % 7},{'ill' if i % 2 else 'well'}" for i in range(30)]
         >>> _ = path.write_text("\\n".join(["clinic,dose,outcome", *visits]))
         >>> federation = read_federation(path, client_column="clinic", label_column="outcome")
         >>> federation.names, federation.class_names
@@ -83,10 +104,12 @@ def read_federation(
         is_folder = not is_read and place.is_dir()
         if not is_read and not place.exists():
             raise UserError(f"there is no file or folder {place}; give a folder per client, or a table.")
-    encoding, size = Encoding(encode, missing, fitted), image_size(resize)
+    size, encoding = image_size(resize), Encoding(encode, missing, fitted, scale, select)
     choices = {"channels": Channels, "corrupt": Corrupt, "encode": Encode, "missing": Missing, "fitted": Fitted}
-    for name, value in zip(choices, (channels, corrupt, encode, missing, fitted), strict=True):
-        check_choice(name, value, choices[name])
+    choices |= {"scale": Scale, "select": Select}
+    given = (channels, corrupt, encode, missing, fitted, scale, select)
+    for (name, values), value in zip(choices.items(), given, strict=True):
+        check_choice(name, value, values)
     folders = client_folders(place) if is_folder else []
     is_arrays = any((folder / "x.npy").exists() for folder in folders)
     is_images = not is_arrays and any(map(image_files, folders))
@@ -94,43 +117,19 @@ def read_federation(
         refuse_other_layout(place)
     if not is_images and (size, channels, corrupt) != (None, "rgb", "refuse"):
         raise UserError(f"resize, channels and corrupt are for images, and {place} has none; leave them out.")
-    if is_folder and encoding != PLAIN:
-        raise UserError(f"encode, missing and fitted are for tables, and {place} is a folder.")
-
-    def divided(data: Folders | Table) -> Federation:
-        kept = {"split": split, "stratify": stratify, "seed": seed, "class_names": data.class_names}
-        return Federation.from_clients(data.clients, **kept)  # type: ignore[arg-type]
-
-    if is_images:
-        how = Reading(images=ImageReading(channels, corrupt, size))
-        return replace(divided(read_images(folders, size, channels, corrupt)), reading=how)
-    if is_folder:
-        return divided(from_folders(place, task))
-    if client_column is None or label_column is None:
-        raise UserError(f"{place} is read as a table; say which column names the client and which holds the label.")
-    read = from_table(path, client_column, label_column, task, encoding, ignore_columns)
-    digest = columns_digest(path) if isinstance(path, Columns) else file_digest(place)
-    table = TableReading(client_column, label_column, read.columns, missing, fitted, sha256=digest)
-    if table.is_filled:  # split first: what is filled in comes from training examples
-        rows = divided(read._replace(x=numpy.arange(len(read.y))[:, None]))  # type: ignore[arg-type]
-        federation, table = filled(rows, read.x, table)
-    else:
-        federation = divided(read)
-    return replace(federation, reading=Reading(table))
-
-
-def file_digest(file: Path) -> str:
-    """The SHA-256 of a file."""
-    with reading(file), file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def columns_digest(columns: Columns) -> str:
-    """The SHA-256 of a table's cells and their columns' names."""
-    digest = hashlib.sha256()
-    for name, cells in columns.items():
-        digest.update("\0".join([name, *map(str, cells.tolist()), ""]).encode())
-    return digest.hexdigest()
+    dealt: dict[str, Any] = {"split": split, "stratify": stratify, "seed": seed}
+    if not is_folder:
+        if client_column is None or label_column is None:
+            raise UserError(f"{place} is read as a table; say which column names the client and which holds the label.")
+        dealt |= {"task": task, "ignore_columns": ignore_columns, "encoding": encoding, "min_examples": min_examples}
+        return table_federation(used_columns(path, ignore_columns), client_column, label_column, **dealt)
+    if encoding not in (USUAL, PLAIN) or min_examples not in (MIN_EXAMPLES, 1):
+        options = "encode, missing, fitted, scale, select and min_examples"
+        raise UserError(f"{options} are for tables, and {place} is a folder; leave them out.")
+    data = read_images(folders, size, channels, corrupt) if is_images else from_folders(place, task)
+    how = Reading(images=ImageReading(channels, corrupt, size)) if is_images else None
+    federation = Federation.from_clients(data.clients, class_names=data.class_names, **dealt)
+    return replace(federation, reading=how)
 
 
 def read_client(
@@ -143,8 +142,7 @@ def read_client(
     """The examples (x, y) of one client: arrays, images in a folder per class, or a table with a label column.
 
     Args:
-        path: A folder with x.npy and y.npy, a folder with a folder of images per class, or a .csv, .tsv or .parquet
-            file.
+        path: A folder with x.npy and y.npy, a folder with a folder of images per class, or a table.
         label_column: The column of a table that holds the label; that of the run's table where None.
         class_names: The names of the classes, for text labels.
         shape: Of one example of the run that the client joins; images are brought to it.

@@ -8,9 +8,13 @@ import numpy
 
 from pfedhn.data.arrays import Array, check_choice
 from pfedhn.data.cells import Columns, is_mark, texts
-from pfedhn.errors import UserError
+from pfedhn.data.notes import note
+from pfedhn.errors import UserError, some
 
 Task: TypeAlias = Literal["auto", "classification", "regression"]
+Resolved: TypeAlias = Literal["classification", "regression"]
+
+FEW_NUMBERS = 20  # whole numbers that are taken for classes
 
 
 def as_labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Array], tuple[str, ...] | None]:
@@ -40,13 +44,43 @@ def as_labels(labels: Sequence[Array], task: Task, where: str) -> tuple[list[Arr
     ], None
 
 
+def task_of(columns: Columns, label: str) -> Resolved:
+    """Whether the labels of a table are classes or a quantity; a note says it of whole numbers, which may be either.
+
+    Texts are classes, and numbers with fractions a quantity. More than 20 different whole numbers are a quantity too,
+    unless they count from 0 or 1 and none of them is rare.
+    """
+    numbers = as_numbers(columns[label])
+    if numbers.dtype.kind not in "iu":
+        return "regression" if numbers.dtype.kind == "f" else "classification"
+    different, counts = numpy.unique(numbers, return_counts=True)
+    is_counting = different[0] in (0, 1) and different[-1] - different[0] == len(different) - 1
+    is_even = len(different) <= 0.05 * len(numbers) and 4 * counts.min() >= counts.mean()
+    file = columns.file
+    if len(different) > FEW_NUMBERS and not (is_counting and is_even):
+        note(
+            f"{file.resolve()}: task of {label!r}",
+            "%s: the labels, %r, are %s different whole numbers, which are taken for a quantity to predict. For "
+            'classes, set task = "classification".',
+            *(file.name, label, f"{len(different):,}"),
+        )
+        return "regression"
+    if len(different) > 2:
+        note(
+            f"{file.resolve()}: task of {label!r}",
+            '%s: the labels, %r, are %s classes (%s). For a quantity to predict, set task = "regression".',
+            *(file.name, label, f"{len(different):,}", some(different.tolist(), 10)),
+        )
+    return "classification"
+
+
 def as_numbers(column: Array) -> Array:
     """Labels that are numbers throughout, as text in a CSV file, become numbers; whole ones become int64."""
     import pandas
 
     if column.dtype.kind in "USO":
         cells = texts(column)
-        numbers: Array = pandas.to_numeric(cells, errors="coerce").to_numpy(dtype=numpy.float64)
+        numbers: Array = pandas.to_numeric(cells, errors="coerce").to_numpy(dtype=numpy.float64, copy=True)
         column = cells.to_numpy().astype(str) if numpy.isnan(numbers).any() else numbers
     if column.dtype.kind == "f" and numpy.all(column == numpy.floor(column)) and numpy.all(abs(column) < 2**53):
         return column.astype(numpy.int64)

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
+
+from pfedhn.statistics import MAX_DEVIATIONS
 
 RESIZED_WITH = "Pillow's Image.resize with Image.Resampling.BILINEAR"
 
@@ -21,6 +24,14 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """The mean and the standard deviation of each input of a network, over all clients' training examples."""
+
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]  # 1 for an input that is always the same, which is only centered
+
+
+@dataclass(frozen=True)
 class TableReading:
     """How a table was read."""
 
@@ -32,10 +43,25 @@ class TableReading:
     common: tuple[float, ...] | None = None  # what empty cells are filled with, feature by feature: for everybody
     own: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # and for clients with their own medians
     sha256: str = ""  # of the file
+    flagged: tuple[str, ...] = ()  # columns of numbers that have an input of 0 or 1 for an empty cell
+    scaling: Scaling | None = None  # of the inputs
+    target: tuple[float, float] | None = None  # mean and deviation of numbers to predict, which the network learns
 
     @property
     def features(self) -> list[str]:
+        """The names of the features that columns are encoded as; their empty cells are NaN."""
         return [feature for column in self.columns for feature in column.features]
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of a network's inputs: the features, filled in and scaled, and then the flags of empty cells."""
+        return [*self.features, *(f"{name} missing" for name in self.flagged)]
+
+    @property
+    def flagged_places(self) -> list[int]:
+        """The places among the features of the columns with flags."""
+        starts = accumulate((len(column.features) for column in self.columns), initial=0)
+        return [start for start, column in zip(starts, self.columns, strict=False) if column.name in self.flagged]
 
     @property
     def is_filled(self) -> bool:
@@ -47,6 +73,14 @@ class TableReading:
         if not self.is_filled:
             return None
         return self.own.get(client, self.common or (0.0,) * len(self.features))
+
+    def scaled(self, values: Any) -> Any:
+        """Labels, an array or a tensor of numbers, as the network learns them."""
+        return values if self.target is None else (values - self.target[0]) / self.target[1]
+
+    def unscaled(self, values: Any) -> Any:
+        """Predictions of the network, an array or a tensor, in the units of the label."""
+        return values if self.target is None else values * self.target[1] + self.target[0]
 
 
 @dataclass(frozen=True)
@@ -88,14 +122,28 @@ def reading_card(how: Reading | None, shape: Sequence[int], fill: Sequence[float
         }
     if how.table is None:
         return {}
+    table = how.table
     columns: list[dict[str, Any]] = []
     place = 0
-    for column in how.table.columns:
+    for column in table.columns:
         told: dict[str, Any] = {"name": column.name}
         if column.texts is not None:
             told["texts"] = list(column.texts)
         elif fill is not None:
-            told["empty"] = fill[place]
+            told |= {"empty": fill[place]} | ({"flagged": True} if column.name in table.flagged else {})
         columns.append(told)
         place += len(column.features)
-    return {"columns": columns}
+    inside: dict[str, Any] = {}
+    if table.scaling is not None:
+        inside = {"mean": list(table.scaling.mean), "deviation": list(table.scaling.deviation), "clip": MAX_DEVIATIONS}
+    return {"shape": [len(table.features)], "columns": columns, "scaling": inside or None}
+
+
+def label_card(how: Reading | None) -> dict[str, Any] | None:
+    """The label of a table as plain values for a model's card."""
+    if how is None or how.table is None:
+        return None
+    label: dict[str, Any] = {"name": how.table.label}
+    if how.table.target is not None:
+        label |= {"mean": how.table.target[0], "deviation": how.table.target[1]}
+    return label

@@ -16,15 +16,14 @@ import numpy
 from pfedhn.data import silo_files
 from pfedhn.data.cells import Columns
 from pfedhn.data.federation import Federation
-from pfedhn.data.files import columns_digest, read_federation
+from pfedhn.data.files import read_federation
 from pfedhn.data.silo_catalogue import SILOS, Silo, SiloFile
 from pfedhn.data.silo_files import Cells
+from pfedhn.data.tables import columns_digest
 from pfedhn.errors import UserError, closest, short
 from pfedhn.system.files import given_path, read_bytes, reading
 
-__all__ = ["READING", "SILOS", "find_silo", "find_silo_files", "load_silo", "read_table", "silo_columns"]
-
-READING = {"encode": "one-hot", "missing": "median"}  # of silos, which have texts and empty cells
+__all__ = ["SILOS", "find_silo", "find_silo_files", "load_silo", "read_table", "silo_columns"]
 
 
 def load_silo(name: str, data_dir: str | Path | None = None, **how: Any) -> Federation:
@@ -38,7 +37,7 @@ def load_silo(name: str, data_dir: str | Path | None = None, **how: Any) -> Fede
     """
     silo = find_silo(name)
     columns = silo_columns(name, data_dir)
-    given: dict[str, Any] = {"task": silo.task, **READING, **how}
+    given: dict[str, Any] = {"task": silo.task, **how}
     return read_federation(columns, silo.client, silo.label, **given)
 
 

@@ -1,6 +1,7 @@
-"""Your own table: a CSV, TSV or parquet file with a column that names the client."""
+"""Your own table: a CSV, TSV, parquet or XLSX file with a column that names the client."""
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
@@ -8,13 +9,19 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from pfedhn.data.arrays import Array
-from pfedhn.data.cells import Columns, check_columns, is_empty, read_columns
-from pfedhn.data.columns import PLAIN, Encoding, encoded
-from pfedhn.data.labels import Task, as_identifiers, as_labels, as_numbers, refuse_marks
-from pfedhn.data.reading import Column
-from pfedhn.errors import UserError, short
+from pfedhn.data.arrays import Array, check_choice
+from pfedhn.data.cells import Columns, check_columns, is_empty, is_table, read_columns
+from pfedhn.data.columns import PLAIN, USUAL, Encoding, encoded, fitted
+from pfedhn.data.federation import Federation
+from pfedhn.data.labels import Resolved, Task, as_identifiers, as_labels, as_numbers, refuse_marks, task_of
+from pfedhn.data.notes import note
+from pfedhn.data.reading import Column, TableReading
+from pfedhn.data.selection import refuse_variants, selected
+from pfedhn.errors import UserError, short, some
+from pfedhn.settings import whole_number
 from pfedhn.system.files import given_path, reading
+
+MIN_EXAMPLES = 10  # of a client that trains, where a person says nothing
 
 
 class Table(NamedTuple):
@@ -43,7 +50,7 @@ def from_table(
     encoding: Encoding = PLAIN,
     ignore_columns: Sequence[str] = (),
 ) -> Table:
-    """Your own data: a CSV, TSV or parquet file with an example in each line.
+    """Your own data: a CSV, TSV, parquet or XLSX file with an example in each line.
 
     One column names the client, one the label; all others are numeric features. Text labels become class numbers
     0, 1, ... in sorted order; so do clients (whole numbers in their own order). Features are not scaled.
@@ -70,20 +77,21 @@ def from_table(
 
     To federate it: `Federation.from_clients(table.clients, class_names=table.class_names)`.
     """
-    if not isinstance(path, Columns):
-        file = given_path(path)
-        with reading(file):
-            if not file.is_file():
-                raise UserError(f"{file} is not a file; give a .csv, .tsv or .parquet file.")
-    if not isinstance(ignore_columns, Sequence) or isinstance(ignore_columns, str):
-        raise UserError(f"ignore_columns is {short(ignore_columns)}; give a list of columns.")
-    columns = columns_of(path, lambda name: name in ignore_columns)
+    columns = used_columns(path, ignore_columns)
     return from_columns(columns, client_column, label_column, task, encoding, ignore_columns)
 
 
-def columns_of(table: str | Path | Columns, is_ignored: Callable[[str], bool]) -> Columns:
-    """The columns of a table that is a file, or those that were read already; arguments as `read_columns`."""
-    return table if isinstance(table, Columns) else read_columns(given_path(table), is_ignored)
+def used_columns(table: str | Path | Columns, ignore_columns: Sequence[str]) -> Columns:
+    """The columns of a table that is a file, or that was read already; those that are ignored may hold anything."""
+    if not isinstance(ignore_columns, Sequence) or isinstance(ignore_columns, str):
+        raise UserError(f"ignore_columns is {short(ignore_columns)}; give a list of columns.")
+    if isinstance(table, Columns):
+        return table
+    file = given_path(table)
+    with reading(file):
+        if not file.is_file():
+            raise UserError(f"{file} is not a file; give a .csv, .tsv, .parquet or .xlsx file.")
+    return read_columns(file, lambda name: name in ignore_columns)
 
 
 def from_columns(
@@ -95,6 +103,21 @@ def from_columns(
     ignore_columns: Sequence[str] = (),
 ) -> Table:
     """A table from its columns; arguments as `from_table`."""
+    features = _features(columns, client_column, label_column, ignore_columns)
+    if encoding.select == "auto":
+        features = selected(columns, features)
+        refuse_variants(columns, label_column)
+    x, described = encoded(columns, features, encoding)
+    where = f"column {label_column!r} of {columns.file.name}"
+    (y,), class_names = as_labels([as_numbers(columns[label_column])], task, where)
+    clients, groups = numpy.unique(as_identifiers(columns[client_column]), return_inverse=True)
+    client_names = tuple(map(str, clients.tolist()))
+    names = tuple(feature for column in described for feature in column.features)
+    return Table(x, y, groups.astype(numpy.int64), client_names, names, class_names, described)
+
+
+def _features(columns: Columns, client_column: str, label_column: str, ignore_columns: Sequence[str]) -> list[str]:
+    """The names of the columns that are neither client nor label nor ignored, in a table that is whole."""
     file, needed = columns.file, (client_column, label_column)  # nothing fills in their empty cells
     check_columns(file.name, columns, (*needed, *ignore_columns))
     if client_column == label_column:
@@ -106,7 +129,7 @@ def from_columns(
     if not features:
         raise UserError(f"{file.name} has no feature columns; give it at least one besides client and label.")
     if not len(columns[label_column]):
-        raise UserError(f"{file.name} has no examples; give it at least one per client.")
+        raise UserError(f"{file.name} has no examples, only the names of its columns; give it at least one per client.")
     for name in needed:
         cells = columns[name].tolist()
         empty = next((place for place, cell in enumerate(cells) if is_empty(cell)), None)
@@ -116,16 +139,136 @@ def from_columns(
         if wrong:
             raise UserError(f"column {name!r} of {file.name} holds {short(wrong[0])}; give numbers or texts.")
     refuse_marks(columns, label_column)
-    x, described = encoded(columns, features, encoding)
-    (y,), class_names = as_labels([as_numbers(columns[label_column])], task, f"column {label_column!r} of {file.name}")
-    clients, groups = numpy.unique(as_identifiers(columns[client_column]), return_inverse=True)
-    client_names = tuple(map(str, clients.tolist()))
-    names = tuple(feature for column in described for feature in column.features)
-    return Table(x, y, groups.astype(numpy.int64), client_names, names, class_names, described)
+    return features
 
 
-def count_clients(path: str | Path | Columns, client_column: str) -> int:
-    """The number of clients in a table, whatever its other columns hold; 0 without such a column."""
-    columns = columns_of(path, lambda name: name != client_column)
+def table_federation(
+    columns: Columns,
+    client_column: str,
+    label_column: str,
+    *,
+    ignore_columns: Sequence[str] = (),
+    task: Task = "auto",
+    split: tuple[float, float, float] = (0.7, 0.15, 0.15),
+    stratify: bool = False,
+    seed: int = 0,
+    encoding: Encoding = USUAL,
+    min_examples: int = MIN_EXAMPLES,
+) -> Federation:
+    """The federation of a table; its `reading` tells how other examples are read alike.
+
+    Args:
+        columns: Of the table.
+        client_column: As for `read_federation`, and so all others but `encoding`.
+        label_column: The column that holds the label.
+        ignore_columns: Columns that are no features.
+        task: What the labels are.
+        split: The fractions of a client's examples for training, validation and test.
+        stratify: Draw each client's split within each of its classes.
+        seed: The seed of the split.
+        encoding: How columns become numbers.
+        min_examples: The fewest examples of a client that trains.
+    """
+    whole_number("min_examples", min_examples)
+    check_choice("task", task, Task)
+    if task == "auto":
+        _features(columns, client_column, label_column, ignore_columns)  # which refuses what has no task
+        task = task_of(columns, label_column)
+    table = from_columns(columns, client_column, label_column, task, encoding, ignore_columns)
+    table = _with_enough(table, columns.file, client_column, min_examples)
+    if table.y.min() == table.y.max():
+        label = table.class_names[int(table.y[0])] if table.class_names else table.y[0]
+        raise UserError(
+            f"every label in column {label_column!r} of {columns.file.name} is {str(label)!r}, so there is nothing to "
+            "learn; name another column."
+        )
+    # It is split first: the numbers to fill in and to scale by come from training examples.
+    rows = table._replace(x=numpy.arange(len(table.y))[:, None])  # type: ignore[arg-type]
+    federation = Federation.from_clients(
+        rows.clients, split=split, stratify=stratify, seed=seed, class_names=table.class_names
+    )
+    sha256 = file_digest(columns.file) if is_table(columns.file) else columns_digest(columns)
+    how = TableReading(client_column, label_column, table.columns, encoding.missing, encoding.fitted, sha256=sha256)
+    return fitted(federation, table.x, how, encoding.scale)
+
+
+def _with_enough(table: Table, file: Path, client_column: str, least: int) -> Table:
+    """The table without the clients that have too few examples, who are named in a note."""
+    counts = numpy.bincount(table.groups)
+    number, large = len(counts), numpy.flatnonzero(counts >= least)
+    if number == 1:
+        raise UserError(
+            f"all examples of {file.name} are of one client, {table.client_names[0]!r} in column {client_column!r}; a "
+            "federation needs at least 2."
+        )
+    way_out = f"read = {{min_examples = N}} (in Python, min_examples=N) sets another number than {least}"
+    if len(large) < 2:
+        raise UserError(
+            f"{len(large)} of the {number:,} clients of {file.name} have at least {least} examples, and a federation "
+            f"needs at least 2 such clients; {way_out}."
+        )
+    if len(large) == number:
+        return table
+    small = [table.client_names[client] for client in numpy.flatnonzero(counts < least)]
+    note(
+        f"{file.resolve()}: clients with fewer than {least} examples",
+        "%s: %s of %s clients have fewer than %s examples and do not train: %s. They can join later with "
+        "`pfedhn add-client`; %s.",
+        *(file.name, f"{len(small):,}", f"{number:,}", least, some(small), way_out),
+    )
+    kept = numpy.flatnonzero(counts[table.groups] >= least)
+    return table._replace(
+        x=table.x[kept],
+        y=table.y[kept],
+        groups=numpy.searchsorted(large, table.groups[kept]),
+        client_names=tuple(table.client_names[client] for client in large),
+    )
+
+
+def file_digest(file: Path) -> str:
+    """The SHA-256 of a file."""
+    with reading(file), file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def columns_digest(columns: Columns) -> str:
+    """The SHA-256 of a table's cells and their columns' names."""
+    digest = hashlib.sha256()
+    for name, cells in columns.items():
+        digest.update("\0".join([name, *map(str, cells.tolist()), ""]).encode())
+    return digest.hexdigest()
+
+
+def table_task(table: str | Path | Columns, label_column: str) -> Resolved:
+    """What `task = "auto"` means for a table, whatever its other columns hold: see `task_of`."""
+    columns = table if isinstance(table, Columns) else _only(given_path(table), label_column)
+    return task_of(columns, label_column)
+
+
+def earlier_task(path: str | Path, label_column: str) -> Resolved:
+    """What `task = "auto"` meant in earlier versions: numbers are a quantity only if some has a fraction."""
+    labels = as_numbers(_only(given_path(path), label_column)[label_column])
+    return "regression" if labels.dtype.kind == "f" else "classification"
+
+
+def _only(file: Path, column: str) -> Columns:
+    """A table of which one column is read."""
+    columns = read_columns(file, lambda name: name != column)
+    check_columns(file.name, columns, [column])
+    return columns
+
+
+def client_sizes(table: str | Path | Columns, client_column: str, min_examples: int = 1) -> list[int]:
+    """The number of examples of each client of a table that trains; [] if there is no such column.
+
+    Args:
+        table: The file, or its columns.
+        client_column: The column that names the client.
+        min_examples: The fewest examples of such a client.
+    """
+    columns = (
+        table if isinstance(table, Columns) else read_columns(given_path(table), lambda name: name != client_column)
+    )
     cells = as_identifiers(columns[client_column]) if client_column in columns else numpy.empty(0)
-    return len(numpy.unique(cells))
+    sizes: list[int] = numpy.unique(cells, return_counts=True)[1].tolist()
+    return [size for size in sizes if size >= min_examples]

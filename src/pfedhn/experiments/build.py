@@ -13,15 +13,19 @@ from pfedhn.algorithms import find_method
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest
-from pfedhn.experiments.data import (
-    build_federation,
-    build_partition,
-    made,
-    network_names,
-    reading_options,
-    table_columns,
+from pfedhn.experiments.data import build_federation, build_partition, made, network_names
+from pfedhn.experiments.spec import (
+    NAMED,
+    OTHER_TABLES,
+    Cell,
+    Experiment,
+    RunSpec,
+    is_made,
+    is_own_data,
+    is_table,
+    pretraining_cell,
 )
-from pfedhn.experiments.spec import NAMED, Cell, Experiment, RunSpec, is_made, is_own_data, is_table, pretraining_cell
+from pfedhn.experiments.tables import reading_options, table_columns
 from pfedhn.model import Model
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
@@ -55,6 +59,8 @@ def check(experiment: Experiment) -> None:
         if is_made(cell.dataset):
             made(cell)
         else:
+            if cell.dataset.lower().endswith(OTHER_TABLES):
+                raise UserError(f"{cell.dataset} is a table of a kind that is not read; save it as CSV.")
             if cell.dataset not in NAMED and not is_own_data(cell.dataset):
                 raise UserError(f"there is no data set {cell.dataset!r}; {closest(cell.dataset, NAMED)}")
             build_partition(cell)

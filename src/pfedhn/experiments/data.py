@@ -1,10 +1,7 @@
 """A cell's data as a federation."""
 
 import inspect
-import logging
-import multiprocessing
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -18,16 +15,14 @@ from pfedhn.data.dealing import share_out
 from pfedhn.data.describe import LARGE, large_labels
 from pfedhn.data.federation import Federation
 from pfedhn.data.files import read_federation
-from pfedhn.data.folders import is_client_folder
-from pfedhn.data.silos import READING, SILOS, read_table
-from pfedhn.data.tables import count_clients
-from pfedhn.errors import UserError, closest, short
+from pfedhn.data.notes import note
+from pfedhn.data.silos import SILOS, read_table
+from pfedhn.data.tables import earlier_task
+from pfedhn.errors import UserError, closest
 from pfedhn.experiments.spec import Cell, is_made, is_own_data, is_table
+from pfedhn.experiments.tables import EARLIER_READ, reading_options, refuse_unknown, table_columns
 from pfedhn.settings import describe, fits
-from pfedhn.system.files import given_path, reading
 from pfedhn.system.reference import find_code
-
-logger = logging.getLogger("pfedhn")
 
 PARTITIONS: dict[str, Callable[..., partition.Partition]] = {
     "by_classes": partition.by_classes,
@@ -58,7 +53,7 @@ def build_partition(cell: Cell) -> partition.Partition:
     if "num_clients" in known:
         settings["num_clients"] = cell.clients
     hints = get_type_hints(PARTITIONS[rule])
-    _refuse_unknown(settings, known, f"partition {rule}")
+    refuse_unknown(settings, known, f"partition {rule}")
     for name, value in settings.items():
         if not fits(value, hints[name]):
             raise UserError(f"partition {rule}: {name} = {value!r} does not fit; it must be {describe(hints[name])}.")
@@ -66,12 +61,6 @@ def build_partition(cell: Cell) -> partition.Partition:
     if missing:
         raise UserError(f"partition {rule} needs {', '.join(missing)}.")
     return PARTITIONS[rule](**settings)
-
-
-def _refuse_unknown(names: Iterable[str], known: Collection[str], what: str) -> None:
-    for name in names:
-        if name not in known:
-            raise UserError(f"{what} has no setting {name!r}; {closest(name, known)}")
 
 
 def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device: str = "cpu") -> Federation:
@@ -113,7 +102,7 @@ def made(cell: Cell) -> Callable[[], Federation]:
     function = find_code(cell.dataset)
     known = inspect.signature(function).parameters
     given = {} if cell.partition == Cell().partition else dict(cell.partition)
-    _refuse_unknown(given, known, cell.dataset)
+    refuse_unknown(given, known, cell.dataset)
     try:
         inspect.signature(function).bind(cell.clients, seed=0, **given)
     except TypeError as error:
@@ -123,53 +112,25 @@ def made(cell: Cell) -> Callable[[], Federation]:
 
 
 def _own_federation(cell: Cell, seed: int, data_dir: Path | None) -> Federation:
-    columns = table_columns(cell)
+    columns, has_table = table_columns(cell), is_table(cell.dataset)
     for name in ("client", "label"):
-        if is_table(cell.dataset) and f"{name}_column" not in columns:
+        if has_table and f"{name}_column" not in columns:
             raise UserError(f'{cell.dataset} is a table; say which column is the {name}: columns.{name} = "...".')
-    how: dict[str, Any] = {**columns, "task": cell.task}
-    how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed, **reading_options(cell)}
-    if cell.dataset in SILOS and cell.task == "auto":
-        how["task"] = SILOS[cell.dataset].task
+    task: str = cell.task
+    if task == "auto" and has_table:
+        silo = SILOS.get(cell.dataset)
+        task = earlier_task(cell.dataset, columns["label_column"]) if silo is None else silo.task
+    how: dict[str, Any] = {**columns, "task": task, **EARLIER_READ, **reading_options(cell)}
+    how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed}
     federation = read_federation(read_table(cell.dataset, data_dir), **how)
     unscaled = [name for name in network_names(cell) if name.startswith(("mlp", "linear"))]
-    if is_table(cell.dataset) and unscaled:
+    if has_table and how["scale"] == "none" and unscaled:
         _warn_of_scales(Path(cell.dataset), unscaled[0], federation)
     _warn_of_labels(Path(cell.dataset), columns.get("label_column"), cell.task, federation)
     return federation
 
 
-def with_own_clients(cell: Cell, data_dir: Path | None = None) -> Cell:
-    """A cell of clients with their own data with their number; the same cell if that is not known yet.
-
-    Only the column of clients is read: `--set` may still change how the others are read.
-    """
-    if cell.dataset in SILOS:
-        try:
-            table = read_table(cell.dataset, data_dir)
-        except UserError:  # what is missing is said when the data are read
-            return cell
-        return replace(cell, clients=count_clients(table, SILOS[cell.dataset].client))
-    place, columns = given_path(cell.dataset), table_columns(cell)
-    if is_made(cell.dataset) or not is_own_data(cell.dataset):
-        return cell
-    with reading(place):
-        is_file = place.is_file() and "client_column" in columns
-        is_folder = place.is_dir()
-        folders = [part for part in place.iterdir() if is_client_folder(part)] if is_folder else []
-    number = count_clients(place, columns["client_column"]) if is_file else len(folders)
-    return replace(cell, clients=number) if number else cell
-
-
 MANY = 100  # classes that a person seldom means
-_warned: set[str] = set()  # of which files; an experiment reads each several times
-
-
-def _warn_once(what: str, sentence: str, *values: object) -> None:
-    """Warn of something in a person's data once, and not in every worker process again."""
-    if what not in _warned and multiprocessing.parent_process() is None:
-        _warned.add(what)
-        logger.warning(sentence, *values)
 
 
 def _warn_of_labels(file: Path, column: str | None, task: str, federation: Federation) -> None:
@@ -177,7 +138,7 @@ def _warn_of_labels(file: Path, column: str | None, task: str, federation: Feder
     labels = "the labels" if column is None else repr(column)
     key = f"{file.resolve()}: {labels}"
     if (scale := large_labels(federation)) is not None:
-        _warn_once(
+        note(
             key,
             "%s: the numbers to predict, %s, have mean %.4g and standard deviation %.4g, so that training learns badly "
             "or diverges. Standardize them (subtract that mean, divide by that deviation), and undo it in predictions.",
@@ -187,7 +148,7 @@ def _warn_of_labels(file: Path, column: str | None, task: str, federation: Feder
         return
     different = len(federation.y.unique())
     if different > MANY and 10 * different > len(federation.y):
-        _warn_once(
+        note(
             key,
             "%s: %s: %s different whole numbers, which are taken for classes; the network tells %s apart. For a "
             'quantity, set task = "regression"; for classes, task = "classification".',
@@ -204,52 +165,12 @@ def _warn_of_scales(file: Path, model: str, federation: Federation) -> None:
         assert federation.reading is not None
         assert federation.reading.table is not None
         number = int(large[0])
-        _warn_once(
+        note(
             str(file.resolve()),
             "%s is not scaled: its column %r has mean %.4g and standard deviation %.4g, which %s learns badly from. "
             'Scale the columns, or set model = "tabular-32", which scales them by each client\'s own data.',
             *(file.name, federation.reading.table.features[number], mean[number], deviation[number], model),
         )
-
-
-COLUMNS = {"client": "client_column", "label": "label_column", "ignore": "ignore_columns"}
-
-
-def table_columns(cell: Cell) -> dict[str, Any]:
-    """The columns of a cell's table, as arguments of `read_federation`."""
-    named: dict[str, Any] = {}
-    _refuse_unknown(cell.columns, COLUMNS, "columns")
-    for name, value in cell.columns.items():
-        listed = [value] if name != "ignore" or isinstance(value, str) else value
-        if not isinstance(listed, list | tuple) or not all(isinstance(part, str) for part in listed):
-            form = 'a list of columns, as in ["visit_date"]' if name == "ignore" else "a column's name"
-            raise UserError(f"columns.{name} = {short(value)} does not fit; give {form}.")
-        named[COLUMNS[name]] = tuple(listed) if name == "ignore" else value
-    return named | _silo_columns(cell)
-
-
-def _silo_columns(cell: Cell) -> dict[str, Any]:
-    """The columns of the client and the label of a natural federation, which a cell cannot change."""
-    if cell.dataset not in SILOS:
-        return {}
-    fixed = {"client": SILOS[cell.dataset].client, "label": SILOS[cell.dataset].label}
-    for name, column in fixed.items():
-        if cell.columns.get(name, column) != column:
-            raise UserError(
-                f"columns.{name} = {short(cell.columns[name])} does not fit: the {name} of {cell.dataset} is "
-                f"{column!r}; leave it out."
-            )
-    return {COLUMNS[name]: column for name, column in fixed.items()}
-
-
-READ = ("resize", "channels", "corrupt", "encode", "missing", "fitted")
-
-
-def reading_options(cell: Cell) -> dict[str, Any]:
-    """How a cell's own data are read; `read_federation` checks the values."""
-    _refuse_unknown(cell.read, READ, "read")
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in cell.read.items()}
-    return {**READING, **given} if cell.dataset in SILOS else given
 
 
 def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:

@@ -7,7 +7,6 @@ from typing import Any, get_type_hints
 
 from pfedhn.algorithms import ALGORITHMS, find_method
 from pfedhn.errors import UserError, closest
-from pfedhn.experiments.data import with_own_clients
 from pfedhn.experiments.rates import apply_rates, headed, rates_file, rates_for
 from pfedhn.experiments.spec import (
     CELL_TABLES,
@@ -21,6 +20,7 @@ from pfedhn.experiments.spec import (
     is_own_data,
     method_name,
 )
+from pfedhn.experiments.tables import with_own_clients, with_table_defaults
 from pfedhn.runs.assemble import build_algorithm
 from pfedhn.settings import build, fits, in_short, names_to_set, parse_assignments, parse_toml, parse_value
 from pfedhn.system.files import given_path, read_text
@@ -31,7 +31,8 @@ TABLES = Mapping[str, Mapping[str, Any]]
 def from_toml(path: Path, data_dir: Path | None = None) -> Experiment:
     """A user's own experiment; lists in scalar fields make a grid, `[methods.NAME]` holds what differs by method.
 
-    If the file does not give the number of clients, a person's own data tell it. The learning rates that `pfedhn tune`
+    If the file does not give the number of clients, a person's own data tell it; of a table, they tell what else it
+    leaves out, too. The learning rates that `pfedhn tune`
     chose are read from the file beside it: `mine.rates.toml` for `mine.toml`.
     """
     try:
@@ -39,7 +40,12 @@ def from_toml(path: Path, data_dir: Path | None = None) -> Experiment:
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from None
     table.pop("tune", None)  # of `pfedhn tune` alone
-    experiment = from_table(_with_own_methods(table, path.parent), path.stem)
+    content = _with_own_methods(table, path.parent)
+    if "cells" not in content and isinstance(content.get("dataset"), str):
+        named = {name: content[name] for name in ("dataset", "columns", "read") if name in content}
+        read = build(Cell, named | {"dataset": _absolute("dataset", named["dataset"], path.parent)}, path.stem)
+        content = with_table_defaults(content, read, data_dir)
+    experiment = from_table(content, path.stem)
     if not table.keys() - {"name", "title", "seeds", "published"}:
         raise UserError(f"{path} does not say what to run; name at least a method or a dataset (`pfedhn run --help`).")
     cells = [

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from pfedhn.data.catalogue import forget_datasets
-from pfedhn.data.files import file_digest
+from pfedhn.data.tables import file_digest
 from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError
 from pfedhn.experiments.build import CheckedNetworks, build_simulation, refuse_unused_start

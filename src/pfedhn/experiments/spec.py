@@ -16,7 +16,8 @@ from pfedhn.data import catalogue as datasets
 from pfedhn.data.silo_catalogue import SILOS
 from pfedhn.errors import UserError
 
-TABLE_ENDINGS = (".csv", ".tsv", ".parquet")
+TABLE_ENDINGS = (".csv", ".tsv", ".parquet", ".xlsx")
+OTHER_TABLES = (".xls", ".xlsm", ".xlsb", ".ods", ".sav", ".dta", ".sas7bdat", ".rds", ".feather", ".arff")
 NAMED = (*datasets.DATASETS, *SILOS)  # data that the package knows by name
 
 

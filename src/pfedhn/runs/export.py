@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import logging
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,12 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from pfedhn.data.description import Description
-from pfedhn.data.reading import reading_card
+from pfedhn.data.reading import TableReading, label_card, reading_card
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import UserError, closest, first_line, missing_extra
 from pfedhn.model import Model
+from pfedhn.models import squared_error
+from pfedhn.runs.pipeline import TablePipeline, script, script_name
 from pfedhn.storage.identity import settings_of
 from pfedhn.storage.schema import to_json
 from pfedhn.system.environment import environment
@@ -35,20 +38,39 @@ CHATTY = "torch.onnx._internal.exporter._registration"  # it warns of every opti
 
 @dataclass(frozen=True, eq=False)
 class Portable:
-    """A target network, traced once: each of its models then differs only in weights and takes milliseconds."""
+    """A target network, traced once: each of its models then differs only in weights and takes milliseconds.
+
+    Of a run on a table, what is traced is the network with what is around it: see `TablePipeline`.
+    """
 
     module: nn.Module  # any model of this network, on the CPU
     shape: Sequence[int]  # of one example
     dtype: torch.dtype
+    table: TableReading | None = None  # how the run read its table
+    has_classes: bool = False
 
     @staticmethod
     def of(model: Model, clients: Description) -> "Portable":
         dtype: torch.dtype = getattr(torch, clients.dtype)
+        dtype = model.dtype if dtype.is_floating_point else dtype
         module = copy.deepcopy(model.testing_module).cpu()
-        return Portable(module, clients.shape, model.dtype if dtype.is_floating_point else dtype)
+        table = None if clients.reading is None else clients.reading.table
+        if table is None or clients.shape != (len(table.inputs),):
+            return Portable(module, clients.shape, dtype)
+        has_classes = clients.classes is not None
+        return Portable(module, (len(table.features),), dtype, table, has_classes)
 
-    def content(self, model: nn.Module, ending: str, card: Card) -> bytes:
-        """The bytes of a file for a model of this network; `ending` is one of FORMATS."""
+    def content(self, model: nn.Module, ending: str, card: Card, fill: Sequence[float] | None = None) -> bytes:
+        """The bytes of a file for a model of this network.
+
+        Args:
+            model: The client's.
+            ending: One of FORMATS; .safetensors holds the network alone.
+            card: Of the model.
+            fill: What the client's empty cells of a table are filled with.
+        """
+        if self.table is not None and ending != ".safetensors":
+            model = TablePipeline(model, self.table, fill, self.has_classes, self.dtype)
         state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
         logging.getLogger(CHATTY).setLevel(logging.ERROR)
         with warnings.catch_warnings(action="ignore"):  # PyTorch warns of its own old names
@@ -57,9 +79,12 @@ class Portable:
     @cached_property
     def program(self) -> torch.export.ExportedProgram:
         batch = torch.export.Dim("batch", min=1)
+        module = self.module
+        if self.table is not None:
+            module = TablePipeline(module, self.table, None, self.has_classes, self.dtype).eval()
         try:
             return torch.export.export(
-                self.module, (torch.zeros(2, *self.shape, dtype=self.dtype),), dynamic_shapes=({0: batch},)
+                module, (torch.zeros(2, *self.shape, dtype=self.dtype),), dynamic_shapes=({0: batch},)
             )
         except Exception as error:  # whatever a network does that cannot be traced
             raise UserError(
@@ -132,11 +157,26 @@ def check_ending(path: Path) -> str:
     return path.suffix
 
 
-def write_model(path: str | Path, network: Portable, model: nn.Module, card: Card) -> Path:
-    """Write a model, and its card beside it; return the file of the model."""
+def write_model(
+    path: str | Path, network: Portable, model: nn.Module, card: Card, fill: Sequence[float] | None = None
+) -> Path:
+    """Write a model, and its card beside it; return the file of the model.
+
+    Beside an ONNX file of a table's model there is also a script that predicts the rows of a CSV file with it.
+
+    Args:
+        path: Of the model's file; its ending is one of FORMATS.
+        network: The model's.
+        model: The client's.
+        card: Of the model.
+        fill: What the client's empty cells of a table are filled with.
+    """
     file = given_path(path)
-    write_atomically(file, network.content(model, check_ending(file), card))
+    ending = check_ending(file)
+    write_atomically(file, network.content(model, ending, card, fill))
     write_atomically(file.with_suffix(".md"), to_markdown(card).encode())
+    if network.table is not None and ending == ".onnx":
+        write_atomically(file.with_name(script_name(file.name)), script(file.name).encode())
     return file
 
 
@@ -188,7 +228,7 @@ def model_card(
         fill: What the client's empty cells are filled with.
     """
     made, code, described = environment("cpu"), Code.of(model.factory), described or plan.clients
-    total, count = test
+    label, (total, count) = label_card(described.reading), test
     mean = total / count if count else None
     is_real = getattr(torch, described.dtype).is_floating_point
     return {
@@ -204,6 +244,7 @@ def model_card(
             "preprocessing": None if described.preprocessing is None else to_json(dict(described.preprocessing)),
             **reading_card(described.reading, described.shape, fill),
         },
+        "label": label,
         "classes": described.classes,
         "class_names": None if described.class_names is None else list(described.class_names),
         "network": {
@@ -218,12 +259,20 @@ def model_card(
             "examples": count,
             "accuracy": mean if plan.has_metric else None,
             "loss": None if plan.has_metric else mean,
+            "error": _error(label, model, mean),
         },
         "chosen_step": chosen_step,
         "steps": steps,
         "seed": plan.seed,
         "versions": {"pfedhn": made.pfedhn, "torch": made.torch},
     }
+
+
+def _error(label: Mapping[str, Any] | None, model: Model, loss: float | None) -> float | None:
+    """The root of the mean squared error in the units of a table's label; None for other losses."""
+    if label is None or "deviation" not in label or loss is None or model.per_example_loss is not squared_error:
+        return None
+    return float(label["deviation"]) * math.sqrt(loss)
 
 
 def file_names(clients: Sequence[str]) -> list[str]:
@@ -277,13 +326,34 @@ def _what_goes_in(given: Mapping[str, Any]) -> list[str]:
     place = 1
     for column in given["columns"]:
         last = place + len(column.get("texts", [""])) - 1
-        value = "as it is" + (f"; {column['empty']:.6g} for an empty cell" if "empty" in column else "")
+        value = "as it is" + (
+            f"; NaN for an empty cell, which becomes {column['empty']:.6g}" if "empty" in column else ""
+        )
         if "texts" in column:
             value = f"1 in the place of its text, 0 elsewhere: {', '.join(column['texts'])}"
         numbers = str(place) if place == last else f"{place} to {last}"
         lines.append(f"| {numbers} | {_plain(column['name'])} | {_plain(value)} |")
         place = last + 1
-    return [*lines, ""]
+    lines += ["", "The script beside a model in ONNX makes these numbers of the rows of a CSV file.", ""]
+    return [*lines, *_what_happens_inside(given)]
+
+
+def _what_happens_inside(given: Mapping[str, Any]) -> list[str]:
+    """What a file of a table's model does with the numbers before its network, and what .safetensors leaves out."""
+    lines = []
+    if flagged := [column["name"] for column in given["columns"] if column.get("flagged")]:
+        named = ", ".join(map(_plain, flagged))
+        lines += [f"Flags of empty cells follow the numbers, 1 for an empty one and 0 otherwise: of {named}.", ""]
+    if scaling := given.get("scaling"):
+        lines += [
+            "Each number is scaled by its mean and standard deviation over all clients' training examples, and clipped "
+            f"at {scaling['clip']:g} deviations. The card inside the file has these numbers, as `scaling`.",
+            "",
+        ]
+    if not lines:
+        return []
+    first = "Files in .onnx and .pt2 do this; .safetensors holds the network alone."
+    return ["## What happens inside", "", first, "", *lines]
 
 
 def index(cards: Mapping[str, Card]) -> str:
@@ -302,6 +372,8 @@ def _score(card: Card) -> str:
     test = card["test"]
     if not test["examples"]:
         return "not measured"
+    if test["error"] is not None:
+        return f"error {test['error']:.4g}"
     if test["accuracy"] is None:
         return f"loss {test['loss']:.4f}"
     return f"{100 * test['accuracy']:.1f} %"
@@ -311,11 +383,10 @@ def _scores(card: Card) -> str:
     test = card["test"]
     if not test["examples"]:
         return "It was not measured: this client has no test examples."
-    what = "loss" if test["accuracy"] is None else "accuracy"
-    return (
-        f"Test {what}: {_score(card).removeprefix('loss ')}, on {test['examples']:,} examples of this client that "
-        "took no part in training."
-    )
+    what, value = ("accuracy", _score(card)) if test["accuracy"] is not None else _score(card).split()
+    if what == "error":
+        what += f" (root mean square, in units of {card['label']['name']})"
+    return f"Test {what}: {value}, on {test['examples']:,} examples of this client that took no part in training."
 
 
 def _preprocessing(steps: Mapping[str, Any] | None) -> str:
@@ -326,7 +397,14 @@ def _preprocessing(steps: Mapping[str, Any] | None) -> str:
 
 
 def _outputs(card: Card) -> str:
+    label, names = card["label"], card["class_names"]
     if card["classes"] is None:
-        return "numbers"
-    names = card["class_names"]
-    return f"one number for each of {card['classes']} classes" + (f": {', '.join(names)}" if names else "")
+        what = "numbers"
+        if label is not None:
+            what = f"{label['name']}, in its own units"
+        if label is not None and "mean" in label:
+            what += f" (.safetensors: less {label['mean']:.6g}, divided by {label['deviation']:.6g})"
+        return what
+    what = "number" if label is None else "probability"
+    described = f"one {what} for each of {card['classes']} classes" + (f": {', '.join(names)}" if names else "")
+    return described + ("" if label is None else " (.safetensors: before softmax)")

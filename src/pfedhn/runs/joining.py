@@ -39,7 +39,7 @@ Tried: TypeAlias = Sequence[tuple[Mapping[str, Any], float]]
 class NewClient:
     """A client that joined a trained federation."""
 
-    model: nn.Module
+    model: nn.Module  # of a table, it takes and gives what `Run.personal_model` says
     weights: Params
     row: Any  # the server's memory of it: for pFedHN its embedding
     private: Any
@@ -57,7 +57,7 @@ class NewClient:
         Args:
             path: As for `Run.export`.
         """
-        return write_model(path, self.portable, self.model, self.card)
+        return write_model(path, self.portable, self.model, self.card, self.fill)
 
     @property
     def accuracy(self) -> float:

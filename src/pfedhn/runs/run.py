@@ -12,11 +12,11 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from pfedhn.data.arrays import Arrays
-from pfedhn.data.columns import filled_with
+from pfedhn.data.columns import prepared
 from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
 from pfedhn.data.files import read_inputs
-from pfedhn.data.reading import Reading
+from pfedhn.data.reading import Reading, TableReading
 from pfedhn.engine.plan import NO_EXAMPLES, Plan
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Evaluation, Memories, State
@@ -169,6 +169,9 @@ class Run:
     ) -> nn.Module:
         """A plain module with this client's weights, in evaluation mode.
 
+        Of a run on a table, it takes what `read` returns. Where numbers are predicted, its outputs are scaled:
+        `run.description.reading.table.unscaled` brings them to the units of the label.
+
         Args:
             client: Its number or, if clients have names, its name; or the name it joined with.
             last: The weights after the last round instead of those of the chosen one.
@@ -184,20 +187,20 @@ class Run:
     def read(self, path: str | Path, client: int | str) -> Tensor:
         """New examples from a file, as a client's own model takes them.
 
-        A table's columns are found by name, in any order; text columns and empty cells are treated as in training, and
-        other columns are ignored. Images are brought to the size of the run's. A run that was trained on arrays knows
-        no names: all columns are features, in the order of training.
+        A table's columns are found by name, in any order; texts and empty cells are treated as in training, numbers are
+        scaled as there, and other columns are ignored. Images are brought to the size of the run's. A run that was
+        trained on arrays knows no names: all columns are features, in the order of training.
 
         Args:
             path: A table, `x.npy`, an image, or a folder with `x.npy` or images.
-            client: As `personal_model`; empty cells are filled with this client's medians.
+            client: As `personal_model`; empty cells are filled in as this client's are.
 
         Examples:
             >>> import functools, pathlib, pfedhn, tempfile
             >>> folder = pathlib.Path(tempfile.mkdtemp())
-            >>> visits = [f"{'lyon' if i % 3 else 'paris'},{i},{i % 7},{i % 2}" for i in range(60)]
+            >>> visits = [f"{'lyon' if i % 3 else 'paris'},{40 + i % 9},{i % 7},{i % 2}" for i in range(60)]
             >>> _ = (folder / "visits.csv").write_text("\\n".join(["clinic,age,dose,outcome", *visits]))
-            >>> clinics = pfedhn.datasets.read_federation(folder / "visits.csv", "clinic", "outcome")
+            >>> clinics = pfedhn.datasets.read_federation(folder / "visits.csv", "clinic", "outcome", scale="none")
             >>> network = functools.partial(pfedhn.TabularMLP, 2, 4, 2)
             >>> run = pfedhn.train("pfedhn", clinics, network, steps=2, progress=False)
             >>> _ = (folder / "new.csv").write_text("dose,age\\n3,61\\n")
@@ -222,14 +225,15 @@ class Run:
         columns = self.origin.cell.get("columns") or {}
         leave_out = (columns.get("client", ""), columns.get("label", ""))
         given, answers, files = read_inputs(path, label, leave_out, described.shape, how)
-        if isinstance(client, str) and client in self.joined:
-            given = filled_with(given, self.joined[client].fill)
-        elif how is not None and how.table is not None:
-            given = filled_with(given, how.table.fill_of(described.name_of(described.number_of(client))))
+        table, shape = None if how is None else how.table, described.shape
+        if table is not None:
+            shape = (len(table.features),)
+            is_joined = isinstance(client, str) and client in self.joined
+            given = prepared(given, table, self.joined[str(client)].fill if is_joined else self._fill_of(client, table))
         x = torch.from_numpy(described.prepared(given))
         if tuple(x.shape[1:]) != described.shape:
             raise UserError(
-                f"{path} has examples of shape {tuple(x.shape[1:])}; this run's have {described.shape}: give the same "
+                f"{path} has examples of shape {tuple(x.shape[1:])}; this run's have {shape}: give the same "
                 "features in the same order."
             )
         dtype: torch.dtype = getattr(torch, described.dtype)
@@ -245,15 +249,22 @@ class Run:
         Args:
             client: As `personal_model`.
             path: Its extension chooses the format: `.onnx` (batches of any size), `.pt2` (`torch.export`), or
-                `.safetensors` (the weights, if you have the network's code). The card ends with `.md`.
+                `.safetensors` (the weights, if you have the network's code). The card ends with `.md`. Of a run on a
+                table, the first two take features that are neither filled in nor scaled and return probabilities, or
+                numbers in the units of the label; a script beside an `.onnx` file predicts the rows of a CSV file.
             last: As `personal_model`.
             data: As `personal_model`.
         """
         if isinstance(client, str) and client in self.joined:
             return self.joined[client].export(path)
         architecture = self.plan.model_of(self.plan.clients.number_of(client)).name
-        module = self.personal_model(client, last, data=data)
-        return write_model(path, self._portable(architecture), module, self.card(client))
+        module, reading = self.personal_model(client, last, data=data), self.plan.clients.reading
+        fill = None if reading is None or reading.table is None else self._fill_of(client, reading.table)
+        return write_model(path, self._portable(architecture), module, self.card(client), fill)
+
+    def _fill_of(self, client: int | str, table: TableReading) -> tuple[float, ...] | None:
+        """What a client's empty cells are filled with."""
+        return table.fill_of(self.plan.clients.name_of(self.plan.clients.number_of(client)))
 
     def export_all(self, folder: str | Path, ending: str = ".onnx", *, last: bool = False) -> dict[str, Path]:
         """Write the model of every client into a folder, with a README.md that lists them; the files by client.
@@ -289,9 +300,9 @@ class Run:
         """The model card of a client's model, as plain values: its training and its test score."""
         clients = self.plan.clients
         place = clients.number_of(client)
-        name, table = clients.name_of(place), None if clients.reading is None else clients.reading.table
-        fill = None if table is None else table.fill_of(name)
-        return self._card(name, self.plan.model_of(place).name, self._test_scores, place, fill)
+        table = None if clients.reading is None else clients.reading.table
+        fill = None if table is None else self._fill_of(place, table)
+        return self._card(clients.name_of(place), self.plan.model_of(place).name, self._test_scores, place, fill)
 
     def _card(self, client: str, architecture: str, test: Scores, place: int, fill: Sequence[float] | None) -> Card:
         assert test.clients is not None
@@ -329,8 +340,9 @@ class Run:
         server moves the client's row only (`move_row`).
 
         Args:
-            x: The new client's examples; they are split, and the best round is chosen on its validation examples.
-            y: Their labels.
+            x: The new client's examples; they are split, and the best round is chosen on its validation examples. Of a
+                run on a table, they are the features before they are filled in and scaled, with NaN for empty cells.
+            y: Their labels, in the label's own units.
             rounds: How many rounds it takes part in.
             split: Fractions for training, validation and test.
             architecture: Which of several target networks it runs; that of the first client by default.

@@ -7,7 +7,7 @@ import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.state import Select
@@ -49,6 +49,8 @@ def _value(name: str, hint: Any, value: Any) -> Any:
             return from_json(hint, value)
         except SchemaError:
             raise SchemaError(f"{name!r} is not whole") from None
+    if origin is Literal and value in arguments:
+        return value
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_value(name, arguments[0], part) for part in value)
     if origin is Mapping and isinstance(value, Mapping):
