@@ -67,7 +67,7 @@ def test_columns_that_are_no_features_are_left_out(tmp_path: Path) -> None:
 def test_an_experiment_ignores_columns(tmp_path: Path) -> None:
     dated(tmp_path / "visits.csv")
     toml = tmp_path / "mine.toml"
-    text = 'dataset = "visits.csv"\nclients = 2\nmodel = "tabular-4"\n'
+    text = 'dataset = "visits.csv"\nclients = 2\nmodel = "tabular-4"\nread = {select = "all"}\n'
     toml.write_text(text + 'columns = {client = "who", label = "label", ignore = ["day", "number"]}\n')
     experiment = from_toml(toml)
     check(experiment)
@@ -324,7 +324,8 @@ def test_how_a_table_is_read_may_come_from_the_command_line_alone(tmp_path: Path
     lines = [f"{'ab'[i % 2]},{'red' if i % 3 else 'blue'},{i % 2}" for i in range(40)]
     (tmp_path / "visits.csv").write_text("\n".join(["who,color,label", *lines]))
     file = tmp_path / "mine.toml"
-    file.write_text('method = "local"\ndataset = "visits.csv"\ncolumns = {client = "who", label = "label"}\n')
+    text = 'method = "local"\ndataset = "visits.csv"\ncolumns = {client = "who", label = "label"}\n'
+    file.write_text(text + 'read = {encode = "refuse"}\n')
     experiment = from_toml(file)
     assert experiment.cells[0].clients == 2
     with pytest.raises(UserError, match=r"'color' in line 2 of visits\.csv is 'blue' and not a number"):

@@ -91,7 +91,7 @@ def test_a_stored_cell_is_read_as_it_was(tmp_path: Path) -> None:
     )
     now = with_table_defaults(cell)
     assert now.task == "regression"
-    with pytest.raises(UserError, match="has no feature columns: each is the same, or different, in every row"):
+    with pytest.raises(UserError, match="has no feature columns: each is the same or different in every row"):
         build_federation(now, seed=0)
 
 

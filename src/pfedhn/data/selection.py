@@ -46,7 +46,8 @@ def selected(columns: Columns, names: Sequence[str]) -> list[str]:
     kept = [name for name in names if name not in reasons]
     if names and not kept:
         raise UserError(
-            f"{columns.file.name} has no feature columns: each is the same, or different, in every row; give it others."
+            f"{columns.file.name} has no feature columns: each is the same or different in every row; give it others, "
+            'or set read = {select = "all"} (in Python, select="all").'
         )
     return kept
 
