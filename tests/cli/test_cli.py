@@ -173,6 +173,7 @@ def test_an_empty_cell_is_to_be_filled() -> None:
     Path("visits.csv").write_text("clinic,age,outcome\na,1,x\na,,y\nb,2,x\n")
     Path("own.toml").write_text(
         'dataset = "visits.csv"\nclients = 2\nmodel = "linear"\ncolumns = {client = "clinic", label = "outcome"}\n'
+        'read = {missing = "refuse", min_examples = 1}\n'
     )
     refused(
         2,
@@ -262,7 +263,7 @@ def test_data_show_names_classes_that_nobody_has() -> None:
 
 def test_data_show_names_clients_and_labels_as_the_table_does() -> None:
     sites = [("north", "sick" if row < 10 else "well") for row in range(40)] + [("south", "well")] * 20
-    lines = [f"{number},{site},{outcome}" for number, (site, outcome) in enumerate(sites)]
+    lines = [f"{number % 9},{site},{outcome}" for number, (site, outcome) in enumerate(sites)]
     Path("visits.csv").write_text("\n".join(["age,site,outcome", *lines]))
     text = "dataset = 'visits.csv'\nclients = 2\ncolumns = {client = 'site', label = 'outcome'}\nmodel = 'mlp-4'"
     Path("table.toml").write_text(text)

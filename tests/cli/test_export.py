@@ -30,6 +30,7 @@ seeds = [0]
 method = "pfedhn"
 settings = {local_steps = 2}
 """
+AS_IT_IS = 'read = {encode = "refuse", missing = "refuse", fitted = "client", scale = "none", select = "all"}'
 
 
 def invoke(*arguments: str) -> Result:
@@ -46,7 +47,7 @@ def clinics(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(120)
     ]
     (folder / "visits.csv").write_text("\n".join(["clinic,age,dose,outcome", *lines]))
-    (folder / "mine.toml").write_text(CLINICS)
+    (folder / "mine.toml").write_text(CLINICS + AS_IT_IS)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert invoke("run", "mine.toml", "--out", "runs", "--device", "cpu").exit_code == 0
@@ -439,7 +440,7 @@ def test_a_plan_runs_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a round was run")
 
     monkeypatch.setattr(Simulation, "_round", refuse)
-    Path("two.toml").write_text(CLINICS.replace('"pfedhn"', '["pfedhn", "local"]'))
+    Path("two.toml").write_text((CLINICS + AS_IT_IS).replace('"pfedhn"', '["pfedhn", "local"]'))
     result = invoke("run", "two.toml", "--dry-run", "--device", "cpu", "--out", "other")
     assert result.exit_code == 0, result.output
     header, first, second = result.stdout.splitlines()[:3]

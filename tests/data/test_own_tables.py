@@ -93,7 +93,7 @@ def test_a_stored_cell_is_read_as_it_was(tmp_path: Path) -> None:
     task = table_task(tmp_path / "visits.csv", "score")
     assert task == "regression"
     now = replace(cell, read=TABLE_READ, task=task)
-    with pytest.raises(UserError, match="has no feature columns: each is the same, or different, in every row"):
+    with pytest.raises(UserError, match="has no feature columns: each is the same or different in every row"):
         build_federation(now, seed=0)
 
 

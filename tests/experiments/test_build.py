@@ -90,7 +90,7 @@ def test_numbers_to_predict_that_need_scaling_are_named_once(tmp_path: Path, cap
         build_federation(cell, seed)
     (message,) = caplog.messages
     assert message.startswith("costs.csv: the numbers to predict, 'cost', have mean 1")
-    assert "Standardize them" in message
+    assert 'Set read = {scale = "all"}' in message
 
 
 def test_many_whole_numbers_are_asked_about_and_the_answer_is_taken(

@@ -213,18 +213,18 @@ def filled(federation: Federation, x: Features, table: TableReading) -> tuple[Fe
     """
     values = torch.from_numpy(x)[federation.x[:, 0].long()]
     is_empty, own = values.isnan(), {}
-    if table.common is not None:
+    if table.common is not None and table.fitted == "client":
         is_number, train = _is_number(table), federation.splits["train"]
         common = torch.tensor(table.common, dtype=values.dtype)
         for client in range(federation.num_clients):
-            fill = common
-            if table.fitted == "client":
-                fill = torch.where(is_number, medians(values[train.of(client)], common), 0.0)
-                own[federation.name_of(client)] = tuple(fill.tolist())
+            fill = torch.where(is_number, medians(values[train.of(client)], common), 0.0)
+            own[federation.name_of(client)] = tuple(fill.tolist())
             for part in federation.splits.values():
                 mine = part.of(client)
-                values[mine] = torch.where(values[mine].isnan(), fill, values[mine])
+                values[mine] = torch.where(is_empty[mine], fill, values[mine])
         table = replace(table, own=own)
+    elif table.common is not None:
+        values = torch.where(is_empty, torch.tensor(table.common, dtype=values.dtype), values)
     if table.is_filled:
         values = values.nan_to_num(0.0)
     values = torch.cat([values, is_empty[:, table.flagged_places].to(values.dtype)], 1)

@@ -46,7 +46,8 @@ def selected(columns: Columns, names: Sequence[str]) -> list[str]:
     kept = [name for name in names if name not in reasons]
     if names and not kept:
         raise UserError(
-            f"{columns.file.name} has no feature columns: each is the same, or different, in every row; give it others."
+            f"{columns.file.name} has no feature columns: each is the same or different in every row; give it others, "
+            'or set read = {select = "all"} (in Python, select="all").'
         )
     return kept
 
@@ -73,7 +74,11 @@ def _why_not(name: str, cells: "pandas.Series[Any]") -> str | None:
 
 def refuse_unfit(columns: Columns, name: str) -> None:
     """Refuse a column of dates, of numbers with a unit, or of texts that differ in case or spaces alone."""
+    import pandas
+
     cells = texts(columns[name])
+    if pandas.to_numeric(cells[~is_blank(cells)], errors="coerce").notna().all():
+        return
     found = _dirt(cells)
     if found is None:
         refuse_variants(columns, name, f", or {leave_it_out(name)}")

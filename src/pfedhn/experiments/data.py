@@ -131,6 +131,8 @@ def _own_federation(cell: Cell, seed: int, data_dir: Path | None) -> Federation:
 
 
 MANY = 100  # classes that a person seldom means
+STANDARDIZE = "Standardize them (subtract that mean, divide by that deviation), and undo it in predictions."
+SCALE = 'Set read = {scale = "all"}, which scales them, and undoes it in predictions.'
 
 
 def _warn_of_labels(file: Path, column: str | None, task: str, federation: Federation) -> None:
@@ -141,8 +143,8 @@ def _warn_of_labels(file: Path, column: str | None, task: str, federation: Feder
         note(
             key,
             "%s: the numbers to predict, %s, have mean %.4g and standard deviation %.4g, so that training learns badly "
-            "or diverges. Standardize them (subtract that mean, divide by that deviation), and undo it in predictions.",
-            *(file.name, labels, *scale),
+            "or diverges. %s",
+            *(file.name, labels, *scale, STANDARDIZE if federation.reading is None else SCALE),
         )
     if task != "auto" or federation.class_names is not None or federation.num_classes is None:
         return
@@ -168,7 +170,7 @@ def _warn_of_scales(file: Path, model: str, federation: Federation) -> None:
         note(
             str(file.resolve()),
             "%s is not scaled: its column %r has mean %.4g and standard deviation %.4g, which %s learns badly from. "
-            'Scale the columns, or set model = "tabular-32", which scales them by each client\'s own data.',
+            'Set read = {scale = "all"}, which scales columns over all clients\' training examples.',
             *(file.name, federation.reading.table.features[number], mean[number], deviation[number], model),
         )
 

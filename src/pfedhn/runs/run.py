@@ -177,7 +177,8 @@ class Run:
             last: The weights after the last round instead of those of the chosen one.
             architecture: Another of the run's target networks; the client keeps its embedding.
             data: The client's training examples (x, y), for a method that adapts on them (Per-FedAvg) in a run that was
-                loaded: a directory holds no examples.
+                loaded: a directory holds no examples. Of a table, x is what `read` returns, and labels that are numbers
+                to predict are scaled (`run.description.reading.table.scaled`).
         """
         if isinstance(client, str) and client in self.joined and architecture is None and data is None:
             return copy.deepcopy(self.joined[client].model)
