@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+Values = TypeVar("Values", bound=Any)  # an array, a tensor or a number
 
 RESIZED_WITH = "Pillow's Image.resize with Image.Resampling.BILINEAR"
 
@@ -32,6 +34,14 @@ class TableReading:
     common: tuple[float, ...] | None = None  # what empty cells are filled with, feature by feature: for everybody
     own: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # and for clients with their own medians
     sha256: str = ""  # of the file
+    target: tuple[float, float] | None = None  # mean and deviation of the labels that the network learns to predict
+
+    def unscaled(self, values: Values) -> Values:
+        """Predictions or labels of the network in the units of the label's column."""
+        if self.target is None:
+            return values
+        mean, deviation = self.target
+        return values * deviation + mean
 
     @property
     def features(self) -> list[str]:
