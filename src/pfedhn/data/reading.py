@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-Values = TypeVar("Values", bound=Any)  # an array, a tensor or a number
+from typing import Any
 
 RESIZED_WITH = "Pillow's Image.resize with Image.Resampling.BILINEAR"
 
@@ -36,7 +34,7 @@ class TableReading:
     sha256: str = ""  # of the file
     target: tuple[float, float] | None = None  # mean and deviation of the labels that the network learns to predict
 
-    def unscaled(self, values: Values) -> Values:
+    def unscaled(self, values: Any) -> Any:
         """Predictions or labels of the network in the units of the label's column."""
         if self.target is None:
             return values

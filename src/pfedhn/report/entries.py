@@ -24,7 +24,7 @@ from pfedhn.experiments.spec import (
 )
 from pfedhn.models import squared_error
 from pfedhn.report.results import Runs, read
-from pfedhn.storage.schema import Curve, Moment, Result
+from pfedhn.storage.schema import Curve, Moment, Result, Yardstick
 from pfedhn.system.environment import Environment
 from pfedhn.system.reference import name_of
 
@@ -76,6 +76,7 @@ class Entry:
     is_squared: bool = False  # for a task without accuracy: whether the loss is the squared error
     running: frozenset[int] = frozenset()  # the seeds that a process is at work on
     diverged: frozenset[int] = frozenset()  # the seeds whose runs diverged
+    yardsticks: Mapping[int, Sequence[Yardstick]] = field(default_factory=dict)  # by seed, on the rows of its run
 
     @property
     def column(self) -> Column:
@@ -301,6 +302,7 @@ def _entries(runs: Runs) -> list[Entry]:
                 is_squared=all(loss == SQUARED_ERROR for loss in losses) if losses else bool(cell.partition),
                 running=frozenset(run.seed for run in mine if run.name in runs.running),
                 diverged=frozenset(run.seed for run in mine if run.name in runs.diverged),
+                yardsticks=_by_seed(mine, runs.yardsticks),
             )
         )
     return entries

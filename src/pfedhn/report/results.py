@@ -25,10 +25,11 @@ from pfedhn.experiments.analysis import Analysis, identity, read_analysis
 from pfedhn.experiments.directory import Directory, check_place
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
+from pfedhn.experiments.yardsticks import OfSplit, read_yardsticks, yardsticks_of
 from pfedhn.settings import build
 from pfedhn.storage.directory import DIVERGED, StoredSpec, read_history, read_result, read_spec
 from pfedhn.storage.files import digest
-from pfedhn.storage.schema import Curve, Moment, Result, SchemaError, Scores, from_json, to_json
+from pfedhn.storage.schema import Curve, Moment, Result, SchemaError, Scores, Yardstick, from_json, to_json
 from pfedhn.system.files import LOCK, is_claimed, make_folder, one_at_a_time, read_bytes, reading, write_atomically
 
 WHOLE = ("cell", "settings", "loss")
@@ -50,6 +51,7 @@ class Runs:
     losses: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the names of loss functions
     running: frozenset[str] = frozenset()  # runs that a process is at work on
     diverged: frozenset[str] = frozenset()
+    yardsticks: Mapping[str, Sequence[Yardstick]] = field(default_factory=dict)  # on the rows of each run
 
     def joined(self, other: "Runs") -> "Runs":
         """Add runs of the same experiment from another place; of a run in both places, this one's files count."""
@@ -67,6 +69,7 @@ class Runs:
             {**other.losses, **self.losses},
             running,
             (self.diverged | other.diverged) - results.keys() - running,
+            {**other.yardsticks, **self.yardsticks},
         )
 
 
@@ -105,7 +108,7 @@ def read_experiment(path: Path) -> Runs:
         with suppress(UserError):  # a result vouches for itself; a run without a spec only has no names
             spec = read_spec(folder)
         found.append((run, folder, result, spec))
-    return _read_folders(experiment, found)
+    return _read_folders(experiment, found, read_yardsticks(path))
 
 
 def read_run(path: Path) -> Runs:
@@ -116,11 +119,13 @@ def read_run(path: Path) -> Runs:
     (run,) = experiment.runs()
     if (result := read_result(path, spec)) is not None:
         result = replace(result, name=run.name, experiment=experiment.name, cell=asdict(run.cell))
-    return _read_folders(experiment, [(run, path, result, spec)])
+    return _read_folders(experiment, [(run, path, result, spec)], read_yardsticks(path.resolve().parent))
 
 
 def _read_folders(
-    experiment: Experiment, found: Iterable[tuple[RunSpec, Path, Result | None, StoredSpec | None]]
+    experiment: Experiment,
+    found: Iterable[tuple[RunSpec, Path, Result | None, StoredSpec | None]],
+    yardsticks: Sequence[OfSplit],
 ) -> Runs:
     planned, running, diverged = [], set(), set()
     results, curves, analyses, histories, client_names, losses = {}, {}, {}, {}, {}, {}
@@ -142,7 +147,7 @@ def _read_folders(
                 client_names[run.name] = spec.data.client_names
     return Runs(
         experiment, planned, results, curves, analyses, histories, client_names, losses,
-        frozenset(running), frozenset(diverged),
+        frozenset(running), frozenset(diverged), yardsticks_of(results, yardsticks),
     )  # fmt: skip
 
 

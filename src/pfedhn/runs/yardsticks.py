@@ -80,11 +80,14 @@ class Table:
         """The table of the first clients."""
         if count >= self.num_clients:
             return self
-        parts = {split: self.owned[count - 1][split].stop for split in SPLITS}
-        x, y, clients = (
-            {split: part[: parts[split]] for split, part in given.items()} for given in (self.x, self.y, self.clients)
+        ends = {split: self.owned[count - 1][split].stop for split in SPLITS}
+        return replace(
+            self,
+            x={split: part[: ends[split]] for split, part in self.x.items()},
+            y={split: part[: ends[split]] for split, part in self.y.items()},
+            clients={split: part[: ends[split]] for split, part in self.clients.items()},
+            num_clients=count,
         )
-        return replace(self, x=x, y=y, clients=clients, num_clients=count)
 
     def loss(self, predicted: Predicted) -> float:
         """The loss on validation rows, which chooses settings; 0 without these."""
@@ -161,9 +164,9 @@ def _own_logistic(table: Table, base: Predicted, strength: float) -> Predicted:
         for split in SPLITS[1:]:
             if own[split].stop > own[split].start:
                 shares = found[split][own[split]]
-                shares[:, model.classes_] = (
-                    model.predict_proba(table.x[split][own[split]]) * shares[:, model.classes_].sum(1, keepdims=True)
-                )
+                shares[:, model.classes_] = model.predict_proba(table.x[split][own[split]]) * shares[
+                    :, model.classes_
+                ].sum(1, keepdims=True)
     return found
 
 
