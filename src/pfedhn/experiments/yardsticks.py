@@ -3,7 +3,7 @@
 They are computed once for the rows of each split, and a run finds those of its own rows by the digests in its result.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,10 +51,10 @@ def read_yardsticks(directory: Path) -> tuple[OfSplit, ...]:
         return ()
 
 
-def yardsticks_of(results: Mapping[str, Result], stored: Sequence[OfSplit]) -> dict[str, tuple[Yardstick, ...]]:
-    """The yardsticks on each run's own rows, by the names of the runs that have some."""
-    found = {name: next((one for one in stored if one.fits(result)), None) for name, result in results.items()}
-    return {name: one.yardsticks for name, one in found.items() if one is not None and one.yardsticks}
+def yardsticks_of(results: Iterable[Result], stored: Sequence[OfSplit]) -> dict[str, tuple[Yardstick, ...]]:
+    """The yardsticks on the rows of each result, by `Result.rows`."""
+    found = {result.rows: one.yardsticks for result in results for one in stored if one.fits(result)}
+    return {rows: some for rows, some in found.items() if some}
 
 
 def compute_yardsticks(
@@ -68,13 +68,12 @@ def compute_yardsticks(
         options: How the experiment was run.
         say: Called with what is being computed.
     """
-    stored, missing = read_yardsticks(directory), dict[tuple[str, str], tuple[RunSpec, Result]]()
+    stored, missing = read_yardsticks(directory), dict[str, tuple[RunSpec, Result]]()
     for run in runs:
         result = read_result(directory / run.name)
         if result is None or any(one.fits(result) for one in stored) or not _is_on_table(directory / run.name):
             continue
-        assert result.digests is not None  # which `read_result` sees to
-        missing.setdefault((result.partition_sha256, result.digests["data"]), (run, result))
+        missing.setdefault(result.rows, (run, result))
     if missing:
         say(f"Fitting yardsticks to the rows of {len(missing)} split{'s' if len(missing) > 1 else ''}.")
     for run, result in missing.values():

@@ -76,7 +76,6 @@ class Entry:
     is_squared: bool = False  # for a task without accuracy: whether the loss is the squared error
     running: frozenset[int] = frozenset()  # the seeds that a process is at work on
     diverged: frozenset[int] = frozenset()  # the seeds whose runs diverged
-    yardsticks: Mapping[int, Sequence[Yardstick]] = field(default_factory=dict)  # by seed, on the rows of its run
 
     @property
     def column(self) -> Column:
@@ -180,6 +179,7 @@ class Report:
     title: str
     entries: list[Entry] = field(default_factory=list)
     experiments: tuple[Experiment, ...] = ()  # that its entries are of
+    yardsticks: Mapping[str, tuple[Yardstick, ...]] = field(default_factory=dict)  # by the split's checksum
 
     @property
     def columns(self) -> list[Column]:
@@ -237,7 +237,8 @@ def to_reports(sources: Iterable[Runs]) -> list[Report]:
         before = reports[number] if homes else Report("")
         together = [*before.entries, *entries]
         title = "; ".join(dict.fromkeys(entry.title for entry in together))
-        reports[number : number + 1] = [Report(title, together, (*before.experiments, runs.experiment))]
+        experiments, yardsticks = (*before.experiments, runs.experiment), {**before.yardsticks, **runs.yardsticks}
+        reports[number : number + 1] = [Report(title, together, experiments, yardsticks)]
     return reports
 
 
@@ -302,7 +303,6 @@ def _entries(runs: Runs) -> list[Entry]:
                 is_squared=all(loss == SQUARED_ERROR for loss in losses) if losses else bool(cell.partition),
                 running=frozenset(run.seed for run in mine if run.name in runs.running),
                 diverged=frozenset(run.seed for run in mine if run.name in runs.diverged),
-                yardsticks=_by_seed(mine, runs.yardsticks),
             )
         )
     return entries

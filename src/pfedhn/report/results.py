@@ -51,7 +51,7 @@ class Runs:
     losses: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the names of loss functions
     running: frozenset[str] = frozenset()  # runs that a process is at work on
     diverged: frozenset[str] = frozenset()
-    yardsticks: Mapping[str, Sequence[Yardstick]] = field(default_factory=dict)  # on the rows of each run
+    yardsticks: Mapping[str, tuple[Yardstick, ...]] = field(default_factory=dict)  # by the split's checksum
 
     def joined(self, other: "Runs") -> "Runs":
         """Add runs of the same experiment from another place; of a run in both places, this one's files count."""
@@ -147,7 +147,7 @@ def _read_folders(
                 client_names[run.name] = spec.data.client_names
     return Runs(
         experiment, planned, results, curves, analyses, histories, client_names, losses,
-        frozenset(running), frozenset(diverged), yardsticks_of(results, yardsticks),
+        frozenset(running), frozenset(diverged), yardsticks_of(results.values(), yardsticks),
     )  # fmt: skip
 
 

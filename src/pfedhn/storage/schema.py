@@ -271,6 +271,12 @@ class Result:
         if self.test.clients is None or self.test.client_examples is None:
             raise SchemaError("'test' is not whole")
 
+    @property
+    def rows(self) -> str:
+        """The checksums of the split and, if it is known, of the data: yardsticks on the same rows are found by it."""
+        data = (self.digests or {}).get("data")
+        return self.partition_sha256 if data is None else f"{self.partition_sha256} {data}"
+
     def without_harmful_adaptation(self) -> "Result":
         """With the clients' models before their own steps, if these made them worse on validation.
 
