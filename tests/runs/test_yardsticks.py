@@ -21,7 +21,10 @@ from pfedhn.data.federation import Federation
 from pfedhn.data.reading import Column, Reading, TableReading
 from pfedhn.experiments import yardsticks as stored
 from pfedhn.experiments.yardsticks import FILE, read_yardsticks
-from pfedhn.report.results import read
+from pfedhn.report.entries import collect
+from pfedhn.report.measures_table import measures_table
+from pfedhn.report.results import Runs, export, read
+from pfedhn.report.tables import to_markdown
 from pfedhn.runs import yardsticks as fits
 from pfedhn.runs.yardsticks import Table, yardsticks
 from pfedhn.storage.schema import Result, Yardstick, from_json, to_json
@@ -237,6 +240,41 @@ def experiment_on(folder: Path) -> str:
     return str(folder / "sites.toml")
 
 
+def check_reports(folder: Path, runs: Runs) -> None:
+    """Measures are in the report, for people and programs, also in that of an exported file."""
+    file = folder / "kept.jsonl"
+    for _ in range(2):
+        export([folder / "runs"], file)
+    (again,) = read(file)
+    assert set(again.yardsticks) == set(runs.yardsticks)
+    for source in (folder / "runs", file):
+        (report,) = collect([source])
+        table = measures_table(report, report.columns[0])
+        assert table[0] == [
+            "method",
+            "over clients",
+            "over samples",
+            "AUC",
+            "log loss",
+            "Brier",
+            "calibration",
+            "balanced",
+            "F1",
+        ]
+        assert [line[0] for line in table[1:3]] == ["Local", "FedAvg"]
+        assert table[3][0] == "each client's base rate"
+        assert table[-1][0] == "pooled boosted trees with the client *"
+        losses = [runs.yardsticks[rows][0].detailed.examples["log_loss"] for rows in runs.yardsticks]
+        assert table[3][4] == f"{numpy.mean(losses):.3f}"
+        assert "pooled boosted trees" in to_markdown([report])
+    shown = json.loads(CliRunner().invoke(app, ["report", str(folder / "runs"), "--json"]).output)["reports"][0]
+    assert [one["seeds"] for one in shown["yardsticks"]] == [[0]] * 5 + [[1]] * 5
+    cell = shown["cells"][0]
+    assert cell["auc_over_samples_mean"] == pytest.approx(
+        numpy.mean([run["detailed"]["examples"]["auc"] for run in cell["runs"]])
+    )
+
+
 @pytest.mark.slow
 def test_yardsticks_are_fitted_once_for_each_split_and_found_by_its_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -262,6 +300,7 @@ def test_yardsticks_are_fitted_once_for_each_split_and_found_by_its_runs(
     assert numpy.dot(mine[0].detailed.client_loss, sizes) == pytest.approx(
         mine[0].detailed.examples["log_loss"] * sum(sizes)
     )
+    check_reports(tmp_path, runs)
     file = tmp_path / "runs" / FILE
     file.write_bytes(file.read_bytes()[:-20])  # damage is no reason not to show results
     (runs,) = read(tmp_path / "runs")
