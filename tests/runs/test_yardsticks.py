@@ -282,14 +282,20 @@ def test_yardsticks_are_fitted_once_for_each_split_and_found_by_its_runs(
     command = ["run", experiment_on(tmp_path), "--out", str(tmp_path / "runs"), "--jobs", "1"]
     assert CliRunner().invoke(app, [*command, "--no-yardsticks"]).exit_code == 0
     assert read_yardsticks(tmp_path / "runs") == ()
-    fitted = []
-    monkeypatch.setattr(
-        stored, "yardsticks", lambda federation, seed: fitted.append(seed) or yardsticks(federation, seed)
-    )
-    for _ in range(2):
-        result = CliRunner().invoke(app, command)
-        assert result.exit_code == 0
-    assert fitted == [0, 1]
+    asked: list[int] = []
+
+    def stopped_at_first(federation: Federation, seed: int) -> tuple[Yardstick, ...]:
+        asked.append(seed)
+        if asked == [0, 1]:
+            raise KeyboardInterrupt
+        return yardsticks(federation, seed)
+
+    monkeypatch.setattr(stored, "yardsticks", stopped_at_first)
+    stopped, *others = (CliRunner().invoke(app, command) for _ in range(3))
+    assert stopped.exit_code == 130
+    assert "the runs are finished" in stopped.output
+    assert [result.exit_code for result in others] == [0, 0]
+    assert asked == [0, 1, 1]  # what was fitted before Ctrl-C is kept
     (runs,) = read(tmp_path / "runs")
     assert set(runs.yardsticks) == {result.rows for result in runs.results.values()}
     assert len(runs.yardsticks) == 2  # seeds, and all methods have the rows of a seed in common
