@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pfedhn.data.federation import Federation
-from pfedhn.engine.evaluate import EXAMPLES_PER_CHUNK
-from pfedhn.model import Model
-from pfedhn.params import Params
+from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.runs.measures import Integers, Numbers, detailed_scores, log_losses
 from pfedhn.runs.run import Run
 from pfedhn.storage.schema import DetailedScores
@@ -73,47 +71,31 @@ def detailed(run: Run, is_adapted: bool) -> DetailedScores | None:
         is_adapted: Whether clients use their models after fine-tuning.
     """
     simulation = run.simulation
-    federation, memories, number = simulation.federation, run.memories(), run.chosen.round
-    if not is_table(federation) or simulation.resize_every is not None:
+    federation = simulation.federation
+    if not is_table(federation) or simulation.resize_every is not None or not simulation.chunks:
         return None
-    splits = {name: Rows.of(federation, name) for name in ("validation", "test")}
-    predicted: dict[str, list[Numbers]] = {name: [] for name in splits}
-    for client in range(federation.num_clients):
-        model = simulation.model_of(client)
-        mine = {name: federation.splits[name].of(client) for name in splits}
-        if not any(map(len, mine.values())):
-            continue
-        weights = simulation.personal_weights(memories, model, client, number, is_adapted)
-        for name, numbers in mine.items():
-            found = predictions(model, weights, federation, numbers)
-            if found is None:
-                return None
-            predicted[name].append(found)
-    if not predicted["test"]:
-        return None
-    validation, test = (numpy.concatenate(predicted[name]) for name in splits)
-    loss = mean_loss(validation, splits["validation"].y)
-    rows = splits["test"]
-    return detailed_scores(test, rows.y, rows.clients, federation.num_clients, loss)
+    shape = (len(federation.y),) if federation.num_classes is None else (len(federation.y), federation.num_classes)
+    predicted = numpy.full(shape, numpy.nan)
+    for chunk, outputs in simulation.outputs(run.memories(), run.chosen.round, is_adapted):
+        counts = chunk.masks.any(1)
+        if not isinstance(outputs, Tensor) or outputs.shape[:2] != counts.shape:  # a person's own network and loss
+            return None
+        if (some := predictions(federation, outputs[counts])) is None:
+            return None
+        predicted[chunk.index[counts].cpu().numpy()] = some
+    validation, test = (Rows.of(federation, split) for split in EVALUATED_SPLITS)
+    loss = mean_loss(predicted[validation.numbers.cpu()], validation.y)
+    return detailed_scores(predicted[test.numbers.cpu()], test.y, test.clients, federation.num_clients, loss)
 
 
-def predictions(model: Model, weights: Params, federation: Federation, numbers: Tensor) -> Numbers | None:
-    """Probabilities [E, L] or numbers [E] for some examples; None if a network's outputs are neither."""
-    parts = [numpy.zeros((0, federation.num_classes) if federation.num_classes is not None else 0)]
-    for some in numbers.split(EXAMPLES_PER_CHUNK):
-        if not len(some):
-            continue
-        with torch.no_grad():
-            outputs = model.outputs(weights, federation.examples(some)[0])
-        if not isinstance(outputs, Tensor):
-            return None
-        if federation.num_classes is None and outputs.numel() == len(some):
-            parts.append(unscaled(federation, outputs.flatten()))
-        elif federation.num_classes is not None and outputs.shape == (len(some), federation.num_classes):
-            parts.append(outputs.double().softmax(1).cpu().numpy())
-        else:
-            return None
-    return numpy.concatenate(parts)
+def predictions(federation: Federation, outputs: Tensor) -> Numbers | None:
+    """Probabilities [E, L] or numbers [E] from a network's outputs [E, ...]; None if they are neither."""
+    if federation.num_classes is None:
+        return unscaled(federation, outputs.flatten()) if outputs.numel() == len(outputs) else None
+    if outputs.shape[1:] != (federation.num_classes,):
+        return None
+    probabilities: Numbers = outputs.double().softmax(1).cpu().numpy()
+    return probabilities
 
 
 def mean_loss(predicted: Numbers, y: NDArray[numpy.int64] | Numbers) -> float | None:
