@@ -32,11 +32,14 @@ CLIENT_STRENGTHS = (0.3, 0.03, 0.1, 1.0, 3.0)  # of the intercepts of clients
 PENALTIES = (10.0, 0.1, 1.0, 3.0, 30.0, 100.0, 300.0, 1_000.0)  # of a ridge regression
 CLIENT_PENALTIES = (3.0, 0.3, 1.0, 10.0, 30.0, 100.0)  # of the intercepts of clients
 TREES = ((0.1, 15), (0.05, 5))  # learning rate, and leaves of a tree
-STAGE, PATIENCE, MAX_TREES = 10, 3, 400  # validation decides after so many trees, and may be worse so many times
+STAGE, PATIENCE, MAX_STAGES = 10, 3, 40  # rounds of boosting before validation is asked, worse answers, questions
+BLIND_STAGES = 10  # without validation rows
+MAX_TREES = 2_400  # of all classes together, each of which has one in a round
 
 MAX_TUNED = 200  # clients whose rows choose the strength of all clients' own models
 MAX_DENSE = 300  # clients that are named by columns of a dense matrix
 MAX_CATEGORIES = 255  # that scikit-learn's trees take
+MAX_ROWS = 100_000  # that logistic regressions and trees of all clients are fitted to
 MAX_ITERATIONS = 300
 
 Predicted: TypeAlias = Mapping[str, Numbers]
@@ -87,6 +90,18 @@ class Table:
             y={split: part[: ends[split]] for split, part in self.y.items()},
             clients={split: part[: ends[split]] for split, part in self.clients.items()},
             num_clients=count,
+        )
+
+    def drawn(self, seed: int) -> "Table":
+        """The table with as many of its training rows, drawn at random, as a model of all clients is fitted to."""
+        if (count := len(self.y["train"])) <= MAX_ROWS:
+            return self
+        rows = numpy.sort(numpy.random.default_rng(seed).choice(count, MAX_ROWS, replace=False))
+        return replace(
+            self,
+            x={**self.x, "train": self.x["train"][rows]},
+            y={**self.y, "train": self.y["train"][rows]},
+            clients={**self.clients, "train": self.clients["train"][rows]},
         )
 
     def loss(self, predicted: Predicted) -> float:
@@ -172,7 +187,7 @@ def _own_logistic(table: Table, base: Predicted, strength: float) -> Predicted:
 
 def pooled_logistic(table: Table, seed: int) -> Predicted:
     """Fit one logistic regression for all clients."""
-    return _predicted(table, _pooled_logistic(table), table.x)
+    return _predicted(table, _pooled_logistic(table.drawn(seed)), table.x)
 
 
 def _pooled_logistic(table: Table) -> Any:
@@ -182,6 +197,7 @@ def _pooled_logistic(table: Table) -> Any:
 
 def pooled_logistic_client(table: Table, seed: int) -> Predicted:
     """Fit one logistic regression whose inputs name the client; its intercepts have their own strength."""
+    table = table.drawn(seed)
     shared = _pooled_logistic(table).C
     tried: dict[tuple[float, float], Predicted] = {}
 
@@ -283,6 +299,9 @@ def _ridges(table: Table, of_clients: float) -> Iterator[Predicted]:
 
 def pooled_boosting_client(table: Table, seed: int) -> Predicted:
     """Fit boosted trees whose inputs name the client, as many as validation rows want."""
+    table = table.drawn(seed)
+    if table.num_classes is not None and len(numpy.unique(table.y["train"])) < 2:  # which trees refuse
+        return own_base_rate(table, seed)
     return _best(table, (_boosted(table, seed, rate, leaves) for rate, leaves in TREES))
 
 
@@ -301,14 +320,15 @@ def _boosted(table: Table, seed: int, rate: float, leaves: int) -> Predicted:
     )
     found: list[Predicted] = []
     losses: list[float] = []
-    for trees in range(STAGE, MAX_TREES + 1, STAGE):
-        model.set_params(max_iter=trees).fit(x["train"], table.y["train"])
+    most = min(MAX_STAGES, max(1, MAX_TREES // (STAGE * (table.num_classes or 1))))
+    for stage in range(1, most + 1) if len(table.y["validation"]) else (min(most, BLIND_STAGES),):
+        model.set_params(max_iter=stage * STAGE).fit(x["train"], table.y["train"])
         if table.num_classes is not None:
             found.append(_predicted(table, model, x))
         else:
             found.append({split: model.predict(x[split]) if len(x[split]) else numpy.zeros(0) for split in SPLITS[1:]})
         losses.append(table.loss(found[-1]))
-        if len(losses) - losses.index(min(losses)) > PATIENCE and len(table.y["validation"]):
+        if len(losses) - losses.index(min(losses)) > PATIENCE:
             break
     return found[losses.index(min(losses))]
 
