@@ -66,6 +66,10 @@ def run(
         str | None, Option(metavar="NAME", help="Send every evaluation to tensorboard, mlflow or wandb.")
     ] = None,
     norms: Annotated[bool, Option("--norms", help="Log norms of the server's weights at every evaluation.")] = False,
+    no_yardsticks: Annotated[
+        bool,
+        Option("--no-yardsticks", help="On a table: skip the base rates, linear models and trees to compare with."),
+    ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Show the plan (runs and their sizes) and run nothing.")] = False,
     as_json: Annotated[bool, Option("--json", help="With --dry-run: the plan as one JSON object.")] = False,
     quiet: Annotated[bool, Option("--quiet", "-q", help="Print errors only.")] = False,
@@ -114,7 +118,7 @@ def run(
     """
     from pfedhn.cli.find import chosen_runs
     from pfedhn.cli.running import choose_device_on, end, run_shown
-    from pfedhn.cli.showing import show_results
+    from pfedhn.cli.showing import add_yardsticks, show_results
     from pfedhn.experiments.build import check
     from pfedhn.experiments.directory import Directory
     from pfedhn.experiments.tasks import connected
@@ -163,6 +167,8 @@ def run(
         outcome, ready = run_shown(chosen, runs, path, options, jobs, cluster, detail=detail)
     if outcome.results:
         try:
+            if not no_yardsticks:
+                add_yardsticks(path, ready.runs, ready.options, quiet)
             show_results(path, ready.runs, ready.options, quiet)
         except MendableError:
             end(outcome)  # a run that could not be mended is in no table, and why is said there

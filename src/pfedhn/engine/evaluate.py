@@ -125,6 +125,11 @@ def sums(model: Model, weights: Params, federation: Federation, numbers: Tensor)
     return loss, None if model.per_example_metric is None else metric
 
 
+def summed(model: Model, weights: Params, x: Tensor, y: Tensor, masks: Tensor) -> Tensor:
+    """[splits, 2]: summed loss and metric of ONE client's weights on its examples of each split."""
+    return torch.where(masks[:, None], per_example(model, weights, x, y), 0.0).sum(-1)
+
+
 def score(
     exchange: Exchange,
     chunk: Chunk,
@@ -136,15 +141,16 @@ def score(
     key: Key,
     batch_size: int,
     is_adapted: bool = False,
+    of_one: Callable[[Model, Params, Tensor, Tensor, Tensor], Tensor] = summed,
 ) -> Tensor:
-    """[C, splits, 2]: summed loss and metric of each client's personal model; `rows` and `kept` are [C, ...]."""
+    """[C, ...]: each client's `of_one`, which is given its personal model; `rows` and `kept` are [C, ...]."""
     model = chunk.model
 
     def one_client(noise: Tensor, row: Any, kept: Any, batches: Batches, x: Tensor, y: Tensor, masks: Tensor) -> Tensor:
         given = (shared, row, kept, batches)
         with model.seeded(noise, is_alone=executor.name == "loop"), executor.running(model.name, "personalize", given):
             weights = exchange.personal_weights(model, *given, is_adapted)
-        return torch.where(masks[:, None], per_example(model, weights, x, y), 0.0).sum(-1)
+        return of_one(model, weights, x, y, masks)
 
     batches = federation.batches(chunk.members, key, exchange.num_personal_batches(model, is_adapted), batch_size)
     noise = keys.fold(key, "noise", federation.identity(chunk.members))

@@ -17,7 +17,7 @@ from pfedhn import keys
 from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
 from pfedhn.engine.crew import CohortShard, Trained, Trainer
-from pfedhn.engine.evaluate import Chunk, SplitResult, evaluate, plan, to_splits
+from pfedhn.engine.evaluate import Chunk, SplitResult, evaluate, plan, score, to_splits
 from pfedhn.engine.executors import EXECUTORS, Executor
 from pfedhn.engine.in_flight import check_in_flight, step_without_waiting
 from pfedhn.engine.network import choose_executor, draws_freely
@@ -325,6 +325,29 @@ class Simulation(Plan):
             is_adapted,
         )
         return to_splits(results, self.federation, EVALUATED_SPLITS, self.has_metric)
+
+    def outputs(self, memories: Memories, number: int, is_adapted: bool) -> Iterator[tuple[Chunk, Tensor]]:
+        """What clients' personal networks make [C, E, ...] of their validation and test rows, chunk by chunk.
+
+        Arguments as `scores`.
+        """
+        for chunk in self.chunks:
+            yield (
+                chunk,
+                score(
+                    self.exchange,
+                    chunk,
+                    self.federation,
+                    memories.shared,
+                    take(memories.rows, chunk.members),
+                    memories.private[chunk.model.name].take(chunk.clients),
+                    self.executor_for(chunk.model),
+                    self.personalize_key(number),
+                    self.schedule.batch_size,
+                    is_adapted,
+                    lambda model, weights, x, y, masks: model.outputs(weights, x),
+                ),
+            )
 
     @cached_property
     def chunks(self) -> list[Chunk]:

@@ -17,7 +17,7 @@ from pfedhn.errors import UserError, closest, printable
 from pfedhn.experiments.directory import plain
 from pfedhn.experiments.spec import Experiment, flat_fields
 from pfedhn.report import findings as of_studies
-from pfedhn.report import pairs, tables
+from pfedhn.report import measures_table, pairs, tables
 from pfedhn.report.entries import Average, Entry, Report, column_text, counted, display_name, on_common_steps, summarize
 from pfedhn.report.figures import figures_of, style, to_png, to_svg
 from pfedhn.report.findings import Finding
@@ -87,7 +87,13 @@ def _section(report: Report, average: Average) -> dict[str, Any]:
         "cost": cost,
         "differences": differing_settings(report.entries),
         "columns": [
-            {"name": column_text(column), "pairs": pairs.pairs(report, column, average), "note": pairs.caption(column)}
+            {
+                "name": column_text(column),
+                "measures": measures_table.measures_table(report, column),
+                "measures_note": measures_table.caption(report, column),
+                "pairs": pairs.pairs(report, column, average),
+                "note": pairs.caption(column),
+            }
             for column in report.columns
         ],
     }

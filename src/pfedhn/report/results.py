@@ -2,7 +2,7 @@
 
 A file has a line for each experiment and for each finished run: what `result.json` says, less each client's validation
 score and the folders in its command, and the learning curve. Curves are rounded to 4 digits, accuracies to 6. What a
-study computed from a run is another line, "analysis".
+study computed from a run is another line, "analysis", and the yardsticks on the rows of some runs are one, too.
 """
 
 import json
@@ -25,12 +25,14 @@ from pfedhn.experiments.analysis import Analysis, identity, read_analysis
 from pfedhn.experiments.directory import Directory, check_place
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
+from pfedhn.experiments.yardsticks import OfSplit, read_yardsticks, yardsticks_of
 from pfedhn.settings import build
 from pfedhn.storage.directory import DIVERGED, StoredSpec, read_history, read_result, read_spec
 from pfedhn.storage.files import digest
-from pfedhn.storage.schema import Curve, Moment, Result, SchemaError, Scores, from_json, to_json
+from pfedhn.storage.schema import Curve, Moment, Result, SchemaError, Scores, Yardstick, from_json, to_json
 from pfedhn.system.files import LOCK, is_claimed, make_folder, one_at_a_time, read_bytes, reading, write_atomically
 
+KINDS = ("experiment", "run", "analysis", "yardsticks")  # of lines
 WHOLE = ("cell", "settings", "loss")
 """Never rounded: settings are what they are, and by the loss one sees the same bits again."""
 
@@ -50,6 +52,7 @@ class Runs:
     losses: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the names of loss functions
     running: frozenset[str] = frozenset()  # runs that a process is at work on
     diverged: frozenset[str] = frozenset()
+    yardsticks: Mapping[str, tuple[Yardstick, ...]] = field(default_factory=dict)  # by the split's checksum
 
     def joined(self, other: "Runs") -> "Runs":
         """Add runs of the same experiment from another place; of a run in both places, this one's files count."""
@@ -67,6 +70,7 @@ class Runs:
             {**other.losses, **self.losses},
             running,
             (self.diverged | other.diverged) - results.keys() - running,
+            {**other.yardsticks, **self.yardsticks},
         )
 
 
@@ -105,7 +109,7 @@ def read_experiment(path: Path) -> Runs:
         with suppress(UserError):  # a result vouches for itself; a run without a spec only has no names
             spec = read_spec(folder)
         found.append((run, folder, result, spec))
-    return _read_folders(experiment, found)
+    return _read_folders(experiment, found, read_yardsticks(path))
 
 
 def read_run(path: Path) -> Runs:
@@ -116,11 +120,13 @@ def read_run(path: Path) -> Runs:
     (run,) = experiment.runs()
     if (result := read_result(path, spec)) is not None:
         result = replace(result, name=run.name, experiment=experiment.name, cell=asdict(run.cell))
-    return _read_folders(experiment, [(run, path, result, spec)])
+    return _read_folders(experiment, [(run, path, result, spec)], read_yardsticks(path.resolve().parent))
 
 
 def _read_folders(
-    experiment: Experiment, found: Iterable[tuple[RunSpec, Path, Result | None, StoredSpec | None]]
+    experiment: Experiment,
+    found: Iterable[tuple[RunSpec, Path, Result | None, StoredSpec | None]],
+    yardsticks: Sequence[OfSplit],
 ) -> Runs:
     planned, running, diverged = [], set(), set()
     results, curves, analyses, histories, client_names, losses = {}, {}, {}, {}, {}, {}
@@ -142,7 +148,7 @@ def _read_folders(
                 client_names[run.name] = spec.data.client_names
     return Runs(
         experiment, planned, results, curves, analyses, histories, client_names, losses,
-        frozenset(running), frozenset(diverged),
+        frozenset(running), frozenset(diverged), yardsticks_of(results.values(), yardsticks),
     )  # fmt: skip
 
 
@@ -168,6 +174,7 @@ def read_file(path: Path) -> list[Runs]:
     """Read the experiments of a JSONL file, each with its runs; of a run's lines, the one that finished last counts."""
     experiments: dict[str, Experiment] = {}
     found: dict[str, dict[str, Line]] = {}
+    yardsticks: dict[str, dict[str, tuple[Yardstick, ...]]] = {}
     announced: Counter[str] = Counter()  # how many runs the experiments' lines announce; files may be put together
     present: Counter[str] = Counter()
     for number, text in enumerate(read_bytes(path).split(b"\n"), 1):
@@ -177,6 +184,9 @@ def read_file(path: Path) -> list[Runs]:
             table = _parse(text)
             if table["kind"] == "analysis":
                 _attach(table, found)
+            elif table["kind"] == "yardsticks":
+                given = from_json(_Yardsticks, table)
+                yardsticks.setdefault(given.experiment, {})[given.split] = given.yardsticks
             elif table["kind"] == "run":
                 line = _line(table)
                 _check(line, experiments)
@@ -195,7 +205,7 @@ def read_file(path: Path) -> list[Runs]:
                 f"{path} has lost lines: of {count} runs of {name!r} it has {present[name]}; make it again with "
                 '--export, or, if they were taken out, take "runs" and "sha256" out of the line of the experiment.'
             )
-    return [_runs_of(experiment, found[name]) for name, experiment in experiments.items()]
+    return [_runs_of(experiment, found[name], yardsticks.get(name, {})) for name, experiment in experiments.items()]
 
 
 def _experiment(table: Mapping[str, Any]) -> Experiment:
@@ -219,8 +229,8 @@ def _parse(text: bytes) -> dict[str, Any]:
         line = json.loads(text)
     except (ValueError, RecursionError):
         raise SchemaError("it is not JSON") from None
-    if not isinstance(line, dict) or line.get("kind") not in ("experiment", "run", "analysis"):
-        raise SchemaError('it is neither of kind "experiment" nor of kind "run" nor of kind "analysis"')
+    if not isinstance(line, dict) or line.get("kind") not in KINDS:
+        raise SchemaError("it is neither " + " nor ".join(f'of kind "{kind}"' for kind in KINDS))
     stored = line.pop("sha256", None)  # earlier versions wrote none
     if stored is not None and stored != digest(line):
         raise SchemaError("it was changed after it was written")
@@ -230,6 +240,13 @@ def _parse(text: bytes) -> dict[str, Any]:
 @dataclass(frozen=True)
 class _Announced:
     runs: int = 0  # earlier versions did not say
+
+
+@dataclass(frozen=True)
+class _Yardsticks:
+    experiment: str
+    split: str  # `Result.rows` of the runs that they are for
+    yardsticks: tuple[Yardstick, ...]
 
 
 @dataclass(frozen=True)
@@ -319,7 +336,9 @@ def _check_scores(split: str, scores: Scores, is_accuracy: bool) -> None:
             raise SchemaError(f"{split}: the means are not those of the clients")
 
 
-def _runs_of(experiment: Experiment, lines: Mapping[str, Line]) -> Runs:
+def _runs_of(
+    experiment: Experiment, lines: Mapping[str, Line], yardsticks: Mapping[str, tuple[Yardstick, ...]]
+) -> Runs:
     """Every run of the experiment counts as planned: a table shows what has not been run."""
     planned = {run.name: run for run in [*experiment.runs(), *map(experiment.find, lines)]}
     return Runs(
@@ -328,6 +347,7 @@ def _runs_of(experiment: Experiment, lines: Mapping[str, Line]) -> Runs:
         {name: line.result for name, line in lines.items()},
         {name: line.curve for name, line in lines.items()},
         {name: line.analysis for name, line in lines.items() if line.analysis is not None},
+        yardsticks=yardsticks,
     )
 
 
@@ -379,20 +399,26 @@ def export(paths: Iterable[Path], file: Path) -> Exported:
     make_folder(file.parent)
     with one_at_a_time(file.parent):
         kept: dict[str, tuple[Experiment, dict[str, Line]]] = {}
+        yardsticks: dict[str, dict[str, tuple[Yardstick, ...]]] = {}
         for runs in read_file(file) if file.exists() else []:
             kept[runs.experiment.name] = runs.experiment, _lines(runs)
+            yardsticks[runs.experiment.name] = dict(runs.yardsticks)
         before = _texts(kept)
         for runs in found:
             fresh = _lines(runs)
             stored, lines = kept.get(runs.experiment.name, (runs.experiment, {}))
             experiment = _one_for_both(file, stored, lines, runs.experiment, fresh)
             kept[experiment.name] = experiment, lines | {name: _later(lines.get(name), fresh[name]) for name in fresh}
+            yardsticks.setdefault(experiment.name, {}).update(runs.yardsticks)
         after = _texts(kept)
         parts = []
         for name, (experiment, lines) in sorted(kept.items()):
             parts.append(_text({"kind": "experiment", **asdict(experiment), "runs": len(lines)}))
             seeds = sorted({line.result.seed for line in lines.values()})
             parts += [after[name, run.name] for run in experiment.runs(seeds) if run.name in lines]
+            rows = dict.fromkeys(lines[run.name].result.rows for run in experiment.runs(seeds) if run.name in lines)
+            given = [_Yardsticks(name, key, yardsticks[name][key]) for key in rows if key in yardsticks[name]]
+            parts += [_text({"kind": "yardsticks", **_rounded(to_json(one), 6)}) for one in given]
         content = "".join(parts).encode()
         if not file.exists() or read_bytes(file) != content:
             write_atomically(file, content)

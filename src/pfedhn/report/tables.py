@@ -26,8 +26,11 @@ from pfedhn.report.entries import (
     loss_digits,
     summarize,
 )
+from pfedhn.report.measures_table import caption as measures_caption
+from pfedhn.report.measures_table import measure_numbers, measures_table, yardstick_numbers
 from pfedhn.report.pairs import caption as pairs_caption
 from pfedhn.report.pairs import pairs
+from pfedhn.storage.schema import to_json as detailed_to_json
 
 
 def number_text(value: Summary | None, digits: int = 2) -> str:
@@ -178,6 +181,9 @@ def to_terminal(report: Report, average: Average = "clients") -> Group:
     else:
         title = " ".join([report.title, *(f"({column_text(column)})" for column in report.columns)])
         parts += [rich_table(details(report, average), title), Text(caption(report), style="dim")]
+    for column in report.columns:
+        if table := measures_table(report, column):
+            parts += ["", rich_table(table, "Measures"), Text(measures_caption(report, column), style="dim")]
     if standing := unfinished(report):
         parts.append(Text(standing, style="dim"))
     return Group(*parts)
@@ -206,6 +212,8 @@ def to_markdown(reports: Sequence[Report], average: Average = "clients") -> str:
             parts += [markdown_table(grid(report, average)), _markdown(caption(report, average))]
         parts += [markdown_table(details(report, average)), _markdown(caption(report))]
         for column in report.columns:
+            if table := measures_table(report, column):
+                parts += [markdown_table(table), _markdown(measures_caption(report, column))]
             if table := pairs(report, column, average):
                 parts += [markdown_table(table), _markdown(pairs_caption(column))]
         if again := commands(report):
@@ -261,13 +269,18 @@ def numbers(entry: Entry) -> dict[str, Any]:
         found[f"difference_over_{average}"] = entry.difference(average) if entry.has_accuracy else None
     costs: tuple[CostKind, ...] = ("steps", "bytes_up", "bytes_down", "seconds")
     totals = {cost: entry.total(cost) for cost in costs}
-    return found | {name: total and total.mean for name, total in totals.items()} | {"hardware": entry.hardware}
+    found |= {name: total and total.mean for name, total in totals.items()}
+    return found | {"hardware": entry.hardware} | measure_numbers(entry)
 
 
 def to_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
     """Every number for scripts: for each report its cells, and of each seed every client's accuracy by name."""
     return [
-        {"title": report.title, "cells": [numbers(entry) | {"runs": _runs(entry)} for entry in report.entries]}
+        {
+            "title": report.title,
+            "cells": [numbers(entry) | {"runs": _runs(entry)} for entry in report.entries],
+            "yardsticks": yardstick_numbers(report),
+        }
         for report in reports
     ]
 
@@ -286,6 +299,7 @@ def _runs(entry: Entry) -> list[dict[str, Any]]:
             "client_accuracy": [None if v != v else v / 100 for v in entry.client_scores(seed).tolist()]
             if entry.has_accuracy
             else None,
+            "detailed": result.detailed and detailed_to_json(result.detailed),
             "command": result.command,
         }
         for seed, result in entry.results.items()

@@ -19,6 +19,7 @@ from pfedhn.engine.rounds import rounds, scores_of_adapted
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS, Diverged, Evaluation, Progress, State
 from pfedhn.errors import RunError
+from pfedhn.runs.detailed import detailed
 from pfedhn.runs.progress import Watch
 from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import Callback
@@ -236,8 +237,8 @@ def _result_of(run: Run) -> Result:
         unadapted,
         clients=_clients(run),
         select=simulation.schedule.select,
-    )
-    return result.without_harmful_adaptation()
+    ).without_harmful_adaptation()
+    return replace(result, detailed=detailed(run, simulation.fine_tunes and result.adapted is None))
 
 
 def _clients(run: Run) -> Clients | None:

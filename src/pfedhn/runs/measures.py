@@ -18,7 +18,13 @@ BINS = 10  # of the calibration error
 SMALLEST = 1e-7  # probability that a log loss takes a logarithm of
 
 
-def detailed_scores(predicted: Numbers, y: Numbers | Integers, clients: Integers, num_clients: int) -> DetailedScores:
+def detailed_scores(
+    predicted: Numbers,
+    y: Numbers | Integers,
+    clients: Integers,
+    num_clients: int,
+    validation_loss: float | None = None,
+) -> DetailedScores:
     """Score predictions over all examples and client by client.
 
     Args:
@@ -26,6 +32,7 @@ def detailed_scores(predicted: Numbers, y: Numbers | Integers, clients: Integers
         y: The right classes or numbers [E].
         clients: The client of each example [E].
         num_clients: Of the federation; some may have no examples.
+        validation_loss: Of the same model, for a choice among methods.
     """
     measures = CLASS_MEASURES if predicted.ndim == 2 else NUMBER_MEASURES
     error = log_losses(predicted, y) if predicted.ndim == 2 else (predicted - y) ** 2
@@ -37,7 +44,7 @@ def detailed_scores(predicted: Numbers, y: Numbers | Integers, clients: Integers
         if (values := [scores[name] for scores in by_client if name in scores])
     }
     losses = tuple(float(error[own].mean()) if own.any() else None for own in owned)
-    return DetailedScores(_defined(measures, predicted, y), means, losses)
+    return DetailedScores(_defined(measures, predicted, y), means, losses, validation_loss)
 
 
 def _defined(

@@ -196,6 +196,7 @@ class DetailedScores:
     examples: Mapping[str, float]  # over all examples
     clients: Mapping[str, float]  # the mean over the clients for which it is defined
     client_loss: tuple[float | None, ...]  # each client's mean log loss or squared error; None without examples
+    validation_loss: float | None = None  # mean log loss or squared error over validation examples, for a choice
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class Yardstick:
     name: str
     title: str
     needs_all_data: bool  # whether it needs the rows of all clients in one place
-    validation_loss: float  # mean over examples: log loss, or squared error in the units of the label
+    validation_loss: float | None  # mean over examples: log loss, or squared error in the units of the label
     detailed: DetailedScores
 
 
@@ -282,6 +283,12 @@ class Result:
     def __post_init__(self) -> None:
         if self.test.clients is None or self.test.client_examples is None:
             raise SchemaError("'test' is not whole")
+
+    @property
+    def rows(self) -> str:
+        """The checksums of the split and, if it is known, of the data: yardsticks on the same rows are found by it."""
+        data = (self.digests or {}).get("data")
+        return self.partition_sha256 if data is None else f"{self.partition_sha256} {data}"
 
     def without_harmful_adaptation(self) -> "Result":
         """With the clients' models before their own steps, if these made them worse on validation.
