@@ -161,10 +161,11 @@ def run(
         if device is not None or resume is None:
             options = replace(options, device=choose_device_on(cluster, device))
         outcome, ready = run_shown(chosen, runs, path, options, jobs, cluster, detail=detail)
+    complaint = None
     if outcome.results:
         try:
-            show_results(path, ready.runs, ready.options, quiet)
+            complaint = show_results(path, ready.runs, ready.options, quiet)
         except MendableError:
             end(outcome)  # a run that could not be mended is in no table, and why is said there
             raise
-    end(outcome)
+    end(outcome, complaint)

@@ -24,7 +24,7 @@ from pfedhn.experiments.spec import (
 )
 from pfedhn.models import squared_error
 from pfedhn.report.results import Runs, read
-from pfedhn.storage.schema import Curve, Moment, Result
+from pfedhn.storage.schema import Curve, Moment, Result, Yardstick
 from pfedhn.system.environment import Environment
 from pfedhn.system.reference import name_of
 
@@ -179,6 +179,7 @@ class Report:
     title: str
     entries: list[Entry] = field(default_factory=list)
     experiments: tuple[Experiment, ...] = ()  # that its entries are of
+    yardsticks: Mapping[str, tuple[Yardstick, ...]] = field(default_factory=dict)  # by the split's checksum
 
     @property
     def columns(self) -> list[Column]:
@@ -236,7 +237,8 @@ def to_reports(sources: Iterable[Runs]) -> list[Report]:
         before = reports[number] if homes else Report("")
         together = [*before.entries, *entries]
         title = "; ".join(dict.fromkeys(entry.title for entry in together))
-        reports[number : number + 1] = [Report(title, together, (*before.experiments, runs.experiment))]
+        experiments, yardsticks = (*before.experiments, runs.experiment), {**before.yardsticks, **runs.yardsticks}
+        reports[number : number + 1] = [Report(title, together, experiments, yardsticks)]
     return reports
 
 

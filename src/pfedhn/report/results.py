@@ -28,7 +28,7 @@ from pfedhn.experiments.spec import Cell, Experiment, RunSpec, cell_names
 from pfedhn.settings import build
 from pfedhn.storage.directory import DIVERGED, StoredSpec, read_history, read_result, read_spec
 from pfedhn.storage.files import digest
-from pfedhn.storage.schema import Curve, Moment, Result, SchemaError, Scores, from_json, to_json
+from pfedhn.storage.schema import Curve, Moment, Result, SchemaError, Scores, Yardstick, from_json, to_json
 from pfedhn.system.files import LOCK, is_claimed, make_folder, one_at_a_time, read_bytes, reading, write_atomically
 
 WHOLE = ("cell", "settings", "loss")
@@ -50,6 +50,7 @@ class Runs:
     losses: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the names of loss functions
     running: frozenset[str] = frozenset()  # runs that a process is at work on
     diverged: frozenset[str] = frozenset()
+    yardsticks: Mapping[str, tuple[Yardstick, ...]] = field(default_factory=dict)  # by the split's checksum
 
     def joined(self, other: "Runs") -> "Runs":
         """Add runs of the same experiment from another place; of a run in both places, this one's files count."""
@@ -67,6 +68,7 @@ class Runs:
             {**other.losses, **self.losses},
             running,
             (self.diverged | other.diverged) - results.keys() - running,
+            {**other.yardsticks, **self.yardsticks},
         )
 
 

@@ -189,6 +189,7 @@ class DetailedScores:
     examples: Mapping[str, float]  # over all examples
     clients: Mapping[str, float]  # the mean over the clients for which it is defined
     client_loss: tuple[float | None, ...]  # each client's mean log loss or squared error; None without examples
+    validation_loss: float | None = None  # mean log loss or squared error over validation examples, for a choice
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class Yardstick:
     name: str
     title: str
     needs_all_data: bool  # whether it needs the rows of all clients in one place
-    validation_loss: float  # mean over examples: log loss, or squared error in the units of the label
+    validation_loss: float | None  # mean over examples: log loss, or squared error in the units of the label
     detailed: DetailedScores
 
 
