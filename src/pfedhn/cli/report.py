@@ -101,7 +101,7 @@ def report(
     console = table_screen()
     for item in found:
         console.print(to_terminal(item, over))
-        Screen().print(verdict_to_terminal(verdicts(item)))
+        console.print(verdict_to_terminal(verdicts(item)))
     for finding in shown:
         console.print(finding_to_terminal(finding))
     if not wanted:

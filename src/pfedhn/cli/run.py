@@ -75,12 +75,13 @@ def run(
         Option(metavar="DIR", help="Resume the runs of a directory.", autocompletion=completion.run_directories),
     ] = None,
 ) -> None:
-    """Run an experiment, its runs in parallel, and print its table.
+    """Run an experiment, its runs in parallel, and print its table and a verdict.
 
     DIR holds one experiment, with a folder per run: its spec, its metrics as
     they come, checkpoints and the result. The same command on the same DIR
     resumes, also after Ctrl-C or a power cut, and ends with the same numbers as
-    if it had never stopped.
+    if it had never stopped. It ends with exit code 3 if no method of your own
+    experiment learned anything.
 
     \b
     [bold]Examples[/]

@@ -30,7 +30,7 @@ def show_results(path: Path, runs: Sequence[RunSpec], options: Options, quiet: b
     if not quiet:
         for table, found in judged:
             table_screen().print(table)
-            Screen().print(verdict_to_terminal(found))
+            table_screen().print(verdict_to_terminal(found))
     if study is not None and study.compute is not None:
         tell = (lambda text: None) if quiet else (lambda text: say(text, is_error=True))
         compute_missing(study.name, study.compute, path, runs, options, tell)
