@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 from pfedhn.report.entries import Entry
 from pfedhn.storage.schema import Result, Yardstick
 
-Reason: TypeAlias = Literal["diverged", "exploded", "untrained", "first", "guess"]
+Reason: TypeAlias = Literal["diverged", "exploded", "untrained", "guess"]
 
-LEAST_EVALUATIONS = 3  # with fewer, it means nothing that the first one is the best
+LEAST_EVALUATIONS = 3  # after the untrained one; with fewer, a run was too short to learn
 EXPLODED = 100  # times the cross-entropy of a uniform guess
 GUESSES = ("own-base-rate", "own-mean")
 
@@ -19,7 +19,6 @@ REASONS: dict[Reason, str] = {
     "diverged": "its weights stopped being finite",
     "exploded": "its loss exploded",
     "untrained": "its best round on validation is the untrained one",
-    "first": "its best round on validation is the first one",
     "guess": "it is no better than a guess",
 }
 
@@ -30,8 +29,8 @@ class Failure:
 
     Args:
         label: The method.
-        reason: Its weights or its loss are not finite (diverged, exploded), its chosen round is the untrained one, or
-            the first of at least three (untrained, first), or it is no better than a guess.
+        reason: Its weights or its loss are not finite (diverged, exploded), validation chose the untrained round, or it
+            is no better than a guess.
         seeds: The seeds with which this happened; all of them for a comparison with a guess.
         num_seeds: How many seeds there are.
     """
@@ -43,27 +42,26 @@ class Failure:
 
 
 def num_evaluations(entry: Entry) -> int:
-    return max((len(curve.step) for curve in entry.curves.values()), default=0)
+    """How often the longest run was evaluated after it began to train."""
+    return max((sum(step > 0 for step in curve.step) for curve in entry.curves.values()), default=0)
 
 
 def failure_of(entry: Entry, yardsticks: Mapping[str, tuple[Yardstick, ...]]) -> Failure | None:
     if not entry.results:
         return Failure(entry.label, "diverged", tuple(sorted(entry.diverged)), len(entry.diverged))
-    seeds: dict[Reason, list[int]] = {"exploded": [], "untrained": [], "first": []}
+    seeds: dict[Reason, list[int]] = {"exploded": [], "untrained": []}
     for seed, result in entry.results.items():
-        steps = entry.curves[seed].step if seed in entry.curves else ()
         if _has_exploded(result):
             seeds["exploded"].append(seed)
         elif result.chosen_step == 0 and result.pretrain is None and result.validation.examples:
             seeds["untrained"].append(seed)
-        elif len(steps) >= LEAST_EVALUATIONS and result.chosen_step == steps[0] and result.validation.examples:
-            seeds["first"].append(seed)
-    is_guess = _is_no_better_than_a_guess(entry, yardsticks)
     total = len(entry.results)
     for reason, found in seeds.items():
-        if 2 * len(found) >= total and (reason != "first" or is_guess is not False):
+        if 2 * len(found) >= total:
             return Failure(entry.label, reason, tuple(sorted(found)), total)
-    return Failure(entry.label, "guess", tuple(sorted(entry.results)), total) if is_guess else None
+    if _is_no_better_than_a_guess(entry, yardsticks):
+        return Failure(entry.label, "guess", tuple(sorted(entry.results)), total)
+    return None
 
 
 def _has_exploded(result: Result) -> bool:
@@ -75,8 +73,8 @@ def _has_exploded(result: Result) -> bool:
     return any(not loss < limit for loss in losses)
 
 
-def _is_no_better_than_a_guess(entry: Entry, yardsticks: Mapping[str, tuple[Yardstick, ...]]) -> bool | None:
-    """Whether validation shows nothing beyond each client's base rate or mean; None if nothing tells.
+def _is_no_better_than_a_guess(entry: Entry, yardsticks: Mapping[str, tuple[Yardstick, ...]]) -> bool:
+    """Whether validation shows nothing beyond each client's base rate or mean; if no guess is known, it is not judged.
 
     The yardstick of that name is the guess if there is one. Otherwise it is each client's commonest class in training,
     which accuracy has to exceed by a standard error; or its class frequencies, whose entropy the loss has to stay
@@ -85,13 +83,13 @@ def _is_no_better_than_a_guess(entry: Entry, yardsticks: Mapping[str, tuple[Yard
     if (both := _losses_beside_guess(entry, yardsticks)) is not None:
         return both[0] >= both[1]
     if not entry.has_accuracy or not entry.cell.partition:  # a run by `pfedhn.train` may have a metric of any kind
-        return None
+        return False
     shares, entropies, accuracies, losses, examples = [], [], [], [], 0
     for result in entry.results.values():
         scores = result.validation if result.validation.examples else result.test
         held = [] if result.clients is None else [counts for counts in result.clients.classes or () if counts]
         if not held or not scores.examples or scores.client_mean is None:
-            return None
+            return False
         shares.append(statistics.fmean(max(counts.values()) / sum(counts.values()) for counts in held))
         entropies.append(_entropy(held))
         accuracies.append(scores.client_mean)

@@ -80,7 +80,7 @@ class Verdict:
         federate: Whether federated learning beats training alone; None if nothing says so.
         failures: Methods that learned nothing.
         learned: Whether any method learned something.
-        is_long_enough: Whether some run was evaluated three times, so that one that learned nothing is at fault.
+        is_long_enough: Whether some run was evaluated three times after it began to train.
         has_validation: Whether there are validation examples, without which no method can be chosen.
         suggestions: What to try next, the most promising first.
         methods: The labels of all methods that are compared.
@@ -326,8 +326,10 @@ def _answer(chosen: Entry, differences: Sequence[Difference]) -> Answer | None:
     is_alone = method_name(chosen.cell) == "local"
     if is_alone and all(difference.is_yardstick for difference in differences):
         return None  # nothing federated was run
-    if is_alone or any(difference.gain <= 0 for difference in alone):
+    if any(difference.gain <= 0 for difference in alone):
         return "no"
+    if is_alone:
+        return "unclear" if any(_is_better(difference) for difference in differences) else "no"
     if not alone:
         return None
     return "yes" if all(difference.is_clear for difference in alone) else "unclear"
@@ -415,6 +417,11 @@ def to_text(verdict: Verdict) -> list[str]:
     return [*found, *verdict.suggestions]
 
 
+def _is_better(found: Difference) -> bool:
+    """Whether a federated method is clearly better on test examples than the recommended one."""
+    return not found.is_yardstick and found.is_clear and found.gain < 0
+
+
 def _advice(verdict: Verdict) -> list[str]:
     name = display_name(verdict.recommended or "")
     scores = ", ".join(_score_text(verdict, measure, value) for measure, value in verdict.scores.items())
@@ -426,7 +433,9 @@ def _advice(verdict: Verdict) -> list[str]:
         who = winner[0].title if winner and winner[0].is_yardstick else "training alone"
         found.append(f"Do not federate this: {who} is {'better' if better else 'as good'}.")
     elif verdict.federate == "unclear":
-        found.append("Whether federated learning pays here is unclear: training alone may be as good.")
+        rivals = [difference.title for difference in verdict.differences if _is_better(difference)]
+        reason = f"on test examples, {rivals[0]} is better" if rivals else "training alone may be as good"
+        found.append(f"Whether federated learning pays here is unclear: {reason}.")
     if not scores:
         found.append(f"Use {name}: it is best on validation, and no client has test examples.")
     elif len(verdict.methods) == 1:
