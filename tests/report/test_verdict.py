@@ -317,3 +317,12 @@ def test_a_run_that_learned_nothing_ends_with_a_code_of_its_own(
         (verdict,) = json.loads(told.stdout)["verdicts"]
         assert told.exit_code == 0
         assert verdict["learned_nothing"] == bool(code)
+
+
+@pytest.mark.slow
+def test_a_named_experiment_that_learns_nothing_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = "run demo --only method=local --seeds 0 --jobs 1 --device cpu --set steps=200"
+    done = CliRunner().invoke(app, [*words.split(), "--set", "local_lr=1e-9", "--set", "local_steps=1"])
+    assert "Local learned nothing: " in done.stdout
+    assert done.exit_code == 0, done.output

@@ -153,6 +153,7 @@ def paired(measure: Measure, entry: Entry, theirs: Mapping[int, Numbers]) -> Pai
     """Pair an entry with another model's scores of clients by seed; None if no client has both."""
     ours = {seed: measure.of_clients(entry.results[seed]) for seed in theirs if seed in entry.results}
     sizes = {len(values) for values in [*ours.values(), *theirs.values()]}
+    sizes |= {len(_examples(entry.results[seed])) for seed in ours}
     if not ours or len(sizes) > 1:
         return None
     mine, others = numpy.stack([*ours.values()]), numpy.stack([theirs[seed] for seed in ours])

@@ -366,7 +366,10 @@ def _file_name(entries: Sequence[Entry]) -> str | None:
     """The file of the experiment, as the command of a run names it."""
     for entry in entries:
         for result in entry.results.values():
-            words = shlex.split(result.command)
+            try:
+                words = shlex.split(result.command)
+            except ValueError:  # a stranger's file may hold anything
+                continue
             if words[:2] == ["pfedhn", "run"] and len(words) > 2 and words[2].endswith(".toml"):
                 return shlex.quote(words[2].rpartition("/")[2])
     return None
