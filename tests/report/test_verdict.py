@@ -270,7 +270,7 @@ def test_reports_show_it_first() -> None:
     assert page.index(first) < page.index("Results</h2>")
     assert markdown.index(first) < markdown.index("| method |")
     values = json.loads(json.dumps(to_json(the_verdict(*report.entries)), allow_nan=False))
-    assert values["recommended"] == "fedper"
+    assert (values["recommended"], values["sentences"][0]) == ("fedper", first)
     assert {part["name"] for part in values["differences"]} == {"local", "fedavg"}
 
 

@@ -112,9 +112,9 @@ class Verdict:
 
 
 def to_json(verdict: Verdict) -> dict[str, Any]:
-    """A verdict as plain values; numbers that are not finite are None."""
+    """A verdict as plain values, and in words; numbers that are not finite are None."""
     found: dict[str, Any] = _plain(asdict(verdict))
-    return found | {"learned_nothing": verdict.learned_nothing}
+    return found | {"learned_nothing": verdict.learned_nothing, "sentences": to_text(verdict)}
 
 
 def _plain(value: Any) -> Any:
