@@ -49,7 +49,7 @@ steps = 40
 batch_size = 8
 evaluate_every = 10
 seeds = [0]
-settings = {local_steps = 2}
+settings = {local_steps = 4, local_lr = 0.1}
 [methods.pfedhn-pc]
 [methods.fedavg]
 steps = 60

@@ -23,6 +23,7 @@ from pfedhn.algorithms import ALGORITHMS, LEARNING_RATES
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.method import Method
 from pfedhn.cli import app as cli
+from pfedhn.cli.endings import LEARNED_NOTHING
 from pfedhn.errors import UserError
 from pfedhn.experiments import directory as directory_module
 from pfedhn.experiments import tune
@@ -70,7 +71,7 @@ def invoke(*arguments: str) -> Result:
 
 def succeed(*arguments: str) -> Result:
     result = invoke(*arguments)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code in (0, LEARNED_NOTHING), result.output  # so short a run may learn nothing
     return result
 
 

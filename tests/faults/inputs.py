@@ -32,6 +32,7 @@ import pfedhn
 from pfedhn import datasets
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.cli.app import app
+from pfedhn.cli.endings import LEARNED_NOTHING
 from pfedhn.errors import short
 from pfedhn.paper.experiments import EXPERIMENTS
 
@@ -86,9 +87,14 @@ def in_subprocess(words: list[str]) -> Outcome:
 
 def judged(code: int, stdout: str, stderr: str) -> Outcome:
     said = stderr.strip()[-600:]
-    if code not in (0, 1, 2) or "Traceback" in stderr or "inside pfedhn" in stderr or "\x1b" in stdout + stderr:
+    if (
+        code not in (0, 1, 2, LEARNED_NOTHING)
+        or "Traceback" in stderr
+        or "inside pfedhn" in stderr
+        or "\x1b" in stdout + stderr
+    ):
         return INTERNAL, f"code {code}: {said}"
-    if code == 0:
+    if code in (0, LEARNED_NOTHING):
         return RAN, said
     is_said = any(line.startswith("error: ") and len(line) > 20 for line in stderr.splitlines())
     return (SENTENCE if is_said else INTERNAL), f"code {code}: {said}"

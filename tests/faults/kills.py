@@ -22,6 +22,7 @@ from faults.table import Row, row_of
 from support import encoded, write_table
 
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.cli.endings import LEARNED_NOTHING
 from pfedhn.experiments.directory import Directory
 from pfedhn.report.results import read, read_file
 
@@ -86,7 +87,7 @@ def kill_within(words: list[str], folder: Path, seconds: float) -> bool:
 def finished(words: list[str], folder: Path) -> str:
     process = begin(words, folder)
     said, _ = process.communicate(timeout=300)
-    if process.returncode:
+    if process.returncode not in (0, LEARNED_NOTHING):  # so short a run may learn nothing
         raise AssertionError(f"{shlex.join(words[2:])} ended with {process.returncode}: {said[-300:]}")
     return said
 

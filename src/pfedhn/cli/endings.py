@@ -15,7 +15,7 @@ from pfedhn.cli.interrupt import STOPPED, unwinding
 from pfedhn.errors import UserError, first_line, place_in_own_code
 from pfedhn.system.screen import Screen, say
 
-BAD_INPUT, FAILED = 2, 1  # exit codes
+LEARNED_NOTHING, BAD_INPUT, FAILED = 3, 2, 1  # exit codes
 
 # What a wrong word on the command line raises. Typer has no public name for it: it may be click's own, or Typer's copy.
 UsageError: Any = typer.BadParameter.__mro__[1]

@@ -69,6 +69,9 @@ def report(
     from pfedhn.report.page import FORMATS, check_formats, write
     from pfedhn.report.study import findings
     from pfedhn.report.tables import to_json, to_terminal
+    from pfedhn.report.verdict import to_json as verdict_to_json
+    from pfedhn.report.verdict import to_terminal as verdict_to_terminal
+    from pfedhn.report.verdict import verdicts
     from pfedhn.system.files import writing
 
     if average not in ("clients", "samples"):
@@ -90,13 +93,15 @@ def report(
     runs = [part for path in paths for part in results.read(path)]
     found = to_reports(runs)
     if as_json:
-        say(json.dumps({"reports": to_json(found)}))
+        judged = [verdict_to_json(verdict) for item in found for verdict in verdicts(item)]
+        say(json.dumps({"reports": to_json(found), "verdicts": judged}))
         return
     own = None if study is None else find_study(str(study))
     shown = findings(runs, [] if own is None else [own])
     console = table_screen()
     for item in found:
         console.print(to_terminal(item, over))
+        console.print(verdict_to_terminal(verdicts(item)))
     for finding in shown:
         console.print(finding_to_terminal(finding))
     if not wanted:

@@ -79,12 +79,13 @@ def run(
         Option(metavar="DIR", help="Resume the runs of a directory.", autocompletion=completion.run_directories),
     ] = None,
 ) -> None:
-    """Run an experiment, its runs in parallel, and print its table.
+    """Run an experiment, its runs in parallel, and print its table and a verdict.
 
     DIR holds one experiment, with a folder per run: its spec, its metrics as
     they come, checkpoints and the result. The same command on the same DIR
     resumes, also after Ctrl-C or a power cut, and ends with the same numbers as
-    if it had never stopped.
+    if it had never stopped. It ends with exit code 3 if no method of your own
+    experiment learned anything.
 
     \b
     [bold]Examples[/]
@@ -165,12 +166,13 @@ def run(
         if device is not None or resume is None:
             options = replace(options, device=choose_device_on(cluster, device))
         outcome, ready = run_shown(chosen, runs, path, options, jobs, cluster, detail=detail)
+    complaint = None
     if outcome.results:
         try:
             if not no_yardsticks:
                 add_yardsticks(path, ready.runs, ready.options, quiet)
-            show_results(path, ready.runs, ready.options, quiet)
+            complaint = show_results(path, ready.runs, ready.options, quiet)
         except MendableError:
             end(outcome)  # a run that could not be mended is in no table, and why is said there
             raise
-    end(outcome)
+    end(outcome, complaint)

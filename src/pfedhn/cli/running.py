@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pfedhn.cli.endings import BAD_INPUT, FAILED, Stopped, complain
+from pfedhn.cli.endings import BAD_INPUT, FAILED, LEARNED_NOTHING, Stopped, complain
 from pfedhn.data import catalogue
 from pfedhn.experiments.directory import Directory, Options
 from pfedhn.experiments.preflight import Preflight, build_each_cell, preflight
@@ -66,9 +66,12 @@ def choose_device_on(cluster: Cluster | None, device: str | None) -> str:
     return device if device == "cuda" else choose_device(device)
 
 
-def end(outcome: Outcome) -> None:
-    """List the failed runs again at the end, a line for each reason."""
+def end(outcome: Outcome, complaint: str | None = None) -> None:
+    """List the failed runs again at the end, a line for each reason; without any, say that nothing was learned."""
     if not outcome.failures:
+        if complaint is not None:
+            complain(complaint)
+            raise typer.Exit(LEARNED_NOTHING)
         return
     reasons: dict[str, list[str]] = {}
     for name, failure in outcome.failures.items():

@@ -18,6 +18,7 @@ from pfedhn.experiments.directory import plain
 from pfedhn.experiments.spec import Experiment, flat_fields
 from pfedhn.report import findings as of_studies
 from pfedhn.report import measures_table, pairs, tables
+from pfedhn.report import verdict as of_verdicts
 from pfedhn.report.entries import Average, Entry, Report, column_text, counted, display_name, on_common_steps, summarize
 from pfedhn.report.figures import figures_of, style, to_png, to_svg
 from pfedhn.report.findings import Finding
@@ -78,6 +79,14 @@ def _section(report: Report, average: Average) -> dict[str, Any]:
         cost = _columns(lines, lambda name: name in ("method", *COSTS))
     return {
         "title": report.title,
+        "verdicts": [
+            {
+                "name": of_verdicts.data_text(verdict),
+                "sentences": of_verdicts.to_text(verdict),
+                "note": of_verdicts.note(verdict),
+            }
+            for verdict in of_verdicts.verdicts(report)
+        ],
         "sentence": tables.sentence(report) if report.columns else "",
         "is_finished": bool(finished.entries),  # at least in part
         "is_loss": not report.has_accuracy,

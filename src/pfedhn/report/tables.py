@@ -30,6 +30,7 @@ from pfedhn.report.measures_table import caption as measures_caption
 from pfedhn.report.measures_table import measure_numbers, measures_table, yardstick_numbers
 from pfedhn.report.pairs import caption as pairs_caption
 from pfedhn.report.pairs import pairs
+from pfedhn.report.verdict import data_text, note, to_text, verdicts
 from pfedhn.storage.schema import to_json as detailed_to_json
 
 
@@ -208,6 +209,10 @@ def to_markdown(reports: Sequence[Report], average: Average = "clients") -> str:
     parts = []
     for report in reports:
         parts.append(f"## {_markdown(report.title)}")
+        found = verdicts(report)
+        for verdict in found:
+            heading = "Verdict" if len(found) == 1 else f"Verdict: {_markdown(data_text(verdict))}"
+            parts += [f"### {heading}", "\n".join(f"- {_markdown(text)}" for text in to_text(verdict)), note(verdict)]
         if len(report.columns) > 1:
             parts += [markdown_table(grid(report, average)), _markdown(caption(report, average))]
         parts += [markdown_table(details(report, average)), _markdown(caption(report))]
