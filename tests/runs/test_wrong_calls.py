@@ -74,6 +74,8 @@ def without_gradient(outputs: Tensor, y: Tensor) -> Tensor:
         ({"executor": "fast"}, "no executor 'fast'"),
         ({"executor": X}, "executor is array"),
         ({"upload": "zip"}, "no transform 'zip'"),
+        ({"rounds": 3}, r"train takes no 'rounds'; did you mean 'steps'\? See docs/api\.md for all\.$"),
+        ({"method": "pfedhn", "learning_rate": 0.1}, r"give pfedhn\.ALGORITHMS\['pfedhn'\]\(lr=0\.1\)\.$"),
     ],
 )
 def test_training_refuses(changes: dict[str, Any], sentence: str) -> None:
@@ -122,6 +124,24 @@ def test_no_method_takes_a_negative_number(method: str, name: str, value: float)
 def test_a_method_built_in_python_has_the_bounds_of_the_command_line(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         train(method=ALGORITHMS["pfedhn"](**settings))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: PFedHN(learning_rate=0.1), r"PFedHN has no argument 'learning_rate'; give server=SGD\(lr=0\.1, "),  # type: ignore[call-arg]
+        (lambda: pfedhn.FedAvg(epochs=2), "FedAvg has no argument 'epochs'; did you mean 'local_steps'"),  # type: ignore[call-arg]
+        (
+            lambda: ALGORITHMS["fedavg"](learning_rate=0.1),
+            "FedAvg has no field 'learning_rate'; did you mean 'local_lr'",
+        ),
+        (lambda: ALGORITHMS["pfedhn"](hidden=9), r"did you mean 'hidden_dim'\? See docs/methods\.md for all\.$"),
+        (lambda: ALGORITHMS["pfedhn"](zzz=9), r"has no field 'zzz'; see docs/methods\.md for those there are\.$"),
+    ],
+)
+def test_an_unknown_setting_gets_one_suggestion(make: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        make()
 
 
 def test_weights_that_no_seed_changes_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
