@@ -39,9 +39,9 @@ from pfedhn.algorithms.method import Method
 from pfedhn.cli.app import app
 from pfedhn.data.partition import Labels, by_classes
 from pfedhn.deploy.engine import free_port
-from pfedhn.experiments.build import check
+from pfedhn.experiments.build import cell_algorithm, check
 from pfedhn.experiments.data import build_federation
-from pfedhn.experiments.grid import from_table
+from pfedhn.experiments.grid import from_table, from_toml
 from pfedhn.experiments.spec import Cell, Experiment
 from pfedhn.paper import methods_page
 from pfedhn.paper.experiments import DEMO, EXPERIMENTS
@@ -116,6 +116,20 @@ def test_tutorials_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pyte
                 if program == "pfedhn":
                     said = CliRunner().invoke(app, words, prog_name="pfedhn")
                     assert said.exit_code == 0, f"{line}\n{said.output}"
+
+
+def test_the_own_method_is_compared_with_the_same_local_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "tutorials" / "own-method.md"
+    for _, title, body in FENCE.findall(page.read_text()):
+        if title:
+            Path(re.findall(r'title="([^"]+)"', title)[0]).write_text(body)
+    first, second = (cell_algorithm(cell) for cell in from_toml(Path("mine.toml")).cells)
+    assert isinstance(first, pfedhn.FedAvg)
+    assert type(second).__name__ == "FedProx"
+    assert (first.local_sgd, first.local_steps) == (second.local_sgd, second.local_steps)  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from pfedhn.errors import UserError
 from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.params import Params, weighted
+from pfedhn.settings import refuse_foreign
 from pfedhn.sgd import SGD, Batches
 
 Rule: TypeAlias = Literal["mean", "sum", "size"]
@@ -122,6 +123,11 @@ class Algorithm(Protocol[Shared, Row, Private]):
 
     All functions are pure; only `receive` sees a cohort, the others one client.
     """
+
+    def __new__(cls, *arguments: Any, **settings: Any) -> Self:
+        """Refuse a setting that the method does not have, as Python does, and name the right one."""
+        refuse_foreign(cls, settings)
+        return super().__new__(cls)
 
     @property
     @abstractmethod

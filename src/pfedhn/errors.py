@@ -5,7 +5,7 @@ import reprlib
 import sys
 import traceback
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 
@@ -24,20 +24,69 @@ class RunError(UserError):
     exit_code = 1
 
 
+FEW = 12  # names that a sentence may list
+
+RATES, DECAYS = ("lr", "local_lr"), ("weight_decay", "local_weight_decay")
+LOCAL_STEPS = ("local_steps",)
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("learning_rate", "learningrate", "lr", "eta", "step_size"), RATES),
+    **dict.fromkeys(("local_learning_rate", "client_lr"), ("local_lr",)),
+    **dict.fromkeys(("server_lr", "server_learning_rate"), ("lr",)),
+    **dict.fromkeys(("weight_decay", "wd", "decay", "l2", "regularization"), DECAYS),
+    "momentum": ("momentum", "local_momentum"),
+    **dict.fromkeys(("epochs", "local_epochs", "num_epochs", "num_local_steps"), LOCAL_STEPS),
+    **dict.fromkeys(("rounds", "num_rounds", "num_steps", "iterations", "max_steps"), ("steps",)),
+    **dict.fromkeys(("num_clients", "n_clients"), ("clients",)),
+    **dict.fromkeys(("hidden", "hidden_size", "hidden_units", "width"), ("hidden_dim",)),
+    **dict.fromkeys(("embedding_size", "embed_dim"), ("embedding_dim", "embeddings.dim")),
+    **dict.fromkeys(("batch", "bs", "minibatch_size"), ("batch_size",)),
+    **dict.fromkeys(("seed", "random_state"), ("seeds", "seed")),
+    **dict.fromkeys(("data", "csv", "table"), ("dataset", "federation")),
+    **dict.fromkeys(("algorithm", "algorithms", "strategy"), ("method",)),
+    **dict.fromkeys(("net", "architecture"), ("model",)),
+    **dict.fromkeys(("out", "folder", "output_dir"), ("directory",)),
+}
+"""What people call settings elsewhere, and how they are called here: the first that there is."""
+
+
 def closest(name: object, known: Iterable[str]) -> str:
     """A hint for a name that does not exist: the known one that looks most like it, then the others."""
     names = list(known)
+    found, listed = nearest(name, names), some(names, 20)
+    return f"there are {listed}." if found is None else f"did you mean {found!r}? There are {listed}."
+
+
+def closest_setting(name: object, known: Iterable[str], where: str) -> str:
+    """As `closest`, for settings, which have synonyms; the page `where` stands for a list that is too long to read."""
+    names = list(known)
+    found = nearest_setting(name, names)
+    if len(names) <= FEW:
+        return (
+            f"there are {some(names, FEW)}."
+            if found is None
+            else f"did you mean {found!r}? There are {some(names, FEW)}."
+        )
+    return f"see {where} for those there are." if found is None else f"did you mean {found!r}? See {where} for all."
+
+
+def nearest_setting(name: object, names: Collection[str]) -> str | None:
+    """What a setting is called here; None if no name is like it."""
+    synonyms = (other for other in SYNONYMS.get(str(name).lower(), ()) if other in names)
+    return next(synonyms, None) or nearest(name, names)
+
+
+def nearest(name: object, names: Iterable[str]) -> str | None:
+    """The name that looks most like one that does not exist; None if all look different."""
     asked = str(name).lower()
     # Of those that look alike, the one that has most letters in their places.
     near = sorted(
-        difflib.get_close_matches(asked, names, n=3),
+        difflib.get_close_matches(asked, list(names), n=3),
         key=lambda other: (
             -difflib.SequenceMatcher(None, other, asked).ratio(),
             -sum(one == another for one, another in zip(asked, other, strict=False)),
         ),
     )
-    listed = some(names, 20)
-    return f"did you mean {near[0]!r}? There are {listed}." if near else f"there are {listed}."
+    return near[0] if near else None
 
 
 def some(items: Sequence[Any], limit: int = 5) -> str:

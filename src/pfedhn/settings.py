@@ -6,6 +6,7 @@ either library all three would be code of ours around it.
 """
 
 import datetime
+import inspect
 import math
 import operator
 import tomllib
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, Unio
 import tomli_w
 from torch import Tensor
 
-from pfedhn.errors import UserError, closest, short
+from pfedhn.errors import UserError, closest, closest_setting, nearest_setting, short
 
 Value = TypeVar("Value")
 Kinds: TypeAlias = type[Any] | tuple[type[Any], ...]
@@ -30,6 +31,9 @@ LARGEST_WHOLE = 2**63 - 1  # of 64 bits, in which seeds and steps are counted
 LARGEST_NUMBER = 3.4e38  # of float32, in which runs compute
 LARGEST_COUNT = 10**9  # of steps and widths of a method
 DEEPEST = 20  # tables and lists inside each other
+
+
+PAGE = "docs/methods.md"  # which lists the settings of methods
 
 
 class Bounds(NamedTuple):
@@ -147,6 +151,11 @@ def names_to_set(spec: Kinds) -> dict[str, Any]:
     return {**names, **{short: names[full] for full, short in short_names(spec).items()}}
 
 
+def _short_to_set(spec: Kinds) -> list[str]:
+    """The shortest name of each setting, those without a dot first."""
+    return sorted(short_names(spec).values(), key=lambda name: "." in name)
+
+
 def in_short(spec: Kinds, values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by their short names, tables of a value's settings taken apart; unknown names stay as they are."""
     short = short_names(spec)
@@ -190,9 +199,28 @@ def value_of(spec: Any, name: str) -> Any:
     return values_of(spec)[full_name(kinds_of(spec), name) or name]
 
 
-def build(spec: type[Value], values: Mapping[str, Any], what: str) -> Value:
-    """A dataclass from its settings, after checking every name and type."""
-    return assembled(spec, checked(spec, values, what))
+def build(spec: type[Value], values: Mapping[str, Any], what: str, page: str = PAGE) -> Value:
+    """A dataclass from its settings, after checking every name and type; `page` of the documentation lists them."""
+    return assembled(spec, checked(spec, values, what, page))
+
+
+def refuse_foreign(spec: type[Any], given: Mapping[str, Any]) -> None:
+    """Refuse an argument that a dataclass does not take, and say how its nearest setting is given."""
+    if not is_dataclass(spec) or not (foreign := [name for name in given if name not in spec.__dataclass_fields__]):
+        return
+    takes = inspect.signature(spec.__init__).parameters.values()  # a person may have written it
+    if foreign[0] in {item.name for item in takes} or any(item.kind is item.VAR_KEYWORD for item in takes):
+        return
+    names = _short_to_set(spec)
+    found = nearest_setting(foreign[0], names)
+    owner, _, inner = (full_name(spec, found or "") or "").partition(".")
+    hint = closest_setting(foreign[0], names, PAGE)
+    if inner:
+        default = next(item.default for item in fields(spec) if item.name == owner)
+        if is_dataclass(default) and hasattr(default, inner):
+            value = replace(default, **{inner: given[foreign[0]]})  # type: ignore[type-var]
+            hint = f"give {owner}={value!r}."
+    raise UserError(f"{spec.__name__} has no argument {foreign[0]!r}; {hint}")
 
 
 def assembled(spec: type[Value], values: Mapping[str, Any]) -> Value:
@@ -226,15 +254,15 @@ def _arguments(spec: type[Any], values: Mapping[str, Any], before: Mapping[str, 
     return arguments
 
 
-def checked(spec: Kinds, values: Mapping[str, Any], what: str) -> dict[str, Any]:
+def checked(spec: Kinds, values: Mapping[str, Any], what: str, page: str = PAGE) -> dict[str, Any]:
     """Settings by their full names, as `assembled` takes them.
 
     Lists become tuples, and "none" becomes None, for which TOML has no word.
     """
-    return {name: value for name, _, value in _checked(spec, values, what)}
+    return {name: value for name, _, value in _checked(spec, values, what, page)}
 
 
-def _checked(spec: Kinds, values: Mapping[str, Any], what: str) -> Iterator[tuple[str, str, Any]]:
+def _checked(spec: Kinds, values: Mapping[str, Any], what: str, page: str = PAGE) -> Iterator[tuple[str, str, Any]]:
     """Each setting as its full name, the name that was written, and its value."""
     owners = [name for name, hint in _hints(spec).items() if _kinds(hint)]
     for written, value in _taken_apart(spec, values):
@@ -243,7 +271,7 @@ def _checked(spec: Kinds, values: Mapping[str, Any], what: str) -> Iterator[tupl
             raise UserError(f"{what}: {written} = {_shown(value)} does not fit; it must be a table, as {first} = ...")
         name = full_name(spec, written)
         if name is None:
-            raise UserError(f"{what} has no field {written!r}; {closest(written, names_to_set(spec))}")
+            raise UserError(f"{what} has no field {written!r}; {closest_setting(written, _short_to_set(spec), page)}")
         hint = settings_in(spec)[name].hint
         ready = tuple(value) if isinstance(value, list) else value
         if isinstance(value, str) and value == "none" and fits(None, hint):

@@ -472,7 +472,7 @@ def test_bad_input_gets_one_sentence_code_2_and_leaves_nothing(sentence: str, ar
         ("steps = 1.5", "mine: steps = 1.5 does not fit; it must be a whole number."),
         ("split = 'half'", "mine: split = 'half' does not fit; it must be a list of 3, each a number."),
         ("split = [0.5, 0.5, 0.5]", "must be three fractions (train, validation, test) that sum to 1."),
-        ("method = 'pfedhn'\nlr = 0.1", "mine has no field 'lr'; "),
+        ("method = 'pfedhn'\nlr = 0.1", "mine has no field 'lr', which is a setting of a method; write lr = 0.1"),
         ("steps == 3", "mine.toml is not valid TOML"),
     ],
 )

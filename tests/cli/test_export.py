@@ -189,6 +189,46 @@ def test_images_are_predicted_by_their_files(tmp_path: Path, monkeypatch: pytest
     assert joined.exit_code == 0, joined.output
     assert "of 20 examples" in joined.output
 
+    Path("photos/Berlin/dog/3.png").write_bytes(encoded(pixels)[:40])
+    spec = read_spec(next(Path("runs").glob("*-seed0")))
+    assert spec is not None
+    assert spec.data.reading is not None
+    assert spec.data.reading.images is not None
+    skipping = replace(spec.data.reading, images=replace(spec.data.reading.images, corrupt="skip"))
+    write_spec(next(Path("runs").glob("*-seed0")), replace(spec, data=replace(spec.data, reading=skipping)))
+    damaged = invoke("predict", "runs", "--client", "Berlin", "--data", "photos/Berlin")
+    assert "No prediction for 1 of 20 images, which are damaged: dog/3.png." in damaged.stderr
+    rows = list(csv.DictReader(io.StringIO(damaged.stdout)))
+    assert [row["file"] for row in rows if not row["prediction"]] == ["dog/3.png"]
+    assert len(rows) == 20
+
+
+@pytest.mark.parametrize(("file", "why"), [(None, "is not finished"), ("diverged.txt", "diverged")])
+def test_a_run_that_is_not_finished_says_where_it_stands(
+    file: str | None, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (run,) = Path("runs").glob("*-seed0")
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    if file is not None:
+        (tmp_path / "run" / file).write_text("It diverged.")
+    sentence = f"{tmp_path / 'run'} {why}: it stands at step 6 of 6."
+    Path("new.csv").write_text("age,dose\n0.1,0.2\n")
+    for command in ("predict --client Lyon --data new.csv", "export --client Lyon --to lyon.safetensors"):
+        name, *words = command.split()
+        assert invoke(name, str(tmp_path / "run"), *words).exit_code == 0
+    assert caplog.messages == [sentence] * 2
+    pfedhn.load(run)
+    assert len(caplog.messages) == 2
+
+
+def test_the_score_of_a_new_client_says_how_little_it_rests_on() -> None:
+    Path("oslo.csv").write_text("age,dose,outcome\n" + "".join(f"{i},1,{('ill', 'well')[i % 2]}\n" for i in range(40)))
+    result = invoke("add-client", "runs", "--data", "oslo.csv", "--rounds", "0", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "(95 % interval: " in result.stdout
+    assert "6 test examples say little" in result.stdout
+
 
 KINDS = (
     CLINICS.replace(

@@ -86,6 +86,16 @@ def test_lists_make_a_grid_and_methods_differ_where_they_say_so() -> None:
             "partition by_classes: classes_per_client = 'two' does not fit; it must be a whole number.",
         ),
         ("settings = {lr = 'fast'}", "pfedhn: lr = 'fast' does not fit; it must be a number."),
+        (
+            "lr = 0.1",
+            "mine has no field 'lr', which is a setting of a method; write lr = 0.1 under the heading [methods.pf",
+        ),
+        ("method = ['fedavg']\nlr = 1", "write local_lr = 1 under the heading [methods.fedavg]."),
+        (
+            "num_clients = 3",
+            "mine has no field 'num_clients'; did you mean 'clients'? See docs/experiments.md for all.",
+        ),
+        ("seed = 3", "mine has no field 'seed'; did you mean 'seeds'?"),
         ("settings = {llr = 1}", "pfedhn has no field 'llr'; did you mean 'lr'?"),
         ("[methods.pfedn]\nlr = 1", "[methods.pfedn] names no method; did you mean 'pfedhn'?"),
         ("method = 'local'\n[methods.pfedhn]\nlr = 1", "[methods.pfedhn] has no cell to change; add it to method ="),

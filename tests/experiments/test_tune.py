@@ -158,6 +158,12 @@ def test_the_authors_rates_stay_unless_asked_and_fifty_clients_are_used() -> Non
     assert {point.cell.clients for point in plan(from_toml(Path("mine.toml"))).points} == {6}
 
 
+def test_every_method_of_a_persons_own_file_is_tuned() -> None:
+    assert plan(from_toml(Path("mine.toml")), tunes_all=True).methods == ("pfedhn", "fedavg")
+    with pytest.raises(UserError, match=r"unless it is named; --only method=pfedhn tunes pfedhn\."):
+        plan(Experiment("ours", (Cell(),)))
+
+
 def test_the_first_stage_has_a_fifth_of_every_cells_steps() -> None:
     tuning = plan(TABLE1)
     steps = {
@@ -189,7 +195,6 @@ def test_tuned_settings_of_the_file_do_not_matter_but_others_do() -> None:
         ("--only clients=5 leaves no run of 'mine', where clients is 4, 6 or 8.", "--only clients=5"),
         ("--set local_lr cannot be given: it is what is to be chosen.", "--set local_lr=0.1"),
         ("--set fedavg.local_lr cannot be given", "--set fedavg.local_lr=0.1"),
-        ("unless it is named; --only method=pfedhn tunes pfedhn.", "--set method=pfedhn --set pretrain=none"),
         ("fedavg starts from fedavg here; only methods with no pretrain are tuned.", "--set fedavg.pretrain=fedavg"),
         ("--fraction is 0; it must be between 0 and 1.", "--fraction 0"),
         ("--finalists is 0; it must be at least 1.", "--finalists 0"),
@@ -239,7 +244,9 @@ def test_a_point_that_diverged_is_worse_than_any_other() -> None:
     assert [point.rates["local_lr"] for point in found.finalists("fedavg")] == [0.005, 0.05]
     found = replace(found, finals=outcome(tuning, "finals", {0.05: 0.1, 0.005: None}))
     assert found.rates()["fedavg"] == {"local_lr": 0.05}
-    assert replace(found, finals=Outcome()).rates() == {}
+    runs = tuning.runs("finals", tuning.points_of("fedavg"))
+    all_diverged = replace(found, finals=Outcome(failures=dict.fromkeys((run.name for run in runs), Mock())))
+    assert all_diverged.rates() == {}
 
 
 def test_with_several_seeds_the_mean_decides_and_one_that_diverged_spoils_it() -> None:
@@ -253,7 +260,52 @@ def test_with_several_seeds_the_mean_decides_and_one_that_diverged_spoils_it() -
     assert [point.rates["local_lr"] for point in found.finalists("fedavg")] == [0.1, 0.05, 0.005]
 
 
+def test_when_the_time_is_over_the_first_stage_decides() -> None:
+    tuning = plan(TABLE1, ["method=fedavg"])
+    found = TuningResults(tuning, outcome(tuning, "first", {0.1: 0.2, 0.05: 0.6}))  # two points of four, no finals
+    assert found.rates()["fedavg"] == {"local_lr": 0.05}
+    assert found.num_left_out() == 2 + 2
+    assert not TuningResults(tuning, Outcome()).has_diverged("fedavg")
+
+
 # On the command line
+
+
+def test_a_dry_run_says_how_much_would_run_and_runs_nothing() -> None:
+    said = succeed("tune", "mine.toml", "--dry-run").stdout
+    assert "Tuning pfedhn, fedavg: 20 points, 20 short runs and up to 6 full runs, 500 steps in all." in said
+    assert f"would be written to runs/mine-tuning/rates.toml and {Path('mine.rates.toml').resolve()}." in said
+    assert succeed("run", "mine.toml", "--tune", "--dry-run").stdout.startswith(said)
+    assert sorted(map(str, Path().iterdir())) == ["mine.toml"]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "arguments"),
+    [
+        ("--tune is for your own experiment file, and demo is none; use `pfedhn tune demo`", "demo --tune"),
+        ("--tune-minutes is 0; it must be above 0.", "mine.toml --tune --tune-minutes 0"),
+        ("so --rates cannot be given with it.", "mine.toml --tune --rates mine.rates.toml"),
+    ],
+)
+def test_a_run_that_cannot_be_tuned_first_is_refused(sentence: str, arguments: str) -> None:
+    Path("mine.rates.toml").write_text("[mine.fedavg]\nlocal_lr = 0.3")
+    refused(sentence, "run", *arguments.split())
+    assert not Path("runs").exists()
+
+
+@pytest.mark.slow
+def test_run_tunes_first_and_uses_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_grid(monkeypatch, "fedavg", {"local_lr": (0.3, 0.2)})
+    run = ["run", "mine.toml", "--only", "method=fedavg,clients=6", "--tune", "--jobs", "1"]
+    late = succeed(*run, "--tune-minutes", "1e-9", "--out", "late")
+    assert "2 points were left out when 1e-09 minutes were over, so that no rate was chosen" in late.stdout
+    assert not Path("mine.rates.toml").exists()
+    said = succeed(*run)
+    assert "Tuning fedavg: 2 points, 2 short runs and up to 2 full runs, 120 steps in all." in said.stderr
+    (chosen,) = read_rates(Path("mine.rates.toml"))["mine"]["fedavg"].values()
+    result = json.loads(Path("runs/mine/fedavg-digits-6-seed0/result.json").read_text())
+    assert result["cell"]["settings"]["local_lr"] == chosen
+    assert "runs/mine holds this experiment already, so nothing is tuned again." in succeed(*run).stderr
 
 
 def set_grid(monkeypatch: pytest.MonkeyPatch, method: str, grid: dict[str, tuple[float, ...]]) -> None:
@@ -289,11 +341,11 @@ def test_rates_and_the_record_of_a_tuning_vouch_for_themselves(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("with_a_bad_rate")
 def test_tune_writes_the_table_the_record_and_rates_that_run_then_uses() -> None:
-    said = succeed("tune", "mine.toml", "--finalists", "2", "--jobs", "1", "--precision", "fp32")
+    only = ["--only", "method=fedavg"]
+    said = succeed("tune", "mine.toml", *only, "--finalists", "2", "--jobs", "1", "--precision", "fp32")
     shown = said.stdout
     assert ": validation " in said.stderr  # a test score that is seen is a test score that chooses
     assert ": test " not in said.stderr
-    assert "Not tuned, and kept as it was: pfedhn (--only method=pfedhn tunes it)." in shown
     assert shown.endswith("Next: `pfedhn run mine.toml` uses them.\n")
     record = json.loads(Path("runs/mine-tuning/tuning.json").read_text())
     assert record["experiment"] == "mine"
@@ -348,7 +400,7 @@ def test_tune_writes_the_table_the_record_and_rates_that_run_then_uses() -> None
 
 def test_when_every_point_diverges_nothing_is_chosen_and_the_code_is_1(monkeypatch: pytest.MonkeyPatch) -> None:
     set_grid(monkeypatch, "fedavg", {"local_lr": (1e30, 1e31)})
-    result = invoke("tune", "mine.toml", "--jobs", "1")
+    result = invoke("tune", "mine.toml", "--only", "method=fedavg", "--jobs", "1")
     assert result.exit_code == 1
     assert "error: every point of fedavg diverged; no rate was chosen for it." in result.stderr
     assert not Path("mine.rates.toml").exists()
@@ -356,7 +408,7 @@ def test_when_every_point_diverges_nothing_is_chosen_and_the_code_is_1(monkeypat
 
 def test_a_failure_that_is_no_divergence_ends_the_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "rounds", Mock(side_effect=TypeError("unsupported operand")))
-    result = invoke("tune", "mine.toml", "--jobs", "1")
+    result = invoke("tune", "mine.toml", "--only", "method=fedavg", "--jobs", "1")
     assert result.exit_code == 1
     assert result.stderr.count("TypeError: unsupported operand (an error inside pfedhn;") == 4
     assert not Path("runs/mine-tuning/finals").exists()
@@ -365,12 +417,13 @@ def test_a_failure_that_is_no_divergence_ends_the_tuning(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_after_kill_9_the_finished_points_are_only_read() -> None:
-    succeed("tune", "mine.toml", "--jobs", "1", "--out", "whole")
+    tune_fedavg = ["tune", "mine.toml", "--only", "method=fedavg", "--jobs", "1", "--out"]
+    succeed(*tune_fedavg, "whole")
     Path("mine.rates.toml").unlink()
     for attempt in range(10):  # a busy machine may look away until all have finished
         killed = f"killed-{attempt}"
         process = subprocess.Popen(
-            [sys.executable, "-m", "pfedhn", "tune", "mine.toml", "--jobs", "1", "--out", killed],
+            [sys.executable, "-m", "pfedhn", *tune_fedavg, killed],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -388,7 +441,7 @@ def test_after_kill_9_the_finished_points_are_only_read() -> None:
         raise AssertionError("too late to be a test")
     before = {file: file.stat().st_mtime_ns for file in Path(killed).glob("*/*/result.json")}
     assert before
-    shown = succeed("tune", "mine.toml", "--jobs", "1", "--out", killed)
+    shown = succeed(*tune_fedavg, killed)
     assert " of 4 runs are finished already." in shown.stderr
     assert {file: file.stat().st_mtime_ns for file in before} == before
     scores = [json.loads(Path(out, "tuning.json").read_text())["methods"]["fedavg"] for out in ("whole", killed)]

@@ -249,3 +249,19 @@ def test_settings_that_do_not_fit_what_was_trained_are_refused(generator: Run, s
     for rounds in (0, 1):
         with pytest.raises(UserError, match=sentence):
             generator.add_client(*examples(40, 1), rounds=rounds, settings=settings)
+
+
+@pytest.mark.parametrize(("largest", "threads"), [(10**9, 1), (0, 2)])
+def test_a_client_joins_a_small_network_in_one_thread(
+    largest: int, threads: int, choosy: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "SMALL_NETWORK", largest)
+    seen, evaluate = [], Simulation.evaluate
+    monkeypatch.setattr(Simulation, "evaluate", lambda *given: seen.append(torch.get_num_threads()) or evaluate(*given))
+    torch.set_num_threads(2)
+    try:
+        choosy.add_client(*examples(80, 1), rounds=0)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert set(seen) == {threads}

@@ -2,6 +2,7 @@
 
 import numpy
 import pytest
+from scipy.stats import binomtest
 from sklearn import metrics
 
 from pfedhn.runs import measures
@@ -48,3 +49,9 @@ def test_a_measure_that_is_not_defined_is_left_out() -> None:
     assert scores.client_loss[2] == pytest.approx(-numpy.log(0.6))
     alone = measures.detailed_scores(p[:1], numpy.array([0]), numpy.array([0]), num_clients=1)
     assert "auc" not in alone.examples
+
+
+@pytest.mark.parametrize(("right", "count"), [(10, 12), (0, 3), (7, 7)])
+def test_the_interval_of_an_accuracy_is_wilsons(right: int, count: int) -> None:
+    expected = binomtest(right, count).proportion_ci(method="wilson")
+    assert measures.accuracy_interval(right / count, count) == pytest.approx((expected.low, expected.high))

@@ -3,9 +3,11 @@
 import copy
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
+import pandas
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,6 +50,10 @@ def without_gradient(outputs: Tensor, y: Tensor) -> Tensor:
         ({"method": 3}, "method is 3; give a name"),
         ({"method": "pfedn"}, "did you mean 'pfedhn'"),
         ({"federation": (X, Y)}, r"federation is \(array.*; make one"),
+        (
+            {"federation": "visits.csv"},
+            r"read it with pfedhn\.datasets\.read_federation\('visits\.csv', 'CLIENT', 'LABEL'\)",
+        ),
         ({"model": {}}, "model names no target network"),
         ({"model": None}, "is given as NoneType"),
         ({"model": lambda: NETWORK}, "the same network twice"),
@@ -74,6 +80,8 @@ def without_gradient(outputs: Tensor, y: Tensor) -> Tensor:
         ({"executor": "fast"}, "no executor 'fast'"),
         ({"executor": X}, "executor is array"),
         ({"upload": "zip"}, "no transform 'zip'"),
+        ({"rounds": 3}, r"train takes no 'rounds'; did you mean 'steps'\? See docs/api\.md for all\.$"),
+        ({"method": "pfedhn", "learning_rate": 0.1}, r"give pfedhn\.ALGORITHMS\['pfedhn'\]\(lr=0\.1\)\.$"),
     ],
 )
 def test_training_refuses(changes: dict[str, Any], sentence: str) -> None:
@@ -124,6 +132,24 @@ def test_a_method_built_in_python_has_the_bounds_of_the_command_line(settings: d
         train(method=ALGORITHMS["pfedhn"](**settings))
 
 
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: PFedHN(learning_rate=0.1), r"PFedHN has no argument 'learning_rate'; give server=SGD\(lr=0\.1, "),  # type: ignore[call-arg]
+        (lambda: pfedhn.FedAvg(epochs=2), "FedAvg has no argument 'epochs'; did you mean 'local_steps'"),  # type: ignore[call-arg]
+        (
+            lambda: ALGORITHMS["fedavg"](learning_rate=0.1),
+            "FedAvg has no field 'learning_rate'; did you mean 'local_lr'",
+        ),
+        (lambda: ALGORITHMS["pfedhn"](hidden=9), r"did you mean 'hidden_dim'\? See docs/methods\.md for all\.$"),
+        (lambda: ALGORITHMS["pfedhn"](zzz=9), r"has no field 'zzz'; see docs/methods\.md for those there are\.$"),
+    ],
+)
+def test_an_unknown_setting_gets_one_suggestion(make: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        make()
+
+
 def test_weights_that_no_seed_changes_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     train(model=lambda: copy.deepcopy(NETWORK))
     assert "gives the same weights for every seed" in caplog.text
@@ -162,6 +188,29 @@ def run() -> pfedhn.Run:
 def test_a_run_refuses(run: pfedhn.Run, call: Callable[[Any], Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         call(run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({}, "is read as a table; say which column names the client and which holds the label"),
+        (
+            {"path": pandas.DataFrame({"a": [1]})},
+            r"a DataFrame is no path; save it with to_csv\('table\.csv', index=False\)",
+        ),
+        ({"client_column": "clinik", "label_column": "well"}, "has no column 'clinik'; did you mean 'clinic'"),
+        ({"client_column": "clinic", "label_column": "clinic"}, "cannot be both the client and the label"),
+        (
+            {"client_column": "clinic", "label_column": "well", "ignore_columns": "age"},
+            "ignore_columns is 'age'; give a l",
+        ),
+        ({"client_column": "clinic", "label_column": "well", "encode": "onehot"}, "encode is 'onehot'; choose"),
+    ],
+)
+def test_a_table_is_refused(arguments: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "visits.csv").write_text("clinic,age,well\n" + "a,1,0\nb,2,1\n" * 8)
+    with pytest.raises(UserError, match=sentence):
+        pfedhn.datasets.read_federation(**{"path": tmp_path / "visits.csv", **arguments})
 
 
 @pytest.mark.parametrize(

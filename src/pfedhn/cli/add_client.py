@@ -9,6 +9,8 @@ from pfedhn.cli.options import DeviceOption, RunArgument, RunNameOption
 from pfedhn.errors import UserError
 from pfedhn.system.screen import say
 
+WIDE_INTERVAL = 20  # points of accuracy, from which on a score says little
+
 
 def add_client(
     directory: RunArgument,
@@ -60,6 +62,7 @@ def add_client(
     from pfedhn.data.files import read_client
     from pfedhn.runs.export import check_ending
     from pfedhn.runs.load import load
+    from pfedhn.runs.measures import accuracy_interval
     from pfedhn.settings import parse_assignments
 
     if out is not None:
@@ -83,14 +86,20 @@ def add_client(
         raise UserError(f"{data} has {len(x)} examples, too few to hold some out; give more.")
     is_accuracy = test.metric is not None
     texts = [f"{100 * part.sample_mean:.1f} %" if is_accuracy else f"{part.mean_loss:.4f}" for part in scores]
-    what = "accuracy" if is_accuracy else "loss"
-    if joined.card["test"]["error"] is not None:
+    what, interval, is_little = "loss", "", False
+    if is_accuracy:
+        low, high = (100 * bound for bound in accuracy_interval(test.sample_mean, count))
+        what, interval = "accuracy", f" (95 % interval: {low:.1f} to {high:.1f} %)"
+        is_little = high - low > WIDE_INTERVAL
+    elif joined.card["test"]["error"] is not None:
         what = f"error (root mean square, in units of {joined.card['label']['name']})"
         texts = [f"{client.card['test']['error']:.4g}" for client in (before, joined)]
     say(
-        f"Held-out {what}: {texts[1]} on {count} of {len(x)} examples ({texts[0]} before joining). "
+        f"Held-out {what}: {texts[1]}{interval} on {count} of {len(x)} examples ({texts[0]} before joining). "
         f"Round {joined.round} of {rounds} was chosen on validation; {seconds:.1f} s."
     )
+    if is_little:
+        say(f"{count} test examples say little; judge the model on more with `pfedhn predict --label`.")
     if joined.tried:
         values = joined.settings.items()
         chosen = ", ".join(

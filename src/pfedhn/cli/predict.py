@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from pfedhn.cli.options import RunArgument, RunNameOption
-from pfedhn.errors import UserError
+from pfedhn.errors import UserError, some
 from pfedhn.system.screen import say
 
 if TYPE_CHECKING:
+    import pandas
+
     from pfedhn.data.reading import Reading
 
 
@@ -71,6 +73,7 @@ def predict(
     said = lines.iloc[:, 0].tolist()
     if files is not None:
         lines.insert(0, "file", files)
+        lines = _with_unread(lines, data)
     text = lines.to_csv(index=False)
     if out is None:
         sys.stdout.write(text)
@@ -79,6 +82,20 @@ def predict(
         say(f"{len(lines)} predictions are in {out}.")
     if answers is not None:
         say(_compared(said, answers.tolist(), described.classes is not None), is_error=True)
+
+
+def _with_unread(lines: "pandas.DataFrame", data: Path) -> "pandas.DataFrame":
+    """The predictions of images, with a line without a prediction for each one that could not be read."""
+    from pfedhn.data.images import images_below
+    from pfedhn.system.files import given_path
+
+    place = given_path(data)
+    listed = [str(file.relative_to(place)) if place.is_dir() else file.name for file in images_below(place)]
+    unread = [name for name in listed if name not in set(lines["file"])]
+    if not unread:
+        return lines
+    say(f"No prediction for {len(unread)} of {len(listed)} images, which are damaged: {some(unread)}.", is_error=True)
+    return lines.astype(object).set_index("file").reindex(listed).reset_index()  # of whole numbers, NaN makes fractions
 
 
 def _earlier_reading(cell: Mapping[str, Any], data: Path) -> "Reading | None":

@@ -46,6 +46,12 @@ def run(
     rates: Annotated[
         Path | None, Option(metavar="FILE", help="Learning rates that `pfedhn tune` chose.", show_default=False)
     ] = None,
+    tune: Annotated[
+        bool, Option("--tune", help="For your own file: first choose learning rates on validation, as `pfedhn tune`.")
+    ] = False,
+    tune_minutes: Annotated[
+        float, Option("--tune-minutes", metavar="N", help="With --tune: start no new run of it after N minutes.")
+    ] = 10.0,
     data_dir: DataDirOption = None,
     device: DeviceOption = None,
     executor: Annotated[
@@ -94,6 +100,7 @@ def run(
       pfedhn run table1-cifar10 --only method=pfedhn,method=fedavg,clients=50
       pfedhn run table1-mnist --seeds 0,1 --data-dir ~/data
       pfedhn run mine.toml --jobs 1
+      pfedhn run mine.toml --tune
       pfedhn run table1-cifar10 --on ray:10.0.0.1:6379 --out /shared/table1
       pfedhn run mix-and-match --small
       pfedhn run --resume runs/mine
@@ -128,7 +135,7 @@ def run(
 
     if resume is not None:
         given = {"NAME-OR-FILE": experiment, "--set": assignments, "--only": only, "--seeds": seeds, "--out": out}
-        given |= {"--rates": rates, "--small": "--small" if small else None}
+        given |= {"--rates": rates, "--small": "--small" if small else None, "--tune": "--tune" if tune else None}
         if clash := [name for name, value in given.items() if value]:
             raise UserError(f"--resume continues what {resume} holds, so {clash[0]} cannot be given with it.")
         chosen, runs = Directory(resume).read()
@@ -154,6 +161,16 @@ def run(
     if as_json and not dry_run:
         raise UserError("--json is for --dry-run; of finished runs, `pfedhn report --json` prints the results.")
     path = resume or out or Path("runs") / chosen.name
+    if tune and experiment is not None:
+        from pfedhn.cli.tuning import tune_before_run
+
+        if rates is not None:
+            raise UserError("--tune chooses the learning rates, so --rates cannot be given with it.")
+        begun = tune_before_run(
+            options, experiment, assignments or [], only or [], path, jobs, on, device, tune_minutes, dry_run
+        )
+        if begun:
+            chosen, runs, _ = chosen_runs(experiment, assignments or [], only or [], seeds, rates, small)
     if dry_run:
         from pfedhn.cli.plan import print_plan
         from pfedhn.experiments.preflight import preflight

@@ -30,8 +30,12 @@ def run_shown(
     split: str = "test",
     detail: Detail = "normal",
     listen: Callable[[Event], None] = lambda event: None,
+    until: float | None = None,
 ) -> tuple[Outcome, Preflight]:
-    """Check and run what is not finished, side by side, and show progress and the scores on `split`."""
+    """Check and run what is not finished, side by side, and show progress and the scores on `split`.
+
+    After `until`, by the monotonic clock, no run is started.
+    """
     ready = preflight(path, chosen, runs, options, jobs, cluster is not None)
     left = ready.waiting
     screen = Screen(stderr=True)
@@ -50,7 +54,7 @@ def run_shown(
 
     try:
         with Display(len(left), screen, split, detail) as display:
-            outcome = run_ready(ready, tell, cluster)
+            outcome = run_ready(ready, tell, cluster, until)
     except KeyboardInterrupt:
         where = "" if cluster is None else f" --on {cluster.on}"
         raise Stopped(f"stopped; `pfedhn run --resume {path}{where}` continues.") from None

@@ -40,8 +40,9 @@ def run_stage(
     options: Options,
     jobs: int | None,
     cluster: Cluster | None,
+    until: float | None = None,
 ) -> Outcome:
-    """Run some points; one that diverges is a finding, any other failure ends the command."""
+    """Run some points, and after `until` start none; one that diverges is a finding, any other failure ends it all."""
 
     def forget(event: Event) -> None:
         if isinstance(event, RunFinished):  # nobody uses the model of a point, and those of a large grid fill a disk
@@ -53,7 +54,9 @@ def run_stage(
     runs = tuning.runs(stage, points)
     try:
         # No test score is shown: who sees it while choosing has chosen by it.
-        outcome, _ = run_shown(chosen, runs, path, options, jobs, cluster, split="validation", listen=forget)
+        outcome, _ = run_shown(
+            chosen, runs, path, options, jobs, cluster, split="validation", listen=forget, until=until
+        )
     except Stopped:
         raise Stopped("stopped; the same command continues.") from None
     end(Outcome(failures={name: why for name, why in outcome.failures.items() if not why.has_diverged}))

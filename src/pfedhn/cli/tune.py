@@ -3,12 +3,10 @@
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
 from typer import Option
 
-from pfedhn.cli.endings import FAILED, complain
 from pfedhn.cli.options import (
     DataDirOption,
     DeviceOption,
@@ -18,7 +16,7 @@ from pfedhn.cli.options import (
     PrecisionOption,
     SetOption,
 )
-from pfedhn.system.screen import Screen, say
+from pfedhn.system.screen import say
 
 
 def tune(
@@ -28,7 +26,8 @@ def tune(
         list[str] | None,
         Option(
             metavar="FIELD=VALUE,...",
-            help="Only these methods or cells: method=fedavg. pFedHN and pFedHN-PC are tuned only if named here.",
+            help="Only these methods or cells: method=fedavg. In an experiment of the package, pFedHN and pFedHN-PC "
+            "are tuned only if named here.",
         ),
     ] = None,
     seeds: Annotated[
@@ -48,14 +47,18 @@ def tune(
     data_dir: DataDirOption = None,
     device: DeviceOption = None,
     precision: PrecisionOption = None,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Show methods, points, runs and steps, and run nothing.")
+    ] = False,
 ) -> None:
     """Choose learning rates on validation examples, from the paper's grids.
 
     Every point of a method's grid is run for a fifth of the steps, the best
-    three for all of them; the best validation score wins. pFedHN keeps its
-    authors' rates unless --only names it. 50 clients are used if the experiment
-    has such a cell, otherwise the median of its numbers of clients. After Ctrl-C or a crash,
-    the same command resumes.
+    three for all of them; the best validation score wins. Every method of your
+    own file is tuned; in an experiment of the package, pFedHN keeps its authors'
+    rates unless --only names it. 50 clients are used if the experiment has such
+    a cell, otherwise the median of its numbers of clients. After Ctrl-C or a
+    crash, the same command resumes.
 
     The choice is kept in DIR/rates.toml. For mine.toml it is also kept beside
     it, in mine.rates.toml, where `pfedhn run mine.toml` finds it. A grid of your
@@ -67,62 +70,19 @@ def tune(
       pfedhn run table1-cifar10 --rates runs/table1-cifar10-tuning/rates.toml
       pfedhn tune mine.toml --only method=pfedhn,clients=20
     """
-    from pfedhn.cli.find import find_experiment, whole_numbers
-    from pfedhn.cli.running import choose_device_on
-    from pfedhn.cli.stages import check_files, run_stage
-    from pfedhn.experiments.build import check
+    from pfedhn.cli.find import whole_numbers
+    from pfedhn.cli.tuning import make_plan, print_tuning_plan, tune_rates
     from pfedhn.experiments.directory import Options
-    from pfedhn.experiments.grid import grids_from_toml, refuse_without_effect, with_assignments
-    from pfedhn.experiments.rates import rates_file, save_rates
-    from pfedhn.experiments.registry import experiments
-    from pfedhn.experiments.tasks import connected
-    from pfedhn.experiments.tune import TuningResults, plan, read_record, refuse_other, write_record
-    from pfedhn.settings import parse_assignments
     from pfedhn.system.files import given_path
 
-    chosen, source = find_experiment(experiment, data_dir=data_dir)
-    values = parse_assignments(assignments or [])
-    chosen = with_assignments(chosen, values, data_dir)
-    numbers = whole_numbers(seeds)
-    grids = grids_from_toml(Path(source)) if source.endswith(".toml") else {}
-    tuning = plan(chosen, only or [], numbers, fraction=fraction, finalists=finalists, assigned=values, own_grids=grids)
-    check(tuning.stages["finals"])  # those of the first stage differ in their steps alone
-    points = [point for method in tuning.methods for point in tuning.points_of(method)]
-    refuse_without_effect(assignments or [], [point.cell for point in points])
-    if save is None and experiment not in experiments():
-        save = rates_file(Path(source))
-    path = out or Path("runs") / f"{chosen.name}-tuning"
-    refuse_other(path, tuning)
-    files = [file for file in (path / "rates.toml", save) if file is not None]
-    check_files(files, save)
-    read_record(path / "tuning.json")
+    given: dict[str, Any] = {"fraction": fraction, "finalists": finalists, "save": save, "out": out, "data_dir": data_dir}
+    planned = make_plan(experiment, assignments or [], only or [], whole_numbers(seeds), **given)
+    if dry_run:
+        print_tuning_plan(planned)
+        return
     options = Options(data_dir=None if data_dir is None else given_path(data_dir, is_resolved=True))
     options = options if precision is None else replace(options, precision=precision)
-    options.check()
-    with connected(on) as cluster:
-        options = replace(options, device=choose_device_on(cluster, device))
-        found = TuningResults(tuning, run_stage(tuning, "first", points, path, options, jobs, cluster))
-        points = [point for method in tuning.methods for point in found.finalists(method)]
-        found = replace(found, finals=run_stage(tuning, "finals", points, path, options, jobs, cluster))
-    for table in found.tables():
-        Screen().print(table)
-    words = ["pfedhn", "tune", source, *(word for text in assignments or [] for word in ("--set", text))]
-    words += [word for text in only or [] for word in ("--only", text)]
-    words += ["--seeds", ",".join(map(str, tuning.seeds)), "--fraction", f"{fraction:g}", "--finalists", str(finalists)]
-    words += [] if precision is None else ["--precision", precision]
-    write_record(path / "tuning.json", chosen, found.record(shlex.join(words)))
-    for file in files if found.rates() else []:
-        save_rates(file, chosen.name, found.rates())
-        say(f"Learning rates: {file}")
-    present = {cell.method for cell in chosen.cells}
-    left = [method for method in tuning.grids if method in present and method not in tuning.methods]
-    if left and not any("method=" in text for text in only or []):  # who names methods knows
-        how = ",".join(f"method={method}" for method in left)
-        say(f"Not tuned, and kept as it was: {', '.join(left)} (--only {how} tunes it).")
-    if found.rates():
-        is_found_by_itself = experiment not in experiments() and save == rates_file(Path(source))
-        with_file = "" if is_found_by_itself else f" --rates {shlex.quote(str(path / 'rates.toml'))}"
-        say(f"Next: `pfedhn run {shlex.quote(experiment)}{with_file}` uses them.")
-    if lost := [method for method in tuning.methods if found.winner(method) is None]:
-        complain(f"every point of {', '.join(lost)} diverged; no rate was chosen for it.")
-        raise typer.Exit(FAILED)
+    tune_rates(planned, options, jobs, on, device)
+    is_found_by_itself = planned.is_own and save is None
+    with_file = "" if is_found_by_itself else f" --rates {shlex.quote(str(planned.files[0]))}"
+    say(f"Next: `pfedhn run {shlex.quote(experiment)}{with_file}` uses them.")

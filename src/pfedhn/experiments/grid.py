@@ -1,12 +1,13 @@
 """Experiments from files and command lines: grids, `--set` and `--only`."""
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from pfedhn.algorithms import ALGORITHMS, find_method
-from pfedhn.errors import UserError, closest
+from pfedhn.errors import SYNONYMS, UserError, closest, closest_setting
 from pfedhn.experiments.rates import apply_rates, headed, rates_file, rates_for
 from pfedhn.experiments.spec import (
     CELL_TABLES,
@@ -22,9 +23,10 @@ from pfedhn.experiments.spec import (
 )
 from pfedhn.experiments.tables import with_own_clients, with_table_defaults
 from pfedhn.runs.assemble import build_algorithm
-from pfedhn.settings import build, fits, in_short, names_to_set, parse_assignments, parse_toml, parse_value
+from pfedhn.settings import build, fits, in_short, names_to_set, parse_assignments, parse_toml, parse_value, to_toml
 from pfedhn.system.files import given_path, read_text
 
+FIELDS = "docs/experiments.md"  # which lists the fields of an experiment file
 TABLES = Mapping[str, Mapping[str, Any]]
 
 
@@ -135,7 +137,7 @@ def from_table(table: Mapping[str, Any], name: str) -> Experiment:
         listed = table.pop("cells")
         if not isinstance(listed, list) or not all(isinstance(cell, Mapping) for cell in listed):
             raise UserError("cells does not fit; write each cell under a heading [[cells]].")
-        cells = [build(Cell, cell, f"cell {number}") for number, cell in enumerate(listed)]
+        cells = [build(Cell, cell, f"cell {number}", FIELDS) for number, cell in enumerate(listed)]
         if table:
             raise UserError(f"beside `cells` stands {next(iter(table))!r}; a file has either cells or a grid.")
     else:
@@ -160,14 +162,30 @@ def _cells_of_grid(table: dict[str, Any], name: str) -> Iterator[Cell]:
         headed(f"[methods.{method}]", method)
         if method not in methods:
             raise UserError(f"[methods.{method}] has no cell to change; add it to method = {methods!r}.")
+    _refuse_unknown(table, [method for method in methods if isinstance(method, str)], name)
     for method in methods:
         for point in _grid({"method": method} | table, {item.name: None for item in fields(Cell)}):
-            cell = build(Cell, point, name)
+            cell = build(Cell, point, name, FIELDS)
             kinds = find_method(method).kinds
             hints = names_to_set(kinds)
             for values in _grid(in_short(kinds, by_method.get(method, {})), hints):
                 for settings in _grid(in_short(kinds, cell.settings), hints):
                     yield _with_values(replace(cell, settings=settings), values)
+
+
+def _refuse_unknown(table: Mapping[str, Any], methods: Iterable[str], name: str) -> None:
+    """Refuse what is no field of a cell; a setting of a method stands under the method's heading."""
+    known = [*(item.name for item in fields(Cell)), "seeds"]
+    settings = {method: names_to_set(find_method(method).kinds) for method in methods}
+    for key in (key for key in table if key not in known):
+        is_of_cell = any(other in known for other in SYNONYMS.get(key, ()))
+        for found, method in itertools.product((key, *SYNONYMS.get(key, ())), settings):
+            if found in settings[method] and not is_of_cell:
+                raise UserError(
+                    f"{name} has no field {key!r}, which is a setting of a method; write "
+                    f"{to_toml({found: table[key]}).strip()} under the heading [methods.{method.rpartition(':')[2]}]."
+                )
+        raise UserError(f"{name} has no field {key!r}; {closest_setting(key, known, FIELDS)}")
 
 
 def _grid(table: Mapping[str, Any], hints: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -203,7 +221,7 @@ def _with_values(cell: Cell, values: Mapping[str, Any]) -> Cell:
             table["settings"] = {**table["settings"], name: value}
     if isinstance(table["method"], str) and isinstance(table["settings"], Mapping):
         table["settings"] = in_short(find_method(table["method"]).kinds, table["settings"])
-    return build(Cell, table, f"the {cell.method} cell")
+    return build(Cell, table, f"the {cell.method} cell", FIELDS)
 
 
 def _joined(name: str, before: Any, change: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +242,9 @@ def with_assignments(experiment: Experiment, values: Mapping[str, Any], data_dir
         if not any(_aim(name, cell) for cell in cells):
             if name == "seeds":
                 raise UserError("--set changes fields of cells; the seeds are given as --seeds 0,1,2.")
-            raise UserError(f"--set: no cell has a field {name!r}; {closest(name, _names_to_set(cells))}")
+            raise UserError(
+                f"--set: no cell has a field {name!r}; {closest_setting(name, _names_to_set(cells), FIELDS)}"
+            )
         for number, cell in enumerate(cells):
             if (target := _aim(name, cell)) is not None:
                 value = _absolute(target, value, Path.cwd())
@@ -250,9 +270,8 @@ def refuse_without_effect(texts: Sequence[str], cells: Collection[Cell]) -> None
         if not assignments_for([text], cells):
             methods = ", ".join(dict.fromkeys(map(method_name, cells)))
             name = text.partition("=")[0].strip()
-            raise UserError(
-                f"--set {text} changes none of the chosen runs ({methods}); {closest(name, _names_to_set(cells))}"
-            )
+            hint = closest_setting(name, _names_to_set(cells), FIELDS)
+            raise UserError(f"--set {text} changes none of the chosen runs ({methods}); {hint}")
 
 
 def _aim(name: str, cell: Cell) -> str | None:

@@ -1,5 +1,6 @@
 """Runs that wait for their turn, what came of them, and how those that go on side by side are started and stopped."""
 
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,16 +36,21 @@ class Outcome:
 class Queue:
     """Runs that wait for a turn, or for the run they start from, in the order in which they should start."""
 
-    def __init__(self, ready: Preflight, listen: Listener) -> None:
-        self.ready, self.listen, self.outcome = ready, listen, Outcome(dict(ready.finished))
+    def __init__(self, ready: Preflight, listen: Listener, until: float | None = None) -> None:
+        """Queue what waits; after `until`, by the monotonic clock, no run starts, and till then they start in order."""
+        self.ready, self.listen, self.outcome, self.until = ready, listen, Outcome(dict(ready.finished)), until
         for name, sentence in ready.damaged.items():
             listen(Said(name, sentence))
         # Started last, a run that takes long would leave the other cores idle at the end, or the GPU half used.
         awaited = {ready.starts_from.get(run.name) for run in ready.waiting}
-        self.waiting = sorted(ready.waiting, key=lambda run: (run.name not in awaited, -_num_rounds(run.cell)))
+        self.waiting = ready.waiting
+        if until is None:
+            self.waiting.sort(key=lambda run: (run.name not in awaited, -_num_rounds(run.cell)))
 
     def take(self) -> RunSpec | None:
         """A run that can start now; None if there is none."""
+        if self.until is not None and time.monotonic() > self.until:
+            self.waiting.clear()
         for run in list(self.waiting):
             earlier = self.ready.starts_from.get(run.name)
             if earlier in self.outcome.failures:

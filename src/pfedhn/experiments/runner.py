@@ -22,7 +22,12 @@ from pfedhn.system.process import stop_on_signal
 MAX_RUNS_ON_DEVICE = 24  # a GPU is busy long before; more only wait longer for their first result
 
 
-def run_ready(ready: Preflight, listen: Listener = lambda event: None, cluster: Cluster | None = None) -> Outcome:
+def run_ready(
+    ready: Preflight,
+    listen: Listener = lambda event: None,
+    cluster: Cluster | None = None,
+    until: float | None = None,
+) -> Outcome:
     """Run side by side: on a CPU each run in its own process, on a GPU in turns in this one, or on a cluster.
 
     A run that fails does not stop the others. Ctrl-C lets every run write a checkpoint, then raises KeyboardInterrupt.
@@ -31,10 +36,11 @@ def run_ready(ready: Preflight, listen: Listener = lambda event: None, cluster: 
         ready: The runs, each of which gets a folder of its name in the experiment's directory.
         listen: Told of everything that happens.
         cluster: The machines that run them; this machine if None.
+        until: When to stop starting runs, by the monotonic clock.
     """
     if cluster is not None:  # whose machines have other working directories
         ready = replace(ready, directory=ready.directory.resolve())
-    queue, options, jobs = Queue(ready, listen), ready.options, ready.jobs
+    queue, options, jobs = Queue(ready, listen, until), ready.options, ready.jobs
     if cluster is not None:
         cluster.check(ready)
         cluster.run(queue)

@@ -109,8 +109,29 @@ class TuningResults:
         return self._ranked("first", self.tuning.points_of(method))[: self.tuning.finalists]
 
     def winner(self, method: str) -> Point | None:
-        """The best finalist; None if all diverged."""
-        return next(iter(self._ranked("finals", self.finalists(method))), None)
+        """The best finalist; the best of the first stage if no time was left for others, and None if all diverged."""
+        finalists = self.finalists(method)
+        left_out = [point for point in finalists if self._is_left_out("finals", point)]
+        return next(iter([*self._ranked("finals", finalists), *left_out]), None)
+
+    def has_diverged(self, method: str) -> bool:
+        """Whether every point of a method diverged, so that no rate was chosen."""
+        left_out = (self._is_left_out("first", point) for point in self.tuning.points_of(method))
+        return self.winner(method) is None and not any(left_out)
+
+    def num_left_out(self) -> int:
+        """The points that no time was left for, in both stages."""
+        methods = self.tuning.methods
+        first = [point for method in methods for point in self.tuning.points_of(method)]
+        finals = [point for method in methods for point in self.finalists(method)]
+        stages: list[tuple[Stage, list[Point]]] = [("first", first), ("finals", finals)]
+        return sum(self._is_left_out(stage, point) for stage, points in stages for point in points)
+
+    def _is_left_out(self, stage: Stage, point: Point) -> bool:
+        """Whether a run of a point has neither finished nor failed."""
+        outcome = self.first if stage == "first" else self.finals
+        runs = self.tuning.runs(stage, [point])
+        return any(run.name not in outcome.results and run.name not in outcome.failures for run in runs)
 
     def rates(self) -> Rates:
         """The rates of each method's winner, and of the methods that take them over."""
@@ -143,12 +164,18 @@ class TuningResults:
             for point in points:
                 table.add_row(
                     *(f"{rate:g}" if isinstance(rate, float) else str(rate) for rate in point.rates.values()),
-                    _text(self.score("first", point)),
-                    _text(self.score("finals", point)) if point in finalists else "",
+                    self._text("first", point),
+                    self._text("finals", point) if point in finalists else "",
                     "chosen" if point == winner else "",
                     style="bold" if point == winner else None,
                 )
             yield table
+
+    def _text(self, stage: Stage, point: Point) -> str:
+        score = self.score(stage, point)
+        if score is None:
+            return "left out" if self._is_left_out(stage, point) else "diverged"
+        return f"{100 * score:.2f} %" if score >= 0 else f"loss {-score:.4f}"
 
     def record(self, command: str) -> dict[str, Any]:
         """What `tuning.json` says of each method that was tuned by a command."""
@@ -158,7 +185,9 @@ class TuningResults:
             points, finalists, winner = tuning.points_of(method), self.finalists(method), self.winner(method)
             base = points[0].cell
             fixed = {name: value for name, value in base.settings.items() if name not in tuning.grids[method]}
-            best = None if winner is None else self.finals.results[tuning.runs("finals", [winner])[0].name]
+            done = self.first.results | self.finals.results
+            names = [] if winner is None else [tuning.runs(stage, [winner])[0].name for stage in ("finals", "first")]
+            best = next((done[name] for name in names if name in done), None)
             methods[method] = {
                 "chosen": None if winner is None else dict(winner.rates),
                 "points": [
@@ -182,8 +211,10 @@ class TuningResults:
     def _stage_record(self, stage: Stage, point: Point) -> dict[str, Any]:
         results = self._results(stage)
         names = [run.name for run in self.tuning.runs(stage, [point])]
+        failures = (self.first if stage == "first" else self.finals).failures
+        lost = {name: "diverged" if name in failures else "left out" for name in names}
         return {
-            "runs": {name: _validation_score(results[name]) if name in results else "diverged" for name in names},
+            "runs": {name: _validation_score(results[name]) if name in results else lost[name] for name in names},
             "score": self.score(stage, point),
             "steps": self.tuning.cell(stage, point).steps,
             "seconds": round(sum(results[name].seconds for name in names if name in results), 3),
@@ -210,6 +241,7 @@ def plan(
     finalists: int = FINALISTS,
     assigned: Iterable[str] = (),
     own_grids: Mapping[str, Grid] | None = None,
+    tunes_all: bool = False,
 ) -> Tuning:
     """The points to try for an experiment, at 50 clients, or at the middle one of its numbers of clients.
 
@@ -221,6 +253,7 @@ def plan(
         finalists: How many points of each method then get all steps.
         assigned: Names that `--set` changes; none of them may be what is to be chosen.
         own_grids: By method, from the experiment's file, instead of those that methods come with.
+        tunes_all: Whether methods whose authors chose their rates are tuned like all others.
     """
     if not 0 < fraction < 1:
         raise UserError(f"--fraction is {fraction:g}; it must be between 0 and 1.")
@@ -238,7 +271,9 @@ def plan(
     if numbers:
         clients = CLIENTS if CLIENTS in numbers else numbers[len(numbers) // 2]
         cells = [cell for cell in cells if cell.clients == clients]
-    methods = _methods_to_tune(experiment, [cell.method for cell in cells], named, grids, own_grids or {})
+    methods = _methods_to_tune(
+        experiment, [cell.method for cell in cells], named, grids, grids if tunes_all else own_grids or {}
+    )
     for name in assigned:
         head, _, rest = name.removeprefix("settings.").rpartition(".")
         if any(rest in grids[method] for method in methods if head in ("", method)):
@@ -289,12 +324,6 @@ def _methods_to_tune(
         hint = f"; --only method={others[0]} tunes {others[0]}" if others else ""
         raise UserError(f"{experiment.name!r} has no method that is tuned unless it is named{hint}.")
     return methods
-
-
-def _text(score: float | None) -> str:
-    if score is None:
-        return "diverged"
-    return f"{100 * score:.2f} %" if score >= 0 else f"loss {-score:.4f}"
 
 
 def write_record(file: Path, experiment: Experiment, methods: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -86,7 +87,10 @@ def assemble(
         resize_every: Communication steps after which every client goes on to the next of several target networks.
     """
     if not isinstance(federation, Federation):
-        raise UserError(f"federation is {short(federation)}; make one with pfedhn.Federation.from_arrays, say.")
+        way_out = "make one with pfedhn.Federation.from_arrays, say"
+        if isinstance(federation, str | Path):
+            way_out = f"read it with pfedhn.datasets.read_federation({str(federation)!r}, 'CLIENT', 'LABEL')"
+        raise UserError(f"federation is {short(federation)}; {way_out}.")
     steps, batch_size = whole_number("steps", steps), whole_number("batch_size", batch_size)
     evaluate_every, seed = whole_number("evaluate_every", evaluate_every), check_seed(seed)
     federation = federation.to(choose_device(device))

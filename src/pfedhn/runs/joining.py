@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,6 +31,7 @@ from pfedhn.runs.export import Card, Portable, write_model
 from pfedhn.settings import check_seed, whole_number
 
 TRIAL_ROUNDS = 10  # for which settings are tried before a client joins
+SMALL_NETWORK = 100_000  # parameters of a target network, up to which a second thread costs more than it brings
 
 Tried: TypeAlias = Sequence[tuple[Mapping[str, Any], float]]
 """Settings that were tried for a few rounds, each with its validation score; minus infinity where it diverged."""
@@ -157,6 +159,36 @@ def join(
         memories: Of the round that they join at.
         adapts: Whether the clients that are there take the method's adaptation steps.
     """
+    with _fitting_threads(plan):
+        return _join_with_best(plan, memories, federation, rounds, settings, trial_rounds, seed, adapts)
+
+
+@contextmanager
+def _fitting_threads(plan: Plan) -> Iterator[None]:
+    """On a CPU, run a small network in one thread: two would mostly wait for each other."""
+    models = plan.models.values()
+    is_small = len(plan.clients.shape) == 1 and all(
+        sum(shape.numel() for shape in model.shapes.values()) <= SMALL_NETWORK for model in models
+    )
+    before = torch.get_num_threads()
+    if plan.device.type == "cpu" and is_small:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _join_with_best(
+    plan: Plan,
+    memories: Memories,
+    federation: Federation,
+    rounds: int,
+    settings: Mapping[str, Any] | None,
+    trial_rounds: int,
+    seed: int,
+    adapts: bool,
+) -> NewClients:
     rounds, trial_rounds = whole_number("rounds", rounds, least=0), whole_number("trial_rounds", trial_rounds)
     trial_rounds = min(trial_rounds, rounds)
     if settings is not None:

@@ -13,7 +13,7 @@ from pfedhn.model import Factory, PerExample
 from pfedhn.runs.assemble import choose_device
 from pfedhn.runs.run import Run
 from pfedhn.storage.checkpoint import load_state
-from pfedhn.storage.directory import Origin, identity, read_result, read_spec
+from pfedhn.storage.directory import DIVERGED, Origin, identity, read_result, read_spec
 from pfedhn.storage.restore import to_plan
 from pfedhn.system.files import given_path
 
@@ -33,7 +33,8 @@ def load(
     """A run from its directory, whether `pfedhn.train` or `pfedhn run` made it, without its clients' data.
 
     It has the history and accuracies, every client's model (`personal_model`), and lets new clients join
-    (`add_client`). It holds no examples; what needs some says so.
+    (`add_client`). It holds no examples; what needs some says so. If the run is not finished, a warning says at which
+    step it stands.
 
     Loading a directory imports the code that it names (the module of your network, say), so load only what you trust.
     Code of the standard library is refused.
@@ -75,9 +76,14 @@ def load(
                 f"{path} holds a result and no model, as every run of a tuning does; train it again in another folder."
             )
         raise UserError(f"{path} holds no checkpoint yet; wait until its run has written one.")
+    result = read_result(path, spec)
+    if result is None:
+        step = min(stored.state.round * plan.clients_per_round, plan.schedule.steps)
+        why = "diverged" if (path / DIVERGED).exists() else "is not finished"
+        logger.warning(f"{path} {why}: it stands at step {step:,} of {plan.schedule.steps:,}.")
     origin = Origin(spec.name, spec.method.name, cell=spec.cell or {}, dataset=spec.data.name)
     seconds = stored.history[-1].seconds if stored.history else 0.0
-    return Run(plan, stored.state, origin, stored.history, seconds, read_result(path, spec))
+    return Run(plan, stored.state, origin, stored.history, seconds, result)
 
 
 def _run_directory(path: Path, name: str | None) -> Path:

@@ -3,6 +3,7 @@
 Axes: [E]xamples, classes [L].
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,6 +53,13 @@ def _defined(
 ) -> dict[str, float]:
     values = {name: measure(predicted, y) for name, measure in measures.items()} if len(y) else {}
     return {name: value for name, value in values.items() if numpy.isfinite(value)}
+
+
+def accuracy_interval(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of an accuracy that was measured on `count` examples."""
+    z2 = 1.959964**2 / count
+    middle, width = share + z2 / 2, math.sqrt(z2 * (share * (1 - share) + z2 / 4))
+    return (middle - width) / (1 + z2), (middle + width) / (1 + z2)
 
 
 def log_losses(probabilities: Numbers, y: NDArray[Any]) -> Numbers:

@@ -1,16 +1,19 @@
 """`pfedhn.train`: train a personal model for every client."""
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, ParamSpec, get_args
 
 import torch
 
+from pfedhn.algorithms import ALGORITHMS, find_method
 from pfedhn.data.federation import Federation
 from pfedhn.engine.state import Select
 from pfedhn.engine.transform import Transform
-from pfedhn.errors import UserError, short
+from pfedhn.errors import SYNONYMS, UserError, closest_setting, short
 from pfedhn.model import Factory, PerExample
 from pfedhn.privacy import Privacy
 from pfedhn.runs.assemble import AnyAlgorithm, assemble, choose_device
@@ -19,6 +22,7 @@ from pfedhn.runs.execute import computing_on, drain, execute
 from pfedhn.runs.progress import Display, watch_run
 from pfedhn.runs.run import Run
 from pfedhn.runs.tracking import Callback
+from pfedhn.settings import names_to_set
 from pfedhn.storage.directory import Origin, read_spec
 from pfedhn.system.files import given_path
 from pfedhn.system.process import advise_once, stop_on_signal
@@ -26,6 +30,35 @@ from pfedhn.system.process import advise_once, stop_on_signal
 Precision = Literal["tf32", "fp32"]
 
 
+P = ParamSpec("P")
+
+
+def _names_checked(function: Callable[P, Run]) -> Callable[P, Run]:
+    """`train`, with a sentence for a keyword that it does not take, such as a setting of the method."""
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*arguments: P.args, **named: P.kwargs) -> Run:
+        if foreign := [name for name in named if name not in names]:
+            method: Any = arguments[0] if arguments else named.get("method")
+            _refuse_foreign(foreign[0], named[foreign[0]], method, names)
+        return function(*arguments, **named)
+
+    return checked
+
+
+def _refuse_foreign(name: str, value: Any, method: Any, names: Sequence[str]) -> None:
+    settings = names_to_set(find_method(method).kinds) if isinstance(method, str) and method in ALGORITHMS else {}
+    found = next((other for other in (name, *SYNONYMS.get(name, ())) if other in settings), None)
+    if found is not None and not any(other in names for other in SYNONYMS.get(name, ())):
+        raise UserError(
+            f"train takes no {name!r}, which is a setting of the method; instead of {method!r}, give "
+            f"pfedhn.ALGORITHMS[{method!r}]({found}={short(value)})."
+        )
+    raise UserError(f"train takes no {name!r}; {closest_setting(name, names, 'docs/api.md')}")
+
+
+@_names_checked
 def train(
     method: str | AnyAlgorithm,
     federation: Federation,

@@ -23,6 +23,10 @@ def cache_folder() -> Path:
 
 def given_path(path: str | Path, is_resolved: bool = False) -> Path:
     """A path as a person writes it, with ~ for a home; a resolved one is absolute."""
+    if hasattr(path, "to_csv"):
+        raise UserError(
+            f"a {type(path).__name__} is no path; save it with to_csv('table.csv', index=False), and give 'table.csv'."
+        )
     if not isinstance(path, str | Path) or "\0" in str(path):
         raise UserError(f"{short(path)} is no path; give one without null characters.")
     try:
