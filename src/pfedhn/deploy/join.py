@@ -171,7 +171,7 @@ def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
         (total, count),
         run=party.run,
         method=_enrolled(folder)[1].cell.method,
-        chosen_step=chosen["round"] * party.plan.schedule.cohort_size,
+        chosen_step=chosen["round"] * party.plan.clients_per_round,
         steps=party.plan.schedule.steps,
     )
     write_model(file, Portable.of(model, party.plan.clients), module, card)
