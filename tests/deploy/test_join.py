@@ -185,6 +185,24 @@ def test_what_is_kept_is_its_owner_s_alone(server: Server, tmp_path: Path, monke
     assert {name for name in closed if (tmp_path / name).stat().st_mode & 0o077} == set()
 
 
+@pytest.mark.slow
+def test_a_card_counts_steps_as_a_simulation_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that sends nothing trains everybody in every round, whatever the size of a cohort."""
+    simulation = simulation_of(small("local"), rounds=8, cohort=1, evaluate_every=1)
+    group = Group(simulation, tmp_path / "group")
+    group.server.run()
+    party = group.parties["party-0"]
+    write_enrolled(tmp_path, SPEC)
+    monkeypatch.setattr(join, "load_party", lambda *given: party)
+    write_model = Mock()
+    monkeypatch.setattr(join, "write_model", write_model)
+    join.export_model(tmp_path, tmp_path / "model.safetensors")
+    card = write_model.call_args.args[3]
+    assert party.files.chosen()["round"] > 0
+    assert card["chosen_step"] == party.files.chosen()["round"] * len(group.parties)
+    assert card["steps"] == simulation.num_rounds * len(group.parties)
+
+
 def write_enrolled(folder: Path, spec: str) -> None:
     """What a party is told when it is let in."""
     key = json.loads((folder / ENROLLED).read_text())["key"] if (folder / ENROLLED).exists() else "key"

@@ -172,7 +172,7 @@ def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
         run=party.run,
         method=_enrolled(folder)[1].cell.method,
         chosen_step=chosen["round"] * party.plan.clients_per_round,
-        steps=party.plan.schedule.steps,
+        steps=party.plan.num_rounds * party.plan.clients_per_round,
     )
     write_model(file, Portable.of(model, party.plan.clients), module, card)
     return party.name
