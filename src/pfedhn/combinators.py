@@ -225,10 +225,10 @@ def fine_tuned(method: Method, num_steps: int) -> Method:
     """
     tuned = with_settings(method, {"adaptation_steps": num_steps})
     if num_fine_tuning_steps(tuned) != num_steps:
-        name = type(innermost(method)).__name__
+        name, taken = type(innermost(method)).__name__, num_fine_tuning_steps(tuned)
         raise UserError(
-            f"{name} has its own setting adaptation_steps, but its property fine_tuning takes "
-            f"{num_fine_tuning_steps(tuned)} steps when it is {num_steps}; let fine_tuning use it, or rename the setting."
+            f"{name} has its own setting adaptation_steps, but its property fine_tuning takes {taken} steps when it is "
+            f"{num_steps}; let fine_tuning use it, or rename the setting."
         )
     return tuned
 
