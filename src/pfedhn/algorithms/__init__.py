@@ -189,9 +189,8 @@ REPLACED = {
 
 def refuse_replaced(kind: type[Any]) -> None:
     """Refuse a class of a user with a member that nobody asks for any more."""
-    for name, instead in REPLACED.items():
-        if hasattr(kind, name):
-            raise UserError(f"{kind.__name__} has {name!r}, which has no effect since version 0.2; use {instead}.")
+    if name := next((name for name in dir(kind) if name in REPLACED), None):
+        raise UserError(f"{kind.__name__} has {name!r}, which has no effect since version 0.2; use {REPLACED[name]}.")
 
 
 def find_method(name: str) -> Method:

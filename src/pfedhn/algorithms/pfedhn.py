@@ -76,7 +76,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
 
     @property
     def uses(self) -> Uses:
-        return Uses(published=("phi",), training=("velocity", "square"))
+        return Uses(published=("phi",), training=("velocity", "square"), embedding="embedding")
 
     def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> Self:
         return replace(self, embeddings=self.embeddings.for_clients(num_clients, descriptor_dim))

@@ -232,11 +232,11 @@ class Plan:
 
     def embeddings(self, memories: Memories) -> Tensor | None:
         """[N, D]: what the server knows of each client by now; None if the method has no embeddings."""
-        rows = memories.rows
-        if not isinstance(getattr(rows, "embedding", None), Tensor):
+        name = self.algorithm.uses.embedding
+        if name is None:
             return None
-        rows = self.algorithm.up_to_date(rows, self.exchange.memory_of_method(memories.shared))
-        embeddings: Tensor = rows.embedding
+        rows = self.algorithm.up_to_date(memories.rows, self.exchange.memory_of_method(memories.shared))
+        embeddings: Tensor = getattr(rows, name)
         return embeddings
 
     def personal_weights(
