@@ -22,13 +22,13 @@ from safetensors.torch import load_file
 
 import pfedhn
 from pfedhn import models
+from pfedhn.algorithms.find import build_algorithm
 from pfedhn.data.files import read_federation
 from pfedhn.deploy import flower
 from pfedhn.deploy.certificates import make_certificates
 from pfedhn.deploy.engine import QUIET, environment, free_port
 from pfedhn.deploy.signing import KEY_HEADER, key_text, new_key, proof, public_text
 from pfedhn.deploy.spec import read_spec, to_plan
-from pfedhn.runs.assemble import build_algorithm
 
 PARTIES = ("lyon", "nice", "paris")
 SPEC = """

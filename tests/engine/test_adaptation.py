@@ -12,8 +12,9 @@ from torch.nn.functional import cross_entropy
 import pfedhn
 from pfedhn import keys
 from pfedhn.algorithm import FineTuning
-from pfedhn.algorithms import ALGORITHMS, REPLACED
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.find import REPLACED, build_algorithm
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.combinators import WithStatistics, fine_tuned, num_fine_tuning_steps, published_part, with_settings
 from pfedhn.data.federation import Federation
@@ -21,7 +22,6 @@ from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.rounds import scores_of_adapted
 from pfedhn.engine.state import Best, Evaluation
 from pfedhn.errors import UserError
-from pfedhn.runs.assemble import build_algorithm
 from pfedhn.settings import values_of
 from pfedhn.sgd import SGD
 from pfedhn.storage.files import sealed_json, unsealed_json

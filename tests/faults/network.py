@@ -21,6 +21,7 @@ from faults.table import Row, row_of
 from torch.utils import _pytree as pytree
 
 from pfedhn import models
+from pfedhn.algorithms.find import build_algorithm
 from pfedhn.data.files import read_federation
 from pfedhn.deploy import engine
 from pfedhn.deploy.join import load_party
@@ -30,7 +31,7 @@ from pfedhn.deploy.site import Site
 from pfedhn.deploy.state import Rules
 from pfedhn.deploy.store import Store
 from pfedhn.params import take
-from pfedhn.runs.assemble import assemble, build_algorithm
+from pfedhn.runs.assemble import assemble
 
 SECONDS = 300.0  # that a fault may cost at most
 ROUNDS = 40  # more than all faults together take, also where a round takes but seconds

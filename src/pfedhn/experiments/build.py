@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pfedhn import models
-from pfedhn.algorithms import find_method
+from pfedhn.algorithms.find import AnyAlgorithm, build_algorithm, find_method
 from pfedhn.data import catalogue as datasets
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
@@ -26,7 +26,7 @@ from pfedhn.experiments.spec import Cell, Experiment, RunSpec, is_made, is_own_d
 from pfedhn.model import Model
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
-from pfedhn.runs.assemble import AnyAlgorithm, assemble, build_algorithm
+from pfedhn.runs.assemble import assemble
 from pfedhn.settings import build
 
 if TYPE_CHECKING:

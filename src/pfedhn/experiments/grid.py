@@ -5,7 +5,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from pfedhn.algorithms import ALGORITHMS, find_method
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.find import build_algorithm, find_method
 from pfedhn.data import catalogue as datasets
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.data import with_own_clients
@@ -21,7 +22,6 @@ from pfedhn.experiments.spec import (
     is_own_data,
     method_name,
 )
-from pfedhn.runs.assemble import build_algorithm
 from pfedhn.settings import build, fits, in_short, names_to_set, parse_assignments, parse_toml, parse_value
 from pfedhn.system.files import given_path, read_text
 

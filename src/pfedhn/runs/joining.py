@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.algorithms import method_of
+from pfedhn.algorithms.find import method_of
 from pfedhn.data.columns import new_client
 from pfedhn.data.federation import Federation
 from pfedhn.engine.evaluate import SplitResult

@@ -7,12 +7,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from pfedhn.algorithms.find import AnyAlgorithm
 from pfedhn.data.federation import Federation
 from pfedhn.engine.transform import Transform
 from pfedhn.errors import UserError, short
 from pfedhn.model import Factory, PerExample
 from pfedhn.privacy import Privacy
-from pfedhn.runs.assemble import AnyAlgorithm, assemble, choose_device
+from pfedhn.runs.assemble import assemble, choose_device
 from pfedhn.runs.cluster import connection, shared_out
 from pfedhn.runs.execute import computing_on, drain, execute
 from pfedhn.runs.progress import Display, watch_run
