@@ -150,11 +150,11 @@ def run(
         raise UserError("--json is for --dry-run; of finished runs, `pfedhn report --json` prints the results.")
     path = resume or out or Path("runs") / chosen.name
     if dry_run:
-        from pfedhn.cli.plan import print_plan
+        from pfedhn.cli.dry_run import print_dry_run
         from pfedhn.experiments.preflight import preflight
 
         options = replace(options, device=choose_device_on(None, device))
-        print_plan(preflight(path, chosen, runs, options, jobs), as_json)
+        print_dry_run(preflight(path, chosen, runs, options, jobs), as_json)
         return
     detail: Detail = "quiet" if quiet else "verbose" if verbose else "normal"
     with connected(on) as cluster:

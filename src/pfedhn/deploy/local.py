@@ -20,7 +20,7 @@ from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Kept, Offer, Reply, all_finite
 from pfedhn.errors import RunError
 from pfedhn.model import Model
-from pfedhn.params import Params, in_dtype, take
+from pfedhn.params import Params, take
 from pfedhn.privacy import Privacy, Protection
 from pfedhn.sgd import Batches
 
@@ -55,8 +55,7 @@ class LocalClient:
         """What describes this client to a method that asks for it; else nothing."""
         if not self.plan.algorithm.needs.descriptors:
             return ()
-        given = self.data.descriptors
-        return (self.data.class_shares if given is None else given)[0].to(self.plan.dtype)
+        return self.plan.descriptors_of(self.data)[0]
 
     def first_contact(self, phase: Phase, received: Params) -> Kept:
         """The client's private state before its first round."""
@@ -86,7 +85,7 @@ class LocalClient:
         """Train once on zeros, so that a method without private steps is refused before a round costs budget."""
         exchange, start = self.plan.exchange, self.plan.initial_models()[self.architecture]
         shared = exchange.init_shared({self.architecture: self.model}, {self.architecture: start}, 0)
-        row = in_dtype(self.plan.algorithm.init_row(torch.tensor(0), None), self.plan.dtype)
+        row = self.plan.first_row(torch.tensor(0), None)
         offer = exchange.offer(self.model, shared, row, torch.tensor(0), self.identity)
         kept = self.first_contact("training", self.plan.download.decode(offer.weights, self.model.dtype))
         shape = self.plan.algorithm.num_batches, 2
