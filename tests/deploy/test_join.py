@@ -19,14 +19,14 @@ from parties import Group, simulation_of, small
 
 from pfedhn.cli import join as join_command
 from pfedhn.cli.federation import standing
-from pfedhn.deploy import engine, join, party_folder
+from pfedhn.deploy import join, party_folder, programs
 from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
-from pfedhn.deploy.engine import end_orphan, free_port, is_alive
 from pfedhn.deploy.gate import Gate, make_app
 from pfedhn.deploy.invitations import Bundle, Invitations
 from pfedhn.deploy.join import ENROLLED, Joined, enroll, load_party, remember
 from pfedhn.deploy.policy import Policy
+from pfedhn.deploy.programs import end_orphan, free_port, is_alive
 from pfedhn.deploy.relay import write_message
 from pfedhn.deploy.serve import Service
 from pfedhn.deploy.signing import load_or_make_key, public_text, write_private
@@ -299,7 +299,7 @@ def test_a_party_leaves_nothing_under_the_temporary_folder(tmp_path: Path, monke
 
     def keep(home: Joined) -> None:
         places.append((home.place / "socket").is_socket())
-        raise RunError("the engine does not start.")
+        raise RunError("Flower does not start.")
 
     monkeypatch.setattr(Joined, "_keep_node", keep)
     with pytest.raises(RunError):
@@ -332,7 +332,7 @@ def test_what_a_killed_process_left_behind_is_asked_to_leave_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that says goodbye may come again at once."""
-    monkeypatch.setattr(engine, "SECONDS_TO_STOP", 120.0)
+    monkeypatch.setattr(programs, "SECONDS_TO_STOP", 120.0)
     program, place, said = tmp_path / "node", tmp_path / "place", tmp_path / "said"
     program.write_text(
         "import pathlib, signal, sys, time\n"
