@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import numpy
 import pytest
+import torch
 from parties import Group, simulation_of, small
 
 from pfedhn.cli import join as join_command
@@ -262,6 +263,9 @@ def test_a_party_says_how_private_it_is(
     join_command.join(**given, clip=1.0, noise=2.0, epsilon=8.0, level="client")
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["privacy"] for event in said] == ["none", "level client, epsilon 0.250 of 8 spent"]
+    assert {event["device"] for event in said} == {"cuda" if torch.cuda.is_available() else "cpu"}
+    with pytest.raises(UserError, match="there is no device 'gpu'"):
+        join_command.join(**given, device="gpu")
 
 
 def test_a_party_whose_disk_is_full_says_so_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,10 +141,10 @@ def _enrolled(folder: Path) -> tuple[dict[str, Any], FederationSpec]:
     return table, read_spec(table["spec"], folder / "spec.toml")
 
 
-def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None = None) -> Party:
+def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None = None, device: str = "cpu") -> Party:
     """A party that has enrolled, with its data, whose place is given if they have moved."""
     (enrolled, spec), own = _enrolled(folder), json.loads(read_text(folder / "party.json"))
-    plan, name, size = to_plan(spec), own["name"], own["size"]
+    plan, name, size = to_plan(spec, device), own["name"], own["size"]
     if size and size not in plan.models:
         raise UserError(f"there is no size {size!r}; there are {', '.join(plan.models)}.")
     federation = read_examples(data or own["data"], name, spec, plan, size)
