@@ -87,7 +87,8 @@ def test_parties_on_a_gpu_are_the_simulator(method: str, tmp_path: Path) -> None
     expected = simulated(simulation)
     group = Group(replace(simulation, executor="auto"), tmp_path)
     for name, party in group.parties.items():
-        there = replace(party, plan=group.simulation.on("cuda"), data=party.data.to("cuda"))
+        plan = replace(group.simulation.on("cuda"), executor="auto", joining_rounds=group.plan.joining_rounds)
+        there = replace(party, plan=plan, data=party.data.to("cuda"))
         group.answers[name] = there.answer
     group.server.run()
     assert_simulated(group, expected)
