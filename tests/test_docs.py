@@ -38,7 +38,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.method import Method
 from pfedhn.cli.app import app
 from pfedhn.data.partition import Labels, by_classes
-from pfedhn.deploy.engine import free_port
+from pfedhn.deploy.programs import free_port
 from pfedhn.experiments.build import cell_algorithm, check
 from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.grid import from_table, from_toml

@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.errors import UserError, closest
-from pfedhn.settings import build, checked, fits, parse_assignments, to_toml
+from pfedhn.settings import build, checked, fits, in_short, parse_assignments, to_toml
+from pfedhn.sgd import SGD, AdamW
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,18 @@ def test_closest_prefers_letters_in_their_places() -> None:
 
 def test_closest_does_not_guess_wildly() -> None:
     assert closest("xyz", ["pfedhn", "local"]) == "there are pfedhn, local."
+
+
+def test_a_table_that_names_its_class_is_that_class() -> None:
+    """As in Python, and unlike the short names of stored runs, which change one setting each."""
+    pfedhn = ALGORITHMS["pfedhn"]
+    table = {"optimizer": "adamw", "lr": 6e-4}
+    assert pfedhn(server=table) == PFedHN(server=AdamW(6e-4))
+    assert ALGORITHMS["pfedhn-plus"](server=table) == ALGORITHMS["pfedhn-plus"](server=AdamW(6e-4))
+    assert pfedhn(server={"lr": 0.1}) == PFedHN(server=SGD(0.1, 0.9, 1e-3, clip=50.0))
+    assert pfedhn(**table) == PFedHN(server=AdamW(6e-4, 0.9, weight_decay=1e-3, clip=50.0))
+    short = in_short(pfedhn.kinds, {"server": table})
+    assert pfedhn(**tomllib.loads(to_toml(short))) == PFedHN(server=AdamW(6e-4))
 
 
 def test_assignments_are_toml_values_or_bare_words() -> None:

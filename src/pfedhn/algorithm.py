@@ -98,11 +98,12 @@ class Needs(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """Which fields of a method's memories serve what. None stands for the whole memory."""
+    """Which fields of a method's memories serve what. For tuples, None stands for the whole memory."""
 
     published: tuple[str, ...] | None = None  # of `shared`: what `publish` reads and a moving average covers
     training: tuple[str, ...] = ()  # of `shared`: what `receive` alone reads; the best round is kept without it
     personal: tuple[str, ...] | None = ()  # of `private`: the client's own model, which a moving average covers too
+    embedding: str | None = None  # of a row: the vector that describes its client to the server, if there is one
 
 
 def _nothing_frozen(model: Model) -> Collection[str]:

@@ -223,7 +223,14 @@ def fine_tuned(method: Method, num_steps: int) -> Method:
         method: Any method that says how its clients take SGD steps; training does not change.
         num_steps: SGD steps of each client, each on a fresh minibatch of its training data.
     """
-    return with_settings(method, {"adaptation_steps": num_steps})
+    tuned = with_settings(method, {"adaptation_steps": num_steps})
+    if num_fine_tuning_steps(tuned) != num_steps:
+        name, taken = type(innermost(method)).__name__, num_fine_tuning_steps(tuned)
+        raise UserError(
+            f"{name} has its own setting adaptation_steps, but its property fine_tuning takes {taken} steps when it is "
+            f"{num_steps}; let fine_tuning use it, or rename the setting."
+        )
+    return tuned
 
 
 def with_statistics(
@@ -265,7 +272,12 @@ def kinds_around(kind: type[Any]) -> tuple[type[Any], ...]:
 
 def with_settings(method: Method, values: Mapping[str, Any]) -> Method:
     """The same method with other settings, by their full names; wrappers come and go with theirs."""
-    inner = innermost(method)
+    *wrappers, inner = layers(method)
+    if foreign := next((kind for kind in map(type, wrappers) if kind not in WRAPPERS), None):
+        raise UserError(
+            f"{foreign.__name__} wraps {type(inner).__name__} but is none of pfedhn's combinators, so it would be "
+            f"dropped here; write it as a method that extends {type(inner).__name__}."
+        )
     known, around = settings_in(type(inner)), {}
     for name, value in {**values_of(method), **values}.items():
         if name not in known:

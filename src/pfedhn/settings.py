@@ -168,13 +168,21 @@ def _taken_apart(spec: Kinds, values: Mapping[str, Any]) -> Iterator[tuple[str, 
     for name, value in values.items():
         kinds = _kinds(hints.get(name))
         if kinds and isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", part) for inner, part in value.items())
+            yield from ((f"{name}.{inner}", part) for inner, part in _completed(kinds, value).items())
         elif kinds and type(value) in kinds.values():
             if len(kinds) > 1:
                 yield f"{name}.{CHOICE}", _kind_name(value)
             yield from ((f"{name}.{item.name}", getattr(value, item.name)) for item in fields(value))
         else:
             yield name, value
+
+
+def _completed(kinds: Mapping[str, type[Any]], table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table, with the defaults of the class that it names; a table that names none changes what is there."""
+    named = table.get(CHOICE) if len(kinds) > 1 else None
+    kind = kinds.get(named) if isinstance(named, str) else None
+    usual = {} if kind is None else {item.name: item.default for item in fields(kind) if item.default is not MISSING}
+    return {**table, **{name: "none" if x is None else x for name, x in usual.items() if name not in table}}
 
 
 def values_of(spec: Any) -> dict[str, Any]:

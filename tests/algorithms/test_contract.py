@@ -1,4 +1,8 @@
-"""What every row of ALGORITHMS and a method of a newcomer promise, in one table, with no exception for any of them."""
+"""What every row of ALGORITHMS and a method of a newcomer promise, in one table.
+
+Three rows are left out: fedavg-ft, pfedhn-plus-ft and pfedhn-plus-pc-ft train as fedavg, pfedhn-plus and pfedhn-plus-pc
+do. Their fine-tuning begins after the chosen round and enters none of these promises (see engine/test_adaptation.py).
+"""
 
 import copy as python_copy
 import re
@@ -46,7 +50,6 @@ SMALL = {
     "embedding_dim": 3,
     "local_lr": 0.1,
 }
-# Rows that train as another row does: fine-tuning begins after the chosen round and enters no promise below.
 FINE_TUNED = ("fedavg-ft", "pfedhn-plus-ft", "pfedhn-plus-pc-ft")
 METHODS: dict[str, Callable[..., Any]] = {
     **{name: known for name, known in ALGORITHMS.items() if name not in FINE_TUNED},

@@ -723,7 +723,7 @@ def check_pfedhn(simulation: Simulation) -> None:
         assert_close(now.embedding, h.embedding.weight.detach())
         assert_close(now.velocity, rows.velocity())
     else:
-        assert_close(table.embedding, simulation.descriptors())
+        assert_close(table.embedding, simulation.descriptors_of(simulation.federation))
     if averaging is not None:
         assert_close(state.memories.shared.average, average)
         h.load_phi(average)

@@ -22,13 +22,13 @@ from safetensors.torch import load_file
 
 import pfedhn
 from pfedhn import models
+from pfedhn.algorithms.find import build_algorithm
 from pfedhn.data.files import read_federation
 from pfedhn.deploy import flower
 from pfedhn.deploy.certificates import make_certificates
-from pfedhn.deploy.engine import QUIET, environment, free_port
+from pfedhn.deploy.programs import QUIET, environment, free_port
 from pfedhn.deploy.signing import KEY_HEADER, key_text, new_key, proof, public_text
 from pfedhn.deploy.spec import read_spec, to_plan
-from pfedhn.runs.assemble import build_algorithm
 
 PARTIES = ("lyon", "nice", "paris")
 SPEC = """
@@ -197,7 +197,7 @@ def test_three_parties_and_a_server_over_tls_are_the_simulator(world: World) -> 
 
 
 def assert_same_bytes(traffic: dict[str, Any], bytes_down: int, bytes_up: int) -> None:
-    """The engine has carried what we say, and around each message as much as the engine needs for its own names.
+    """Flower has carried what we say, and around each message as much as Flower needs for its own names.
 
     Were our messages counted twice, or not at all, it would be out of these bounds.
     """

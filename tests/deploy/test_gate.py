@@ -1,4 +1,4 @@
-"""The server's door: who has enrolled reaches the engine, and nothing but what a node needs."""
+"""The server's door: who has enrolled reaches Flower, and nothing but what a node needs."""
 
 import asyncio
 import base64
@@ -18,14 +18,14 @@ from starlette.routing import Route
 
 from pfedhn.deploy import gate
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
-from pfedhn.deploy.engine import free_port
 from pfedhn.deploy.gate import Gate, make_app
 from pfedhn.deploy.invitations import Invitations
+from pfedhn.deploy.programs import free_port
 from pfedhn.deploy.signing import KEY_HEADER, key_text, proof, public_text
 
 
 class Door:
-    """A door; with nothing behind it, unless that is said: what gets through then finds no engine."""
+    """A door; with nothing behind it, unless that is said: what gets through then finds no Flower."""
 
     def __init__(self, folder: Path, engine: str = "127.0.0.1:9") -> None:
         make_certificates(folder, ["localhost", "127.0.0.1"])
@@ -76,7 +76,7 @@ def test_nothing_but_what_a_node_needs_gets_through(door: Door) -> None:
     one, other = KEYS[:2]
     door.invitations.invite("lyon", "server:1", door.authority, key=public_text(one.public_key()))
     mine, stranger = (base64.b64encode(key_text(key.public_key())).decode() for key in (one, other))
-    assert door.post("/v1/fleet/pull-messages", **{KEY_HEADER: mine}).status_code == 503  # no engine is behind it
+    assert door.post("/v1/fleet/pull-messages", **{KEY_HEADER: mine}).status_code == 503  # no Flower is behind it
     for header in (stranger, "no base64", ""):
         assert door.post("/v1/fleet/pull-messages", **{KEY_HEADER: header}).status_code == 401
     for path in ("/v1/control/start-run", "/v1/runtime/push-messages", "/v1/fleet/../control/start-run", "/"):
@@ -101,8 +101,8 @@ def test_what_gets_through_reaches_the_engine_as_it_is(tmp_path: Path, monkeypat
     door = Door(tmp_path, f"127.0.0.1:{ports[0]}")
     door.invitations.invite("lyon", "server:1", door.authority, key=public_text(KEYS[0].public_key()))
     mine = {KEY_HEADER: base64.b64encode(key_text(KEYS[0].public_key())).decode()}
-    engine = Starlette(routes=[Route("/v1/fleet/{call}", echo, methods=["POST"])])
-    gates = [Gate(app, tmp_path, "127.0.0.1", port) for app, port in zip((engine, door.app), ports, strict=True)]
+    flower = Starlette(routes=[Route("/v1/fleet/{call}", echo, methods=["POST"])])
+    gates = [Gate(app, tmp_path, "127.0.0.1", port) for app, port in zip((flower, door.app), ports, strict=True)]
     context = ssl.create_default_context(cafile=str(tmp_path / AUTHORITY))
     try:
         for one in gates:

@@ -15,18 +15,19 @@ from unittest.mock import Mock
 
 import numpy
 import pytest
+import torch
 from parties import Group, simulation_of, small
 
 from pfedhn.cli import join as join_command
 from pfedhn.cli.federation import standing
-from pfedhn.deploy import engine, join, party_folder
+from pfedhn.deploy import join, party_folder, programs
 from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
-from pfedhn.deploy.engine import end_orphan, free_port, is_alive
 from pfedhn.deploy.gate import Gate, make_app
 from pfedhn.deploy.invitations import Bundle, Invitations
 from pfedhn.deploy.join import ENROLLED, Joined, enroll, load_party, remember
 from pfedhn.deploy.policy import Policy
+from pfedhn.deploy.programs import end_orphan, free_port, is_alive
 from pfedhn.deploy.relay import write_message
 from pfedhn.deploy.serve import Service
 from pfedhn.deploy.signing import load_or_make_key, public_text, write_private
@@ -185,6 +186,24 @@ def test_what_is_kept_is_its_owner_s_alone(server: Server, tmp_path: Path, monke
     assert {name for name in closed if (tmp_path / name).stat().st_mode & 0o077} == set()
 
 
+@pytest.mark.slow
+def test_a_card_counts_steps_as_a_simulation_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that sends nothing trains everybody in every round, whatever the size of a cohort."""
+    simulation = simulation_of(small("local"), rounds=8, cohort=1, evaluate_every=1)
+    group = Group(simulation, tmp_path / "group")
+    group.server.run()
+    party = group.parties["party-0"]
+    write_enrolled(tmp_path, SPEC)
+    monkeypatch.setattr(join, "load_party", lambda *given: party)
+    write_model = Mock()
+    monkeypatch.setattr(join, "write_model", write_model)
+    join.export_model(tmp_path, tmp_path / "model.safetensors")
+    card = write_model.call_args.args[3]
+    assert party.files.chosen()["round"] > 0
+    assert card["chosen_step"] == party.files.chosen()["round"] * len(group.parties)
+    assert card["steps"] == simulation.num_rounds * len(group.parties)
+
+
 def write_enrolled(folder: Path, spec: str) -> None:
     """What a party is told when it is let in."""
     key = json.loads((folder / ENROLLED).read_text())["key"] if (folder / ENROLLED).exists() else "key"
@@ -244,6 +263,9 @@ def test_a_party_says_how_private_it_is(
     join_command.join(**given, clip=1.0, noise=2.0, epsilon=8.0, level="client")
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["privacy"] for event in said] == ["none", "level client, epsilon 0.250 of 8 spent"]
+    assert {event["device"] for event in said} == {"cuda" if torch.cuda.is_available() else "cpu"}
+    with pytest.raises(UserError, match="there is no device 'gpu'"):
+        join_command.join(**given, device="gpu")
 
 
 def test_a_party_whose_disk_is_full_says_so_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +303,7 @@ def test_a_party_leaves_nothing_under_the_temporary_folder(tmp_path: Path, monke
 
     def keep(home: Joined) -> None:
         places.append((home.place / "socket").is_socket())
-        raise RunError("the engine does not start.")
+        raise RunError("Flower does not start.")
 
     monkeypatch.setattr(Joined, "_keep_node", keep)
     with pytest.raises(RunError):
@@ -314,7 +336,7 @@ def test_what_a_killed_process_left_behind_is_asked_to_leave_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that says goodbye may come again at once."""
-    monkeypatch.setattr(engine, "SECONDS_TO_STOP", 120.0)
+    monkeypatch.setattr(programs, "SECONDS_TO_STOP", 120.0)
     program, place, said = tmp_path / "node", tmp_path / "place", tmp_path / "said"
     program.write_text(
         "import pathlib, signal, sys, time\n"

@@ -1,4 +1,4 @@
-"""A server that stays up: what it starts, and what it believes of the engine."""
+"""A server that stays up: what it starts, and what it believes of Flower."""
 
 import base64
 import itertools
@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pfedhn.deploy import engine, flower, serve
+from pfedhn.deploy import flower, programs, serve
 from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certificates
 from pfedhn.deploy.gate import Gate
 from pfedhn.deploy.questions import SMALL_MESSAGE
@@ -45,7 +45,7 @@ LINE = public_text(KEYS[0].public_key())
 def site(tmp_path: Path) -> Site:
     """Of a server that parties find as localhost, and that has enrolled one."""
     (tmp_path / "spec.toml").write_text(SPEC)
-    port = engine.free_port()
+    port = programs.free_port()
     made = Site.make(tmp_path / "state", tmp_path / "spec.toml", f"localhost:{port}", "127.0.0.1", port)
     made.invitations.invite("lyon", made.address, "", LINE)
     return made
@@ -56,7 +56,7 @@ async def echo(request: Request) -> Response:
 
 
 def test_a_server_with_an_authority_of_one_s_own(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its certificate names the server and not the address of the engine; parties reach the engine all the same."""
+    """Its certificate names the server and not the address of Flower; parties reach Flower all the same."""
     own = site.folder.parent / "own"
     own.mkdir()
     make_certificates(own, ["localhost"])
@@ -73,9 +73,9 @@ def test_a_server_with_an_authority_of_one_s_own(site: Site, monkeypatch: pytest
         engines[-1].start()
         return SimpleNamespace(poll=lambda: None, pid=0)
 
-    monkeypatch.setattr(engine, "start", start)
-    monkeypatch.setattr(engine, "program", str)
-    monkeypatch.setattr(engine, "stop", lambda process: engines[-1].stop())
+    monkeypatch.setattr(programs, "start", start)
+    monkeypatch.setattr(programs, "path_of", str)
+    monkeypatch.setattr(programs, "stop", lambda process: engines[-1].stop())
     monkeypatch.setattr(Service, "_ask", lambda self, *words: ({"run-id": 1}, ""))
     monkeypatch.setattr(serve, "SECONDS_BETWEEN_CHECKS", 0.05)
     said, stop = list[Any](), threading.Event()
@@ -107,14 +107,14 @@ def test_a_key_is_registered_when_the_engine_says_so(site: Site, monkeypatch: py
     """What it said of another key, some time ago, says nothing of this one."""
     service = Service(site, False, lambda event: None)
     (service.home / "failed-command.log").write_text(f"Public key {IN_USE}.")
-    answers = [(1, "the engine does not answer"), (1, f'{{"success": false,\n"message": "Public key {IN_USE}."}}')]
+    answers = [(1, "Flower does not answer"), (1, f'{{"success": false,\n"message": "Public key {IN_USE}."}}')]
 
     def run(command: Sequence[str], home: Path) -> subprocess.CompletedProcess[str]:
         code, said = answers.pop(0)
         return subprocess.CompletedProcess(command, code, said, "")
 
-    monkeypatch.setattr(engine, "program", str)
-    monkeypatch.setattr(engine, "run", run)
+    monkeypatch.setattr(programs, "path_of", str)
+    monkeypatch.setattr(programs, "run", run)
     service._register()
     assert not service.registered
     service._register()
@@ -127,7 +127,7 @@ def test_a_key_is_registered_when_the_engine_says_so(site: Site, monkeypatch: py
 
 
 def test_keys_are_registered_one_at_a_time_and_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that is started again is asked whom it knows; one that fails is not in the way of others."""
+    """A Flower that is started again is asked whom it knows; one that fails is not in the way of others."""
     lines = {"lyon": LINE}
     for name, key in (("nice", KEYS[1]), ("paris", KEYS[2])):
         lines[name] = public_text(key.public_key())
@@ -143,12 +143,12 @@ def test_keys_are_registered_one_at_a_time_and_once(site: Site, monkeypatch: pyt
             return subprocess.CompletedProcess(command, 0, json.dumps({"nodes": listed}), "")
         name = command[command.index("--name") + 1]
         if name in refused:
-            return subprocess.CompletedProcess(command, 1, "the engine does not answer", "")
+            return subprocess.CompletedProcess(command, 1, "Flower does not answer", "")
         nodes[name] = next(numbers)
         return subprocess.CompletedProcess(command, 0, json.dumps({"success": True, "node-id": nodes[name]}), "")
 
-    monkeypatch.setattr(engine, "program", str)
-    monkeypatch.setattr(engine, "run", run)
+    monkeypatch.setattr(programs, "path_of", str)
+    monkeypatch.setattr(programs, "run", run)
 
     def start(turns: int) -> Service:
         asked.clear()
@@ -166,7 +166,7 @@ def test_keys_are_registered_one_at_a_time_and_once(site: Site, monkeypatch: pyt
     assert asked == ["list", "register"]
     assert set(start(3).registered) == set(lines.values())
     assert asked == ["list"]
-    del nodes["nice"]  # by an engine that was brought back from an older copy
+    del nodes["nice"]  # by a Flower that was brought back from an older copy
     assert set(start(0).registered) == {LINE, lines["paris"]}
     start(2)
     assert asked == ["list", "register"]
@@ -180,25 +180,25 @@ def test_the_engine_s_programs_find_each_other_past_a_proxy(tmp_path: Path, monk
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     monkeypatch.setenv("NO_PROXY", "intranet")
     monkeypatch.delenv("no_proxy", raising=False)
-    found = engine.environment(tmp_path)
+    found = programs.environment(tmp_path)
     assert found["NO_PROXY"] == "intranet,127.0.0.1,localhost"
     assert found["no_proxy"] == "127.0.0.1,localhost"
 
 
 class Engines:
-    """An engine that starts, and whose runs do what they are told to; each run is the next of `runs`."""
+    """A Flower that starts, and whose runs do what they are told to; each run is the next of `runs`."""
 
     def __init__(self, site: Site, monkeypatch: pytest.MonkeyPatch, *runs: Callable[[], None]) -> None:
         self.site, self.runs, self.begun = site, list(runs), list[float]()
         self.clock = partial(next, itertools.count(1.0))  # it moves when somebody looks at it
         monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=self.clock))
         process = SimpleNamespace(poll=lambda: None, pid=0)
-        monkeypatch.setattr(engine, "start", lambda command, home: process)
-        monkeypatch.setattr(engine, "program", str)
-        monkeypatch.setattr(engine, "stop", lambda process: None)
-        monkeypatch.setattr(engine, "is_listening", lambda address: True)
-        monkeypatch.setattr(engine, "is_alive", lambda pid, name: False)
-        monkeypatch.setattr(engine, "run", self.run)
+        monkeypatch.setattr(programs, "start", lambda command, home: process)
+        monkeypatch.setattr(programs, "path_of", str)
+        monkeypatch.setattr(programs, "stop", lambda process: None)
+        monkeypatch.setattr(programs, "is_listening", lambda address: True)
+        monkeypatch.setattr(programs, "is_alive", lambda pid, name: False)
+        monkeypatch.setattr(programs, "run", self.run)
         monkeypatch.setattr(serve, "SECONDS_BETWEEN_CHECKS", 0.001)
         monkeypatch.setattr(serve, "SECONDS_BETWEEN_QUESTIONS", 0.0)
 

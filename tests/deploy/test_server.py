@@ -79,6 +79,21 @@ def test_every_method_over_the_wire_is_the_simulator(method: str, tmp_path: Path
     assert not group.said("refused")
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", ["pfedhn-pc", "pfedhn-shared"])
+def test_parties_on_a_gpu_are_the_simulator(method: str, tmp_path: Path) -> None:
+    """The server and what parties store are on a CPU, whatever the parties compute with."""
+    simulation = simulation_of(small(method), rounds=4, cohort=2)
+    expected = simulated(simulation)
+    group = Group(replace(simulation, executor="auto"), tmp_path)
+    for name, party in group.parties.items():
+        plan = replace(group.simulation.on("cuda"), executor="auto", joining_rounds=group.plan.joining_rounds)
+        there = replace(party, plan=plan, data=party.data.to("cuda"))
+        group.answers[name] = there.answer
+    group.server.run()
+    assert_simulated(group, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [with_statistics(FedAvg(local_steps=3), "shared"), FedPer(local_steps=3)])
 def test_batch_statistics_travel_or_stay(algorithm: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The same app in the engine's own simulation: with `flwr run` nothing else is computed than by `pfedhn.train`."""
+"""The same app in Flower's own simulation: with `flwr run` nothing else is computed than by `pfedhn.train`."""
 
 import ast
 import json
@@ -24,7 +24,7 @@ from test_flower import PARTIES, SPEC, simulated, write_data
 import pfedhn
 from pfedhn import deploy
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.deploy import engine, flower, relay
+from pfedhn.deploy import flower, programs, relay
 from pfedhn.deploy.join import load_party
 from pfedhn.deploy.simulated import prepare
 from pfedhn.errors import UserError
@@ -34,7 +34,7 @@ DEFAULTS = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["
 
 
 class Local(Grid):
-    """The engine's messages without its processes: a message is answered when it is pushed."""
+    """Flower's messages without its processes: a message is answered when it is pushed."""
 
     def __init__(self, num_nodes: int, config: dict[str, Any]) -> None:
         self.contexts = {
@@ -77,7 +77,7 @@ class Local(Grid):
 
 @pytest.fixture
 def identity() -> Iterator[None]:
-    """The engine makes messages only inside of a run."""
+    """Flower makes messages only inside of a run."""
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1
     yield
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = None  # type: ignore[assignment]
@@ -126,13 +126,13 @@ def test_the_app_is_laid_out_as_the_engine_asks() -> None:
     table = tomllib.loads((APP / "pyproject.toml").read_text())
     project, app = table["project"], table["tool"]["flwr"]["app"]
     assert {"name", "version", "description", "license", "dependencies"} <= project.keys()
-    # The engine's version is one, here and where the package asks for it.
+    # Flower's version is one, here and where the package asks for it.
     (pinned,) = project["dependencies"]
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = extras["optional-dependencies"]["federation"]
     assert pinned in declared
     assert pinned.startswith("flwr==")
-    # What the code imports is asked for by name, not only by what the engine happens to need.
+    # What the code imports is asked for by name, not only by what Flower happens to need.
     names = {re.split(r"[<>=!;\[ ]", one)[0].replace("-", "_") for one in (*extras["dependencies"], *declared)}
     for file in sorted(Path(deploy.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -151,7 +151,7 @@ def test_the_app_is_laid_out_as_the_engine_asks() -> None:
 
 @pytest.mark.slow
 def test_flwr_run_simulates_the_same(tmp_path: Path) -> None:
-    """The engine's own command line, its local server and its Ray actors."""
+    """Flower's own command line, its local server and its Ray actors."""
     write_data(tmp_path / "data")
     (tmp_path / "spec.toml").write_text(SPEC)
     home = tmp_path / "home"
@@ -160,10 +160,10 @@ def test_flwr_run_simulates_the_same(tmp_path: Path) -> None:
         '[superlink]\ndefault = "local"\n[superlink.local]\naddress = ":local-in-memory:"\n'
     )
     ports = {"FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": "", "FLWR_LOCAL_CONTROL_API_PORT": ""}
-    ports = {name: str(engine.free_port()) for name in ports}
+    ports = {name: str(programs.free_port()) for name in ports}
     source = str(Path(pfedhn.__file__).parents[1])
     environment = {
-        **engine.environment(home), **ports, "PYTHONPATH": source, "OMP_NUM_THREADS": "1",
+        **programs.environment(home), **ports, "PYTHONPATH": source, "OMP_NUM_THREADS": "1",
         "RAY_ADDRESS": "local",  # else it joins whatever cluster this machine has, another test's for example
     }  # fmt: skip
     given = " ".join(f"{name}={json.dumps(str(tmp_path / file))}" for name, file in (
@@ -182,7 +182,7 @@ def test_flwr_run_simulates_the_same(tmp_path: Path) -> None:
 
 
 def local_servers(port: str) -> list[int]:
-    """The engine leaves its local server behind, detached: the one that listens here."""
+    """Flower leaves its local server behind, detached: the one that listens here."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:

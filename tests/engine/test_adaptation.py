@@ -12,16 +12,16 @@ from torch.nn.functional import cross_entropy
 import pfedhn
 from pfedhn import keys
 from pfedhn.algorithm import FineTuning
-from pfedhn.algorithms import ALGORITHMS, REPLACED
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.find import REPLACED, build_algorithm
 from pfedhn.algorithms.pfedhn import PFedHN
-from pfedhn.combinators import fine_tuned, published_part, with_settings
+from pfedhn.combinators import WithStatistics, fine_tuned, num_fine_tuning_steps, published_part, with_settings
 from pfedhn.data.federation import Federation
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.rounds import scores_of_adapted
 from pfedhn.engine.state import Best, Evaluation
 from pfedhn.errors import UserError
-from pfedhn.runs.assemble import build_algorithm
 from pfedhn.settings import values_of
 from pfedhn.sgd import SGD
 from pfedhn.storage.files import sealed_json, unsealed_json
@@ -251,6 +251,25 @@ def test_a_method_that_cannot_fine_tune_says_so() -> None:
 
     with pytest.raises(UserError, match="Silent does not say how its clients fine-tune"):
         fine_tuned(Silent(), 3)
+
+
+def test_a_method_that_ignores_its_number_of_steps_says_so() -> None:
+    @dataclass(frozen=True)
+    class Deaf(FedAvg):
+        adaptation_steps: int = 0
+
+    with pytest.raises(UserError, match="its property fine_tuning takes 0 steps when it is 7"):
+        fine_tuned(Deaf(), 7)
+    assert num_fine_tuning_steps(fine_tuned(pfedhn.FedBABU(), 3)) == 3
+
+
+def test_a_combinator_of_ones_own_is_not_dropped() -> None:
+    @dataclass(frozen=True)
+    class Noisy(WithStatistics):
+        pass
+
+    with pytest.raises(UserError, match="Noisy wraps FedAvg but is none of pfedhn's combinators"):
+        pfedhn.averaged(Noisy(FedAvg()), 0.9)
 
 
 def test_combinators_are_settings_of_every_method() -> None:

@@ -21,8 +21,9 @@ from faults.table import Row, row_of
 from torch.utils import _pytree as pytree
 
 from pfedhn import models
+from pfedhn.algorithms.find import build_algorithm
 from pfedhn.data.files import read_federation
-from pfedhn.deploy import engine
+from pfedhn.deploy import programs
 from pfedhn.deploy.join import load_party
 from pfedhn.deploy.serve import CONNECTION
 from pfedhn.deploy.signing import load_or_make_key, public_text
@@ -30,7 +31,7 @@ from pfedhn.deploy.site import Site
 from pfedhn.deploy.state import Rules
 from pfedhn.deploy.store import Store
 from pfedhn.params import take
-from pfedhn.runs.assemble import assemble, build_algorithm
+from pfedhn.runs.assemble import assemble
 
 SECONDS = 300.0  # that a fault may cost at most
 ROUNDS = 40  # more than all faults together take, also where a round takes but seconds
@@ -94,7 +95,7 @@ def takes_part_again(world: Federation, name: str) -> float:
 
 
 def kill_party(world: Federation) -> str:
-    """Its process, and with it the socket that the engine's node speaks to, in the middle of a round."""
+    """Its process, and with it the socket that Flower's node speaks to, in the middle of a round."""
     world.rounds(1)
     world.started.remove(world.parties["lyon"])
     world.parties["lyon"].kill()
@@ -160,20 +161,20 @@ def kill_server_alone(world: Federation) -> str:
 
 
 def register_a_stranger(world: Federation) -> str:
-    """On the server's own machine, where the engine can be reached, a key of its own becomes a node."""
+    """On the server's own machine, where Flower can be reached, a key of its own becomes a node."""
     home, own = world.folder / "state" / "engine", world.folder / "stranger"
     (own / "engine").mkdir(parents=True)
     key = load_or_make_key(own / "key")
     (own / "key.pub").write_text(public_text(key.public_key()))
-    done = engine.run([engine.program("flwr"), "supernode", "register", str(own / "key.pub"), CONNECTION], home)
+    done = programs.run([programs.path_of("flwr"), "supernode", "register", str(own / "key.pub"), CONNECTION], home)
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     address = (home / "config.toml").read_text().split('address = "')[1].split('"')[0]
-    node = engine.start(
+    node = programs.start(
         [
-            engine.program("flower-supernode"), "--superlink", address, "--root-certificates",
+            programs.path_of("flower-supernode"), "--superlink", address, "--root-certificates",
             str(home / "ca.crt"), "--auth-supernode-private-key", str(own / "key"),
-            "--port", str(engine.free_port()), "--node-config", 'socket="/nowhere"',
+            "--port", str(programs.free_port()), "--node-config", 'socket="/nowhere"',
         ],
         own / "engine",
     )  # fmt: skip
@@ -187,7 +188,7 @@ def register_a_stranger(world: Federation) -> str:
         if "message" in (own / "engine" / "flower-supernode.log").read_text().lower():
             raise RuntimeError("something was sent to it")
     finally:
-        engine.stop(node)
+        programs.stop(node)
     return "it was seen, and sent nothing"
 
 
@@ -206,9 +207,9 @@ FAULTS: dict[str, Callable[[Federation], str]] = {
     "two processes with the key of one party": copy_party,
     "run killed -9": kill_run,
     "engine killed -9": kill_engine,
-    "server killed -9, with its engine and run": kill_everything_of_the_server,
+    "server killed -9, with its Flower and run": kill_everything_of_the_server,
     "server killed -9 alone, and started again": kill_server_alone,
-    "a stranger becomes a node of the engine": register_a_stranger,
+    "a stranger becomes a node of Flower": register_a_stranger,
 }
 
 

@@ -1,7 +1,7 @@
 """`make soak`: a real federation whose processes are killed at random and started again, for a set time.
 
 At the end every update that was said to be accepted must be in the server's count, the server's memories and what the
-parties keep must be those of the simulator, and none of the server's processes (`pfedhn serve`, the engine, the run)
+parties keep must be those of the simulator, and none of the server's processes (`pfedhn serve`, Flower, the run)
 may have grown by more than 100 MB of memory in one life of it.
 """
 

@@ -9,12 +9,12 @@ import pytest
 from support import allow_parts, encoded, images, write_table
 from typer.testing import CliRunner
 
+from pfedhn.algorithms.find import build_algorithm
 from pfedhn.algorithms.pfedhn_shared import PFedHNShared
 from pfedhn.cli import app as cli
 from pfedhn.combinators import innermost
 from pfedhn.data.catalogue import DATASETS
 from pfedhn.experiments import directory as directory_module
-from pfedhn.experiments.build import build_algorithm
 from pfedhn.paper.experiments import BEYOND_THE_PAPER, CIFAR10, EXPERIMENTS
 
 ROWS_OF_A_CLASS = {"train": 30, "test": 10}

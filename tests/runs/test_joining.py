@@ -10,8 +10,8 @@ import torch
 from support import assert_same_bits
 
 import pfedhn
-from pfedhn.algorithms import method_of
 from pfedhn.algorithms.embeddings import JOINING_FACTORS
+from pfedhn.algorithms.find import AnyAlgorithm, method_of
 from pfedhn.algorithms.method import Method
 from pfedhn.data.federation import Federation
 from pfedhn.engine.simulate import Simulation
@@ -19,7 +19,6 @@ from pfedhn.engine.state import Diverged
 from pfedhn.errors import UserError
 from pfedhn.params import copy
 from pfedhn.runs import joining
-from pfedhn.runs.assemble import AnyAlgorithm
 from pfedhn.runs.joining import NewClients
 from pfedhn.runs.run import Run
 

@@ -1,10 +1,7 @@
 """Every method, by the name users give it: the only table of them."""
 
-import inspect
-from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import choices
 from pfedhn.algorithms.apfl import APFL
 from pfedhn.algorithms.ditto import Ditto
@@ -20,9 +17,6 @@ from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedhn_shared import PFedHNShared
 from pfedhn.algorithms.pfedme import PFedMe
-from pfedhn.combinators import innermost
-from pfedhn.errors import UserError, closest
-from pfedhn.system.reference import find_code
 
 # The paper's grids.
 LEARNING_RATES = (1e-1, 5e-2, 1e-2, 5e-3)
@@ -31,7 +25,7 @@ LOCAL = {"local_lr": LEARNING_RATES}
 TWO_LEVELS = {"lr": LEARNING_RATES, "local_lr": PERSONAL_RATES}
 META = {"local_lr": LEARNING_RATES, "personal_lr": PERSONAL_RATES}
 
-# What the paper's recipe lacks: an adaptive server that decays phi, embeddings that start small, an average of phi.
+# What the paper's settings lack: an adaptive server that decays phi, embeddings that start small, an average of phi.
 PLUS = {
     "optimizer": "adamw",
     "lr": 6e-4,
@@ -82,7 +76,7 @@ ALGORITHMS: dict[str, Method] = {
         "pFedHN+",
         **HYPERNETWORK,
         settings=PLUS,
-        summary="pFedHN with a stronger recipe of ours: AdamW on the server, small embeddings, an average of phi.",
+        summary="pFedHN with stronger settings of ours: AdamW on the server, small embeddings, an average of phi.",
         grid=PLUS_GRID,
         color="#8E1B1B",
     ),
@@ -90,7 +84,7 @@ ALGORITHMS: dict[str, Method] = {
         "pFedHN+-PC",
         **HYPERNETWORK,
         settings=PLUS | {"personal": ("last",)},
-        summary="pFedHN-PC with the stronger recipe of pFedHN+.",
+        summary="pFedHN-PC with the stronger settings of pFedHN+.",
         grid=PLUS_GRID,
         color="#B3478F",
         dash=(0, (6, 1)),
@@ -202,57 +196,3 @@ ALGORITHMS: dict[str, Method] = {
     # Where alpha starts; the values of the authors' figures.
     "apfl": Method("APFL", APFL, grid={**LOCAL, "alpha": (0.25, 0.5, 0.75)}, color="#AA4499", dash=(0, (1, 1, 3, 1))),
 }
-
-
-REPLACED = {
-    **dict.fromkeys(("communicates", "needs_descriptors", "needs_float32", "statistics"), "the property `needs`"),
-    **dict.fromkeys(("averaged_part", "with_averaged_part", "for_use"), "the property `uses`"),
-    "adapt": "the property `fine_tuning`",
-    "averaging": "pfedhn.averaged(...)",
-    "choices_for_joining": "add_client(settings=...)",
-    "usual_cohort_size": "cohort_size of the run",
-}
-"""Members that methods of earlier versions could have, and what says the same now."""
-
-
-def refuse_replaced(kind: type[Any]) -> None:
-    """Refuse a class of a user with a member that nobody asks for any more."""
-    for name, instead in REPLACED.items():
-        if hasattr(kind, name):
-            raise UserError(f"{kind.__name__} has {name!r}, which has no effect since version 0.2; use {instead}.")
-
-
-def find_method(name: str) -> Method:
-    """Return the method of this name: an entry of `ALGORITHMS`, or a class of your own as "mine.py:FedProx"."""
-    if name in ALGORITHMS:
-        return ALGORITHMS[name]
-    if ":" not in name:
-        raise UserError(f"there is no method {name!r}; {closest(name, ALGORITHMS)}")
-    kind = find_code(name)
-    if not isinstance(kind, type) or Algorithm not in kind.__mro__:
-        raise UserError(f"{name} is not a method; give a class that inherits from a method such as pfedhn.FedAvg.")
-    parameters = vars(kind).get("__dataclass_params__")
-    if parameters is None or not parameters.frozen:
-        raise UserError(f"{name} is not a frozen dataclass; write @dataclass(frozen=True) above the class.")
-    refuse_replaced(kind)
-    if inspect.isabstract(kind):
-        missing = ", ".join(sorted(kind.__abstractmethods__))  # type: ignore[attr-defined]
-        raise UserError(f"{name} does not define {missing}; see the protocol, pfedhn.algorithm.Algorithm.")
-    for item in fields(kind):
-        if item.default is MISSING and item.default_factory is MISSING:
-            raise UserError(f"{name}: the setting {item.name!r} has no default; give it one.")
-    return Method(kind.__name__, kind)
-
-
-def method_of(algorithm: Algorithm[Any, Any, Any]) -> Method:
-    """The row of the table for a method, wrapped or not."""
-    return method_of_class(type(innermost(algorithm)))
-
-
-def method_of_class(kind: type[Any]) -> Method:
-    """The first row of the table with this class, or with the nearest that it extends; else a row of this class."""
-    for parent in kind.__mro__:
-        for known in ALGORITHMS.values():
-            if parent in (known.algorithm, known.wider):
-                return known if parent is kind else replace(known, name=kind.__name__, algorithm=kind, settings={})
-    return Method(kind.__name__, kind)

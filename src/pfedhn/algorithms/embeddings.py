@@ -1,4 +1,4 @@
-"""The server's memory: a hypernetwork for all clients, an embedding of each, and how its optimizer moves that.
+"""The server's memory of each client: an embedding, and how the server's optimizer moves it.
 
 SGD: the published code decays EVERY embedding at every server step and lets its left-over momentum move it, chosen or
 not. A row that gets no gradient follows (velocity, value) -> A (velocity, value) with a fixed 2x2 matrix A, so n missed
@@ -15,24 +15,11 @@ from torch import Tensor
 from pfedhn import keys
 from pfedhn.errors import UserError
 from pfedhn.keys import Key
-from pfedhn.params import Params
 from pfedhn.settings import Fraction
 from pfedhn.sgd import SGD, AdamW, Rate
 
 NUM_POWERS = 32  # as many bits as a count of missed steps has
 JOINING_FACTORS = (1, 10, 100, 1_000, 10_000)  # of the embedding's learning rate, while a client joins
-
-
-class Shared(NamedTuple):
-    """The server's memory for all clients."""
-
-    phi: Params
-    velocity: Params
-    square: Params  # second moments, only with AdamW
-    spectral: Params  # left singular vectors, only with spectral_norm
-    powers: Tensor  # of the matrix that moves an unchosen row by one step
-    step: Tensor  # server steps so far
-    common: Params  # layers that all clients share, by "network/parameter"; pFedHN has none (see pfedhn_shared)
 
 
 class Row(NamedTuple):

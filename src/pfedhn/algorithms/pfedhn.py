@@ -17,13 +17,22 @@ from torch import Tensor
 
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm, FineTuning, Group, Needs, Rule, Uses, weighted_updates
-from pfedhn.algorithms.embeddings import Embeddings, Row, Rows, Shared
+from pfedhn.algorithms.embeddings import Embeddings, Row, Rows
 from pfedhn.algorithms.hypernetwork import Hypernetwork
 from pfedhn.layers import Roles, assign_roles
 from pfedhn.model import Model
 from pfedhn.params import Params, clip, pick, pull_back, subtract, zeros_like
 from pfedhn.settings import Bounds, Fraction
 from pfedhn.sgd import SGD, AdamW, Batches, Rate
+
+
+class Shared(NamedTuple):
+    phi: Params  # of the hypernetwork, which is for all clients
+    velocity: Params
+    square: Params  # second moments, only with AdamW
+    spectral: Params  # left singular vectors, only with spectral_norm
+    powers: Tensor  # of the matrix that moves an unchosen row by one step
+    step: Tensor  # server steps so far
 
 
 class Private(NamedTuple):
@@ -67,7 +76,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
 
     @property
     def uses(self) -> Uses:
-        return Uses(published=("phi", "common"), training=("velocity", "square"))
+        return Uses(published=("phi",), training=("velocity", "square"), embedding="embedding")
 
     def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> Self:
         return replace(self, embeddings=self.embeddings.for_clients(num_clients, descriptor_dim))
@@ -95,7 +104,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         phi = {name: value.to(like) for name, value in self.hypernetwork.init(shapes, key).items()}
         spectral = self.hypernetwork.init_spectral(phi, shapes, keys.fold(key, "spectral"))
         powers, step = self.rows.powers().to(like.device), torch.zeros((), dtype=torch.int32, device=like.device)
-        return Shared(phi, zeros_like(phi), self.server.first_squares(phi), spectral, powers, step, {})
+        return Shared(phi, zeros_like(phi), self.server.first_squares(phi), spectral, powers, step)
 
     def init_row(self, key: keys.Key, descriptor: Tensor | None) -> Row:
         return self.rows.start(key, descriptor)
@@ -130,7 +139,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         phi, velocity, square = self.server.server_step(shared.phi, shared.velocity, shared.square, gradient, step)
         rows = [self.rows.moved(row, gradient[f"row.{i}"], step) if trained else row for i, row in enumerate(rows)]
         spectral = shared.spectral | self.hypernetwork.power_step(phi, shared.spectral, shapes)
-        return Shared(phi, velocity, square, spectral, shared.powers, step, shared.common), rows
+        return shared._replace(phi=phi, velocity=velocity, square=square, spectral=spectral, step=step), rows
 
     def move_row(self, model: Model, shared: Shared, row: Row, update: Params) -> Row:
         row, generated = self.up_to_date(row, shared), pick(update, self.roles(model).generated)

@@ -13,11 +13,13 @@ learns as FedAvg's model does (`shared_lr` = 1 is FedAvg), and h learns what tak
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, NamedTuple, Self
+
+from torch import Tensor
 
 from pfedhn import keys
-from pfedhn.algorithm import Group, weighted_updates
-from pfedhn.algorithms.embeddings import Row, Shared
+from pfedhn.algorithm import Group, Uses, weighted_updates
+from pfedhn.algorithms.embeddings import Row
 from pfedhn.algorithms.hypernetwork import Head, Hypernetwork
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.errors import UserError
@@ -25,6 +27,18 @@ from pfedhn.layers import Role, Roles, Shapes, assign_roles
 from pfedhn.model import Model
 from pfedhn.params import Params, weighted
 from pfedhn.sgd import Rate
+
+
+class OnShared(NamedTuple):
+    """The server's memory for all clients: pFedHN's, and w."""
+
+    phi: Params
+    velocity: Params
+    square: Params
+    spectral: Params
+    powers: Tensor
+    step: Tensor
+    common: Params  # w, by "network/parameter"
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,10 @@ class PFedHNShared(PFedHN):
                 raise UserError(f"{name} = {value!r} has no effect without {needed}; give that too, or leave it out.")
 
     @property
+    def uses(self) -> Uses:
+        return super().uses._replace(published=("phi", "common"))
+
+    @property
     def hypernetwork(self) -> Hypernetwork:
         form = (self.hidden_dim, self.num_hidden, self.linear, self.spectral_norm)
         return Hypernetwork(self.rows.dim, *form, self.head, self.rank, self.chunk_size)
@@ -81,25 +99,26 @@ class PFedHNShared(PFedHN):
         roles = self.roles(model)
         return roles.shared if self.head == "dense" else roles.shared | roles.generated
 
-    def base(self, model: Model, shared: Shared) -> Params:
+    def base(self, model: Model, shared: Any) -> Params:
         """W of one architecture."""
         return {name: shared.common[f"{model.name}/{name}"] for name in self.common(model)}
 
-    def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: keys.Key) -> Shared:
+    def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: keys.Key) -> Any:
         common = {f"{n}/{part}": starts[n][part] for n, model in models.items() for part in self.common(model)}
-        return super().init_shared(models, starts, key)._replace(common=common)
+        return OnShared(*super().init_shared(models, starts, key), common)
 
-    def send(self, model: Model, shared: Shared, row: Row) -> Params:
+    def send(self, model: Model, shared: Any, row: Row) -> Params:
         return self.publish(model, shared, row) if self.local_start == "personal" else self.base(model, shared)
 
-    def publish(self, model: Model, shared: Shared, row: Row) -> Params:
+    def publish(self, model: Model, shared: Any, row: Row) -> Params:
         generated = super().send(model, shared, row)
         common = self.base(model, shared)
         return generated | {name: generated[name] + x if name in generated else x for name, x in common.items()}
 
-    def receive(self, shared: Shared, groups: Sequence[Group]) -> tuple[Shared, list[Row]]:
+    def receive(self, shared: Any, groups: Sequence[Group]) -> tuple[Any, list[Row]]:
         to_ends = groups if self.local_start == "personal" else [self.to_end(shared, group) for group in groups]
-        after, rows = super().receive(shared, to_ends)
+        stepped: tuple[Any, list[Row]] = super().receive(shared, to_ends)
+        after, rows = stepped
         moved = {
             f"{group.model.name}/{name}": update[name].sum(0)
             for group, update in zip(groups, weighted_updates(self.rule, groups), strict=True)
@@ -108,7 +127,7 @@ class PFedHNShared(PFedHN):
         common = {name: x - self.shared_lr * moved[name] if name in moved else x for name, x in shared.common.items()}
         return after._replace(common=common), rows
 
-    def to_end(self, shared: Shared, group: Group) -> Group:
+    def to_end(self, shared: Any, group: Group) -> Group:
         """Updates of clients that started from w, as if they had started from theirs: what is added comes on top."""
         added = super().send(group.model, shared, group.rows)
         added = added if group.parts is None else weighted(added, group.parts)

@@ -1,11 +1,13 @@
 """`pfedhn join`: take part in a federation, with data that stay here."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
 from pfedhn.cli.federation import JsonOption, need_the_extra, sayer
+from pfedhn.cli.options import DeviceOption
 from pfedhn.errors import UserError
 from pfedhn.system.screen import say
 
@@ -40,6 +42,7 @@ def join(
         float | None,
         Option(metavar="D", help="Privacy: the probability that the budget is counted at.", show_default="0.00001"),
     ] = None,
+    device: DeviceOption = None,
     stay: Annotated[bool, Option("--stay", help="Keep running when the run is over.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -58,10 +61,13 @@ def join(
 
     from pfedhn.deploy.invitations import read_bundle
     from pfedhn.deploy.join import Joined, enroll, load_party, remember
+    from pfedhn.engine.gpu import computing_on_gpu
     from pfedhn.privacy import Privacy
+    from pfedhn.runs.assemble import choose_device
     from pfedhn.system.files import claimed, given_path, make_folder
     from pfedhn.system.process import stop_requests
 
+    place = choose_device(device or "auto")
     privacy, wanted = None, {"clip": clip, "noise": noise, "epsilon": epsilon, "level": level, "delta": delta}
     if any(value is not None for value in wanted.values()):
         if clip is None or noise is None or epsilon is None:
@@ -75,9 +81,18 @@ def join(
         if stop.is_set():
             return
         remember(own, given.name, given_path(data, is_resolved=True), size)
-        party = load_party(own, privacy=privacy)
+        party = load_party(own, privacy=privacy, device=place)
         spent = "none" if party.budget is None else str(party.budget)
-        show({"event": "taking part", "party": given.name, "examples": int(party.local.size), "privacy": spent})
-        Joined(party, given, own, show).run(stop, stay)
+        show(
+            {
+                "event": "taking part",
+                "party": given.name,
+                "examples": int(party.local.size),
+                "device": place,
+                "privacy": spent,
+            }
+        )
+        with nullcontext() if place == "cpu" else computing_on_gpu("fp32", is_deterministic=False):
+            Joined(party, given, own, show).run(stop, stay)
     if not as_json and party.files.has_chosen:
         say(f"Your model: pfedhn export {own} --to model.safetensors")

@@ -170,13 +170,13 @@ def run(
             options, experiment, assignments or [], only or [], path, jobs, on, device, tune_minutes, dry_run
         )
         if begun:
-            chosen, runs, _ = chosen_runs(experiment, assignments or [], only or [], seeds, rates, small)
+            chosen, runs, _ = chosen_runs(experiment, assignments or [], only or [], seeds, rates, small, data_dir)
     if dry_run:
-        from pfedhn.cli.plan import print_plan
+        from pfedhn.cli.dry_run import print_dry_run
         from pfedhn.experiments.preflight import preflight
 
         options = replace(options, device=choose_device_on(None, device))
-        print_plan(preflight(path, chosen, runs, options, jobs), as_json)
+        print_dry_run(preflight(path, chosen, runs, options, jobs), as_json)
         return
     detail: Detail = "quiet" if quiet else "verbose" if verbose else "normal"
     with connected(on) as cluster:

@@ -75,7 +75,8 @@ def tune(
     from pfedhn.experiments.directory import Options
     from pfedhn.system.files import given_path
 
-    given: dict[str, Any] = {"fraction": fraction, "finalists": finalists, "save": save, "out": out, "data_dir": data_dir}
+    given: dict[str, Any] = {"fraction": fraction, "finalists": finalists, "save": save, "out": out}
+    given |= {"data_dir": data_dir}
     planned = make_plan(experiment, assignments or [], only or [], whole_numbers(seeds), **given)
     if dry_run:
         print_tuning_plan(planned)

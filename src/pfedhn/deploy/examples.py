@@ -42,6 +42,8 @@ def read_examples(path: str | Path, name: str, spec: FederationSpec, plan: Plan,
         seed=spec.seed if spec.cell.data_seed is None else spec.cell.data_seed,
         class_names=class_names,
     )
+    if plan.device.type != "cpu":
+        federation = federation.to(plan.device)
     check_model(plan.models[architecture or next(iter(plan.models))], federation)
     return federation
 

@@ -1,4 +1,4 @@
-"""The engine's side of the server: its grid as a transport, and the program that the engine starts."""
+"""Flower's side of the server: its grid as a transport, and the program that Flower starts."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from pfedhn.system.process import stop_requests
 
 SECONDS_BETWEEN_ROLL_CALLS = 2.0
 SECONDS_FOR_THE_LAST_ONE = 120.0  # that a server which is being ended may still hold the folder
-NODE_GONE = 5  # the engine's code for a node that it does not hear of any more
+NODE_GONE = 5  # Flower's code for a node that it does not hear of any more
 KINDS = {"hello": MessageType.QUERY, "train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE}
 
 
@@ -37,7 +37,7 @@ class Sent(NamedTuple):
 
 
 class Flower:
-    """A grid of the engine as a transport. It sends only to nodes with the key of an enrolled party.
+    """A grid of Flower as a transport. It sends only to nodes with the key of an enrolled party.
 
     `log` is called with every node that belongs to nobody; an answer may take `seconds`.
     """
@@ -71,7 +71,7 @@ class Flower:
 
     def post(self, party: str, kind: str, content: bytes) -> None:
         message = Message(carried(content), self.nodes[party], KINDS[kind], ttl=self.seconds_to_live)
-        # A message that the engine does not take has no number. It is lost: the server sees that nobody answers.
+        # A message that Flower does not take has no number. It is lost: the server sees that nobody answers.
         for number in filter(None, self.grid.push_messages([message])):
             self.bytes_sent += len(content)
             self.sent[number] = Sent(party, kind, time.monotonic() + self.seconds_to_live)
@@ -86,7 +86,7 @@ class Flower:
                 continue
             if answer.has_error():
                 if answer.error.code == NODE_GONE:
-                    self.nodes.pop(sent.party, None)  # until the engine names it again
+                    self.nodes.pop(sent.party, None)  # until Flower names it again
                 reason = f"{answer.error.code}: {answer.error.reason}"
                 found.append(Arrival(sent.party, sent.kind, None, f"gave no answer ({reason:.300})"))
                 continue

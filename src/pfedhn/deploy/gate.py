@@ -1,6 +1,6 @@
-"""The server's only door to the outside, with TLS: parties enroll here, and reach the engine behind it.
+"""The server's only door to the outside, with TLS: parties enroll here, and reach Flower behind it.
 
-The engine has one port for everything, and on it anybody could start programs at the server and at every party: its own
+Flower has one port for everything, and on it anybody could start programs at the server and at every party: its own
 keys protect nodes, not that. So it listens on this machine alone, and what passes here is what a node needs
 (`/v1/fleet/`), from nodes whose key belongs to a party that has enrolled.
 """
@@ -33,7 +33,7 @@ from pfedhn.errors import UserError, printable
 MAX_ENROLLMENT = 10_000  # bytes
 MAX_STRANGERS = 100  # that are mentioned at most
 SECONDS_OF_STRANGERS = 60.0  # in such a time, and each of them once
-SECONDS_TO_ENGINE = 300.0
+SECONDS_TO_FLOWER = 300.0
 
 
 class Strangers:
@@ -67,8 +67,8 @@ async def body(request: Request, limit: int) -> bytes:
 
 def make_app(
     invitations: Invitations,
-    engine: str,
-    engine_authority: Path,
+    flower: str,
+    flower_authority: Path,
     authority: str,
     enrolled: Callable[[str, str], Mapping[str, Any]],
     health: Callable[[], Mapping[str, Any]],
@@ -79,8 +79,8 @@ def make_app(
 
     Args:
         invitations: Who may take part.
-        engine: host:port of the engine, on this machine.
-        engine_authority: The file of the authority of the engine's certificate.
+        flower: host:port of Flower, on this machine.
+        flower_authority: The file of the authority of Flower's certificate.
         authority: The certificate of the authority by which parties know the server.
         enrolled: Called with a party's name and key when it has enrolled; what it is told.
         health: What anybody may know of the server.
@@ -88,9 +88,9 @@ def make_app(
         max_body: Bytes that a node may send at once. Each request is held in memory, and a party's public key, which is
             no secret, is all that it takes to send one.
     """
-    context = ssl.create_default_context(cafile=str(engine_authority))
-    # The engine is on this machine: a proxy that the environment names is for what is elsewhere.
-    client = httpx.AsyncClient(base_url=f"https://{engine}", verify=context, timeout=SECONDS_TO_ENGINE, trust_env=False)
+    context = ssl.create_default_context(cafile=str(flower_authority))
+    # Flower is on this machine: a proxy that the environment names is for what is elsewhere.
+    client = httpx.AsyncClient(base_url=f"https://{flower}", verify=context, timeout=SECONDS_TO_FLOWER, trust_env=False)
     strangers = Strangers()
 
     def turn_away(request: Request, why: str, code: int = 401) -> Response:
@@ -111,7 +111,7 @@ def make_app(
             return turn_away(request, str(error), 403)
         except (ValueError, KeyError, TypeError, RecursionError):  # the last: lists within lists
             return turn_away(request, "no enrollment")
-        return JSONResponse(dict(await run_in_threadpool(enrolled, name, text)))  # it may wait for the engine
+        return JSONResponse(dict(await run_in_threadpool(enrolled, name, text)))  # it may wait for Flower
 
     async def fleet(request: Request) -> Response:
         try:
@@ -128,7 +128,7 @@ def make_app(
             call = quote(request.path_params["call"], safe="")  # one name, whatever is in it
             answer = await client.post(f"/v1/fleet/{call}", content=content, headers=kept)
         except httpx.HTTPError:
-            return JSONResponse({"error": "the engine does not answer; try again"}, 503)
+            return JSONResponse({"error": "Flower does not answer; try again"}, 503)
         dropped = ("content-length", "content-encoding", "transfer-encoding", "connection", "date", "server")
         headers = {name: value for name, value in answer.headers.items() if name not in dropped}
         return Response(answer.content, answer.status_code, headers)

@@ -55,7 +55,7 @@ class Roster:
 
     keys: Mapping[str, PublicKey]  # by name
     lines: Mapping[str, str]  # the keys as one line each, by name
-    holders: Mapping[bytes, str]  # names by the key as the engine writes it
+    holders: Mapping[bytes, str]  # names by the key as Flower writes it
     revoked: Sequence[str]
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pfedhn.deploy import engine
+from pfedhn.deploy import programs
 from pfedhn.deploy.examples import read_examples
 from pfedhn.deploy.invitations import Bundle, check_name
 from pfedhn.deploy.party import Party
@@ -141,10 +141,10 @@ def _enrolled(folder: Path) -> tuple[dict[str, Any], FederationSpec]:
     return table, read_spec(table["spec"], folder / "spec.toml")
 
 
-def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None = None) -> Party:
+def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None = None, device: str = "cpu") -> Party:
     """A party that has enrolled, with its data, whose place is given if they have moved."""
     (enrolled, spec), own = _enrolled(folder), json.loads(read_text(folder / "party.json"))
-    plan, name, size = to_plan(spec), own["name"], own["size"]
+    plan, name, size = to_plan(spec, device), own["name"], own["size"]
     if size and size not in plan.models:
         raise UserError(f"there is no size {size!r}; there are {', '.join(plan.models)}.")
     federation = read_examples(data or own["data"], name, spec, plan, size)
@@ -171,15 +171,15 @@ def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
         (total, count),
         run=party.run,
         method=_enrolled(folder)[1].cell.method,
-        chosen_step=chosen["round"] * party.plan.schedule.cohort_size,
-        steps=party.plan.schedule.steps,
+        chosen_step=chosen["round"] * party.plan.clients_per_round,
+        steps=party.plan.num_rounds * party.plan.clients_per_round,
     )
     write_model(file, Portable.of(model, party.plan.clients), module, card)
     return party.name
 
 
 class Joined:
-    """A party at work: its process waits at a socket, and the engine's node carries messages to it.
+    """A party at work: its process waits at a socket, and Flower's node carries messages to it.
 
     `say` is called with every event that a person should see.
     """
@@ -213,7 +213,7 @@ class Joined:
                 try:
                     self._take_part(stop, is_staying)
                 finally:
-                    engine.stop(self.node)
+                    programs.stop(self.node)
                     listener.shutdown()
 
     def _take_part(self, stop: threading.Event, is_staying: bool) -> None:
@@ -246,23 +246,23 @@ class Joined:
             return False
 
     def _keep_node(self) -> None:
-        """The engine's node, started again whenever it ends: the server may be away for a while."""
+        """Flower's node, started again whenever it ends: the server may be away for a while."""
         if self.node is not None and self.node.poll() is None:
             return
         if self.node is not None:
-            engine.stop(self.node)
+            programs.stop(self.node)
             self._tell(self._trouble_there() or "the server takes a minute to let go of the last connection")
             time.sleep(SECONDS_BETWEEN_TRIES)
         home = self.folder / "engine"
         make_folder(home, mode=0o700)
         command = [
-            engine.program("flower-supernode"), "--superlink", self.bundle.address,
+            programs.path_of("flower-supernode"), "--superlink", self.bundle.address,
             "--root-certificates", str(self.folder / "ca.crt"),
             "--auth-supernode-private-key", str(self.key_file),
-            "--isolation", "subprocess", "--host", "127.0.0.1", "--port", str(engine.free_port()),
+            "--isolation", "subprocess", "--host", "127.0.0.1", "--port", str(programs.free_port()),
             "--node-config", f'socket="{self.place / "socket"}"',
         ]  # fmt: skip
-        self.node = engine.start(command, home)
+        self.node = programs.start(command, home)
 
     def _tell(self, trouble: str) -> None:
         """Say once why nothing comes, and that it comes again; an empty text is no trouble."""

@@ -20,7 +20,7 @@ from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Kept, Offer, Reply, all_finite
 from pfedhn.errors import RunError
 from pfedhn.model import Model
-from pfedhn.params import Params, in_dtype, take
+from pfedhn.params import Params, take
 from pfedhn.privacy import Privacy, Protection
 from pfedhn.sgd import Batches
 
@@ -44,7 +44,12 @@ class LocalClient:
 
     @property
     def identity(self) -> Tensor:
-        return self.data.identity(torch.tensor(0))
+        return self.data.identity(self._client[0])
+
+    @property
+    def _client(self) -> Tensor:
+        """[1]: this client's place in its data, where it computes."""
+        return torch.zeros(1, dtype=torch.int64, device=self.plan.device)
 
     @property
     def size(self) -> Tensor:
@@ -55,8 +60,7 @@ class LocalClient:
         """What describes this client to a method that asks for it; else nothing."""
         if not self.plan.algorithm.needs.descriptors:
             return ()
-        given = self.data.descriptors
-        return (self.data.class_shares if given is None else given)[0].to(self.plan.dtype)
+        return self.plan.descriptors_of(self.data)[0]
 
     def first_contact(self, phase: Phase, received: Params) -> Kept:
         """The client's private state before its first round."""
@@ -86,26 +90,27 @@ class LocalClient:
         """Train once on zeros, so that a method without private steps is refused before a round costs budget."""
         exchange, start = self.plan.exchange, self.plan.initial_models()[self.architecture]
         shared = exchange.init_shared({self.architecture: self.model}, {self.architecture: start}, 0)
-        row = in_dtype(self.plan.algorithm.init_row(torch.tensor(0), None), self.plan.dtype)
-        offer = exchange.offer(self.model, shared, row, torch.tensor(0), self.identity)
+        row = self.plan.first_row(self._client[0], None)
+        offer = exchange.offer(self.model, shared, row, self._client[0], self.identity)
         kept = self.first_contact("training", self.plan.download.decode(offer.weights, self.model.dtype))
         shape = self.plan.algorithm.num_batches, 2
-        x, y = (values.new_zeros(*shape, *values.shape[1:]) for values in self.data.examples(torch.tensor([0])))
+        x, y = (values.new_zeros(*shape, *values.shape[1:]) for values in self.data.examples(self._client))
         protection = Protection(privacy, 2.0, lambda count, like: like.new_zeros(count), is_stepwise=True)
-        exchange.train(self.model, offer, kept, Batches(x, y, torch.ones(shape, dtype=torch.bool)), protection)
+        mask = torch.ones(shape, dtype=torch.bool, device=self.plan.device)
+        exchange.train(self.model, offer, kept, Batches(x, y, mask), protection)
 
     def _batches(self, key: keys.Key) -> Batches:
         """The minibatches of a round; those of private steps must stay as secret as the noise."""
         is_secret = self.privacy is not None and self.privacy.level == "example"
         draw, key = (self.data.sampled_batches, system_key()) if is_secret else (self.data.batches, key)
-        return take(draw(torch.tensor([0]), key, self.plan.algorithm.num_batches, self.plan.schedule.batch_size), 0)
+        return take(draw(self._client, key, self.plan.algorithm.num_batches, self.plan.schedule.batch_size), 0)
 
     def personal_weights(self, phase: Phase, number: int, received: Params, kept: Kept, is_adapted: bool) -> Params:
         """The weights that this client would use after a round."""
         exchange = exchange_of(self.plan, phase)
         key = exchange.personalize_key(number)
         num_batches = exchange.num_personal_batches(self.model, is_adapted)
-        batches = take(self.data.batches(torch.tensor([0]), key, num_batches, self.plan.schedule.batch_size), 0)
+        batches = take(self.data.batches(self._client, key, num_batches, self.plan.schedule.batch_size), 0)
         noise = torch.as_tensor(keys.fold(key, "noise", self.identity))
         given = received, kept, batches
         with self._seeded(phase, noise), self.executors[phase].running(self.architecture, "personalize", given):
@@ -134,6 +139,6 @@ class LocalClient:
     def executors(self) -> dict[str, Executor]:
         # Noise that protects data comes from the operating system and must be drawn anew in every step, which a graph
         # that is traced once would not do.
-        is_plain = self.plan.executor == "loop" or self.privacy is not None
-        name = choose_executor("loop" if is_plain else "auto", self.model, self.data, clients_per_round=1)
+        asked = self.plan.executor if self.privacy is None else "loop"
+        name = choose_executor(asked, self.model, self.data, clients_per_round=1)
         return {phase: EXECUTORS[name]() for phase in ("training", "joining")}

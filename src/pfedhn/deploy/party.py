@@ -8,12 +8,13 @@ same reply.
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from pfedhn.data.federation import Federation
 from pfedhn.deploy.local import LocalClient, Scores
@@ -40,10 +41,10 @@ class Party:
     """One party of a run.
 
     Args:
-        plan: Of the run.
+        plan: Of the run, on the device where this party computes.
         run: The run's name, in every message.
         name: The party's; its random draws depend on its identity in `data`.
-        data: A federation of this party alone.
+        data: A federation of this party alone, on that device.
         folder: For its private state.
         key: Signs its replies.
         server_key: Of the only server that is answered.
@@ -66,7 +67,7 @@ class Party:
     heard: list[Mapping[str, Any]] = field(default_factory=list)  # events for the party's owner, newest last
 
     def __post_init__(self) -> None:
-        self.files = PartyFolder(self.folder)
+        self.files = PartyFolder(self.folder, self.plan.device)
         self.local = LocalClient(self.plan, self.data, self.architecture, self.privacy)
         self.architecture = self.local.architecture
         has_statistics, unprotected = bool(self.local.model.statistics), self.plan.extras[self.architecture].unprotected
@@ -90,6 +91,7 @@ class Party:
         If the party cannot do what it is asked, its answer says so.
         """
         message = opened(envelope, self.server_key)
+        message = replace(message, tensors=tree_map(lambda leaf: leaf.to(self.plan.device), message.tensors))
         if (message.run, message.party) != (self.run, self.name):
             raise WireError("run", f"asks {message.party!r:.80} of the run {message.run!r:.80}, who is somebody else")
         answers = {"hello": self._hello, "train": self._train, "evaluate": self._evaluate}
@@ -134,7 +136,7 @@ class Party:
 
     def _train(self, message: Message) -> Message:
         number, base, phase = message.values["round"], message.values["base"], message.values["phase"]
-        offer = Offer(message.tensors, torch.tensor(number), torch.tensor(message.values["version"]))
+        offer = Offer(message.tensors, *torch.tensor([number, message.values["version"]], device=self.plan.device))
         received = self.plan.download.decode(offer.weights, self.local.model.dtype)
         kept = self.kept(phase, base, received)
         protection = self._paid_protection()

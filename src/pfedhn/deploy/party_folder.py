@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pfedhn.deploy.plan import Phase
 from pfedhn.engine.round import Kept
 from pfedhn.errors import RunError, UserError
@@ -29,10 +31,10 @@ class MissingVersion(RunError):
 
 
 class PartyFolder:
-    """The folder in which a party keeps what no other machine knows."""
+    """The folder in which a party keeps what no other machine knows; it is read to the device that computes."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self.path, self.device = path, device
         make_folder(path, mode=0o700)
 
     def reply_to(self, asked: bytes) -> bytes | None:
@@ -54,7 +56,7 @@ class PartyFolder:
         tensors = read_tensors(self._kept(phase, version))
         if tensors is None:
             raise MissingVersion(f"this party's private state after round {version} is missing or damaged.")
-        kept: Kept = filled("", form, tensors)
+        kept: Kept = filled("", form, tensors, self.device)
         return kept
 
     def write_kept(self, phase: Phase, version: int, kept: Kept, wanted: Iterable[int | None]) -> None:
@@ -80,8 +82,12 @@ class PartyFolder:
         tensors = read_tensors(file)
         if tensors is None:
             raise RunError(f"{file} is missing or damaged; restore it from a backup.")
-        received = {name[len(RECEIVED) : -2]: value for name, value in tensors.items() if name.startswith(RECEIVED)}
-        return received, filled("kept", form(received), tensors)
+        received = {
+            name[len(RECEIVED) : -2]: value.to(self.device)
+            for name, value in tensors.items()
+            if name.startswith(RECEIVED)
+        }
+        return received, filled("kept", form(received), tensors, self.device)
 
     @property
     def has_chosen(self) -> bool:

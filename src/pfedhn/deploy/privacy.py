@@ -18,7 +18,7 @@ def system_normal(count: int, like: Tensor) -> Tensor:
     bits = numpy.frombuffer(os.urandom(16 * count), dtype=numpy.uint64).reshape(2, count) >> numpy.uint64(11)
     radius, angle = (bits + 0.5) / 2.0**53
     values = numpy.sqrt(-2 * numpy.log(radius)) * numpy.cos(2 * numpy.pi * angle)
-    return torch.from_numpy(values).to(like.dtype)
+    return torch.from_numpy(values).to(like)
 
 
 def system_key() -> int:

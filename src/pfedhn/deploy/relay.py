@@ -1,4 +1,4 @@
-"""What the engine starts for every message at a party: it carries the bytes to the party's own process and back.
+"""What Flower starts for every message at a party: it carries the bytes to the party's own process and back.
 
 It knows nothing: neither PyTorch nor the data nor a key is loaded here.
 """
@@ -17,7 +17,7 @@ app = ClientApp()
 
 
 def carried(content: bytes) -> RecordDict:
-    """Bytes as the engine takes them. One record: each object costs time."""
+    """Bytes as Flower takes them. One record: each object costs time."""
     return RecordDict({PART: ConfigRecord({CONTENT: content})})
 
 

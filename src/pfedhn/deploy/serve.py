@@ -1,4 +1,4 @@
-"""`pfedhn serve`: a server that stays up. It keeps the engine and the run alive, whatever dies."""
+"""`pfedhn serve`: a server that stays up. It keeps Flower and the run alive, whatever dies."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typing import Any
 
 import tomli_w
 
-from pfedhn.deploy import engine
+from pfedhn.deploy import programs
 from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certificates
 from pfedhn.deploy.gate import Gate, make_app
 from pfedhn.deploy.signing import public_text
@@ -25,20 +25,20 @@ from pfedhn.system.files import make_folder, read_text, write_atomically
 
 CONNECTION = "pfedhn"
 REGISTERED = "registered.json"
-AT_HAND = ("registered", "online", "offline")  # what the engine says of a node whose key it knows
-IN_USE = "already in use"  # in what the engine says of a key that it knows
+AT_HAND = ("registered", "online", "offline")  # what Flower says of a node whose key it knows
+IN_USE = "already in use"  # in what Flower says of a key that it knows
 SMALL_BODY = 4 << 20  # bytes
 SECONDS_BETWEEN_CHECKS = 1.0  # whether everything is at work
 SECONDS_TO_START = 120.0
-SECONDS_BETWEEN_QUESTIONS = 10.0  # to the engine, about the run; each starts a program
+SECONDS_BETWEEN_QUESTIONS = 10.0  # to Flower, about the run; each starts a program
 SECONDS_BETWEEN_RUNS = 5.0  # where one has died twice; twice as many each time
 MOST_SECONDS_BETWEEN_RUNS = 300.0
-SECONDS_TO_REGISTER = 30.0  # that a party waits until the engine knows its key, before it is told to come
+SECONDS_TO_REGISTER = 30.0  # that a party waits until Flower knows its key, before it is told to come
 SECONDS_TO_LEAVE = 20.0  # that a run may take to write what it knows
 
 
 def max_body(plan: Plan) -> int:
-    """Bytes that a party may send at once: far above its update, which the engine sends whole, and its own messages."""
+    """Bytes that a party may send at once: far above its update, which Flower sends whole, and its own messages."""
     largest = max(
         sum(shape.numel() for shape in model.shapes.values()) + plan.extras[name].num_values[1]
         for name, model in plan.models.items()
@@ -47,7 +47,7 @@ def max_body(plan: Plan) -> int:
 
 
 class Service:
-    """A federation's server: the door, the engine behind it, and the run.
+    """A federation's server: the door, Flower behind it, and the run.
 
     If `is_leaving`, it ends when training has and every party that is there knows; else it stays for others. `say` is
     called with every event.
@@ -55,13 +55,13 @@ class Service:
 
     def __init__(self, site: Site, is_leaving: bool, say: Callable[[Mapping[str, Any]], None]) -> None:
         self.site, self.is_leaving, self.say = site, is_leaving, say
-        self.home = site.folder / "engine"
+        self.home = site.folder / "engine"  # Flower's; the folder and the events keep the names of earlier versions
         make_folder(self.home, mode=0o700)
         # Found anew each time: only the door knows it, and parties know only the door.
-        self.engine_address = f"127.0.0.1:{engine.free_port()}"
+        self.flower_address = f"127.0.0.1:{programs.free_port()}"
         self.superlink: subprocess.Popen[bytes] | None = None
         self.run_number: str | None = None
-        self.registered: dict[str, str] = {}  # the keys that the engine knows; its names of them, if it has told them
+        self.registered: dict[str, str] = {}  # the keys that Flower knows; its names of them, if it has told them
         self._turn = 0
         self._status, self._looked = dict[str, Any](), -1e9  # where the run stands, and when that was read
         self._place = self.site.events.stat().st_size if self.site.events.exists() else 0
@@ -77,21 +77,21 @@ class Service:
         """Serve until it is asked to stop, or until the run has ended if it leaves then."""
         own = self.site.address.rpartition(":")[0].strip("[]")
         make_certificates(self.site.folder, list(dict.fromkeys([own, "localhost", "127.0.0.1"])))
-        # The engine has its own authority: a certificate that a person brings does not name this address.
+        # Flower has its own authority: a certificate that a person brings does not name this address.
         make_certificates(self.home, ["127.0.0.1", "localhost"])
         _ = self.site.plan, self.site.key  # what is wrong with SPEC is said before anything starts
         app = make_app(
-            self.site.invitations, self.engine_address, self.home / AUTHORITY, read_text(self.site.folder / AUTHORITY),
+            self.site.invitations, self.flower_address, self.home / AUTHORITY, read_text(self.site.folder / AUTHORITY),
             self._enrolled, self._health, self.site.log, max_body(self.site.plan),
         )  # fmt: skip
         gate = Gate(app, self.site.folder, self.site.settings["host"], self.site.settings["port"])
         gate.start()
         self.site.log({"event": "serving", "address": self.site.address, "run": self.site.run})
-        # The run of a server that was killed alone holds the folder, and would look for its engine for ever.
-        engine.end_orphan(self.site.run_note, str(self.home))
+        # The run of a server that was killed alone holds the folder, and would look for its Flower for ever.
+        programs.end_orphan(self.site.run_note, str(self.home))
         try:
             while not stop.is_set():
-                self._keep_engine()
+                self._keep_flower()
                 self._keep_run()
                 self._register()
                 self._show()
@@ -104,41 +104,41 @@ class Service:
         finally:
             gate.stop()
             self._stop_run()
-            engine.stop(self.superlink)
+            programs.stop(self.superlink)
             self._show()
 
-    def _keep_engine(self) -> None:
+    def _keep_flower(self) -> None:
         if self.superlink is not None:
             if self.superlink.poll() is None:
                 return
             self.site.log({"event": "engine died", "code": self.superlink.returncode})
-            engine.stop(self.superlink)
+            programs.stop(self.superlink)
             self._show()
             self._end_run()
         self.run_number = None
-        port = self.engine_address.rpartition(":")[2]
+        port = self.flower_address.rpartition(":")[2]
         command = [
-            engine.program("flower-superlink"), "--host", "127.0.0.1", "--port", port,
+            programs.path_of("flower-superlink"), "--host", "127.0.0.1", "--port", port,
             "--ssl-ca-certfile", str(self.home / AUTHORITY), "--ssl-certfile", str(self.home / SERVER),
             "--ssl-keyfile", str(self.home / SERVER_KEY), "--enable-supernode-auth", "--isolation", "subprocess",
             "--database", str(self.home / "engine.db"), "--disable-runtime-dependency-installation",
         ]  # fmt: skip
-        connection = {"address": self.engine_address, "root-certificates": str(self.home / AUTHORITY)}
+        connection = {"address": self.flower_address, "root-certificates": str(self.home / AUTHORITY)}
         table = {"superlink": {"default": CONNECTION, CONNECTION: connection}}
         write_atomically(self.home / "config.toml", tomli_w.dumps(table).encode())
-        self.superlink = engine.start(command, self.home)
+        self.superlink = programs.start(command, self.home)
         self.site.log({"event": "engine", "pid": self.superlink.pid})
         began = time.monotonic()
-        while not engine.is_listening(self.engine_address):
+        while not programs.is_listening(self.flower_address):
             if self.superlink.poll() is not None or time.monotonic() - began > SECONDS_TO_START:
-                raise RunError(f"the engine does not start; {self.home / 'flower-superlink.log'} says why.")
+                raise RunError(f"Flower does not start; {self.home / 'flower-superlink.log'} says why.")
             time.sleep(SECONDS_BETWEEN_CHECKS)
         self._recall()
 
     def _ask(self, *words: str) -> tuple[dict[str, Any] | None, str]:
-        """What the engine says to a command, None if it fails; and all that was printed."""
+        """What Flower says to a command, None if it fails; and all that was printed."""
         try:
-            done = engine.run([engine.program("flwr"), *words], self.home)
+            done = programs.run([programs.path_of("flwr"), *words], self.home)
         except subprocess.TimeoutExpired:
             return None, ""
         answer: dict[str, Any] | None = None
@@ -151,7 +151,7 @@ class Service:
         return answer, said
 
     def _recall(self) -> None:
-        """Find out whose keys an engine that was started again still has: one question, and not one for each party."""
+        """Find out whose keys a Flower that was started again still has: one question, and not one for each party."""
         file, known = self.home / REGISTERED, dict[str, str]()
         with suppress(RunError, ValueError):
             known = json.loads(read_text(file))
@@ -160,7 +160,7 @@ class Service:
         self.registered = {line: node for line, node in known.items() if node in found}
 
     def _register(self) -> None:
-        """Tell the engine the key of a party that has enrolled: one at a time, since each takes seconds."""
+        """Tell Flower the key of a party that has enrolled: one at a time, since each takes seconds."""
         waiting = [one for one in self.site.invitations.roster().lines.items() if one[1] not in self.registered]
         if not waiting:
             return
@@ -199,8 +199,8 @@ class Service:
         self.run_number = None if answer is None else str(answer["run-id"])
 
     def _trouble_of_run(self) -> str:
-        """Why the run is not at work; empty if it is. The engine is asked only where its process is not known."""
-        is_alive = None if self._run_pid is None else engine.is_alive(self._run_pid, RUN)
+        """Why the run is not at work; empty if it is. Flower is asked only where its process is not known."""
+        is_alive = None if self._run_pid is None else programs.is_alive(self._run_pid, RUN)
         if is_alive is not None:
             return "" if is_alive else "its process is gone"
         now = time.monotonic()
@@ -211,24 +211,24 @@ class Service:
         return status if status.startswith("finished") else ""
 
     def _known_of_run(self) -> dict[str, Any]:
-        """The engine's entry for the run; empty if it does not answer."""
+        """Flower's entry for the run; empty if it does not answer."""
         answer, _ = self._ask("list", CONNECTION, "--run-id", str(self.run_number), "--format", "json")
         entry: dict[str, Any] = ((answer or {}).get("runs") or [{}])[0]
         return entry
 
     def _end_run(self) -> None:
-        """End the process of a run whose engine is gone: what it has decided is on the disk, and another follows."""
-        if self._run_pid is not None and engine.is_alive(self._run_pid, RUN):
+        """End the process of a run whose Flower is gone: what it has decided is on the disk, and another follows."""
+        if self._run_pid is not None and programs.is_alive(self._run_pid, RUN):
             with suppress(ProcessLookupError):
                 os.kill(self._run_pid, signal.SIGKILL)
         self._run_pid, self._is_at_work = None, False
 
     def _count_traffic(self) -> None:
-        """Log the bytes that the engine has carried for this run, beside those that the run itself has counted."""
+        """Log the bytes that Flower has carried for this run, beside those that the run itself has counted."""
         traffic, status = self._known_of_run().get("network-traffic") or {}, self.site.known()
         ours = {name: status.get(name) for name in ("wire_down", "wire_up")}
-        engines = {"engine_down": traffic.get("outbound-bytes"), "engine_up": traffic.get("inbound-bytes")}
-        self.site.log({"event": "traffic", **ours, **engines})
+        carried = {"engine_down": traffic.get("outbound-bytes"), "engine_up": traffic.get("inbound-bytes")}
+        self.site.log({"event": "traffic", **ours, **carried})
 
     def _stop_run(self) -> None:
         """Ask the run to write what it knows and to leave."""
@@ -273,7 +273,7 @@ class Service:
             self.say(event)
 
     def _enrolled(self, name: str, key: str) -> dict[str, Any]:
-        """What a party is told that may come; when the engine knows its key, or it would be sent away once more."""
+        """What a party is told that may come; when Flower knows its key, or it would be sent away once more."""
         self.site.log({"event": "enrolled", "party": name})
         end = time.monotonic() + SECONDS_TO_REGISTER
         while key not in self.registered and time.monotonic() < end:

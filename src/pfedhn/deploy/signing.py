@@ -1,6 +1,6 @@
 """Keys and signatures: who holds the private half of a key has said what carries its signature.
 
-One key serves a party for everything: the engine knows it by it, and its replies are signed with it (ECDSA, P-384).
+One key serves a party for everything: Flower knows it by it, and its replies are signed with it (ECDSA, P-384).
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from pfedhn.system.files import read_bytes, write_atomically
 PURPOSE = b"pfedhn message 1\0"
 ENROLLMENT = b"pfedhn enrollment 1\0"
 
-KEY_HEADER = "flwr-public-key"  # in which the engine's nodes say their key
+KEY_HEADER = "flwr-public-key"  # in which Flower's nodes say their key
 
 ALGORITHM = ec.ECDSA(hashes.SHA384())
 
@@ -73,7 +73,7 @@ def public_text(key: PublicKey) -> str:
 
 
 def key_text(key: PublicKey) -> bytes:
-    """A public key as the engine writes it."""
+    """A public key as Flower writes it."""
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 

@@ -1,4 +1,4 @@
-"""The engine's own simulation (`flwr run`): every party on one machine, in processes that come and go.
+"""Flower's own simulation (`flwr run`): every party on one machine, in processes that come and go.
 
 Messages, signatures and checks are those of a network. The folder of such a run is that of a server, with a folder for
 every party beside it, so that `pfedhn status` and `pfedhn export` read it too.

@@ -19,7 +19,7 @@ from pfedhn.errors import UserError
 from pfedhn.system.files import append, make_folder, read_text, write_atomically
 
 SETTINGS = "serve.json"
-RUN = "flwr-serverapp"  # the program that the engine starts for a run
+RUN = "flwr-serverapp"  # the program that Flower starts for a run
 GAVE_UP = "gave up"  # the event of a run that is of no use to start again, with a sentence for a person
 DEFAULTS = {"host": "0.0.0.0", "port": 9443}  # noqa: S104 - parties come from other machines
 
@@ -28,7 +28,7 @@ class Site:
     """The folder of a federation's server."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder = folder.absolute()  # the engine's programs run elsewhere
+        self.folder = folder = folder.absolute()  # Flower's programs run elsewhere
         self.events = folder / "events.jsonl"
         self.status = folder / "status.json"
         self.run_note = folder / "engine" / f"{RUN}.pid"  # has the process of the run that holds the folder

@@ -141,14 +141,14 @@ def listed(value: tuple[float, ...] | float | None) -> Sequence[float]:
     return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
-def to_plan(spec: FederationSpec) -> Plan:
-    """What server and parties know alike."""
+def to_plan(spec: FederationSpec, device: str = "cpu") -> Plan:
+    """What server and parties know alike; each computes with it on its own device."""
     cell, data = spec.cell, spec.data
     is_classes = data.classes is not None
     made = {}
     for name, network in (spec.sizes or {cell.model: cell.model}).items():
         loss, metric = (cross_entropy, is_correct) if is_classes else (squared_error, None)
-        made[name] = Model(name, _factory(network, data), loss, metric, "cpu", torch.float32)
+        made[name] = Model(name, _factory(network, data), loss, metric, device, torch.float32)
     algorithm = cell_algorithm(cell)
     if spec.policy.in_flight is not None and not algorithm.needs.communication:
         raise UserError(f"parties of {cell.method} send nothing to wait for; leave in_flight out.")

@@ -17,7 +17,7 @@ from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Reply, Returned
 from pfedhn.engine.state import EVALUATED_SPLITS, Schedule
-from pfedhn.params import copy, in_dtype, num_bytes, stack, take
+from pfedhn.params import copy, num_bytes, stack, take
 from pfedhn.storage.schema import Scores, is_worse
 
 
@@ -156,15 +156,13 @@ class Rules:
         state.rows[name] = self._first_row(state, member, descriptor)
 
     def _first_row(self, state: ServerState, member: Member, descriptor: Tensor | None) -> Any:
-        algorithm = self.plan.algorithm
         known = state.best.rows if state.has_ended and state.best is not None else state.rows
         trained = [row for name, row in known.items() if state.members[name].phase == "training"]
         if state.round == 0 or not trained:
             key = torch.as_tensor(keys.fold(self.plan.seed, "row", member.identity))
-            return in_dtype(algorithm.init_row(key, descriptor), self.plan.dtype)
+            return self.plan.first_row(key, descriptor)
         shared = state.best.shared if state.has_ended and state.best is not None else state.shared
-        memory = self.plan.exchange.memory_of_method(shared)
-        return in_dtype(algorithm.join_row(memory, stack(trained), descriptor), self.plan.dtype)
+        return self.plan.joining_row(shared, stack(trained), descriptor)
 
     def _start(self, state: ServerState, table: Mapping[str, Any], message: bytes) -> None:
         """Those who are there stand in the order of their names, as in a simulation of the same parties."""

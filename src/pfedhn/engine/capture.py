@@ -31,7 +31,7 @@ from pfedhn.engine.captured_round import (
     cohort_schedule,
     rates,
 )
-from pfedhn.engine.evaluate import Chunk, evaluate, plan, to_splits
+from pfedhn.engine.evaluate import Chunk, chunks_of, evaluate, to_splits
 from pfedhn.engine.executors import (
     EXECUTORS,
     Executor,
@@ -115,7 +115,7 @@ class CapturedRun:
             self.before[s] = shared_by_equal_runs(trace_key(simulation, self.rates, "before", s), before)
             self.after[s] = shared_by_equal_runs(trace_key(simulation, self.rates, "after", s), after)
         self.evaluator = Executor("apart", one_by_one) if self.is_apart else EXECUTORS["vectorized"]()
-        self.chunks = plan(simulation.federation, simulation.model_of, EVALUATED_SPLITS, one_by_one=self.is_apart)
+        self.chunks = chunks_of(simulation.federation, simulation.model_of, EVALUATED_SPLITS, one_by_one=self.is_apart)
         if self.is_apart:
             self.chunks = pile_up(self.chunks)
 

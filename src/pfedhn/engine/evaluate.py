@@ -68,10 +68,10 @@ class Chunk:
     masks: Tensor  # [C, splits, E], which examples belong to which split
 
 
-def plan(
+def chunks_of(
     federation: Federation, model_of: Callable[[int], Model], splits: Sequence[str], one_by_one: bool
 ) -> list[Chunk]:
-    """Plan to evaluate every client that has examples; filling up costs little among clients of like size."""
+    """Chunks of every client that has examples; filling up costs little among clients of like size."""
     num_rows = sum(
         (federation.splits[split].size for split in splits), torch.zeros_like(federation.splits["train"].size)
     )
@@ -87,10 +87,10 @@ def plan(
             last.append(client)
         else:
             groups.append([client])
-    return [chunk for group in groups for chunk in _chunks(federation, model_of(group[0]), group, splits)]
+    return [chunk for group in groups for chunk in _chunks_of_group(federation, model_of(group[0]), group, splits)]
 
 
-def _chunks(federation: Federation, model: Model, clients: list[int], splits: Sequence[str]) -> list[Chunk]:
+def _chunks_of_group(federation: Federation, model: Model, clients: list[int], splits: Sequence[str]) -> list[Chunk]:
     lists = [[federation.splits[split].of(client).cpu() for split in splits] for client in clients]
     width = max(sum(len(part) for part in parts) for parts in lists)
     index = torch.zeros(len(clients), width, dtype=torch.int64)

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.algorithms import method_of
+from pfedhn.algorithms.find import method_of
 from pfedhn.combinators import innermost
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import EVALUATED_SPLITS

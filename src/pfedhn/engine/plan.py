@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn.functional import pad
 
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm, Extras
@@ -183,6 +184,24 @@ class Plan:
         """The server's memory of ONE client before its first round."""
         return in_dtype(self.algorithm.init_row(key, descriptor), self.dtype)
 
+    def joining_row(self, shared: Any, rows: Any, descriptor: Tensor | None) -> Any:
+        """The server's memory of ONE client that joins; `shared` and `rows` [N, ...] are of the trained federation."""
+        memory = self.exchange.memory_of_method(shared)
+        return in_dtype(self.algorithm.join_row(memory, rows, descriptor), self.dtype)
+
+    def descriptors_of(self, data: Federation) -> Tensor:
+        """[N, D]: what describes clients to the method; of no width if it asks for nothing."""
+        if not self.algorithm.needs.descriptors:
+            return torch.zeros(data.num_clients, 0, dtype=self.dtype, device=self.device)
+        values = data.descriptors
+        if values is None:  # class shares; new clients may lack the last classes
+            shares = data.class_shares
+            values = pad(shares, (0, max(0, self.descriptor_dim - shares.shape[1])))
+        shape, usual = tuple(values.shape[1:]), (self.descriptor_dim,)
+        if shape != usual:
+            raise UserError(f"the descriptor has the shape {shape}; this run's have {usual}.")
+        return values.to(self.device, self.dtype)
+
     def private_tables(self, shared: Any, rows: Any) -> dict[str, PrivateTable]:
         """Empty tables of what clients keep; of the server's memories, only the form counts."""
 
@@ -234,11 +253,11 @@ class Plan:
 
     def embeddings(self, memories: Memories) -> Tensor | None:
         """[N, D]: what the server knows of each client by now; None if the method has no embeddings."""
-        rows = memories.rows
-        if not isinstance(getattr(rows, "embedding", None), Tensor):
+        name = self.algorithm.uses.embedding
+        if name is None:
             return None
-        rows = self.algorithm.up_to_date(rows, self.exchange.memory_of_method(memories.shared))
-        embeddings: Tensor = rows.embedding
+        rows = self.algorithm.up_to_date(memories.rows, self.exchange.memory_of_method(memories.shared))
+        embeddings: Tensor = getattr(rows, name)
         return embeddings
 
     def personal_weights(

@@ -59,7 +59,7 @@ class Kept(NamedTuple):
     statistics: Params  # of its BatchNorm layers
 
 
-class WithStatistics(NamedTuple):
+class SharedStatistics(NamedTuple):
     """The server's shared memory, and the batch statistics that clients share."""
 
     method: Any
@@ -110,7 +110,7 @@ class Exchange:
         if not any(map(self._shares, models.values())):
             return shared
         statistics = {name: shareable(model.statistics | starts[name]) for name, model in models.items()}
-        return WithStatistics(shared, {name: pick(statistics[name], models[name].statistics) for name in models})
+        return SharedStatistics(shared, {name: pick(statistics[name], models[name].statistics) for name in models})
 
     def _shares(self, model: Model) -> bool:
         """Whether the batch statistics of a network travel with its weights."""
@@ -119,7 +119,7 @@ class Exchange:
 
     def memory_of_method(self, shared: Any) -> Any:
         """The shared memory as the method made it, without batch statistics."""
-        return shared.method if isinstance(shared, WithStatistics) else shared
+        return shared.method if isinstance(shared, SharedStatistics) else shared
 
     def newest(self, shared: Any) -> Any:
         """The innermost method's shared memory as it trains."""
@@ -132,7 +132,7 @@ class Exchange:
     def for_use(self, shared: Any) -> Any:
         """The shared memory, in the same form, without what is of no use to those who do not train it."""
         method = memory_for_use(self.algorithm, self.memory_of_method(shared))
-        return shared._replace(method=method) if isinstance(shared, WithStatistics) else method
+        return shared._replace(method=method) if isinstance(shared, SharedStatistics) else method
 
     def offer(self, model: Model, shared: Any, row: Any, number: Tensor, identity: Tensor) -> Offer:
         """The server's half, first part. A server that waits for every reply has taken one step per round."""
@@ -210,12 +210,12 @@ class Exchange:
             updates = {name: value for name, value in decoded.items() if name not in up}
             updates = updates if parts is None else weighted(updates, parts)
             groups.append(Group(one.model, one.rows, updates, one.replies.size, parts, pick(decoded, up)))
-        if not isinstance(shared, WithStatistics):
+        if not isinstance(shared, SharedStatistics):
             return self._stepped(shared, groups)
         moved = shared.statistics | {group.model.name: _mean_statistics(shared.statistics, group) for group in groups}
         weights = [group._replace(updates=pick(group.updates, group.model.shapes)) for group in groups]
         method, rows = self._stepped(shared.method, weights)
-        return (shared if self.is_frozen else WithStatistics(method, moved)), rows
+        return (shared if self.is_frozen else SharedStatistics(method, moved)), rows
 
     def _stepped(self, shared: Any, groups: Sequence[Group]) -> tuple[Any, list[Any]]:
         if self.is_frozen:

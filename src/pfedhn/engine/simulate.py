@@ -17,7 +17,7 @@ from pfedhn import keys
 from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
 from pfedhn.engine.crew import CohortShard, Trained, Trainer
-from pfedhn.engine.evaluate import Chunk, SplitResult, evaluate, plan, score, to_splits
+from pfedhn.engine.evaluate import Chunk, SplitResult, chunks_of, evaluate, score, to_splits
 from pfedhn.engine.executors import EXECUTORS, Executor
 from pfedhn.engine.in_flight import check_in_flight, step_without_waiting
 from pfedhn.engine.network import choose_executor, draws_freely
@@ -33,7 +33,7 @@ from pfedhn.engine.state import (
     State,
 )
 from pfedhn.model import Model
-from pfedhn.params import copy, in_dtype, put, stack, take
+from pfedhn.params import copy, put, stack, take
 from pfedhn.privacy import Protection, RoundCost, keyed_normal
 from pfedhn.sgd import Batches
 
@@ -76,7 +76,9 @@ class Simulation(Plan):
         return Simulation(**values, federation=federation)
 
     def initial_state(self) -> State:
-        descriptors = self.descriptors()  # first: it says what is missing where clients cannot be described
+        descriptors = self.descriptors_of(
+            self.federation
+        )  # first: it says what is missing where clients cannot be described
         starts = self.initial_models()
         if self.joins is None:
             shared = self.exchange.init_shared(self.models, starts, keys.fold(self.seed, "shared"))
@@ -105,16 +107,8 @@ class Simulation(Plan):
 
     def _joining_rows(self, joins: Joining, descriptors: Tensor) -> Any:
         given = [value if self.algorithm.needs.descriptors else None for value in descriptors]
-        shared = self.exchange.memory_of_method(joins.shared)
-        rows = [in_dtype(self.algorithm.join_row(shared, joins.rows, value), self.dtype) for value in given]
+        rows = [self.joining_row(joins.shared, joins.rows, value) for value in given]
         return copy(stack(rows))  # rounds write rows in place, and one row alone may hold the server's own tensors
-
-    def descriptors(self) -> Tensor:
-        """[N, D]; zeros of no width where nobody asks for them."""
-        if not self.algorithm.needs.descriptors:
-            return torch.zeros(self.num_clients, 0, dtype=self.dtype, device=self.device)
-        given = self.federation.descriptors
-        return (self.federation.class_shares if given is None else given).to(self.device, self.dtype)
 
     def rounds(self, state: State) -> Iterator[Progress]:
         """Run to the end from `state`, moving it along; evaluations come as they happen."""
@@ -311,7 +305,7 @@ class Simulation(Plan):
             chunks: Instead of all clients, some of them.
         """
         if chunks is None:
-            chunks = self.chunks if executor is None else self._plan(one_by_one=False)
+            chunks = self.chunks if executor is None else self._chunks(one_by_one=False)
         results = evaluate(
             self.exchange,
             chunks,
@@ -351,10 +345,10 @@ class Simulation(Plan):
 
     @cached_property
     def chunks(self) -> list[Chunk]:
-        return self._plan(any(self.executor_for(model).name != "vectorized" for model in self.models.values()))
+        return self._chunks(any(self.executor_for(model).name != "vectorized" for model in self.models.values()))
 
-    def _plan(self, one_by_one: bool) -> list[Chunk]:
-        return plan(self.federation, self.model_of, EVALUATED_SPLITS, one_by_one)
+    def _chunks(self, one_by_one: bool) -> list[Chunk]:
+        return chunks_of(self.federation, self.model_of, EVALUATED_SPLITS, one_by_one)
 
     @cached_property
     def draws_freely(self) -> bool:

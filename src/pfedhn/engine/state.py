@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pfedhn.algorithm import Algorithm
-from pfedhn.algorithms import method_of
+from pfedhn.algorithms.find import method_of
 from pfedhn.data.describe import large_labels
 from pfedhn.data.federation import Federation
 from pfedhn.engine.evaluate import SplitResult

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pfedhn import models
-from pfedhn.algorithms import find_method
+from pfedhn.algorithms.find import AnyAlgorithm, build_algorithm, find_method
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest
@@ -29,7 +29,7 @@ from pfedhn.experiments.tables import reading_options, table_columns
 from pfedhn.model import Model
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
-from pfedhn.runs.assemble import AnyAlgorithm, assemble, build_algorithm
+from pfedhn.runs.assemble import assemble
 from pfedhn.settings import build
 
 if TYPE_CHECKING:

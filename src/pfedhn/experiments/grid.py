@@ -6,7 +6,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from pfedhn.algorithms import ALGORITHMS, find_method
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.find import build_algorithm, find_method
 from pfedhn.errors import SYNONYMS, UserError, closest, closest_setting
 from pfedhn.experiments.rates import apply_rates, headed, rates_file, rates_for
 from pfedhn.experiments.spec import (
@@ -22,7 +23,6 @@ from pfedhn.experiments.spec import (
     method_name,
 )
 from pfedhn.experiments.tables import with_own_clients, with_table_defaults
-from pfedhn.runs.assemble import build_algorithm
 from pfedhn.settings import build, fits, in_short, names_to_set, parse_assignments, parse_toml, parse_value, to_toml
 from pfedhn.system.files import given_path, read_text
 

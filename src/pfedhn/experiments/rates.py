@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pfedhn.algorithms import ALGORITHMS, find_method
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.find import find_method
 from pfedhn.algorithms.method import Method
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.spec import Experiment, distinct

@@ -99,7 +99,7 @@ def grouped(labels: Sequence[str], cells: Callable[[str], list[str]]) -> list[li
     ordered = [label for label in labels if label not in ours] + ours
     lines = []
     for heading, methods in GROUPS.items():
-        rows = [[display_name(label), *cells(label)] for label in ordered if label.partition(" ")[0] in methods]
+        rows = [[display_name(label), *cells(label)] for label in ordered if label in methods]
         if rows:
             lines += [[f"*{heading}:*", *([""] * (len(rows[0]) - 1))], *rows]
     return lines

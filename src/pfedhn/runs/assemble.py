@@ -1,7 +1,6 @@
 """Build a run from data, network, method, schedule and seed."""
 
 from collections.abc import Mapping
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,8 +9,7 @@ from torch import nn
 
 from pfedhn import models
 from pfedhn.algorithm import Algorithm
-from pfedhn.algorithms import ALGORITHMS, find_method, method_of, refuse_replaced
-from pfedhn.combinators import innermost
+from pfedhn.algorithms.find import build_algorithm
 from pfedhn.data.federation import Federation
 from pfedhn.engine.memory import refuse_too_large
 from pfedhn.engine.network import build_model, refuse_single_rows, with_num_outputs
@@ -24,22 +22,6 @@ from pfedhn.model import Factory, Model, PerExample
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy
 from pfedhn.settings import check_seed, whole_number
-
-AnyAlgorithm = Algorithm[Any, Any, Any]
-
-
-def build_algorithm(method: str | AnyAlgorithm, settings: Mapping[str, Any] | None = None) -> AnyAlgorithm:
-    """Make an algorithm from its name and settings, or check the settings of a given one."""
-    if isinstance(method, type):
-        raise UserError(f"{method.__name__} is a class; give the method itself, {method.__name__}(...), or its name.")
-    if not isinstance(method, str) and not (isinstance(method, Algorithm) and is_dataclass(method)):
-        raise UserError(f"method is {short(method)}; give a name of pfedhn.ALGORITHMS, or a method such as PFedHN().")
-    if not isinstance(method, str):
-        refuse_replaced(type(innermost(method)))
-        method_of(method).check(method)
-        return method
-    known = find_method(method)
-    return known.made(settings or {}, method if method in ALGORITHMS else known.name)
 
 
 def choose_device(name: str | torch.device) -> str:
@@ -58,7 +40,7 @@ def choose_device(name: str | torch.device) -> str:
 
 
 def assemble(
-    method: str | AnyAlgorithm,
+    method: str | Algorithm[Any, Any, Any],
     federation: Federation,
     model: str | Factory | Mapping[str, Factory | Model],
     *,

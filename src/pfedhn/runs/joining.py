@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.algorithms import method_of
+from pfedhn.algorithms.find import method_of
 from pfedhn.data.columns import new_client
 from pfedhn.data.federation import Federation
 from pfedhn.engine.evaluate import SplitResult
@@ -136,8 +136,9 @@ def one_client(
         data = replace(data, identities=torch.tensor([_identity(data)]))
     if plan.clients.architectures is not None:
         data = data.with_architectures([model.name])
-    if (described := _descriptor(plan, data, descriptor)) is not None:
-        data = data.with_descriptors(described[None])
+    if plan.descriptor_dim:
+        data = data if descriptor is None else data.with_descriptors(torch.as_tensor(descriptor)[None])
+        data = data.with_descriptors(plan.descriptors_of(data))
     return data, fill
 
 
@@ -279,18 +280,6 @@ def _refuse_other_form(plan: Plan, memories: Memories, settings: Mapping[str, An
             f"{some(list(settings))} cannot change while a client joins, since what was trained depends on it; "
             "settings of how a client learns can, such as learning rates."
         )
-
-
-def _descriptor(plan: Plan, data: Federation, given: ArrayLike | Tensor | None) -> Tensor | None:
-    if plan.descriptor_dim == 0:
-        return None
-    if given is None:
-        labels = data.y[data.splits["train"].of(0)]
-        given = torch.bincount(labels, minlength=plan.descriptor_dim) / len(labels)
-    value = torch.as_tensor(given).to(plan.device, plan.dtype)
-    if value.shape != (plan.descriptor_dim,):
-        raise UserError(f"the descriptor has the shape {tuple(value.shape)}; this run's have {(plan.descriptor_dim,)}.")
-    return value
 
 
 def _joined_state(joining: Simulation, num_rounds: int) -> State:

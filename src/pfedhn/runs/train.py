@@ -9,14 +9,15 @@ from typing import Any, Literal, ParamSpec, get_args
 
 import torch
 
-from pfedhn.algorithms import ALGORITHMS, find_method
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.find import AnyAlgorithm, find_method
 from pfedhn.data.federation import Federation
 from pfedhn.engine.state import Select
 from pfedhn.engine.transform import Transform
 from pfedhn.errors import SYNONYMS, UserError, closest_setting, short
 from pfedhn.model import Factory, PerExample
 from pfedhn.privacy import Privacy
-from pfedhn.runs.assemble import AnyAlgorithm, assemble, choose_device
+from pfedhn.runs.assemble import assemble, choose_device
 from pfedhn.runs.cluster import connection, shared_out
 from pfedhn.runs.execute import computing_on, drain, execute
 from pfedhn.runs.progress import Display, watch_run

@@ -11,7 +11,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from pfedhn.algorithm import Algorithm
-from pfedhn.algorithms import ALGORITHMS, method_of
+from pfedhn.algorithms.find import entry_of_class, method_of
 from pfedhn.combinators import innermost
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
@@ -78,15 +78,15 @@ def method_name(method: str | Algorithm[Any, Any, Any]) -> str:
     if isinstance(method, str):
         return method
     kind = type(innermost(method))
-    names = (name for name, known in ALGORITHMS.items() if kind in (known.algorithm, known.wider))
-    return next(names, name_of(kind))
+    found = entry_of_class(kind)
+    return name_of(kind) if found is None else found[0]
 
 
 def _registered_class(algorithm: Algorithm[Any, Any, Any]) -> type[Any]:
     """The class whose code names a method: that of its row of the table, or else its own."""
     kind = type(innermost(algorithm))
-    rows = (known.algorithm for known in ALGORITHMS.values() if kind in (known.algorithm, known.wider))
-    return next(rows, kind)
+    found = entry_of_class(kind)
+    return kind if found is None else found[1].algorithm
 
 
 def transform_name(transform: Transform) -> str:

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pfedhn.algorithm import Algorithm
-from pfedhn.algorithms import ALGORITHMS, method_of_class
+from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.find import method_of_class
 from pfedhn.engine.plan import Plan, make_plan
 from pfedhn.engine.transform import TRANSFORMS, Transform
 from pfedhn.errors import RunError, UserError, first_line

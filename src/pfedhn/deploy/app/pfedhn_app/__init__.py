@@ -1,1 +1,1 @@
-"""The app that the engine carries: it only calls pfedhn, which is installed at the server and at every party."""
+"""The app that Flower carries: it only calls pfedhn, which is installed at the server and at every party."""

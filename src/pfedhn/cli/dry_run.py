@@ -14,7 +14,7 @@ from pfedhn.experiments.spec import RunSpec
 from pfedhn.system.screen import say, table_screen
 
 
-def print_plan(ready: Preflight, as_json: bool) -> None:
+def print_dry_run(ready: Preflight, as_json: bool) -> None:
     """Say what `run` would do; nothing is written."""
     path, left = ready.directory, ready.waiting
     by_cell: dict[str, list[RunSpec]] = {}

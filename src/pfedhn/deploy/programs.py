@@ -1,4 +1,4 @@
-"""The engine's own programs, started so that nothing leaves this machine but what a federation needs."""
+"""Flower's own programs, started so that nothing leaves this machine but what a federation needs."""
 
 import os
 import random
@@ -21,21 +21,21 @@ QUIET = {
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
     "PYTHONUNBUFFERED": "1",
 }
-"""What the engine's programs find in their environment: they tell nobody anything, and install nothing."""
+"""What Flower's programs find in their environment: they tell nobody anything, and install nothing."""
 HERE = ("127.0.0.1", "localhost")
 SECONDS_TO_STOP = 10.0
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of the engine's programs; they find each other beside this Python, and by no proxy."""
+    """The environment of Flower's programs; they find each other beside this Python, and by no proxy."""
     paths = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     names = ("NO_PROXY", "no_proxy")  # both are in use
     direct = {name: ",".join(filter(None, [os.environ.get(name, ""), *HERE])) for name in names}
     return {**os.environ, **QUIET, **direct, "FLWR_HOME": str(home), "PATH": os.pathsep.join(filter(None, paths))}
 
 
-def program(name: str) -> str:
-    """The path of one of the engine's programs."""
+def path_of(name: str) -> str:
+    """The path of one of Flower's programs."""
     path = Path(sys.executable).parent / name
     if not path.exists():
         raise missing_extra("a federation", "federation")
@@ -62,7 +62,7 @@ def start(command: Sequence[str], home: Path) -> "subprocess.Popen[bytes]":
 def end_orphan(note: Path, place: str) -> None:
     """End the process that a file names, if it still is what it was: a program that was given this place.
 
-    The place stands among its words or, where the engine has started it, in its environment.
+    The place stands among its words or, where Flower has started it, in its environment.
 
     It is asked first: a node that says goodbye may come again at once, and one that is killed after a minute.
     """
@@ -124,7 +124,7 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind((HERE[0], port))
             return port
-    raise RunError("no local port between 20,000 and 32,767 is free for the engine; end what listens there.")
+    raise RunError("no local port between 20,000 and 32,767 is free for Flower; end what listens there.")
 
 
 def is_listening(address: str) -> bool:
