@@ -110,8 +110,12 @@ def test_a_script_predicts_as_the_run_does(
         outputs = run.personal_model("Rome")(run.read("one.csv", "Rome"))
         exported = torch.export.load("rome.pt2").module()(torch.tensor([[torch.nan, 30.0, 0.0, 0.0, 0.0]]))
     torch.testing.assert_close(exported, outputs.softmax(-1) if task == "classification" else table.unscaled(outputs))
-    Path("odd.csv").write_text("age,kind,dose\n30,w,1\n")
-    refused = subprocess.run(
-        [sys.executable, "predict_rome.py", "odd.csv"], capture_output=True, text=True, check=False, env={}
-    )
-    assert "The model does not know ['w'] in column 'kind'." in refused.stderr
+    for content, sentence in (
+        ("age,kind,dose\n30,w,1\n", "The model does not know ['w'] in column 'kind'."),
+        ("age,dose\n30,1\n", "odd.csv has no column 'kind', which the model was trained on."),
+    ):
+        Path("odd.csv").write_text(content)
+        refused = subprocess.run(
+            [sys.executable, "predict_rome.py", "odd.csv"], capture_output=True, text=True, check=False, env={}
+        )
+        assert refused.stderr.strip() == sentence

@@ -21,9 +21,13 @@ import pandas
 EMPTY = {empty}
 model = onnxruntime.InferenceSession(Path(__file__).with_name({file!r}))
 card = json.loads(model.get_modelmeta().custom_metadata_map["card"])
-rows = pandas.read_csv(sys.argv[1], dtype=str, keep_default_na=False, encoding="utf-8-sig").rename(columns=str.strip)
+columns = card["input"]["columns"]
+rows = pandas.read_csv(sys.argv[1], header=None, dtype=str, keep_default_na=False, encoding="utf-8-sig")
+rows = rows[1:].set_axis(rows.iloc[0].str.strip(), axis=1)
+if missing := [column["name"] for column in columns if column["name"] not in rows]:
+    sys.exit(f"{{sys.argv[1]}} has no column {{missing[0]!r}}, which the model was trained on.")
 features = []
-for column in card["input"]["columns"]:
+for column in columns:
     cells = rows[column["name"]].str.strip()
     if "texts" not in column:  # a number; an empty cell is NaN, which the model fills in
         features.append(pandas.to_numeric(cells.mask(cells.str.lower().isin(EMPTY))))
