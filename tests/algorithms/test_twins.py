@@ -167,13 +167,16 @@ def velocity_of(net: nn.Module, optimizer: torch.optim.SGD) -> Params:
 # FedAvg, FedPer, LG-FedAvg
 
 
-def averaging_twin(simulation: Simulation, kept: set[str], rule: str) -> tuple[Params, list[Params], list[float]]:
-    """The shared weights, what every client keeps, and the gradient norms met."""
+def averaging_twin(
+    simulation: Simulation, kept: set[str], rule: str
+) -> tuple[Params, Params, list[Params], list[float]]:
+    """The shared weights, those that clients use, what every client keeps, and the gradient norms met."""
     ((name, start),) = simulation.initial_models().items()
-    spec = simulation.algorithm
+    spec = innermost(simulation.algorithm)
+    most = values_of(simulation.algorithm).get("averaging") or 0.0  # of its past that a moving average keeps
     shared = {name: value for name, value in start.items() if name not in kept}
     own = [{name: value for name, value in start.items() if name in kept} for _ in CLIENTS]
-    norms = []
+    norms, used = [], shared
     for number, clients in enumerate(cohorts(simulation)):
         trained = {}
         for client in clients:
@@ -184,11 +187,14 @@ def averaging_twin(simulation: Simulation, kept: set[str], rule: str) -> tuple[P
             own[client] = {name: weights[name] for name in kept}
             trained[client] = {name: weights[name] for name in shared}
         shared = average(rule, trained)
-    return shared, own, norms
+        keep = min(most, (1 + number) / (10 + number))
+        used = {name: keep * used[name] + (1 - keep) * value for name, value in shared.items()}
+    return shared, used, own, norms
 
 
 FIRST = {"mlp": {"1.weight", "1.bias"}, "conv": {"conv.weight", "conv.bias"}}
 LAST = {"mlp": {"3.weight", "3.bias"}, "conv": {"out.weight", "out.bias"}}
+INTERCEPT = {"mlp": {"3.bias"}, "conv": {"out.bias"}}
 NONE: dict[str, set[str]] = {"mlp": set(), "conv": set()}
 
 
@@ -199,19 +205,21 @@ NONE: dict[str, set[str]] = {"mlp": set(), "conv": set()}
         (row("fedavg", **LOCAL), "size", NONE),
         (row("fedavg", **LOCAL, local_clip=0.8, rule="mean"), "mean", NONE),
         (row("fedper", **LOCAL, local_clip=0.8), "size", LAST),
+        (row("fedper-intercept", **LOCAL, averaging=0.4), "size", INTERCEPT),
         (row("lg-fedavg", **LOCAL), "mean", FIRST),
     ],
-    ids=["fedavg", "fedavg-mean-clipped", "fedper-clipped", "lg-fedavg"],
+    ids=["fedavg", "fedavg-mean-clipped", "fedper-clipped", "fedper-intercept", "lg-fedavg"],
 )
 def test_averaging(federation: Federation, target: str, spec: FedAvg, rule: str, kept: dict[str, set[str]]) -> None:
     simulation = simulate(spec, federation, target, cohort=3)
-    shared, own, norms = averaging_twin(simulation, kept[target], rule)
-    assert spec.local_clip is None or max(norms) > spec.local_clip > min(norms)
+    shared, used, own, norms = averaging_twin(simulation, kept[target], rule)
+    clip = innermost(spec).local_clip
+    assert clip is None or max(norms) > clip > min(norms)
 
     state = finish(simulation)
-    assert_close(state.memories.shared, shared)
+    assert_close(simulation.exchange.newest(state.memories.shared), shared)
     assert_close([take(state.memories.private[target].take([i]), 0).private for i in CLIENTS], own)
-    assert_close(personal(simulation, state), [shared | part for part in own])
+    assert_close(personal(simulation, state), [used | part for part in own])
 
 
 def test_lg_fedavg_starts_from_another_run(federation: Federation) -> None:
@@ -219,7 +227,7 @@ def test_lg_fedavg_starts_from_another_run(federation: Federation) -> None:
     simulation = simulate(
         ALGORITHMS["lg-fedavg"](**LOCAL), federation, cohort=3, starts={"mlp": before.memories.shared}
     )
-    shared, own, _ = averaging_twin(simulation, {"1.weight", "1.bias"}, "mean")
+    shared, _, own, _ = averaging_twin(simulation, {"1.weight", "1.bias"}, "mean")
     assert_close(personal(simulation, finish(simulation)), [shared | part for part in own])
 
 
@@ -949,6 +957,8 @@ def check_pfedhn_shared(simulation: Simulation) -> None:
         (row("pfedhn", **LOCAL, **(HYPER | {"lr": 0.1}), head="low-rank", rank=1), 1),
         (row("pfedhn", **LOCAL, **(HYPER | CLIPPED), head="chunked", chunk_size=7), 2),
         (row("pfedhn", **LOCAL, **HYPER, generated=("last",), shared_lr=0.7), 2),
+        (row("pfedhn-last", **LOCAL, **SMALL), 1),
+        (row("pfedhn-intercept", **LOCAL, **(SMALL | CLIPPED), averaging=0.4), 2),
     ],
     ids=[
         "shared",
@@ -961,6 +971,8 @@ def check_pfedhn_shared(simulation: Simulation) -> None:
         "low-rank",
         "chunked",
         "generated-last",
+        "last",
+        "intercept",
     ],
 )
 def test_pfedhn_shared(federation: Federation, target: str, spec: Any, cohort: int) -> None:

@@ -225,7 +225,7 @@ def outcome(tuning: Tuning, stage: tune.Stage, scores: dict[float, float | None]
         for run in tuning.runs(stage, [point]):
             if score is not None:
                 found.results[run.name] = Mock(
-                    validation=Scores(0.0, 1, score, score), test=Scores(0.0, 1, 1 - score, 1 - score)
+                    validation=Scores(0.0, 1, score, score), test=Scores(0.0, 1, 1 - score, 1 - score), score=score
                 )
     return found
 
@@ -253,7 +253,7 @@ def test_with_several_seeds_the_mean_decides_and_one_that_diverged_spoils_it() -
     tuning = plan(TABLE1, ["method=fedavg"], [0, 1])
     first = outcome(tuning, "first", {0.1: 0.5, 0.05: 0.6, 0.01: 0.7, 0.005: 0.1})
     assert len(tuning.runs("first", tuning.points_of("fedavg"))) == 8
-    first.results["fedavg-cifar10-50-local_lr=0.1-seed1"] = Mock(validation=Scores(0.0, 1, 0.8, 0.8))
+    first.results["fedavg-cifar10-50-local_lr=0.1-seed1"] = Mock(validation=Scores(0.0, 1, 0.8, 0.8), score=0.8)
     del first.results["fedavg-cifar10-50-local_lr=0.01-seed1"]
     found = TuningResults(tuning, first)
     assert found.score("first", tuning.points_of("fedavg")[0]) == pytest.approx(0.65)
@@ -560,6 +560,7 @@ def test_nothing_is_chosen_without_validation_examples() -> None:
     tuning = plan(TABLE1, ["method=fedavg"])
     for scores in (Scores(math.nan, 0, math.nan, math.nan), Scores(0.5, 10, math.nan, math.nan)):
         first = outcome(tuning, "first", {0.1: 0.2, 0.05: 0.6})
-        next(iter(first.results.values())).validation = scores
+        blind_result: Any = next(iter(first.results.values()))
+        blind_result.validation, blind_result.score = scores, scores.score
         with pytest.raises(UserError, match="has no score on validation examples, so that nothing can be chosen by it"):
             TuningResults(tuning, first).finalists("fedavg")
