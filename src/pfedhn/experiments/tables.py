@@ -38,7 +38,7 @@ PARTICIPATIONS = 100  # of each client, at most
 PATIENCE = 10  # participations of each client without a better validation loss, after which training stops
 MAX_STEPS = 20_000
 BATCH_SIZE = 64
-LOCAL_STEPS = (10, 50)  # at least and at most; two passes over the examples of a usual client in between
+LOCAL_STEPS = (5, 50)  # at least and at most; one pass over the examples of a usual client in between
 TABLE_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "": {"local_lr": 0.01},  # of every method
     "local": {"local_weight_decay": 0.1},
@@ -167,7 +167,7 @@ def _method_settings(table: Mapping[str, Any], sizes: Sequence[int]) -> Any:
         return headings  # which is refused where the file is checked
     train = round((table.get("split") or Cell.split)[0] * median(sizes)) if sizes else 0
     least, most = LOCAL_STEPS
-    usual = {"local_steps": max(least, min(most, 2 * train // BATCH_SIZE)), **TABLE_SETTINGS[""]}
+    usual = {"local_steps": max(least, min(most, train // BATCH_SIZE)), **TABLE_SETTINGS[""]}
     filled = dict(headings)
     for name in methods:
         mine = {**usual, **TABLE_SETTINGS.get(name, {})}

@@ -22,7 +22,7 @@ LEAST_SEEDS = 3
 MOST_SUGGESTIONS = 2
 
 ALONE = ("local", "own-linear", *GUESSES)  # a method and yardsticks of clients that share nothing
-SIMPLEST = ("local", "fedavg", "fedavg-ft", "fedper")  # before all others, these by what they send
+SIMPLEST = ("local", "fedavg", "fedavg-ft", "fedper-intercept", "fedper")  # before all others, these by what they send
 
 Answer: TypeAlias = Literal["yes", "unclear", "no"]
 
