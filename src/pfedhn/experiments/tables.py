@@ -165,7 +165,9 @@ def _method_settings(table: Mapping[str, Any], sizes: Sequence[int]) -> Any:
     methods = [name for name in (methods if isinstance(methods, list) else [methods]) if name in ALGORITHMS]
     if not isinstance(headings, Mapping) or not isinstance(everywhere, Mapping):
         return headings  # which is refused where the file is checked
-    train = round((table.get("split") or Cell.split)[0] * median(sizes)) if sizes else 0
+    folds = table.get("folds")
+    share = 1 - 2 / folds if isinstance(folds, int) and folds > 2 else (table.get("split") or Cell.split)[0]
+    train = round(share * median(sizes)) if sizes else 0
     least, most = LOCAL_STEPS
     usual = {"local_steps": max(least, min(most, 2 * train // BATCH_SIZE)), **TABLE_SETTINGS[""]}
     filled = dict(headings)
