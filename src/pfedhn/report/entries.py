@@ -152,7 +152,9 @@ class Entry:
         """[clients]: each one's score over its test examples of several seeds together, such as those of all folds."""
         tests = [self.results[seed].test for seed in seeds]
         examples = numpy.array([test.client_examples for test in tests], dtype=numpy.float64).sum(0)
-        means = numpy.array([test.clients for test in tests]).sum(0) / numpy.where(examples > 0, examples, numpy.nan)
+        means: NDArray[numpy.float64] = numpy.array([test.clients for test in tests]).sum(0) / numpy.where(
+            examples > 0, examples, numpy.nan
+        )
         return 100 * means if self.has_accuracy else means
 
     def all_client_scores(self) -> NDArray[numpy.float64]:

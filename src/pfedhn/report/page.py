@@ -284,7 +284,7 @@ def _held_in_all_folds(entry: Entry, holds: Mapping[str, list[list[list[int]]]])
     for client in zip(*(holds[split] for split in splits), strict=True):
         counts = Counter[int]()
         for held in client:
-            counts.update(dict(held))  # type: ignore[arg-type]
+            counts.update(dict(held))
         # Every example is for training in all folds but two.
         found.append([[label, count // (folds - 2)] for label, count in sorted(counts.items())])
     return {ALL_FOLDS: found}
