@@ -32,6 +32,37 @@ def test_every_experiment_of_the_package_survives_the_way_through_toml() -> None
         check(experiment)
 
 
+def test_folds_have_a_seed_each_and_one_partition() -> None:
+    experiment = from_table({"folds": 5, "clients": 6, "method": ["local", "pfedhn"]}, "folds")
+    assert experiment.seeds == (0, 1, 2, 3, 4)
+    local, pfedhn = experiment.cells
+    tested = [build_federation(local, seed).splits["test"].of(0).tolist() for seed in range(5)]
+    assert len({number for part in tested for number in part}) == sum(map(len, tested))
+    assert build_federation(pfedhn, 7).splits["test"].of(0).tolist() == tested[2]
+    other = build_federation(replace(local, data_seed=1), 0).splits["test"].of(0).tolist()
+    assert other != tested[0]
+    assert from_table({"folds": 5, "seeds": [3]}, "folds").seeds == (3,)
+    assert with_assignments(from_table({}, "none"), {"folds": 4}).seeds == (0, 1, 2, 3)
+    assert with_assignments(from_table({"seeds": [9]}, "none"), {"folds": 4}).seeds == (9,)
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ({"folds": 2}, r"`folds` must be at least 3 \(training, validation and test\), got 2"),
+        (
+            {"folds": 5, "split": [0.7, 0.15, 0.15]},
+            r"`folds` = 5 leaves no use for `split` = \[0.7, 0.15, 0.15\]; leave",
+        ),
+        ({"folds": 5, "methods": {"local": {"split": [0.5, 0.25, 0.25]}}}, r"`folds` = 5 leaves no use for `split`"),
+        ({"folds": [3, 5]}, "`folds` must be the same in all cells, got 3 and 5; write a file for each"),
+    ],
+)
+def test_folds_that_do_not_fit_get_one_sentence(table: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        from_table(table, "folds")
+
+
 def test_lists_make_a_grid_and_methods_differ_where_they_say_so() -> None:
     text = """
     clients = [6, 8]
@@ -323,6 +354,7 @@ def test_fields_that_came_later_leave_the_names_of_stored_runs_alone() -> None:
         "in_flight",
         "select",
         "patience",
+        "folds",
     )
     older = {name: value for name, value in asdict(cell).items() if name not in younger}
     assert cell_digest(cell) == hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()
