@@ -19,6 +19,7 @@ from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.grid import from_table, from_toml, select, with_assignments
 from pfedhn.experiments.spec import Cell, Experiment, cell_digest
+from pfedhn.experiments.tables import with_table_defaults
 from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.settings import parse_assignments, to_toml
 
@@ -61,6 +62,28 @@ def test_folds_have_a_seed_each_and_one_partition() -> None:
 def test_folds_that_do_not_fit_get_one_sentence(table: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         from_table(table, "folds")
+
+
+def test_personalize_chooses_among_the_hypernetworks_of_a_table() -> None:
+    table = Cell(dataset="there is none.csv", columns={"client": "a", "label": "b"})
+
+    def methods(**content: Any) -> list[str]:
+        content = {"dataset": table.dataset, "columns": dict(table.columns), **content}
+        return list(dict.fromkeys(cell.method for cell in from_table(with_table_defaults(content, table), "t").cells))
+
+    others = ["local", "fedavg", "fedper-intercept"]
+    assert methods(personalize="auto") == methods()
+    assert methods(personalize="last") == [*others, "pfedhn-last"]
+    assert methods(personalize="all", method=["pfedhn", "local"]) == ["pfedhn-shared", "local"]
+    assert methods(personalize="intercept", method="pfedhn", methods={"pfedhn": {"lr": 0.5}}) == ["pfedhn-intercept"]
+    with pytest.raises(
+        UserError, match=r"`personalize` is 'lats'; did you mean 'last'\? There are auto, intercept, last"
+    ):
+        methods(personalize="lats")
+    with pytest.raises(UserError, match=r"`personalize` has no effect on method = \['local'\]; add"):
+        methods(personalize="all", method="local")
+    with pytest.raises(UserError, match="`personalize` is for tables; digits is none"):
+        with_table_defaults({"personalize": "auto"}, Cell())
 
 
 def test_lists_make_a_grid_and_methods_differ_where_they_say_so() -> None:
