@@ -141,7 +141,9 @@ def test_folds_that_cannot_be_are_refused() -> None:
     few = {"lyon": (numpy.zeros((4, 1)), numpy.arange(4) % 2)}
     with pytest.raises(UserError, match=r"client 'lyon' has 4 examples, too few for 5 folds; give fewer folds, or"):
         Federation.from_clients(few, split=Fold(0, 5))
-    with pytest.raises(UserError, match=r"`folds` must be at least 3 \(training, validation and test\), got 2"):
+    with pytest.raises(
+        UserError, match=r"`folds` must be at least 3 \(training, validation and test\) and at most 1,000, got 2"
+    ):
         Fold(0, 2)
     with pytest.raises(UserError, match="there is no fold 5 of 5; give a number from 0 to 4"):
         Fold(5, 5)

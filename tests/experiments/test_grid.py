@@ -50,7 +50,8 @@ def test_folds_have_a_seed_each_and_one_partition() -> None:
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ({"folds": 2}, r"`folds` must be at least 3 \(training, validation and test\), got 2"),
+        ({"folds": 2}, r"`folds` must be at least 3 \(training, validation and test\) and at most 1,000, got 2"),
+        ({"folds": 10**15}, "and at most 1,000, got 1000000000000000"),
         (
             {"folds": 5, "split": [0.7, 0.15, 0.15]},
             r"`folds` = 5 leaves no use for `split` = \[0.7, 0.15, 0.15\]; leave",

@@ -25,7 +25,7 @@ from pfedhn.errors import UserError, short
 from pfedhn.keys import Key
 from pfedhn.settings import whole_number
 
-LEAST_FOLDS = 3  # training, validation and test
+LEAST_FOLDS, MOST_FOLDS = 3, 1_000  # at least one part each for training, validation and test
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,12 @@ Split: TypeAlias = tuple[float, float, float] | Fold
 
 
 def check_folds(folds: int) -> None:
-    """Refuse a number of folds that leaves no part for training, validation or test."""
-    if whole_number("folds", folds) < LEAST_FOLDS:
-        raise UserError(f"`folds` must be at least {LEAST_FOLDS} (training, validation and test), got {folds}.")
+    """Refuse a number of folds that leaves no part for training, validation or test, or means too many runs."""
+    if not LEAST_FOLDS <= whole_number("folds", folds) <= MOST_FOLDS:
+        raise UserError(
+            f"`folds` must be at least {LEAST_FOLDS} (training, validation and test) and at most {MOST_FOLDS:,}, "
+            f"got {folds}."
+        )
 
 
 def check_split(split: Sequence[float] | Fold) -> tuple[float, float, float]:
