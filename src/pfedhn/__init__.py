@@ -18,6 +18,7 @@ _HOMES = {
     "FedPer": "pfedhn.algorithms.fedper",
     "FedRep": "pfedhn.algorithms.fedrep",
     "Federation": "pfedhn.data.federation",
+    "Fold": "pfedhn.data.dealing",
     "LGFedAvg": "pfedhn.algorithms.lg_fedavg",
     "LeNet": "pfedhn.models",
     "Linear": "pfedhn.kernels.linear",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.pfedhn_shared import PFedHNShared
     from pfedhn.algorithms.pfedme import PFedMe
     from pfedhn.combinators import averaged, fine_tuned, with_statistics
+    from pfedhn.data.dealing import Fold
     from pfedhn.data.federation import Federation
     from pfedhn.data.partition import by_classes, by_coarse_class, by_group, dirichlet
     from pfedhn.errors import UserError
@@ -94,6 +96,7 @@ __all__ = [
     "FedPer",
     "FedRep",
     "Federation",
+    "Fold",
     "LGFedAvg",
     "LeNet",
     "Linear",

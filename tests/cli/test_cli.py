@@ -521,6 +521,34 @@ def test_own_data_with_faults_gets_one_sentence_and_code_2(row: int | None, valu
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
+def test_folds_are_runs_that_test_every_row_once() -> None:
+    """From a table to the report: the same parts for all methods, and clients over all folds."""
+    lines = [f"{i % 7},{'lyon' if i % 3 else 'metz'},{'yes' if i % 2 else 'no'}" for i in range(33)]
+    Path("visits.csv").write_text("\n".join(["age,site,outcome", *lines]))
+    Path("folds.toml").write_text(
+        "dataset = 'visits.csv'\ncolumns = {client = 'site', label = 'outcome'}\nmethod = ['local', 'fedavg']\n"
+        "folds = 3\nsteps = 4\nevaluate_every = 2\n"
+    )
+    result = invoke("run", "folds.toml")
+    assert "3-fold cross-validation" in " ".join(result.output.split())
+    found = {path.name: json.loads((path / "result.json").read_text()) for path in Path("runs/folds").glob("*-seed?")}
+    assert len(found) == 6
+    for method in ("local", "fedavg"):
+        tested = [found[f"{method}-visits-2-seed{fold}"]["test"]["client_examples"] for fold in range(3)]
+        assert numpy.sum(tested, axis=0).tolist() == [22, 11]
+    digests = {name[-1]: found[name]["partition_sha256"] for name in found}
+    assert len(set(digests.values())) == 3
+    assert all(digests[name[-1]] == one["partition_sha256"] for name, one in found.items())
+    (report,) = json.loads(invoke("report", "runs/folds", "--json").stdout)["reports"]
+    assert [cell["folds"] for cell in report["cells"]] == [3, 3]
+    assert all(len(cell["client_accuracy"]) == 2 for cell in report["cells"])
+    invoke("report", "runs/folds", "--format", "html")
+    page = Path("runs/folds/report/report.html").read_text()
+    assert '"holds":{' in page
+    assert '"all folds":[[[0,11],[1,11]],[[0,6],[1,5]]]' in page
+
+
 def test_only_prints_what_it_chose() -> None:
     Path("mine.toml").write_text(MINE.replace("clients = 6", "clients = [4, 6]"))
     chosen = ["--only", "method=fedavg,clients=4", "--set", "steps=5", "--out", "runs"]

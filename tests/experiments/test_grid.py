@@ -19,6 +19,7 @@ from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.directory import Options
 from pfedhn.experiments.grid import from_table, from_toml, select, with_assignments
 from pfedhn.experiments.spec import Cell, Experiment, cell_digest
+from pfedhn.experiments.tables import with_table_defaults
 from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.settings import parse_assignments, to_toml
 
@@ -30,6 +31,60 @@ def test_every_experiment_of_the_package_survives_the_way_through_toml() -> None
         table = tomllib.loads(to_toml(asdict(experiment)))
         assert from_table(table, "another name") == experiment
         check(experiment)
+
+
+def test_folds_have_a_seed_each_and_one_partition() -> None:
+    experiment = from_table({"folds": 5, "clients": 6, "method": ["local", "pfedhn"]}, "folds")
+    assert experiment.seeds == (0, 1, 2, 3, 4)
+    local, pfedhn = experiment.cells
+    tested = [build_federation(local, seed).splits["test"].of(0).tolist() for seed in range(5)]
+    assert len({number for part in tested for number in part}) == sum(map(len, tested))
+    assert build_federation(pfedhn, 7).splits["test"].of(0).tolist() == tested[2]
+    other = build_federation(replace(local, data_seed=1), 0).splits["test"].of(0).tolist()
+    assert other != tested[0]
+    assert from_table({"folds": 5, "seeds": [3]}, "folds").seeds == (3,)
+    assert with_assignments(from_table({}, "none"), {"folds": 4}).seeds == (0, 1, 2, 3)
+    assert with_assignments(from_table({"seeds": [9]}, "none"), {"folds": 4}).seeds == (9,)
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ({"folds": 2}, r"`folds` must be at least 3 \(training, validation and test\) and at most 1,000, got 2"),
+        ({"folds": 10**15}, "and at most 1,000, got 1000000000000000"),
+        (
+            {"folds": 5, "split": [0.7, 0.15, 0.15]},
+            r"`folds` = 5 leaves no use for `split` = \[0.7, 0.15, 0.15\]; leave",
+        ),
+        ({"folds": 5, "methods": {"local": {"split": [0.5, 0.25, 0.25]}}}, r"`folds` = 5 leaves no use for `split`"),
+        ({"folds": [3, 5]}, "`folds` must be the same in all cells, got 3 and 5; write a file for each"),
+    ],
+)
+def test_folds_that_do_not_fit_get_one_sentence(table: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        from_table(table, "folds")
+
+
+def test_personalize_chooses_among_the_hypernetworks_of_a_table() -> None:
+    table = Cell(dataset="there is none.csv", columns={"client": "a", "label": "b"})
+
+    def methods(**content: Any) -> list[str]:
+        content = {"dataset": table.dataset, "columns": dict(table.columns), **content}
+        return list(dict.fromkeys(cell.method for cell in from_table(with_table_defaults(content, table), "t").cells))
+
+    others = ["local", "fedavg", "fedper-intercept"]
+    assert methods(personalize="auto") == methods()
+    assert methods(personalize="last") == [*others, "pfedhn-last"]
+    assert methods(personalize="all", method=["pfedhn", "local"]) == ["pfedhn-shared", "local"]
+    assert methods(personalize="intercept", method="pfedhn", methods={"pfedhn": {"lr": 0.5}}) == ["pfedhn-intercept"]
+    with pytest.raises(
+        UserError, match=r"`personalize` is 'lats'; did you mean 'last'\? There are auto, intercept, last"
+    ):
+        methods(personalize="lats")
+    with pytest.raises(UserError, match=r"`personalize` has no effect on method = \['local'\]; add"):
+        methods(personalize="all", method="local")
+    with pytest.raises(UserError, match="`personalize` is for tables; digits is none"):
+        with_table_defaults({"personalize": "auto"}, Cell())
 
 
 def test_lists_make_a_grid_and_methods_differ_where_they_say_so() -> None:
@@ -323,6 +378,7 @@ def test_fields_that_came_later_leave_the_names_of_stored_runs_alone() -> None:
         "in_flight",
         "select",
         "patience",
+        "folds",
     )
     older = {name: value for name, value in asdict(cell).items() if name not in younger}
     assert cell_digest(cell) == hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()

@@ -146,6 +146,8 @@ FIELDS = [
         "clients",
         "partition",
         "split",
+        "folds",
+        "personalize",
         "stratify",
         "data_seed",
         "labels",

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from pfedhn.cli.app import app
 from pfedhn.cli.endings import LEARNED_NOTHING
 from pfedhn.experiments.spec import Cell
-from pfedhn.report.entries import Entry, Report
+from pfedhn.report.entries import Entry, Report, compare
 from pfedhn.report.gains import Measure, Pairs
 from pfedhn.report.page import to_html
 from pfedhn.report.tables import to_markdown
@@ -175,6 +176,30 @@ def test_an_rmse_is_compared_by_its_root_and_an_accuracy_over_clients() -> None:
     assert "It beats training alone (Local) by 25.0 points (95 %: 25.0 to 25.0); 30 of 30 clients gain, 0 lose." in (
         to_text(found)
     )
+
+
+def test_a_client_gains_over_the_examples_of_all_folds() -> None:
+    """The first client loses in two folds of one example each, and gains in a third of ten."""
+    sizes = numpy.array([[1.0, 5.0], [1.0, 5.0], [10.0, 5.0]])
+    ours, theirs = numpy.array([[2.0, 1.0], [2.0, 1.0], [0.0, 1.0]]), numpy.ones((3, 2))
+    pairs = Pairs(ours, theirs, numpy.ones((3, 2)), Measure("loss"))
+    assert pairs.client_gains().tolist() == pytest.approx([-1 / 3, 0])
+    assert pairs._replace(shares=sizes).client_gains().tolist() == pytest.approx([8 / 12, 0])
+
+    def folded(made: Entry) -> Entry:
+        return replace(made, cell=replace(made.cell, folds=3))
+
+    local, ours_too = folded(LOCAL), folded(FEDPER)
+    mine, counts = compare(ours_too, local), compare(FEDPER, LOCAL)
+    assert mine is not None
+    assert counts is not None
+    assert (sum(mine[:3]), sum(counts[:3])) == (NUM_CLIENTS, 3 * NUM_CLIENTS)
+    text = to_markdown([Report("made", [local, ours_too])])
+    assert "3-fold cross-validation: each seed is a fold, and together they test every example once." in text
+    assert "Folds share training examples" in text
+    one = replace(local, results={0: local.results[0]})
+    assert "1 of 3 folds are finished" in to_markdown([Report("made", [one])])
+    assert "cross-validation" not in to_markdown([Report("made", [LOCAL, FEDPER])])
 
 
 def test_yardsticks_stand_beside_it() -> None:

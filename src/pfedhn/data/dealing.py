@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -23,10 +23,58 @@ from pfedhn.data.arrays import (
 from pfedhn.data.partition import Assignment, Labels, Partition
 from pfedhn.errors import UserError, short
 from pfedhn.keys import Key
+from pfedhn.settings import whole_number
+
+LEAST_FOLDS, MOST_FOLDS = 3, 1_000  # at least one part each for training, validation and test
 
 
-def check_split(split: Sequence[float]) -> tuple[float, float, float]:
+@dataclass(frozen=True)
+class Fold:
+    """One split of a cross-validation, in the place of the fractions for training, validation and test.
+
+    Each client's examples are drawn once into as many parts as there are folds, by the seed alone. The part with this
+    fold's number is for test, the next one for validation, and all others are for training. So the folds together test
+    every example once.
+
+    Args:
+        number: Which of the folds, from 0.
+        folds: How many there are, at least 3.
+
+    Examples:
+        >>> import numpy, pfedhn
+        >>> clients = [(numpy.zeros((10, 2)), numpy.arange(10) % 2)] * 2
+        >>> folds = [pfedhn.Federation.from_clients(clients, split=pfedhn.Fold(number, 5)) for number in range(5)]
+        >>> sorted(example for fold in folds for example in fold.splits["test"].of(0).tolist())
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    number: int
+    folds: int
+
+    def __post_init__(self) -> None:
+        check_folds(self.folds)
+        if whole_number("number", self.number, least=0) >= self.folds:
+            raise UserError(
+                f"there is no fold {self.number} of {self.folds}; give a number from 0 to {self.folds - 1}."
+            )
+
+
+Split: TypeAlias = tuple[float, float, float] | Fold
+
+
+def check_folds(folds: int) -> None:
+    """Refuse a number of folds that leaves no part for training, validation or test, or means too many runs."""
+    if not LEAST_FOLDS <= whole_number("folds", folds) <= MOST_FOLDS:
+        raise UserError(
+            f"`folds` must be at least {LEAST_FOLDS} (training, validation and test) and at most {MOST_FOLDS:,}, "
+            f"got {folds}."
+        )
+
+
+def check_split(split: Sequence[float] | Fold) -> tuple[float, float, float]:
     """The fractions of examples for training, validation and test."""
+    if isinstance(split, Fold):
+        return (split.folds - 2) / split.folds, 1 / split.folds, 1 / split.folds
     try:
         train, validation, test = (float(fraction) for fraction in split)
     except (TypeError, ValueError):  # not three, or not numbers
@@ -38,9 +86,17 @@ def check_split(split: Sequence[float]) -> tuple[float, float, float]:
 
 
 def split_examples(
-    labels: NDArray[Any], split: Sequence[float], stratify: bool, key: Key
+    labels: NDArray[Any], split: Sequence[float] | Fold, stratify: bool, key: Key, client: int | str | None = None
 ) -> list[NDArray[numpy.int64]]:
-    """The numbers of the examples in each split; each part is sorted, so that only membership is random."""
+    """The numbers of the examples in each split; each part is sorted, so that only membership is random.
+
+    Args:
+        labels: Of all examples.
+        split: The fractions, or a fold.
+        stratify: Whether the draw is within each class.
+        key: Of the draw.
+        client: Whose examples they are, for an error.
+    """
     train, validation, _ = check_split(split)
     if not isinstance(stratify, bool):
         raise UserError(f"stratify is {short(stratify)}; it must be True or False.")
@@ -50,6 +106,18 @@ def split_examples(
         if stratify and len(labels)
         else [numpy.arange(len(labels))]
     )
+    if isinstance(split, Fold):
+        if len(labels) < split.folds:
+            raise UserError(
+                f"client {client} has {len(labels)} examples, too few for {split.folds} folds; give fewer folds, or "
+                f"leave small clients out (in a table: min_examples = {split.folds})."
+            )
+        # Dealt in turn, so that the parts differ by one example at most; which of them are larger is drawn.
+        shuffled = numpy.concatenate([generator.permutation(stratum) for stratum in strata])
+        numbers = numpy.empty(len(labels), dtype=numpy.int64)
+        numbers[shuffled] = generator.permutation(split.folds)[numpy.arange(len(labels)) % split.folds]
+        is_test, is_validation = (numbers == (split.number + later) % split.folds for later in (0, 1))
+        return [numpy.flatnonzero(part) for part in (~(is_test | is_validation), is_validation, is_test)]
     parts: list[list[NDArray[numpy.int64]]] = [[], [], []]
     for stratum in strata:
         shuffled = generator.permutation(stratum)
@@ -63,7 +131,7 @@ def share_out(
     labels: Tensor,
     partition: Partition,
     *,
-    split: tuple[float, float, float],
+    split: Split,
     seed: int,
     test_labels: Tensor | None = None,
     groups: NDArray[numpy.int64] | None = None,
@@ -86,9 +154,13 @@ def share_out(
     if labels.ndim != 1:
         raise UserError(f"y has the shape {tuple(labels.shape)}; a partition goes by class, so give one number each.")
     if check_split(split)[2] != 0 and test_labels is not None:
-        raise UserError("with a test set of its own, give split=(train, validation, 0).")
+        instead = "leave out folds" if isinstance(split, Fold) else "give split=(train, validation, 0)"
+        raise UserError(f"with a test set of its own, {instead}.")
     key = keys.fold(seed, "partition")
     numbers = labels.cpu().numpy()
+    if isinstance(split, Fold):
+        whole = partition.assign({"train": Labels(numbers, groups, coarse)}, keys.fold(key, "clients"))
+        return _folded(numbers, whole, split, stratify, keys.fold(key, "split"))
     parts = dict(zip(SPLITS, split_examples(numbers, split, stratify, keys.fold(key, "split")), strict=True))
     splits = {
         name: Labels(
@@ -111,10 +183,21 @@ def share_out(
     )
 
 
+def _folded(labels: NDArray[Any], whole: Assignment, fold: Fold, stratify: bool, key: Key) -> Assignment:
+    """Split what each client has in all into the parts of a fold."""
+    found: dict[str, list[NDArray[numpy.int64]]] = {name: [] for name in SPLITS}
+    for client, owned in enumerate(whole.clients["train"]):
+        parts = split_examples(labels[owned], fold, stratify, keys.fold(key, client), client)
+        for name, part in zip(SPLITS, parts, strict=True):
+            found[name].append(owned[part])
+    nobody = numpy.empty(0, dtype=numpy.int64)
+    return replace(whole, clients=found, unused={**dict.fromkeys(SPLITS, nobody), **whole.unused})
+
+
 def split_clients(
     clients: Sequence[ClientData],
     names: Sequence[str] | None,
-    split: tuple[float, float, float],
+    split: Split,
     stratify: bool,
     seed: int,
     class_names: Sequence[str] | None,
@@ -142,8 +225,10 @@ def split_clients(
     for number, client in enumerate(brought):
         if "all" in client:
             key = keys.fold(seed, "partition", "split", number if names is None else names[number])
-            parts = split_examples(client["all"][1].cpu().numpy(), split, stratify, key)
+            parts = split_examples(client["all"][1].cpu().numpy(), split, stratify, key, called[number])
         else:
+            if isinstance(split, Fold):
+                raise UserError(f"client {called[number]} is split already; give (x, y) for folds.")
             ends = numpy.cumsum([len(client[name][1]) if name in client else 0 for name in SPLITS])
             parts = numpy.split(numpy.arange(ends[-1]), ends[:-1])
         for name, part in zip(SPLITS, parts, strict=True):

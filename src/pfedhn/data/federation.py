@@ -26,7 +26,7 @@ from pfedhn.data.arrays import (
     check_values,
 )
 from pfedhn.data.batches import Examples, as_examples, cohort, draw_examples, gather, sample_examples
-from pfedhn.data.dealing import check_split, share_out, split_clients
+from pfedhn.data.dealing import Split, check_split, share_out, split_clients
 from pfedhn.data.description import Description
 from pfedhn.data.palette import in_fast_order, stored
 from pfedhn.data.partition import Assignment, Partition
@@ -97,7 +97,7 @@ class Federation:
         y: ArrayLike | Tensor,
         partition: Partition,
         *,
-        split: tuple[float, float, float] = (0.7, 0.15, 0.15),
+        split: Split = (0.7, 0.15, 0.15),
         seed: int = 0,
         test: Arrays | None = None,
         groups: ArrayLike | Tensor | None = None,
@@ -113,7 +113,7 @@ class Federation:
             y: Their class numbers, from 0.
             partition: Who gets which examples, for instance `pfedhn.by_classes(2, num_clients=50)`.
             split: The fractions of the examples for training, validation and test, drawn at random; every client's
-                share of a class is the same in all three. With `test`, the third is 0.
+                share of a class is the same in all three. With `test`, the third is 0. Or a `Fold`.
             seed: The seed of the split and of the partition.
             test: (x, y), if the data set has separate test examples.
             groups: The group of each example, for `by_group`.
@@ -171,7 +171,7 @@ class Federation:
     def from_clients(
         clients: Sequence[ClientData] | Mapping[str, ClientData],
         *,
-        split: tuple[float, float, float] = (0.7, 0.15, 0.15),
+        split: Split = (0.7, 0.15, 0.15),
         stratify: bool = False,
         seed: int = 0,
         class_names: Sequence[str] | None = None,
@@ -184,7 +184,7 @@ class Federation:
         Args:
             clients: A list, or a mapping from each client's own name. A client is either (x, y), which is split at
                 random, or the splits themselves, as {"train": (x, y), "validation": (x, y), "test": (x, y)}.
-            split: The fractions of a client's examples for training, validation and test.
+            split: The fractions of a client's examples for training, validation and test, or a `Fold`.
             stratify: Draw each client's split within each of its classes instead of over all its examples.
             seed: The seed of the split.
             class_names: What classes 0, 1, ... are called.

@@ -21,6 +21,7 @@ from pfedhn.data.columns import (
     encoded_like,
     to_numbers,
 )
+from pfedhn.data.dealing import Split
 from pfedhn.data.federation import Federation
 from pfedhn.data.folders import client_folders, from_folders, load_array
 from pfedhn.data.images import (
@@ -47,7 +48,7 @@ def read_federation(
     *,
     ignore_columns: Sequence[str] = (),
     task: Task = "auto",
-    split: tuple[float, float, float] = (0.7, 0.15, 0.15),
+    split: Split = (0.7, 0.15, 0.15),
     stratify: bool = False,
     seed: int = 0,
     resize: int | tuple[int, int] | None = None,
@@ -70,7 +71,7 @@ def read_federation(
         ignore_columns: Columns of a table that are no features, such as dates and what is known only later.
         task: What the labels are, as in `from_table`. For a table, "auto" also takes many different whole numbers for a
             quantity, and a note says so.
-        split: The fractions of a client's examples for training, validation and test.
+        split: The fractions of a client's examples for training, validation and test, or a `Fold`.
         stratify: Draw each client's split within each of its classes instead of over all its examples.
         seed: The seed of the split.
         resize: Height and width of all images, or one number for both; needed if their sizes differ.

@@ -14,7 +14,7 @@ from pfedhn import keys
 from pfedhn.data.arrays import SPLITS, Array, check_classes, check_values
 from pfedhn.data.catalogue import ANOTHER_CACHE
 from pfedhn.data.cells import check_columns, is_empty
-from pfedhn.data.dealing import split_examples
+from pfedhn.data.dealing import Split, split_examples
 from pfedhn.data.federation import Federation
 from pfedhn.data.images import Channels, decode, image_size
 from pfedhn.data.labels import as_labels
@@ -32,7 +32,7 @@ def from_hugging_face(
     label_column: str,
     input_column: str,
     *,
-    split: tuple[float, float, float] = (0.7, 0.15, 0.15),
+    split: Split = (0.7, 0.15, 0.15),
     stratify: bool = False,
     seed: int = 0,
     resize: int | tuple[int, int] | None = None,
@@ -48,7 +48,7 @@ def from_hugging_face(
         client_column: The column that names the client.
         label_column: The column that holds the label: class numbers, texts, or fractions for regression.
         input_column: The column that holds the example: an image, or a list of numbers of one length.
-        split: The fractions of a client's examples for training, validation and test.
+        split: The fractions of a client's examples for training, validation and test, or a `Fold`.
         stratify: Draw each client's split within each of its classes.
         seed: The seed of the split.
         resize: Height and width that images are brought to, or one number for both.
@@ -110,7 +110,7 @@ def from_hugging_face(
     dealt = []
     for name in names:
         rows = numpy.flatnonzero(owners == name)
-        parts = split_examples(labels[rows], split, stratify, keys.fold(seed, "partition", "split", name))
+        parts = split_examples(labels[rows], split, stratify, keys.fold(seed, "partition", "split", name), repr(name))
         dealt.append({part: rows[numbers] for part, numbers in zip(SPLITS, parts, strict=True)})
 
     def load(client: int) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pfedhn.data.arrays import Array, check_choice
 from pfedhn.data.cells import Columns, check_columns, is_empty, is_table, read_columns
 from pfedhn.data.columns import PLAIN, USUAL, Encoding, encoded, fitted
+from pfedhn.data.dealing import Split
 from pfedhn.data.federation import Federation
 from pfedhn.data.labels import Resolved, Task, as_identifiers, as_labels, as_numbers, refuse_marks, task_of
 from pfedhn.data.notes import note
@@ -149,7 +150,7 @@ def table_federation(
     *,
     ignore_columns: Sequence[str] = (),
     task: Task = "auto",
-    split: tuple[float, float, float] = (0.7, 0.15, 0.15),
+    split: Split = (0.7, 0.15, 0.15),
     stratify: bool = False,
     seed: int = 0,
     encoding: Encoding = USUAL,
@@ -163,7 +164,7 @@ def table_federation(
         label_column: The column that holds the label.
         ignore_columns: Columns that are no features.
         task: What the labels are.
-        split: The fractions of a client's examples for training, validation and test.
+        split: The fractions of a client's examples for training, validation and test, or a `Fold`.
         stratify: Draw each client's split within each of its classes.
         seed: The seed of the split.
         encoding: How columns become numbers.

@@ -14,6 +14,7 @@ from pfedhn.deploy.spec import Data, FederationSpec, listed
 from pfedhn.engine.network import check_model
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import UserError, closest
+from pfedhn.experiments.data import dealing
 from pfedhn.system.files import given_path, reading
 
 
@@ -37,10 +38,8 @@ def read_examples(path: str | Path, name: str, spec: FederationSpec, plan: Plan,
     class_names = tuple(map(str, range(data.classes))) if isinstance(data.classes, int) else data.classes
     federation = Federation.from_clients(
         {name: (_scaled(x, data), _labels(y, data, place))},
-        split=spec.cell.split,
-        stratify=spec.cell.stratify,
-        seed=spec.seed if spec.cell.data_seed is None else spec.cell.data_seed,
         class_names=class_names,
+        **dealing(spec.cell, spec.seed),
     )
     if plan.device.type != "cpu":
         federation = federation.to(plan.device)

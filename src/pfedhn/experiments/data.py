@@ -1,7 +1,7 @@
 """A cell's data as a federation."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -11,7 +11,7 @@ import torch
 from pfedhn import models
 from pfedhn.data import catalogue as datasets
 from pfedhn.data import partition
-from pfedhn.data.dealing import share_out
+from pfedhn.data.dealing import Fold, Split, check_folds, share_out
 from pfedhn.data.describe import LARGE, large_labels
 from pfedhn.data.federation import Federation
 from pfedhn.data.files import read_federation
@@ -64,14 +64,18 @@ def build_partition(cell: Cell) -> partition.Partition:
 
 
 def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device: str = "cpu") -> Federation:
-    seed = seed if cell.data_seed is None else cell.data_seed
+    dealt = dealing(cell, seed)
     own = is_made(cell.dataset) or is_table(cell.dataset) or is_own_data(cell.dataset)
     if is_made(cell.dataset):
-        federation = made(cell)(seed=seed)  # type: ignore[call-arg]
+        if cell.folds is not None:
+            raise UserError(
+                f"{cell.dataset} splits what it makes, so `folds` = {cell.folds} has no effect; leave it out."
+            )
+        federation = made(cell)(seed=dealt["seed"])  # type: ignore[call-arg]
         if not isinstance(federation, Federation):
             raise UserError(f"{cell.dataset} makes a {type(federation).__name__}; it must return a pfedhn.Federation.")
     else:
-        federation = _own_federation(cell, seed, data_dir) if own else _known_federation(cell, seed, data_dir, device)
+        federation = _own_federation(cell, dealt, data_dir) if own else _known_federation(cell, dealt, data_dir, device)
     fixed = own or cell.partition["rule"] in ("by_group", "by_coarse_class")
     if fixed and federation.num_clients != cell.clients:
         number = federation.num_clients
@@ -88,6 +92,16 @@ def build_federation(cell: Cell, seed: int, data_dir: Path | None = None, device
     return federation.only(
         [client for client in range(federation.num_clients) if runs[client] == models.network_name(cell.part)]
     )
+
+
+def dealing(cell: Cell, seed: int) -> dict[str, Any]:
+    """How a run divides each client's examples: `split`, `stratify` and `seed`, as a federation is made with."""
+    split: Split = cell.split
+    if cell.folds is not None:
+        check_folds(cell.folds)
+        split = Fold(seed % cell.folds, cell.folds)
+        seed = 0  # one partition for all folds
+    return {"split": split, "stratify": cell.stratify, "seed": seed if cell.data_seed is None else cell.data_seed}
 
 
 def shares_of_classes(federation: Federation) -> torch.Tensor:
@@ -111,7 +125,7 @@ def made(cell: Cell) -> Callable[[], Federation]:
     return partial(function, cell.clients, **given)
 
 
-def _own_federation(cell: Cell, seed: int, data_dir: Path | None) -> Federation:
+def _own_federation(cell: Cell, dealt: Mapping[str, Any], data_dir: Path | None) -> Federation:
     columns, has_table = table_columns(cell), is_table(cell.dataset)
     for name in ("client", "label"):
         if has_table and f"{name}_column" not in columns:
@@ -120,8 +134,7 @@ def _own_federation(cell: Cell, seed: int, data_dir: Path | None) -> Federation:
     if task == "auto" and has_table:
         silo = SILOS.get(cell.dataset)
         task = earlier_task(cell.dataset, columns["label_column"]) if silo is None else silo.task
-    how: dict[str, Any] = {**columns, "task": task, **EARLIER_READ, **reading_options(cell)}
-    how |= {"split": cell.split, "stratify": cell.stratify, "seed": seed}
+    how: dict[str, Any] = {**columns, "task": task, **EARLIER_READ, **reading_options(cell), **dealt}
     federation = read_federation(read_table(cell.dataset, data_dir), **how)
     unscaled = [name for name in network_names(cell) if name.startswith(("mlp", "linear"))]
     if has_table and how["scale"] == "none" and unscaled:
@@ -175,7 +188,7 @@ def _warn_of_scales(file: Path, model: str, federation: Federation) -> None:
         )
 
 
-def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str) -> Federation:
+def _known_federation(cell: Cell, dealt: Mapping[str, Any], data_dir: Path | None, device: str) -> Federation:
     data = datasets.loaded(cell.dataset, data_dir)
     labels = data.y
     if cell.labels == "within-group":
@@ -185,13 +198,11 @@ def _known_federation(cell: Cell, seed: int, data_dir: Path | None, device: str)
     assignment = share_out(
         data.y,
         build_partition(cell),
-        split=cell.split,
-        seed=seed,
         test_labels=data.test_y,
         groups=None if data.groups is None else data.groups.numpy(),
         coarse=None if data.coarse is None else data.coarse.numpy(),
         test_coarse=None if data.test_coarse is None else data.test_coarse.numpy(),
-        stratify=cell.stratify,
+        **dealt,
     )
     y = labels if data.test_y is None else torch.cat([labels, data.test_y])
     x, palette = datasets.examples_on(cell.dataset, data_dir, device)

@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.find import build_algorithm, find_method
+from pfedhn.data.dealing import check_folds
 from pfedhn.errors import SYNONYMS, UserError, closest, closest_setting
 from pfedhn.experiments.rates import apply_rates, headed, rates_file, rates_for
 from pfedhn.experiments.spec import (
@@ -129,10 +130,11 @@ def from_table(table: Mapping[str, Any], name: str) -> Experiment:
             raise UserError(f"{key} = {value!r} does not fit; it must be a text.")
     if "".join(heading["name"].splitlines()) != heading["name"]:  # it names a folder, and stands inside sentences
         raise UserError(f"`name` must be on one line, got {heading['name']!r}.")
-    seeds = table.pop("seeds", [0, 1, 2])
-    if not isinstance(seeds, list) or not seeds or not all(fits(seed, int) for seed in seeds):
+    seeds = table.pop("seeds", None)
+    if seeds is not None and (not isinstance(seeds, list) or not seeds or not all(fits(seed, int) for seed in seeds)):
         raise UserError(f"seeds = {seeds!r} does not fit; it must be a list of whole numbers.")
     published = _published(table.pop("published", {}))
+    has_split = "split" in table
     if "cells" in table:
         listed = table.pop("cells")
         if not isinstance(listed, list) or not all(isinstance(cell, Mapping) for cell in listed):
@@ -142,7 +144,34 @@ def from_table(table: Mapping[str, Any], name: str) -> Experiment:
             raise UserError(f"beside `cells` stands {next(iter(table))!r}; a file has either cells or a grid.")
     else:
         cells = list(_cells_of_grid(table, heading["name"]))
-    return Experiment(heading["name"], distinct(cells), tuple(dict.fromkeys(seeds)), heading["title"], published)
+    folds = _folds_of(cells, has_split)
+    seeds = _usual_seeds(folds) if seeds is None else tuple(dict.fromkeys(seeds))
+    return Experiment(heading["name"], distinct(cells), seeds, heading["title"], published)
+
+
+def _folds_of(cells: Iterable[Cell], has_split: bool = False) -> int | None:
+    """The number of folds of an experiment; None without cross-validation.
+
+    Args:
+        cells: Of the experiment.
+        has_split: Whether its file gives `split`, which is known otherwise only if it is not the usual one.
+    """
+    given = {cell.folds: cell.split for cell in cells}
+    for folds, split in given.items():
+        if folds is None:
+            continue
+        check_folds(folds)
+        if has_split or split != Cell.split:
+            raise UserError(f"`folds` = {folds} leaves no use for `split` = {list(split)}; leave one of them out.")
+        if len(given) > 1:
+            numbers = " and ".join("none" if number is None else str(number) for number in given)
+            raise UserError(f"`folds` must be the same in all cells, got {numbers}; write a file for each.")
+    return next(iter(given), None)
+
+
+def _usual_seeds(folds: int | None) -> tuple[int, ...]:
+    """The seeds of an experiment that does not give them: three, or one for each fold."""
+    return Experiment.seeds if folds is None else tuple(range(folds))
 
 
 def _published(table: Any) -> dict[str, tuple[float, float]]:
@@ -256,7 +285,9 @@ def with_assignments(experiment: Experiment, values: Mapping[str, Any], data_dir
                 cells[number] = _with_values(cell, {target: value})
     if "clients" not in values and any(name.partition(".")[0] in OWN_DATA for name in values):
         cells = [with_own_clients(cell, data_dir) for cell in cells]
-    return replace(experiment, cells=distinct(cells))
+    before, folds = (_folds_of(each) for each in (experiment.cells, cells))
+    seeds = _usual_seeds(folds) if experiment.seeds == _usual_seeds(before) else experiment.seeds
+    return replace(experiment, cells=distinct(cells), seeds=seeds)
 
 
 def assignments_for(texts: Iterable[str], cells: Collection[Cell]) -> list[str]:

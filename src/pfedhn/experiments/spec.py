@@ -31,7 +31,8 @@ class Cell:
     partition: Mapping[str, Any] = field(default_factory=lambda: {"rule": "by_classes", "classes_per_client": 5})
     split: tuple[float, float, float] = (0.7, 0.15, 0.15)
     stratify: bool = False
-    data_seed: int | None = None  # of the split; the run's seed by default
+    folds: int | None = None  # of a cross-validation instead of `split`; a run's seed chooses its fold
+    data_seed: int | None = None  # of the split; the run's seed by default, and 0 with folds
     labels: Literal["global", "within-group"] = "global"
     columns: Mapping[str, Any] = field(default_factory=dict)  # of a table: `client`, `label`, and which to `ignore`
     read: Mapping[str, Any] = field(default_factory=dict)  # how your own images and tables are read, e.g. resize
@@ -187,7 +188,7 @@ def cell_names(cells: Sequence[Cell]) -> list[str]:
 # Names with a digest must stay what they were before there were these fields, which stored runs do not have.
 YOUNGER_FIELDS = (
     *("task", "upload", "download", "sizes", "part", "resize_every", "descriptors", "network", "read", "privacy"),
-    *("in_flight", "select", "patience"),
+    *("in_flight", "select", "patience", "folds"),
 )
 
 
@@ -207,7 +208,19 @@ CELL_TABLES = ("partition", "settings", "columns", "network", "read", "privacy")
 
 # What the data of a run and its network are made from.
 ORIGIN_FIELDS = (
-    *("dataset", "clients", "partition", "split", "stratify", "data_seed", "labels", "columns", "read", "task"),
+    *(
+        "dataset",
+        "clients",
+        "partition",
+        "split",
+        "folds",
+        "stratify",
+        "data_seed",
+        "labels",
+        "columns",
+        "read",
+        "task",
+    ),
     *("sizes", "part", "model", "network"),
 )
 

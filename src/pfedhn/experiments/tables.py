@@ -33,6 +33,7 @@ EARLIER_READ: Mapping[str, Any] = {
 
 # What a table is trained with if its file does not say it; chosen on validation examples (docs/tables.md).
 TABLE_METHODS = ("local", "fedavg", "fedper-intercept", "pfedhn-intercept", "pfedhn-last", "pfedhn-shared")
+PERSONALIZED = {"intercept": "pfedhn-intercept", "last": "pfedhn-last", "all": "pfedhn-shared"}
 TABLE_MODEL = "wide-32"
 PARTICIPATIONS = 100  # of each client, at most
 PATIENCE = 10  # participations of each client without a better validation loss, after which training stops
@@ -128,11 +129,14 @@ def with_table_defaults(table: Mapping[str, Any], cell: Cell, data_dir: Path | N
     """The content of an experiment file, with what is right for its table in place of what it leaves out.
 
     Args:
-        table: The content. "auto" as `model` or `steps` is the same as leaving it out.
+        table: The content. "auto" as `model` or `steps` is the same as leaving it out. `personalize` chooses among
+            the hypernetworks.
         cell: One of its cells; only data and columns count.
         data_dir: Where the files of natural federations are.
     """
     given = {name: value for name, value in table.items() if name not in ("model", "steps") or value != "auto"}
+    if "personalize" in given:
+        given = _personalized(given, cell)
     if not is_table(cell.dataset):
         for name in table.keys() - given.keys():
             raise UserError(f'`{name}` = "auto" is for tables; {cell.dataset} is none, so give its value.')
@@ -158,6 +162,29 @@ def with_table_defaults(table: Mapping[str, Any], cell: Cell, data_dir: Path | N
     return filled
 
 
+def _personalized(given: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
+    """The content of an experiment file with the hypernetworks that `personalize` stands for."""
+    content = dict(given)
+    part, headings = content.pop("personalize"), content.get("methods", {})
+    if not is_table(cell.dataset):
+        raise UserError(f"`personalize` is for tables; {cell.dataset} is none, so name the methods instead.")
+    if not isinstance(part, str) or part not in ("auto", *PERSONALIZED):
+        raise UserError(f"`personalize` is {short(part)}; {closest(part, ('auto', *PERSONALIZED))}")
+    chosen = list(PERSONALIZED.values()) if part == "auto" else [PERSONALIZED[part]]
+    if "method" not in content and not headings:
+        others = [name for name in TABLE_METHODS if name not in PERSONALIZED.values()]
+        return content | {"method": [*others, *chosen]}
+    methods = content.get("method", list(headings) if isinstance(headings, Mapping) else [])
+    methods = methods if isinstance(methods, list) else [methods]
+    if "pfedhn" not in methods:
+        raise UserError(f'`personalize` has no effect on method = {short(methods)}; add "pfedhn", or leave it out.')
+    content["method"] = [name for method in methods for name in (chosen if method == "pfedhn" else [method])]
+    if isinstance(headings, Mapping) and isinstance(headings.get("pfedhn"), Mapping):
+        mine = {name: {**headings["pfedhn"], **headings.get(name, {})} for name in chosen}
+        content["methods"] = {name: part for name, part in headings.items() if name != "pfedhn"} | mine
+    return content
+
+
 def _method_settings(table: Mapping[str, Any], sizes: Sequence[int]) -> Any:
     """The headings [methods.NAME] of an experiment file, with what is right for a table beneath what they say."""
     headings, everywhere = table.get("methods", {}), table.get("settings", {})
@@ -165,7 +192,9 @@ def _method_settings(table: Mapping[str, Any], sizes: Sequence[int]) -> Any:
     methods = [name for name in (methods if isinstance(methods, list) else [methods]) if name in ALGORITHMS]
     if not isinstance(headings, Mapping) or not isinstance(everywhere, Mapping):
         return headings  # which is refused where the file is checked
-    train = round((table.get("split") or Cell.split)[0] * median(sizes)) if sizes else 0
+    folds = table.get("folds")
+    share = 1 - 2 / folds if isinstance(folds, int) and folds > 2 else (table.get("split") or Cell.split)[0]
+    train = round(share * median(sizes)) if sizes else 0
     least, most = LOCAL_STEPS
     usual = {"local_steps": max(least, min(most, train // BATCH_SIZE)), **TABLE_SETTINGS[""]}
     filled = dict(headings)

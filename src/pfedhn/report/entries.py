@@ -146,10 +146,22 @@ class Entry:
 
     def client_scores(self, seed: int) -> NDArray[numpy.float64]:
         """[clients]: each one's test accuracy in percent, or its loss; NaN without test examples."""
-        test = self.results[seed].test
-        examples = numpy.array(test.client_examples, dtype=numpy.float64)
-        means = numpy.array(test.clients) / numpy.where(examples > 0, examples, numpy.nan)
+        return self.pooled_scores([seed])
+
+    def pooled_scores(self, seeds: Iterable[int]) -> NDArray[numpy.float64]:
+        """[clients]: each one's score over its test examples of several seeds together, such as those of all folds."""
+        tests = [self.results[seed].test for seed in seeds]
+        examples = numpy.array([test.client_examples for test in tests], dtype=numpy.float64).sum(0)
+        means: NDArray[numpy.float64] = numpy.array([test.clients for test in tests]).sum(0) / numpy.where(
+            examples > 0, examples, numpy.nan
+        )
         return 100 * means if self.has_accuracy else means
+
+    def all_client_scores(self) -> NDArray[numpy.float64]:
+        """The scores of every client with each seed, one after the other; of folds, over all of them together."""
+        if self.cell.folds is not None:
+            return self.pooled_scores(self.results)
+        return numpy.concatenate([self.client_scores(seed) for seed in self.results])
 
     client_accuracy = client_scores  # for methods that are known to have one
 
@@ -202,6 +214,10 @@ class Report:
     @property
     def has_accuracy(self) -> bool:
         return all(entry.has_accuracy for entry in self.entries)
+
+    @property
+    def has_folds(self) -> bool:
+        return any(entry.cell.folds is not None for entry in self.entries)
 
     @property
     def is_squared(self) -> bool:
@@ -349,7 +365,10 @@ def display_name(label: str) -> str:
 
 
 class Comparison(NamedTuple):
-    """How many clients do better, the same and worse than with another method; all seeds together."""
+    """How many clients do better, the same and worse than with another method; all seeds together.
+
+    Clients of a cross-validation count once, with the test examples of all folds, and `num_seeds` is 1.
+    """
 
     better: int
     same: int
@@ -362,10 +381,11 @@ def compare(entry: Entry, other: Entry) -> Comparison | None:
     seeds = seeds_alike(entry, other)
     if not seeds:
         return None
-    differences = numpy.concatenate([entry.client_scores(seed) - other.client_scores(seed) for seed in seeds])
+    groups = [seeds] if entry.cell.folds is not None else [[seed] for seed in seeds]
+    differences = numpy.concatenate([entry.pooled_scores(group) - other.pooled_scores(group) for group in groups])
     better = differences > 0 if entry.has_accuracy else differences < 0
     worse = differences < 0 if entry.has_accuracy else differences > 0
-    return Comparison(int(better.sum()), int((differences == 0).sum()), int(worse.sum()), len(seeds))
+    return Comparison(int(better.sum()), int((differences == 0).sum()), int(worse.sum()), len(groups))
 
 
 def seeds_alike(entry: Entry, other: Entry) -> list[int]:

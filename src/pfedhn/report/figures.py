@@ -158,12 +158,15 @@ def spaced(values: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def plot_clients(axes: Any, entries: Sequence[Entry], against: Entry | None = None) -> None:
-    """A dot for each client and seed at its own test accuracy, a bar at the mean; below, who beats training alone."""
+    """A dot for each client and seed (or for all folds together) at its own test accuracy, and a bar at the mean.
+
+    Below, it says who beats training alone.
+    """
     labels: list[str] = []
     lowest = 100.0
     finished = [(entry, mean) for entry in entries if (mean := entry.test()) is not None and entry.has_accuracy]
     for place, (entry, mean) in enumerate(finished):
-        values = numpy.concatenate([entry.client_scores(seed) for seed in entry.results])
+        values = entry.all_client_scores()
         values = values[~numpy.isnan(values)]
         lowest = min(lowest, float(values.min(initial=100.0)))
         color, _ = style(entry, [other for other, _ in finished])

@@ -92,6 +92,7 @@ class Pairs(NamedTuple):
     theirs: Numbers
     weights: Numbers
     measure: Measure
+    shares: Numbers | None = None  # what the seeds count in a client's own gain; all the same if None
 
     def gain(self) -> float:
         """The mean gain over seeds."""
@@ -99,10 +100,11 @@ class Pairs(NamedTuple):
         return float(self._gains(*once)[0])
 
     def client_gains(self) -> Numbers:
-        """[clients with test examples]: each one's mean gain over seeds."""
-        gains = numpy.where(self.weights > 0, self.measure.sign * (self.ours - self.theirs), 0.0)
-        counts = (self.weights > 0).sum(0)
-        means: Numbers = gains.sum(0)[counts > 0] / counts[counts > 0]
+        """[clients with test examples]: each one's mean gain over seeds; over the test examples of all folds."""
+        gains = self.measure.sign * (self.ours - self.theirs)
+        shares = numpy.where(self.weights > 0, 1.0 if self.shares is None else self.shares, 0.0)
+        counts = shares.sum(0)
+        means: Numbers = (shares * gains).sum(0)[counts > 0] / counts[counts > 0]
         return means
 
     def draws(self) -> Numbers:
@@ -160,8 +162,11 @@ def paired(measure: Measure, entry: Entry, theirs: Mapping[int, Numbers]) -> Pai
     weights = numpy.stack([measure.weights(entry.results[seed]) for seed in ours])
     weights = numpy.where(numpy.isfinite(mine) & numpy.isfinite(others), weights, 0.0)
     kept = (weights > 0).any(0)
+    shares = None
+    if entry.cell.folds is not None:
+        shares = numpy.stack([_examples(entry.results[seed]) for seed in ours])[:, kept]
     mine, others, weights = (numpy.where(weights > 0, part, 0.0)[:, kept] for part in (mine, others, weights))
-    return Pairs(mine, others, weights, measure) if kept.any() else None
+    return Pairs(mine, others, weights, measure, shares) if kept.any() else None
 
 
 def scores_beside(measure: Measure, entry: Entry, beside: Entry) -> dict[int, Numbers]:

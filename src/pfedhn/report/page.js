@@ -318,10 +318,10 @@
   function clients(place, column) {
     const measured = column.series.filter((part) => Object.keys(part.clients).length);
     if (!measured.length) return null;
-    const seeds = [...new Set(measured.flatMap((part) => Object.keys(part.clients)))].sort((a, b) => a - b);
+    const seeds = [...new Set(measured.flatMap((part) => Object.keys(part.clients)))].sort((a, b) => (isNaN(b) - isNaN(a)) || a - b);
     make("h3", {}, place, "Clients");
     const controls = make("div", { class: "controls" }, place);
-    const seed = choice(controls, "seed", seeds.map((value) => [value, "seed " + value]));
+    const seed = choice(controls, "seed", seeds.map((value) => [value, isNaN(value) ? value : "seed " + value]));
     const find = make("input", { type: "search", placeholder: "find a client or a class", "aria-label": "find a client or a class" }, controls);
     const isUp = column.isAccuracy, what = isUp ? "test accuracy in %" : lossWord(column);
     let now = people(column, seed.value), focus = null;
@@ -601,7 +601,7 @@
         chart.hidden = legend.hidden = !drawn;
         note.textContent = drawn
           ? "Clients whose embeddings are alike lie together." + (Math.round(100 * drawn.variance) === 100 ? "" : " The plane is the one in which they differ most (principal components); it shows " + Math.round(100 * drawn.variance) + " % of their variance.")
-          : "There is no map of this seed.";
+          : isNaN(seed.value) ? "Each fold has its own map: choose one above." : "There is no map of this seed.";
         points = [];
         if (!drawn) return;
         if (!held) by.querySelector("[value=main]")?.remove();

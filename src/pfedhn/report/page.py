@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -101,7 +102,7 @@ def _section(report: Report, average: Average) -> dict[str, Any]:
                 "measures": measures_table.measures_table(report, column),
                 "measures_note": measures_table.caption(report, column),
                 "pairs": pairs.pairs(report, column, average),
-                "note": pairs.caption(column),
+                "note": pairs.caption(column, report.has_folds),
             }
             for column in report.columns
         ],
@@ -206,6 +207,8 @@ def _column(report: Report, average: Average) -> dict[str, Any]:
         for split, clients in described.items()
         if clients.classes is not None
     }
+    for entry in entries:
+        holds |= _held_in_all_folds(entry, holds)
     names = [entry.client_names for entry in entries] + [clients.names for clients in described.values()]
     class_names = next((clients.class_names for clients in described.values() if clients.class_names), None)
     labels = [label for rows in holds.values() for held in rows for label, _ in held]
@@ -240,7 +243,8 @@ def _series(entry: Entry, entries: Sequence[Entry], average: Average) -> dict[st
         },
         "bytesPerStep": _per_step(entry, lambda result: result.bytes_up + result.bytes_down),
         "roundsPerStep": _per_step(entry, lambda result: result.rounds),
-        "clients": {
+        "clients": _of_all_folds(entry)
+        | {
             str(seed): {
                 "score": [_plain(value) for value in entry.client_scores(seed).tolist()],
                 "examples": list(result.test.client_examples or ()),
@@ -254,6 +258,36 @@ def _series(entry: Entry, entries: Sequence[Entry], average: Average) -> dict[st
             if (found := result.clients) is not None and found.map is not None
         },
     }
+
+
+ALL_FOLDS = "all folds"
+
+
+def _of_all_folds(entry: Entry) -> dict[str, Any]:
+    """What clients score on the test examples of all folds together; empty without cross-validation."""
+    if entry.cell.folds is None or len(entry.results) < 2:
+        return {}
+    examples = [result.test.client_examples for result in entry.results.values()]
+    scores = entry.pooled_scores(entry.results).tolist()
+    sums = [sum(counts) for counts in zip(*(part or () for part in examples), strict=True)]
+    return {ALL_FOLDS: {"score": list(map(_plain, scores)), "examples": sums, "split": ALL_FOLDS}}
+
+
+def _held_in_all_folds(entry: Entry, holds: Mapping[str, list[list[list[int]]]]) -> dict[str, list[list[list[int]]]]:
+    """The classes of all of each client's examples; empty unless every fold was run once."""
+    folds, splits = entry.cell.folds, [result.partition_sha256 for result in entry.results.values()]
+    if folds is None or sorted(seed % folds for seed in entry.results) != list(range(folds)):
+        return {}
+    if not all(split in holds for split in splits):
+        return {}
+    found = []
+    for client in zip(*(holds[split] for split in splits), strict=True):
+        counts = Counter[int]()
+        for held in client:
+            counts.update(dict(held))
+        # Every example is for training in all folds but two.
+        found.append([[label, count // (folds - 2)] for label, count in sorted(counts.items())])
+    return {ALL_FOLDS: found}
 
 
 def _losses(entry: Entry) -> list[dict[int, float]]:

@@ -127,5 +127,7 @@ PAIRS_ARE = (
 )
 
 
-def caption(column: Column) -> str:
-    return f"{column_text(column)}: {PAIRS_ARE}"
+def caption(column: Column, has_folds: bool = False) -> str:
+    """What the numbers are; folds share training examples, which a t interval over them does not know."""
+    warning = " Folds share training examples, so these intervals are too narrow." if has_folds else ""
+    return f"{column_text(column)}: {PAIRS_ARE}{warning}"

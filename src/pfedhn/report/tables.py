@@ -151,7 +151,8 @@ def caption(report: Report, average: Average | None = None) -> str:
     """What the numbers are, and where they were made."""
     over = f", averaged over {average}" if average and report.has_accuracy else ""
     text = (
-        f"{report.measure.capitalize()}{over}, at the round chosen on validation; mean ± standard deviation over seeds."
+        f"{report.measure.capitalize()}{over}, at the round chosen on validation{_chosen_by(report)}; "
+        f"mean ± standard deviation over seeds.{_folds_text(report)}"
     )
     if report.is_squared:
         text += " RMSE is its root, in the unit of the labels."
@@ -166,6 +167,27 @@ def caption(report: Report, average: Average | None = None) -> str:
         text += f" Where the clients' own steps made validation worse, they are left out (in runs of {named})."
     places = sorted({entry.hardware for entry in report.entries if entry.hardware})
     return text + (f" Hardware: {'; '.join(places)}." if places else " No run is finished yet.")
+
+
+def _chosen_by(report: Report) -> str:
+    """What chose the round of the methods, if that is not what they are measured by."""
+    by = {entry.cell.select for entry in report.entries}
+    if not report.has_accuracy or by == {"metric"}:
+        return ""
+    return " by its loss" if by == {"loss"} else " (by the loss with select=loss, else by accuracy)"
+
+
+def _folds_text(report: Report) -> str:
+    """What the seeds of a cross-validation are; empty without one."""
+    text = ""
+    for folds in dict.fromkeys(entry.cell.folds for entry in report.entries):
+        if folds is None:
+            continue
+        seeds = [seed for entry in report.entries if entry.cell.folds == folds for seed in entry.results]
+        run = len({seed % folds for seed in seeds})
+        tested = "together they test every example once" if run == folds else f"{run} of {folds} folds are finished"
+        text += f" This is {folds}-fold cross-validation: each seed is a fold, and {tested}."
+    return text
 
 
 def to_terminal(report: Report, average: Average = "clients") -> Group:
@@ -220,7 +242,7 @@ def to_markdown(reports: Sequence[Report], average: Average = "clients") -> str:
             if table := measures_table(report, column):
                 parts += [markdown_table(table), _markdown(measures_caption(report, column))]
             if table := pairs(report, column, average):
-                parts += [markdown_table(table), _markdown(pairs_caption(column))]
+                parts += [markdown_table(table), _markdown(pairs_caption(column, report.has_folds))]
         if again := commands(report):
             lines = [" ".join(printable(command).split("\n")) for command in again]
             fence = "`" * max(3, *(len(run) + 1 for line in lines for run in re.findall("`+", line) or [""]))
@@ -283,11 +305,23 @@ def to_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
     return [
         {
             "title": report.title,
-            "cells": [numbers(entry) | {"runs": _runs(entry)} for entry in report.entries],
+            "cells": [numbers(entry) | _pooled(entry) | {"runs": _runs(entry)} for entry in report.entries],
             "yardsticks": yardstick_numbers(report),
         }
         for report in reports
     ]
+
+
+def _pooled(entry: Entry) -> dict[str, Any]:
+    """The number of folds, and each client's accuracy (or loss) over the test examples of all of them."""
+    folds = entry.cell.folds
+    if folds is None or not entry.results:
+        return {} if folds is None else {"folds": folds}
+    scores, name = (
+        entry.pooled_scores(entry.results).tolist(),
+        "client_accuracy" if entry.has_accuracy else "client_loss",
+    )
+    return {"folds": folds, name: [None if v != v else v / 100 if entry.has_accuracy else v for v in scores]}
 
 
 def _runs(entry: Entry) -> list[dict[str, Any]]:

@@ -166,7 +166,9 @@ def _splits(firsts: Sequence[Entry]) -> list[str]:
     return [", ".join(f"{name}={table.get(name)}" for name in data) for table in tables]
 
 
-DATA_FIELDS = ("partition", "split", "stratify", "data_seed", "labels", "columns", "read", "task", "sizes", "part")
+DATA_FIELDS = (
+    *("partition", "split", "folds", "stratify", "data_seed", "labels", "columns", "read", "task", "sizes", "part"),
+)
 
 
 def _verdict(
@@ -352,8 +354,9 @@ def _suggestions(chosen: Entry | None, entries: Sequence[Entry], learned: bool) 
         found.append('Try next: "fedper" and "pfedhn-shared", which personalize the model.')
     if not any(name.endswith("lr") for entry in entries for name in entry.cell.settings):
         found.append(f"Try next: {tune}; all learning rates are defaults.")
-    if chosen is not None and len(chosen.results) < LEAST_SEEDS:
-        found.append("Try next: `--seeds 0,1,2`; fewer than three seeds may be luck.")
+    if chosen is not None and len(chosen.results) < (needed := chosen.cell.folds or LEAST_SEEDS):
+        reason = "the other folds test other examples" if chosen.cell.folds else "fewer than three seeds may be luck"
+        found.append(f"Try next: `--seeds {','.join(map(str, range(needed)))}`; {reason}.")
     return found[:MOST_SUGGESTIONS]
 
 
