@@ -20,19 +20,14 @@ CLIENT = "pooled-linear-client"
 
 def summary(found: Iterable[tuple[str, Verdict]]) -> list[str]:
     """A line for each data set: the recommended method, and its gain over other models."""
-    lines = [
-        "| data | clients | recommended | its score | gain over Local | over FedAvg | over linear with the client | over "
-        "boosted trees |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    heading = ["data", "clients", "recommended", "its score", "gain over Local", "over FedAvg"]
+    heading += ["over linear with the client", "over boosted trees"]
+    lines = [f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}"]
     for name, verdict in found:
-        unit = "RMSE" if verdict.measure == "rmse" else "log loss"
         gains = [_gain(verdict, other) for other in ("local", "fedavg", CLIENT, "pooled-boosting-client")]
         recommended = "none" if verdict.recommended is None else display_name(verdict.recommended)
-        score = verdict.scores["rmse" if unit == "RMSE" else "log_loss"]
-        lines.append(
-            f"| {name} | {verdict.clients} | {recommended} | {unit} {score:.{verdict.digits}f} | {' | '.join(gains)} |"
-        )
+        score = f"{verdict.measure} {verdict.scores[verdict.measure]:.{verdict.digits}f}"
+        lines.append(f"| {name} | {verdict.clients} | {recommended} | {score} | {' | '.join(gains)} |")
     return lines
 
 
