@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pfedhn.errors import UserError
 from pfedhn.paper.pages import between, filled, markdown, shown_figure, write_figures
-from pfedhn.paper.studies import DRAWN, STUDIES
+from pfedhn.paper.studies import DRAWN, OF_PAPER
 from pfedhn.report.findings import Finding, svgs
 from pfedhn.report.results import read_file
 from pfedhn.report.study import findings
@@ -33,7 +33,7 @@ def found(results: Path) -> list[Finding]:
     """What the stored runs show, in the order of the paper."""
     runs = [part for file in sorted(results.glob("*.jsonl")) for part in read_file(file)]
     shown = {finding.name: finding for finding in findings(runs)}
-    return [shown[name] for name in (*STUDIES, *DRAWN) if name in shown]
+    return [shown[name] for name in (*OF_PAPER, *DRAWN) if name in shown]
 
 
 def page(shown: Sequence[Finding]) -> str:
@@ -77,7 +77,7 @@ def numbers(shown: Sequence[Finding]) -> str:
 
 
 def commands() -> str:
-    lines = [["command", "shows"], *([f"`pfedhn run {name}`", study.title] for name, study in STUDIES.items())]
+    lines = [["command", "shows"], *([f"`pfedhn run {name}`", study.title] for name, study in OF_PAPER.items())]
     return markdown(lines, left=2, breaks=True)
 
 
