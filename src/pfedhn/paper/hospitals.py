@@ -20,7 +20,7 @@ from pfedhn.experiments.spec import Cell
 from pfedhn.experiments.tables import with_table_defaults
 from pfedhn.paper import drawing
 from pfedhn.paper.hospital_numbers import MAPPED, YARDSTICKS, compute
-from pfedhn.report.entries import Column, Entry, Report, Summary, counted, display_name, to_reports
+from pfedhn.report.entries import Column, Entry, Report, Summary, counted, display_name, summarize, to_reports
 from pfedhn.report.findings import Finding, Lines
 from pfedhn.report.measures_table import NEEDS_ALL, Measured, measured
 from pfedhn.report.study import Found, Study
@@ -106,7 +106,7 @@ def advice(verdict: Verdict) -> str:
 
 MEASURES = (
     "Measures on test examples: accuracy in % is the mean over hospitals, the others are over patients. Mean ± "
-    "standard deviation over seeds, each of which splits the patients anew. Lines with * need all patients in one place."
+    "standard deviation over seeds, each of which splits the patients anew. Lines with * need all data in one place."
 )
 SHOWN = {"auc": "AUC", "log_loss": "log loss", "calibration_error": "calibration error"}
 
@@ -167,8 +167,8 @@ def _score_cells(scores: Sequence[Mapping[str, Any]]) -> list[str]:
     return [accuracies, *(_over(one[name] for one in scores) for name in ("auc", "log_loss"))]
 
 
-def _over(values: Iterable[float]) -> str:
-    return number_text(drawing.over_seeds(values), 3)
+def _over(values: Iterable[float | None]) -> str:
+    return number_text(summarize(value for value in values if value is not None), 3)
 
 
 def new_sentence(methods: Mapping[str, tuple[Entry, Numbers]], recommended: str | None) -> str:
@@ -197,9 +197,12 @@ def map_sentence(numbers: Numbers) -> str:
 
 def rank_correlation(values: Mapping[str, Any]) -> float:
     """Between the generated intercepts of the hospitals that trained and their outcome rates."""
-    from scipy.stats import spearmanr
+    from scipy.stats import rankdata
 
-    return float(spearmanr(values["map"]["intercept"], values["map"]["rate"]).statistic)
+    both = [rankdata(values["map"][name]) for name in ("intercept", "rate")]
+    if any(numpy.ptp(ranks) == 0 for ranks in both):
+        return 0.0  # nothing was generated yet
+    return float(numpy.corrcoef(*both)[0, 1])
 
 
 def map_picture(numbers: Numbers) -> Any:

@@ -1,5 +1,7 @@
 """Write docs/paper.md, docs/paper-numbers.md, parts of docs/networks.md and their figures from the lines in results/.
 
+The figures of docs/hospitals.md are written, too.
+
 `make results` runs it. Nothing of ours on the pages is typed in: a study without a stored run has no section yet.
 """
 
@@ -7,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pfedhn.errors import UserError
+from pfedhn.paper import hospitals_page
+from pfedhn.paper.hospitals import NAME
 from pfedhn.paper.pages import between, filled, markdown, shown_figure, write_figures
 from pfedhn.paper.studies import DRAWN, OF_PAPER
 from pfedhn.report.findings import Finding, svgs
@@ -90,6 +94,7 @@ def build(results: Path, docs: Path) -> None:
         for name, content in svgs(finding, is_dark).items()
     }
     write_figures(docs, "paper-*.*", figures)
+    write_figures(docs, f"{NAME}-*.*", hospitals_page.figures())
     networks = docs / "networks.md"
     write_atomically(networks, with_sections(networks.read_text(), shown).encode())
     write_atomically(docs / "paper.md", page(shown).encode())
