@@ -4,7 +4,6 @@
 an experiment file of two lines gets. Hospitals of the trial with 20 to 49 patients join afterwards.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -90,7 +89,7 @@ def draw(found: Found) -> Finding:
             figures["map"] = partial(map_picture, methods[MAPPED][1])
     if computed:
         figures["calibration"] = partial(calibration_picture, computed, judged)
-    return found.finding(" ".join(said), [table for table in tables if table[0]], figures)
+    return found.finding("\n\n".join(filter(None, said)), [table for table in tables if table[0]], figures)
 
 
 def name_of(column: Column) -> str:
@@ -237,8 +236,8 @@ def calibration_picture(
     """Predicted against observed risk: the recommended method, FedAvg and the hospitals' own base rates."""
     shown = {column: _calibrated(methods, judged.get(column)) for column, methods in computed.items()}
     gaps = [gap(next(iter(lines.values()))[0]) for lines in shown.values()]
-    title = f"Predicted risks come true within {math.ceil(max(gaps))} points, and they tell patients apart"
-    figure, all_axes = drawing.titled(5.0 * len(shown), 5.4, title, len(shown), sharey=True, squeeze=False)
+    title = f"Predicted risks are at most {max(gaps):.0f} points off, on average over patients"
+    figure, all_axes = drawing.titled(4.9 * len(shown), 5.6, title, len(shown), sharey=True, squeeze=False)
     for axes, (column, lines) in zip(all_axes[0], shown.items(), strict=True):
         axes.plot([0, 100], [0, 100], color=drawing.PAPER, linewidth=0.9, linestyle=":")
         for label, (summed, color, marker) in lines.items():
@@ -250,13 +249,13 @@ def calibration_picture(
             area = 14 + 220 * count / max(1, patients.sum())
             axes.scatter(x, y, s=area, color=color, marker=marker, label=f"{label}: {gap(summed):.1f} points off")
         event = next(iter(next(iter(computed[column].values()))[1].values()))["event"]
-        axes.set(xlim=(0, 100), ylim=(0, 100), aspect="equal")
+        axes.set(xlim=(0, 100), ylim=(0, 100))
         drawing.finish(axes, f"predicted risk: {event}, in %", "", name_of(column), legend=False)
         axes.legend(frameon=False, fontsize=8.5, loc="upper left")
     all_axes[0, 0].set_ylabel("observed, in %")
     seeds = max(len(numbers) for methods in computed.values() for _, numbers in methods.values())
     figure.supxlabel(
-        f"Ten bins of predicted risk over the test patients of {counted(seeds, 'seed')}; larger marks are more "
+        f"Ten bins of predicted risk over the test patients of {counted(seeds, 'seed')} together; larger marks are more "
         f"patients, bins with fewer than {LEAST_IN_BIN} are left out.",
         x=0.012,
         ha="left",

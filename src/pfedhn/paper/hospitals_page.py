@@ -49,7 +49,7 @@ def origin() -> str:
     minutes = sum(one.seconds for one in results) / 60
     (name,) = {shlex.split(one.command)[2] for one in results}
     return (
-        f"`pfedhn run {name} --data-dir FOLDER`, seeds {seeds}, {where}; training took {minutes:.1f} minutes of one core "
+        f"`pfedhn run {name} --data-dir FOLDER`, seeds {seeds}, {where}; training took {minutes:.1f} minutes of a core "
         f"for {len(results)} runs."
     )
 
