@@ -61,7 +61,7 @@ def cells(data_dir: Path | None = None) -> tuple[Cell, ...]:
 def on_made_up(cell: Cell) -> Cell:
     """A cell on made-up hospitals, in a few steps."""
     clients = SMALL_CLIENTS[cell.dataset]
-    short: dict[str, Any] = {"clients": clients, "steps": 10 * clients, "evaluate_every": clients, "patience": None}
+    short: dict[str, Any] = {"clients": clients, "steps": 5 * clients, "evaluate_every": clients, "patience": None}
     return replace(cell, dataset=MADE_UP, read={}, settings={**cell.settings, "local_steps": 5}, **short)
 
 
@@ -255,8 +255,8 @@ def calibration_picture(
     all_axes[0, 0].set_ylabel("observed, in %")
     seeds = max(len(numbers) for methods in computed.values() for _, numbers in methods.values())
     figure.supxlabel(
-        f"Ten bins of predicted risk over the test patients of {counted(seeds, 'seed')} together; larger marks are more "
-        f"patients, bins with fewer than {LEAST_IN_BIN} are left out.",
+        f"Ten bins of predicted risk over the test patients of {counted(seeds, 'seed')} together; larger marks are "
+        f"more patients, bins with fewer than {LEAST_IN_BIN} are left out.",
         x=0.012,
         ha="left",
         fontsize=8.5,
