@@ -58,8 +58,8 @@ class Study:
         if small:
             cells = distinct(self.small(cell) for cell in self.cells)
             return Experiment(self.name + SMALL, cells, self.seeds[:1], f"{self.title}; at reduced size")
-        cells = tuple(cell for cell in self.cells if cell not in self.borrowed)
-        cells = cells if self.cells_for is None else self.cells_for(data_dir)
+        planned = self.cells if self.cells_for is None else self.cells_for(data_dir)
+        cells = tuple(cell for cell in planned if cell not in self.borrowed)
         return Experiment(self.name, cells, self.seeds, self.title)
 
     @cached_property
