@@ -33,7 +33,8 @@ def find_experiment(
         return experiments()[name], name
     file = given_path(name)
     if study is not None:
-        return study.experiment(small), name if name in studies() else str(given_path(file, is_resolved=True))
+        source = name if name in studies() else str(given_path(file, is_resolved=True))
+        return study.experiment(small, data_dir), source
     with reading(file):
         if file.suffix.lower() in (*TABLE_ENDINGS, *OTHER_TABLES) or file.is_dir():
             raise _is_data(file)

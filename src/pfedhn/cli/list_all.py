@@ -41,7 +41,7 @@ def list_all(as_json: JsonOption = False) -> None:
         found["experiments"][name] += f" ({sizes})"
     for name, study in studies().items():
         found["studies"][name] += f" ({counted(len(study.experiment().cells), 'cell')})"
-    console, titles = Screen(), {"datasets": "data sets", "studies": "studies: the rest of the paper"}
+    console, titles = Screen(), {"datasets": "data sets", "studies": "studies: the rest of the paper, and hospitals"}
     for kind, texts in found.items():
         console.print(listing(titles.get(kind, kind), list(texts.items())))
     console.print(

@@ -38,7 +38,7 @@ def run(
         list[str] | None, Option(metavar="N,...", help="Seeds to use instead of the experiment's, e.g. 0,1.")
     ] = None,
     small: Annotated[
-        bool, Option("--small", help="A study at reduced size, on the digits; takes seconds on a CPU.")
+        bool, Option("--small", help="A study at reduced size, without downloads; takes seconds on a CPU.")
     ] = False,
     out: OutOption = None,
     jobs: JobsOption = None,

@@ -1,6 +1,6 @@
 """Columns of a table as numbers: texts encoded, empty cells filled in, features scaled, in one declared way."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -8,7 +8,7 @@ import numpy
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from pfedhn.data.arrays import Array, as_tensor
+from pfedhn.data.arrays import Array, Arrays, as_tensor
 from pfedhn.data.cells import Columns, check_columns, is_blank, is_empty, is_few, leave_it_out, texts
 from pfedhn.data.federation import Federation
 from pfedhn.data.reading import Column, Reading, Scaling, TableReading
@@ -263,24 +263,47 @@ def new_client(
 ) -> tuple[Federation, tuple[float, ...] | None]:
     """The federation of a client that joins, and the values of its empty cells if the run fills them in.
 
-    Where medians are the clients' own, these are the medians of its training examples; in a column without values,
-    those of all clients of the run. Examples and labels are scaled as the run's are.
+    Arguments as `new_clients`.
     """
+    data, table = new_clients([(x, y)] if name is None else {name: (x, y)}, split, seed, table)
+    return data, None if table is None else table.fill_of(data.name_of(0))
 
-    def dealt(examples: ArrayLike | torch.Tensor, labels: ArrayLike | torch.Tensor) -> Federation:
-        return Federation.from_clients(
-            [(examples, labels)] if name is None else {name: (examples, labels)}, split=split, seed=seed
-        )
+
+def new_clients(
+    clients: Sequence[Arrays] | Mapping[str, Arrays],
+    split: tuple[float, float, float],
+    seed: int,
+    table: TableReading | None,
+) -> tuple[Federation, TableReading | None]:
+    """The federation of clients that join, and how they were read; None if their examples stay as they are.
+
+    Where medians are the clients' own, these are the medians of a client's training examples; in a column without
+    values, those of all clients of the run. Examples and labels are scaled as the run's are.
+
+    Args:
+        clients: The examples of each, encoded as the run's, with NaN for empty cells.
+        split: The fractions of a client's examples for training, validation and test.
+        seed: Of the split.
+        table: How the run read its table.
+    """
+    names = list(clients) if isinstance(clients, Mapping) else None
+    given = list(clients.values() if isinstance(clients, Mapping) else clients)
+
+    def dealt(examples: Sequence[Arrays]) -> Federation:
+        named = examples if names is None else dict(zip(names, examples, strict=True))
+        return Federation.from_clients(named, split=split, seed=seed)
 
     if table is None or not (table.is_filled or table.scaling is not None):
-        return dealt(x, y), None
-    values, labels = as_tensor(x, "x").cpu().float(), as_tensor(y, "y").cpu()
-    if tuple(values.shape[1:]) != (len(table.features),):  # which is refused where the network is known
-        return dealt(x, y), None
+        return dealt(given), None
+    values = [as_tensor(x, "x").cpu().float() for x, _ in given]
+    if any(tuple(part.shape[1:]) != (len(table.features),) for part in values):  # refused where the network is known
+        return dealt(given), None
+    labels = [as_tensor(y, "y").cpu() for _, y in given]
     if table.target is not None:
-        labels = table.scaled(labels.float())
-    data, table = filled(dealt(torch.arange(len(values))[:, None], labels), values.numpy(), table)
-    return replace(data, x=_scaled(data.x, table)).checked(), table.fill_of(data.name_of(0))
+        labels = [table.scaled(part.float()) for part in labels]
+    rows = torch.arange(sum(map(len, values)))[:, None].split([len(part) for part in values])
+    data, table = filled(dealt(list(zip(rows, labels, strict=True))), torch.cat(values).numpy(), table)
+    return replace(data, x=_scaled(data.x, table), reading=Reading(table)).checked(), table
 
 
 def prepared(x: Array, table: TableReading | None, fill: Sequence[float] | None) -> Array:

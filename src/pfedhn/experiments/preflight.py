@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from pfedhn.data.catalogue import forget_datasets
+from pfedhn.data.silos import SILOS, find_silo_files
 from pfedhn.data.tables import file_digest
 from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError
@@ -97,7 +98,9 @@ def build_each_cell(
         options: How they will run.
         look: Called with each run that was built.
     """
-    cells = {run.cell_name: run for run in reversed(list(runs))}
+    runs = list(runs)
+    _refuse_missing_silos([run.cell.dataset for run in runs], options.data_dir)
+    cells = {run.cell_name: run for run in reversed(runs)}
     checked: CheckedNetworks = {}
     for run in reversed(cells.values()):
         simulation = build_simulation(run, options, checked=checked)
@@ -106,6 +109,20 @@ def build_each_cell(
         look(run, simulation)
     if options.device == "cpu":
         forget_datasets()
+
+
+def _refuse_missing_silos(names: Iterable[str], data_dir: Path | None) -> None:
+    """Refuse runs on natural federations that are not here, and say which of the others are."""
+    here, missing = [], list[UserError]()
+    for name in dict.fromkeys(name for name in names if name in SILOS):
+        try:
+            find_silo_files(name, data_dir)
+            here.append(f"dataset={name}")
+        except UserError as error:
+            missing.append(error)
+    if missing:
+        rest = f"; or leave it out with --only {','.join(here)}" if here else ""
+        raise UserError(f"{str(missing[0]).removesuffix('.')}{rest}.")
 
 
 def _finished(directory: Path, runs: Iterable[RunSpec]) -> tuple[dict[str, Result], dict[str, str]]:

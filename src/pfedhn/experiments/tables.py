@@ -125,7 +125,9 @@ def _there(cell: Cell, data_dir: Path | None) -> str | Columns | None:
         return table if given_path(table).is_file() else None
 
 
-def with_table_defaults(table: Mapping[str, Any], cell: Cell, data_dir: Path | None = None) -> dict[str, Any]:
+def with_table_defaults(
+    table: Mapping[str, Any], cell: Cell, data_dir: Path | None = None, usual_sizes: Sequence[int] = ()
+) -> dict[str, Any]:
     """The content of an experiment file, with what is right for its table in place of what it leaves out.
 
     Args:
@@ -133,6 +135,7 @@ def with_table_defaults(table: Mapping[str, Any], cell: Cell, data_dir: Path | N
             the hypernetworks.
         cell: One of its cells; only data and columns count.
         data_dir: Where the files of natural federations are.
+        usual_sizes: The number of examples of each client that trains, if the table is not there.
     """
     given = {name: value for name, value in table.items() if name not in ("model", "steps") or value != "auto"}
     if "personalize" in given:
@@ -142,7 +145,8 @@ def with_table_defaults(table: Mapping[str, Any], cell: Cell, data_dir: Path | N
             raise UserError(f'`{name}` = "auto" is for tables; {cell.dataset} is none, so give its value.')
         return given
     cell = replace(cell, read={**TABLE_READ, **cell.read})
-    sizes, columns, source = _sizes(cell, data_dir), table_columns(cell), _there(cell, data_dir)
+    columns, source = table_columns(cell), _there(cell, data_dir)
+    sizes = list(usual_sizes) if source is None else _sizes(cell, data_dir)
     usual: dict[str, Any] = {"read": dict(cell.read), "model": TABLE_MODEL, "select": "loss", "batch_size": BATCH_SIZE}
     if "method" not in given and "methods" not in given:
         usual["method"] = list(TABLE_METHODS)

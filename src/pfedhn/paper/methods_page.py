@@ -1,4 +1,4 @@
-"""Write the tables of docs/methods.md, docs/privacy.md and docs/deployment.md.
+"""Write the tables of docs/methods.md, docs/privacy.md, docs/deployment.md and docs/hospitals.md.
 
 What each method moves and keeps, what fewer bits cost, and all settings; accuracy against epsilon; accuracy against
 clients in flight. `make docs` runs it. A table stands between two markers and is made from a method's file and its row
@@ -24,6 +24,7 @@ from pfedhn.algorithms.method import Method
 from pfedhn.combinators import WRAPPERS, innermost
 from pfedhn.model import Model
 from pfedhn.models import LeNet, cross_entropy
+from pfedhn.paper import hospitals_page
 from pfedhn.paper.pages import between, markdown
 from pfedhn.report.entries import Entry, to_reports
 from pfedhn.report.results import read_file
@@ -202,6 +203,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "privacy-cifar10": partial(privacy_table, "privacy-cifar10", "table1-cifar10"),
     },
     "deployment.md": {"staleness": staleness_table},
+    "hospitals.md": hospitals_page.PARTS,
 }
 """By page and marker."""
 

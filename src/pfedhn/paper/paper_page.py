@@ -1,5 +1,7 @@
 """Write docs/paper.md, docs/paper-numbers.md, parts of docs/networks.md and their figures from the lines in results/.
 
+The figures of docs/hospitals.md are written, too.
+
 `make results` runs it. Nothing of ours on the pages is typed in: a study without a stored run has no section yet.
 """
 
@@ -7,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pfedhn.errors import UserError
+from pfedhn.paper import hospitals_page
+from pfedhn.paper.hospitals import NAME
 from pfedhn.paper.pages import between, filled, markdown, shown_figure, write_figures
-from pfedhn.paper.studies import DRAWN, STUDIES
+from pfedhn.paper.studies import DRAWN, OF_PAPER
 from pfedhn.report.findings import Finding, svgs
 from pfedhn.report.results import read_file
 from pfedhn.report.study import findings
@@ -33,7 +37,7 @@ def found(results: Path) -> list[Finding]:
     """What the stored runs show, in the order of the paper."""
     runs = [part for file in sorted(results.glob("*.jsonl")) for part in read_file(file)]
     shown = {finding.name: finding for finding in findings(runs)}
-    return [shown[name] for name in (*STUDIES, *DRAWN) if name in shown]
+    return [shown[name] for name in (*OF_PAPER, *DRAWN) if name in shown]
 
 
 def page(shown: Sequence[Finding]) -> str:
@@ -77,7 +81,7 @@ def numbers(shown: Sequence[Finding]) -> str:
 
 
 def commands() -> str:
-    lines = [["command", "shows"], *([f"`pfedhn run {name}`", study.title] for name, study in STUDIES.items())]
+    lines = [["command", "shows"], *([f"`pfedhn run {name}`", study.title] for name, study in OF_PAPER.items())]
     return markdown(lines, left=2, breaks=True)
 
 
@@ -90,6 +94,7 @@ def build(results: Path, docs: Path) -> None:
         for name, content in svgs(finding, is_dark).items()
     }
     write_figures(docs, "paper-*.*", figures)
+    write_figures(docs, f"{NAME}-*.*", hospitals_page.figures())
     networks = docs / "networks.md"
     write_atomically(networks, with_sections(networks.read_text(), shown).encode())
     write_atomically(docs / "paper.md", page(shown).encode())

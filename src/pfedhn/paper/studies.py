@@ -1,4 +1,4 @@
-"""The paper's other experiments: the table of its studies."""
+"""The table of studies: the paper's other experiments, and hospitals."""
 
 from pfedhn.paper import (
     ablation,
@@ -7,6 +7,7 @@ from pfedhn.paper import (
     communication,
     fixed_representation,
     generalization,
+    hospitals,
     linear,
     mix_and_match,
     networks,
@@ -17,7 +18,7 @@ from pfedhn.paper import (
     table2,
 )
 
-STUDIES = {
+OF_PAPER = {
     study.name: study
     for study in (
         communication.STUDY,
@@ -37,5 +38,6 @@ STUDIES = {
         *ablation.STUDIES,
     )
 }
+STUDIES = OF_PAPER | {hospitals.STUDY.name: hospitals.STUDY}
 DRAWN = networks.DRAWN
 """Drawn from experiments that are run by their own name."""

@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from pfedhn.experiments.build import cell_algorithm
@@ -39,6 +40,7 @@ class Study:
         small: Reduces a cell to seconds on a CPU.
         seeds: The seeds of every cell.
         norms: Whether its runs log weight norms at every evaluation: `moment.norms`.
+        cells_for: Makes the cells for the data in a folder, if these decide them.
     """
 
     name: str
@@ -49,13 +51,15 @@ class Study:
     small: Callable[[Cell], Cell] = field(default_factory=lambda: on_digits)
     seeds: tuple[int, ...] = (0, 1, 2)
     norms: bool = False
+    cells_for: Callable[[Path | None], tuple[Cell, ...]] | None = None
 
-    def experiment(self, small: bool = False) -> Experiment:
+    def experiment(self, small: bool = False, data_dir: Path | None = None) -> Experiment:
         """The experiment to run; at reduced size, all cells and one seed."""
         if small:
             cells = distinct(self.small(cell) for cell in self.cells)
             return Experiment(self.name + SMALL, cells, self.seeds[:1], f"{self.title}; at reduced size")
-        cells = tuple(cell for cell in self.cells if cell not in self.borrowed)
+        planned = self.cells if self.cells_for is None else self.cells_for(data_dir)
+        cells = tuple(cell for cell in planned if cell not in self.borrowed)
         return Experiment(self.name, cells, self.seeds, self.title)
 
     @cached_property

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pfedhn.data.federation import Federation
-from pfedhn.engine.state import EVALUATED_SPLITS
+from pfedhn.engine.simulate import Simulation
+from pfedhn.engine.state import EVALUATED_SPLITS, Memories
 from pfedhn.runs.measures import Integers, Numbers, detailed_scores, log_losses
 from pfedhn.runs.run import Run
 from pfedhn.storage.schema import DetailedScores
@@ -70,22 +71,40 @@ def detailed(run: Run, is_adapted: bool) -> DetailedScores | None:
         run: At its end.
         is_adapted: Whether clients use their models after fine-tuning.
     """
-    simulation = run.simulation
+    federation = run.simulation.federation
+    predicted = all_predictions(run.simulation, run.memories(), run.chosen.round, is_adapted)
+    if predicted is None:
+        return None
+    validation, test = (Rows.of(federation, split) for split in EVALUATED_SPLITS)
+    loss = mean_loss(predicted[validation.numbers.cpu()], validation.y)
+    return detailed_scores(predicted[test.numbers.cpu()], test.y, test.clients, federation.num_clients, loss)
+
+
+def all_predictions(simulation: Simulation, memories: Memories, number: int, is_adapted: bool) -> Numbers | None:
+    """Predict every validation and test example with its client's own model; None if the data are no table.
+
+    Args:
+        simulation: Of the run, or of clients that join it.
+        memories: At the round to predict with.
+        number: Of that round.
+        is_adapted: Whether clients use their models after fine-tuning.
+
+    Returns:
+        Probabilities [E, L] or numbers [E] of all examples of the federation, NaN for training examples.
+    """
     federation = simulation.federation
     if not is_table(federation) or simulation.resize_every is not None or not simulation.chunks:
         return None
     shape = (len(federation.y),) if federation.num_classes is None else (len(federation.y), federation.num_classes)
     predicted = numpy.full(shape, numpy.nan)
-    for chunk, outputs in simulation.outputs(run.memories(), run.chosen.round, is_adapted):
+    for chunk, outputs in simulation.outputs(memories, number, is_adapted):
         counts = chunk.masks.any(1)
         if not isinstance(outputs, Tensor) or outputs.shape[:2] != counts.shape:  # a person's own network and loss
             return None
         if (some := predictions(federation, outputs[counts])) is None:
             return None
         predicted[chunk.index[counts].cpu().numpy()] = some
-    validation, test = (Rows.of(federation, split) for split in EVALUATED_SPLITS)
-    loss = mean_loss(predicted[validation.numbers.cpu()], validation.y)
-    return detailed_scores(predicted[test.numbers.cpu()], test.y, test.clients, federation.num_clients, loss)
+    return predicted
 
 
 def predictions(federation: Federation, outputs: Tensor) -> Numbers | None:

@@ -57,10 +57,17 @@ class Table:
     num_classes: int | None
 
     @staticmethod
-    def of(federation: Federation) -> "Table":
+    def of(federation: Federation, like: Federation | None = None) -> "Table":
+        """Read a federation's rows.
+
+        Args:
+            federation: A table.
+            like: Whose training rows give the scale; its own if None.
+        """
         rows = {split: Rows.of(federation, split) for split in SPLITS}
         values = {split: federation.x[part.numbers].double().cpu().numpy() for split, part in rows.items()}
-        mean, deviation = values["train"].mean(0), values["train"].std(0)
+        seen = values["train"] if like is None else like.x[Rows.of(like, "train").numbers].double().cpu().numpy()
+        mean, deviation = seen.mean(0), seen.std(0)
         deviation[deviation <= 1e-9 * abs(mean)] = numpy.inf  # a constant column becomes 0
         return Table(
             {split: ((part - mean) / deviation).clip(-FARTHEST, FARTHEST) for split, part in values.items()},
@@ -133,12 +140,12 @@ def yardsticks(federation: Federation, seed: int) -> tuple[Yardstick, ...]:
     if not is_table(federation):
         return ()
     table = Table.of(federation)
-    with _fitting():
+    with fitting():
         return tuple(kind.fitted(table, seed) for kind in (NUMBERS if table.num_classes is None else CLASSES))
 
 
 @contextmanager
-def _fitting() -> Iterator[None]:
+def fitting() -> Iterator[None]:
     """Use one thread, whose sums are the same on every machine, and tell nobody that an iteration was the last."""
     from threadpoolctl import threadpool_limits
 
@@ -187,10 +194,11 @@ def _own_logistic(table: Table, base: Predicted, strength: float) -> Predicted:
 
 def pooled_logistic(table: Table, seed: int) -> Predicted:
     """Fit one logistic regression for all clients."""
-    return _predicted(table, _pooled_logistic(table.drawn(seed)), table.x)
+    return _predicted(table, pooled_model(table.drawn(seed)), table.x)
 
 
-def _pooled_logistic(table: Table) -> Any:
+def pooled_model(table: Table) -> Any:
+    """One logistic regression for all clients, of the best strength."""
     models = [_logistic(table.x["train"], table.y["train"], strength) for strength in STRENGTHS]
     return min(models, key=lambda model: table.loss(_predicted(table, model, table.x)))
 
@@ -198,7 +206,7 @@ def _pooled_logistic(table: Table) -> Any:
 def pooled_logistic_client(table: Table, seed: int) -> Predicted:
     """Fit one logistic regression whose inputs name the client; its intercepts have their own strength."""
     table = table.drawn(seed)
-    shared = _pooled_logistic(table).C
+    shared = pooled_model(table).C
     tried: dict[tuple[float, float], Predicted] = {}
 
     def predicted(strength: float, of_clients: float) -> Predicted:
