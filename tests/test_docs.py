@@ -1,6 +1,7 @@
 """What README and docs say is what the code does: their code runs, their links resolve, their tables are complete.
 
-Code blocks run as they stand, but for the number of steps: what they show does not depend on it, and time does.
+Code blocks run as they stand, but for the number of steps: what they show does not depend on it, and time does. Of a
+table that leaves its steps out, each client takes part twice: too little for a verdict that nothing was learned.
 Tutorials are followed from top to bottom: files are written, Python runs, commands run.
 """
 
@@ -39,6 +40,7 @@ from pfedhn.algorithms.method import Method
 from pfedhn.cli.app import app
 from pfedhn.data.partition import Labels, by_classes
 from pfedhn.deploy.programs import free_port
+from pfedhn.experiments import tables
 from pfedhn.experiments.build import cell_algorithm, check
 from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.grid import from_table, from_toml
@@ -62,6 +64,11 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def fewer_steps(code: str) -> str:
     return re.sub(r"\b(steps|rounds)( ?= ?)[\d_]+", r"\1\g<2>4", code)
+
+
+@pytest.fixture
+def fewer_participations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "PARTICIPATIONS", 2)
 
 
 def rows_after(text: str, mark: str) -> list[list[str]]:
@@ -96,6 +103,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fewer_participations")
 @pytest.mark.parametrize("page", [page for page in TUTORIALS if page.stem != "federation"], ids=lambda page: page.name)
 def test_tutorials_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Titled blocks are files, Python runs in one session, lines of a shell that call pfedhn run in this process."""
@@ -103,6 +111,8 @@ def test_tutorials_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(tmp_path)
     for module in re.findall(r"^from (peft|transformers) import", page.read_text(), re.MULTILINE):
         pytest.importorskip(module)
+    if ".onnx" in page.read_text():
+        pytest.importorskip("onnxscript")
     names: dict[str, Any] = {"__name__": "__main__"}
     for language, title, body in FENCE.findall(page.read_text()):
         if title:
@@ -193,6 +203,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fewer_participations")
 def test_the_readme_can_be_followed_with_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     section = (ROOT / "README.md").read_text().split("## Your own data, without Python")[1].split("\n## ")[0]
