@@ -429,6 +429,33 @@ def test_fields_table_is_the_cell() -> None:
     assert list(documented(text, "<!-- fields: Cell -->").items()) == list(defaults(Cell).items())
 
 
+def test_what_a_table_does_not_need_to_say_is_what_the_code_fills_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page against the constants, and the constants against a filled file: 10 clients of 1,000 examples."""
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{client},{row % 7},{('ill', 'well')[row % 2]}" for client in range(10) for row in range(1000)]
+    Path("visits.csv").write_text("\n".join(["clinic,age,outcome", *rows]))
+    text = (ROOT / "docs" / "experiments.md").read_text()
+    said = {code(name): value for name, value, _ in rows_after(text, "<!-- defaults: tables -->")}
+    cell = Cell(dataset="visits.csv", columns={"client": "clinic", "label": "outcome"})
+    filled = tables.with_table_defaults({"model": "auto", "steps": "auto"}, cell)
+    assert set(filled) - {"methods"} == set(said) - {"local_steps", "local_lr"}
+    for name in ("method", "model", "select", "batch_size", "read"):
+        value = toml_value(code(said[name]))
+        assert (list(value) if name == "method" else value) == filled[name]
+    usual = f"`{tables.PARTICIPATIONS}` times the clients, at most `{tables.MAX_STEPS}`"
+    assert (said["steps"], filled["steps"]) == (usual, 10 * tables.PARTICIPATIONS)
+    assert said["patience"].startswith(f"`{filled['patience'] // 10}` times the clients")
+    assert (filled["clients"], filled["evaluate_every"]) == (10, 10)
+    least, most = tables.LOCAL_STEPS
+    assert said["local_steps"].startswith(f"`{least}` to `{most}`; two passes")
+    common = {"local_steps": 2 * 700 // tables.BATCH_SIZE, "local_lr": toml_value(code(said["local_lr"]))}
+    own = {code(name): tomllib.loads(code(setting)) for name, setting, _ in rows_after(text, "<!-- defaults: methods -->")}
+    assert filled["methods"] == {name: {**common, **own.get(name, {})} for name in tables.TABLE_METHODS}
+    assert own == {name: dict(settings) for name, settings in tables.TABLE_SETTINGS.items() if name}
+
+
 def test_toml_examples_are_experiments() -> None:
     grid, *own_data = [tomllib.loads(text) for text in blocks(ROOT / "docs" / "experiments.md", "toml")]
     experiment = from_table(grid, "mine")
