@@ -451,7 +451,9 @@ def test_what_a_table_does_not_need_to_say_is_what_the_code_fills_in(
     least, most = tables.LOCAL_STEPS
     assert said["local_steps"].startswith(f"`{least}` to `{most}`; two passes")
     common = {"local_steps": 2 * 700 // tables.BATCH_SIZE, "local_lr": toml_value(code(said["local_lr"]))}
-    own = {code(name): tomllib.loads(code(setting)) for name, setting, _ in rows_after(text, "<!-- defaults: methods -->")}
+    own = {
+        code(name): tomllib.loads(code(setting)) for name, setting, _ in rows_after(text, "<!-- defaults: methods -->")
+    }
     assert filled["methods"] == {name: {**common, **own.get(name, {})} for name in tables.TABLE_METHODS}
     assert own == {name: dict(settings) for name, settings in tables.TABLE_SETTINGS.items() if name}
 
