@@ -1,6 +1,7 @@
 """What README and docs say is what the code does: their code runs, their links resolve, their tables are complete.
 
-Code blocks run as they stand, but for the number of steps: what they show does not depend on it, and time does.
+Code blocks run as they stand, but for the number of steps: what they show does not depend on it, and time does. Of a
+table that leaves its steps out, each client takes part twice: too little for a verdict that nothing was learned.
 Tutorials are followed from top to bottom: files are written, Python runs, commands run.
 """
 
@@ -39,6 +40,7 @@ from pfedhn.algorithms.method import Method
 from pfedhn.cli.app import app
 from pfedhn.data.partition import Labels, by_classes
 from pfedhn.deploy.programs import free_port
+from pfedhn.experiments import tables
 from pfedhn.experiments.build import cell_algorithm, check
 from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.grid import from_table, from_toml
@@ -62,6 +64,11 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def fewer_steps(code: str) -> str:
     return re.sub(r"\b(steps|rounds)( ?= ?)[\d_]+", r"\1\g<2>4", code)
+
+
+@pytest.fixture
+def fewer_participations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "PARTICIPATIONS", 2)
 
 
 def rows_after(text: str, mark: str) -> list[list[str]]:
@@ -96,6 +103,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fewer_participations")
 @pytest.mark.parametrize("page", [page for page in TUTORIALS if page.stem != "federation"], ids=lambda page: page.name)
 def test_tutorials_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Titled blocks are files, Python runs in one session, lines of a shell that call pfedhn run in this process."""
@@ -103,6 +111,8 @@ def test_tutorials_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(tmp_path)
     for module in re.findall(r"^from (peft|transformers) import", page.read_text(), re.MULTILINE):
         pytest.importorskip(module)
+    if ".onnx" in page.read_text():
+        pytest.importorskip("onnxscript")
     names: dict[str, Any] = {"__name__": "__main__"}
     for language, title, body in FENCE.findall(page.read_text()):
         if title:
@@ -193,6 +203,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fewer_participations")
 def test_the_readme_can_be_followed_with_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     section = (ROOT / "README.md").read_text().split("## Your own data, without Python")[1].split("\n## ")[0]
@@ -416,6 +427,35 @@ def test_the_tested_model_of_every_method_in_table_1_is_named() -> None:
 def test_fields_table_is_the_cell() -> None:
     text = (ROOT / "docs" / "experiments.md").read_text()
     assert list(documented(text, "<!-- fields: Cell -->").items()) == list(defaults(Cell).items())
+
+
+def test_what_a_table_does_not_need_to_say_is_what_the_code_fills_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page against the constants, and the constants against a filled file: 10 clients of 1,000 examples."""
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{client},{row % 7},{('ill', 'well')[row % 2]}" for client in range(10) for row in range(1000)]
+    Path("visits.csv").write_text("\n".join(["clinic,age,outcome", *rows]))
+    text = (ROOT / "docs" / "experiments.md").read_text()
+    said = {code(name): value for name, value, _ in rows_after(text, "<!-- defaults: tables -->")}
+    cell = Cell(dataset="visits.csv", columns={"client": "clinic", "label": "outcome"})
+    filled = tables.with_table_defaults({"model": "auto", "steps": "auto"}, cell)
+    assert set(filled) - {"methods"} == set(said) - {"local_steps", "local_lr"}
+    for name in ("method", "model", "select", "batch_size", "read"):
+        value = toml_value(code(said[name]))
+        assert (list(value) if name == "method" else value) == filled[name]
+    usual = f"`{tables.PARTICIPATIONS}` times the clients, at most `{tables.MAX_STEPS}`"
+    assert (said["steps"], filled["steps"]) == (usual, 10 * tables.PARTICIPATIONS)
+    assert said["patience"].startswith(f"`{filled['patience'] // 10}` times the clients")
+    assert (filled["clients"], filled["evaluate_every"]) == (10, 10)
+    least, most = tables.LOCAL_STEPS
+    assert said["local_steps"].startswith(f"`{least}` to `{most}`; two passes")
+    common = {"local_steps": 2 * 700 // tables.BATCH_SIZE, "local_lr": toml_value(code(said["local_lr"]))}
+    own = {
+        code(name): tomllib.loads(code(setting)) for name, setting, _ in rows_after(text, "<!-- defaults: methods -->")
+    }
+    assert filled["methods"] == {name: {**common, **own.get(name, {})} for name in tables.TABLE_METHODS}
+    assert own == {name: dict(settings) for name, settings in tables.TABLE_SETTINGS.items() if name}
 
 
 def test_toml_examples_are_experiments() -> None:
