@@ -440,17 +440,21 @@ def test_what_a_table_does_not_need_to_say_is_what_the_code_fills_in(
     said = {code(name): value for name, value, _ in rows_after(text, "<!-- defaults: tables -->")}
     cell = Cell(dataset="visits.csv", columns={"client": "clinic", "label": "outcome"})
     filled = tables.with_table_defaults({"model": "auto", "steps": "auto"}, cell)
-    assert set(filled) - {"methods"} == set(said) - {"local_steps", "local_lr"}
+    assert set(filled) - {"methods"} == set(said) - {"local_steps", "local_lr", "local_clip"}
     for name in ("method", "model", "select", "batch_size", "read"):
         value = toml_value(code(said[name]))
         assert (list(value) if name == "method" else value) == filled[name]
-    usual = f"`{tables.PARTICIPATIONS}` times the clients, at most `{tables.MAX_STEPS}`"
-    assert (said["steps"], filled["steps"]) == (usual, 10 * tables.PARTICIPATIONS)
-    assert said["patience"].startswith(f"`{filled['patience'] // 10}` times the clients")
-    assert (filled["clients"], filled["evaluate_every"]) == (10, 10)
+    least, most = tables.STEPS
+    assert said["steps"] == f"`{tables.PARTICIPATIONS}` times the clients, at least `{least}` and at most `{most}`"
+    assert said["patience"].startswith(f"`{tables.PATIENCE}` times the clients, at least `{tables.LEAST_PATIENCE}`;")
+    rarely = tables.LEAST_PATIENCE // tables.EVALUATIONS
+    assert said["evaluate_every"] == f"the number of clients, at least `{rarely}`"
+    assert [filled[name] for name in ("clients", "steps", "patience")] == [10, least, tables.LEAST_PATIENCE]
+    assert filled["evaluate_every"] == rarely
     least, most = tables.LOCAL_STEPS
-    assert said["local_steps"].startswith(f"`{least}` to `{most}`; two passes")
-    common = {"local_steps": 2 * 700 // tables.BATCH_SIZE, "local_lr": toml_value(code(said["local_lr"]))}
+    assert said["local_steps"].startswith(f"`{least}` to `{most}`; one pass")
+    common = {name: toml_value(code(said[name])) for name in ("local_lr", "local_clip")}
+    common["local_steps"] = 700 // tables.BATCH_SIZE
     own = {
         code(name): tomllib.loads(code(setting)) for name, setting, _ in rows_after(text, "<!-- defaults: methods -->")
     }

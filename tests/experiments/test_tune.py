@@ -159,7 +159,9 @@ def test_the_authors_rates_stay_unless_asked_and_fifty_clients_are_used() -> Non
 
 
 def test_every_method_of_a_persons_own_file_is_tuned() -> None:
-    assert plan(from_toml(Path("mine.toml")), tunes_all=True).methods == ("pfedhn", "fedavg")
+    whole = plan(from_toml(Path("mine.toml")), tunes_all=True)
+    assert whole.methods == ("pfedhn", "fedavg")
+    assert whole.points_of("pfedhn")[0].rates == {"lr": 0.01, "local_lr": 0.005}, "its own rates come first"
     with pytest.raises(UserError, match=r"unless it is named; --only method=pfedhn tunes pfedhn\."):
         plan(Experiment("ours", (Cell(),)))
 
@@ -454,7 +456,7 @@ def test_after_kill_9_the_finished_points_are_only_read() -> None:
 
 def test_another_tuning_in_the_folder_is_named_as_it_was_given() -> None:
     arguments = ["tune", "mine.toml", "--only", "method=fedavg", "--set", "steps=10", "--out", "tuning"]
-    tuning = plan(with_assignments(from_toml(Path("mine.toml")), {"steps": 10}), ["method=fedavg"])
+    tuning = plan(with_assignments(from_toml(Path("mine.toml")), {"steps": 10}), ["method=fedavg"], tunes_all=True)
     for stage, experiment in tuning.stages.items():
         Directory(Path("tuning", stage)).open(experiment, [])
     refused("error: tuning holds another experiment, or other settings of it: ", *arguments, "--set", "steps=20")

@@ -202,8 +202,8 @@ def test_detailed_scores_of_numbers_are_in_the_units_of_their_column() -> None:
     run = pfedhn.train("local", federation, partial(pfedhn.TabularMLP, FEATURES, 4, 1), steps=8, progress=False)
     assert run.result is not None
     assert run.result.detailed is not None
-    assert run.result.detailed.examples["rmse"] == pytest.approx(10 * run.result.test.loss**0.5, rel=1e-5)
-    assert run.result.detailed.validation_loss == pytest.approx(100 * run.result.validation.loss, rel=1e-5)
+    assert run.result.detailed.examples["rmse"] == pytest.approx(run.result.test.loss**0.5, rel=1e-5)
+    assert run.result.detailed.validation_loss == pytest.approx(run.result.validation.loss, rel=1e-5)
 
 
 def test_a_run_that_is_not_on_a_table_has_no_detailed_scores() -> None:

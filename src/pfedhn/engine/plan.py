@@ -26,6 +26,7 @@ from pfedhn.engine.state import Memories, PrivateTable, Schedule, Select
 from pfedhn.engine.transform import FULL, Transform
 from pfedhn.errors import UserError
 from pfedhn.model import Model
+from pfedhn.models import squared_error
 from pfedhn.params import Params, copy, in_dtype, stack, take
 from pfedhn.privacy import Privacy, refuse_leaks
 from pfedhn.sgd import Batches
@@ -122,6 +123,13 @@ class Plan:
     @property
     def num_clients(self) -> int:
         return self.clients.clients
+
+    @cached_property
+    def loss_unit(self) -> float:
+        """What a loss is multiplied by for reports: a squared error of scaled labels is brought to their own units."""
+        table = None if self.clients.reading is None else self.clients.reading.table
+        is_squared = all(model.per_example_loss is squared_error for model in self.models.values())
+        return 1.0 if table is None or table.target is None or not is_squared else table.target[1] ** 2
 
     @property
     def exchange(self) -> Exchange:

@@ -37,12 +37,14 @@ PERSONALIZED = {"intercept": "pfedhn-intercept", "last": "pfedhn-last", "all": "
 TABLE_MODEL = "wide-32"
 PARTICIPATIONS = 100  # of each client, at most
 PATIENCE = 10  # participations of each client without a better validation loss, after which training stops
-MAX_STEPS = 20_000
+STEPS = (2_000, 20_000)  # at least and at most, however many clients there are
+LEAST_PATIENCE = 500  # steps, of which a hypernetwork needs many
+EVALUATIONS = 20  # within that patience, at most
 BATCH_SIZE = 64
 LOCAL_STEPS = (5, 50)  # at least and at most; one pass over the examples of a usual client in between
 TABLE_SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "": {"local_lr": 0.01},  # of every method
-    "local": {"local_weight_decay": 0.1},
+    "": {"local_lr": 0.01, "local_clip": 1.0},  # of every method
+    "local": {"local_weight_decay": 0.01},
     "fedavg-ft": {"adaptation_steps": 10},
     "pfedhn-shared": {"adaptation_steps": 10},
 }
@@ -157,10 +159,11 @@ def with_table_defaults(
     if sizes:
         number = given.get("clients", len(sizes))
         number = number if isinstance(number, int) and number > 0 else len(sizes)
-        usual |= {"clients": number, "evaluate_every": number}
+        usual |= {"clients": number, "evaluate_every": max(number, LEAST_PATIENCE // EVALUATIONS)}
         if "steps" not in given:
-            usual |= {"steps": min(PARTICIPATIONS * number, max(MAX_STEPS, PATIENCE * number))}
-            usual |= {"patience": PATIENCE * number}
+            least, most = STEPS
+            steps = max(least, min(PARTICIPATIONS * number, max(most, PATIENCE * number)))
+            usual |= {"steps": steps, "patience": max(PATIENCE * number, LEAST_PATIENCE)}
     filled = {**usual, **given, "read": usual["read"]}
     filled["methods"] = _method_settings(filled, sizes)
     return filled

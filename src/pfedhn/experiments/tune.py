@@ -17,12 +17,14 @@ from rich import box
 from rich.table import Table
 
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.find import build_algorithm
 from pfedhn.errors import UserError, closest
 from pfedhn.experiments.directory import Directory
 from pfedhn.experiments.grid import select
 from pfedhn.experiments.queue import Outcome
 from pfedhn.experiments.rates import Rates
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec, distinct, is_own_data, method_name
+from pfedhn.settings import values_in_short
 from pfedhn.storage.files import DamagedError, sealed_json, unsealed_json
 from pfedhn.storage.schema import Result, to_json
 from pfedhn.system.files import is_empty, read_bytes, write_atomically
@@ -281,6 +283,9 @@ def plan(
     points: list[Point] = []
     for method in dict.fromkeys(cell.method for cell in cells if cell.method in grids):
         tried = [dict(zip(grids[method], rates, strict=True)) for rates in itertools.product(*grids[method].values())]
+        if tunes_all:  # first what is used without tuning: time may be up before all were tried
+            now = values_in_short(build_algorithm(method, next(c.settings for c in cells if c.method == method)))
+            tried.sort(key=lambda rates: sum(now.get(name) != value for name, value in rates.items()))
         alike = [replace(cell, settings={**cell.settings, **tried[0]}) for cell in cells if cell.method == method]
         bases = distinct(alike)  # which differ in more than what is tuned
         if method in methods and len(bases) > 1:

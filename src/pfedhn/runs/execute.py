@@ -110,7 +110,7 @@ def execute(
                     continue
                 if progress.evaluation is not None:
                     _refuse_blind_choice(progress.evaluation)
-                    moment = _moment_of(progress.evaluation, run.state, run.seconds)
+                    moment = _moment_of(progress.evaluation, run.state, run.seconds, simulation.loss_unit)
                     if norms:
                         moment = replace(moment, norms=norms_of(simulation, run.state.memories))
                     run.history.append(moment)
@@ -190,11 +190,11 @@ def _refuse_blind_choice(evaluation: Evaluation) -> None:
         )
 
 
-def _moment_of(evaluation: Evaluation, state: State, seconds: float) -> Moment:
+def _moment_of(evaluation: Evaluation, state: State, seconds: float, loss_unit: float) -> Moment:
     """A line of metrics.jsonl."""
     splits = {}
     for name, result in evaluation.splits.items():
-        scores = Scores.of(result, len(result.count) <= NUM_CLIENTS_IN_METRICS)
+        scores = Scores.of(result, len(result.count) <= NUM_CLIENTS_IN_METRICS, loss_unit)
         splits[name] = replace(scores, client_examples=None)  # the same in every line; the result has them
     return Moment(
         evaluation.step,
@@ -209,12 +209,13 @@ def _moment_of(evaluation: Evaluation, state: State, seconds: float) -> Moment:
 
 def _result_of(run: Run) -> Result:
     simulation, origin, chosen, state = run.simulation, run.origin, run.chosen, run.state
-    validation, test = (Scores.of(chosen.splits[split]) for split in EVALUATED_SPLITS)
+    unit = simulation.loss_unit
+    validation, test = (Scores.of(chosen.splits[split], loss_unit=unit) for split in EVALUATED_SPLITS)
     unadapted = None
     if simulation.fine_tunes:
         assert state.best is not None
         unadapted, adapted = SplitScores(validation, test), scores_of_adapted(simulation, state.best)
-        validation, test = (Scores.of(adapted[split]) for split in EVALUATED_SPLITS)
+        validation, test = (Scores.of(adapted[split], loss_unit=unit) for split in EVALUATED_SPLITS)
     result = Result(
         origin.name,
         origin.experiment,

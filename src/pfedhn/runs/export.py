@@ -272,7 +272,7 @@ def _error(label: Mapping[str, Any] | None, model: Model, loss: float | None) ->
     """The root of the mean squared error in the units of a table's label; None for other losses."""
     if label is None or "deviation" not in label or loss is None or model.per_example_loss is not squared_error:
         return None
-    return float(label["deviation"]) * math.sqrt(loss)
+    return math.sqrt(loss)
 
 
 def file_names(clients: Sequence[str]) -> list[str]:

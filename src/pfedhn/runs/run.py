@@ -64,7 +64,7 @@ class Run:
     def scores_so_far(self) -> str:
         """The newest evaluation and the best one, short enough for a line."""
         validation, schedule = self.history[-1].validation, self.plan.schedule
-        best = schedule.score(self.chosen.splits["validation"])
+        best = self.plan.loss_unit * schedule.score(self.chosen.splits["validation"])
         if not validation.has_accuracy or schedule.select == "loss":
             return f"validation loss {validation.loss:.4f}, best {-best:.4f}"
         return f"validation {100 * validation.score:.1f} %, best {100 * best:.1f} %"
@@ -97,7 +97,9 @@ class Run:
 
     @property
     def _test_scores(self) -> Scores:
-        return Scores.of(self.chosen.splits["test"]) if self.result is None else self.result.test
+        if self.result is not None:
+            return self.result.test
+        return Scores.of(self.chosen.splits["test"], loss_unit=self.plan.loss_unit)
 
     @property
     def adapts(self) -> bool:
@@ -367,7 +369,13 @@ class Run:
             kept.private,
             joined.splits,
             joined.round,
-            self._card(name or "that joined", model.name, Scores.of(joined.splits["test"]), 0, fill),
+            self._card(
+                name or "that joined",
+                model.name,
+                Scores.of(joined.splits["test"], loss_unit=self.plan.loss_unit),
+                0,
+                fill,
+            ),
             self._portable(model.name),
             fill,
             joined.settings,

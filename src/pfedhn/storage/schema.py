@@ -91,12 +91,12 @@ class Scores:
             raise SchemaError("'clients' and 'client_examples' differ in length")
 
     @staticmethod
-    def of(result: SplitResult, per_client: bool = True) -> "Scores":
-        """A split's scores as plain numbers."""
-        sums = (result.loss if result.metric is None else result.metric).tolist()
+    def of(result: SplitResult, per_client: bool = True, loss_unit: float = 1.0) -> "Scores":
+        """A split's scores as plain numbers; losses are multiplied by `loss_unit`."""
+        sums = (loss_unit * result.loss if result.metric is None else result.metric).tolist()
         values = tuple(int(value) if float(value).is_integer() else float(value) for value in sums)
         return Scores(
-            result.mean_loss,
+            loss_unit * result.mean_loss,
             int(result.count.sum()),
             None if result.metric is None else result.client_mean,
             None if result.metric is None else result.sample_mean,
