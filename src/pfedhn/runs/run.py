@@ -362,6 +362,7 @@ class Run:
         joined = self.add_clients(data, rounds=rounds, settings=settings, seed=seed, last=last)
         weights, memories = joined.personal_weights(0), joined.memories
         kept = take(memories.private[model.name].take([0]), 0)
+        scores = Scores.of(joined.splits["test"], loss_unit=self.plan.loss_unit)
         client = NewClient(
             model.with_weights(weights),
             weights,
@@ -369,13 +370,7 @@ class Run:
             kept.private,
             joined.splits,
             joined.round,
-            self._card(
-                name or "that joined",
-                model.name,
-                Scores.of(joined.splits["test"], loss_unit=self.plan.loss_unit),
-                0,
-                fill,
-            ),
+            self._card(name or "that joined", model.name, scores, 0, fill),
             self._portable(model.name),
             fill,
             joined.settings,
