@@ -234,8 +234,8 @@ def test_the_score_of_a_new_client_says_how_little_it_rests_on() -> None:
 KINDS = (
     CLINICS.replace(
         "clients = 3",
-        'clients = 2\nevaluate_every = 2\nread = {encode = "one-hot", missing = "median", fitted = "client", scale = "none", '
-        'select = "all"}',
+        'clients = 2\nevaluate_every = 2\nread = {encode = "one-hot", missing = "median", fitted = "client", '
+        'scale = "none", select = "all"}',
     )
     .replace('label = "outcome"', 'label = "outcome", ignore = ["day"]')
     .replace("mlp-4", "tabular-4")
