@@ -58,8 +58,9 @@ METHODS: dict[str, Callable[..., Any]] = {
     "pfedhn-low-rank": partial(ALGORITHMS["pfedhn"], generated=("last",), head="low-rank", rank=1),
     "pfedhn-chunked": partial(ALGORITHMS["pfedhn"], head="chunked", chunk_size=7),
 }
+FOR_TABLES = ("pfedhn-intercept", "pfedhn-last", "fedper-intercept")
 # Of what the others are, with other settings.
-VARIANTS = ("pfedhn-plus-pc", "pfedhn-shared", "per-fedavg-hf", "pfedhn-added")
+VARIANTS = ("pfedhn-plus-pc", "pfedhn-shared", "per-fedavg-hf", "pfedhn-added", *FOR_TABLES)
 every_method = pytest.mark.parametrize("method", mostly_slow(METHODS, *(set(METHODS) - set(VARIANTS))))
 every_target = pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 
