@@ -6,7 +6,7 @@ SETUP := $(VENV)/.installed
 NEWEST := .venv-newest
 AUDIT := .venv-audit
 
-.PHONY: help venv demo test test-slow test-all test-faults soak test-newest check audit docs results clean
+.PHONY: help venv demo test test-slow test-all test-faults soak test-newest check audit docs results tables clean
 
 help:
 	@echo "make demo        train on the embedded digits and draw what came out (under a minute after the install)"
@@ -20,6 +20,7 @@ help:
 	@echo "make audit       look up the constraints among known vulnerabilities (needs the network)"
 	@echo "make docs        build the documentation into site/"
 	@echo "make results     write docs/results.md, docs/paper.md and their figures from the files in results/"
+	@echo "make tables      run the methods on seven real tables and write docs/tables.md (20 minutes; needs the data)"
 	@echo "make clean       remove the environments and what was built"
 
 venv: $(SETUP)
@@ -78,6 +79,13 @@ docs: $(SETUP)
 results: $(SETUP)
 	$(BIN)/python -m pfedhn.paper.results_page
 	$(BIN)/python -m pfedhn.paper.paper_page
+
+# Not part of .ci/run: it needs the data (docs/silos.md), in the folder that PFEDHN_DATA_DIR names.
+tables: $(SETUP)
+	for file in benchmarks/tables/*.toml; do name=$$(basename $$file .toml); \
+		$(BIN)/pfedhn run $$file --out runs/tables/$$name && \
+		$(BIN)/pfedhn report runs/tables/$$name --export results/tables/$$name.jsonl || exit 1; done
+	$(BIN)/python tools/tables_page.py
 
 clean:
 	rm -rf $(VENV) $(NEWEST) $(AUDIT) site build dist
