@@ -48,6 +48,7 @@ def result(method: str, seed: int, losses: Sequence[float], validation: float, /
         "bytes_down": 0 if method == "local" else 1_000,
         "clients": Clients(classes=({"0": 6, "1": 6},) * NUM_CLIENTS),
         "detailed": detailed(losses, validation),
+        "select": "loss",
     }
     return Result(
         method, "made", {}, {}, seed, steps=40, rounds=8, seconds=1.0, unused_examples={},
@@ -257,6 +258,8 @@ def test_a_method_that_loses_to_the_base_rate_learned_nothing() -> None:
     found = the_verdict(LOCAL, FEDPER, yardsticks=[guess])
     assert found.learned_nothing
     assert {failure.reason for failure in found.failures} == {"guess"}
+    by_accuracy = [entry(name, level(0.5), 0.5, select="metric") for name in ("local", "fedper")]
+    assert not the_verdict(*by_accuracy, yardsticks=[guess]).failures, "75 % are right, and a guess has 50"
 
 
 def test_what_short_runs_show_is_not_held_against_them() -> None:

@@ -76,11 +76,12 @@ def _has_exploded(result: Result) -> bool:
 def _is_no_better_than_a_guess(entry: Entry, yardsticks: Mapping[str, tuple[Yardstick, ...]]) -> bool:
     """Whether validation shows nothing beyond each client's base rate or mean; if no guess is known, it is not judged.
 
-    The yardstick of that name is the guess if there is one. Otherwise it is each client's commonest class in training,
+    The yardstick of that name is the guess if there is one, unless accuracy chose the round. Otherwise it is each client's commonest class in training,
     which accuracy has to exceed by a standard error; or its class frequencies, whose entropy the loss has to stay
     below. Either is enough. Test examples stand in where there is no validation.
     """
-    if (both := _losses_beside_guess(entry, yardsticks)) is not None:
+    by_loss = not entry.has_accuracy or all(result.select == "loss" for result in entry.results.values())
+    if by_loss and (both := _losses_beside_guess(entry, yardsticks)) is not None:
         return both[0] >= both[1]
     if not entry.has_accuracy or not entry.cell.partition:  # a run by `pfedhn.train` may have a metric of any kind
         return False
