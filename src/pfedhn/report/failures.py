@@ -76,9 +76,9 @@ def _has_exploded(result: Result) -> bool:
 def _is_no_better_than_a_guess(entry: Entry, yardsticks: Mapping[str, tuple[Yardstick, ...]]) -> bool:
     """Whether validation shows nothing beyond each client's base rate or mean; if no guess is known, it is not judged.
 
-    The yardstick of that name is the guess if there is one, unless accuracy chose the round. Otherwise it is each client's commonest class in training,
-    which accuracy has to exceed by a standard error; or its class frequencies, whose entropy the loss has to stay
-    below. Either is enough. Test examples stand in where there is no validation.
+    The yardstick of that name is the guess if there is one, unless accuracy chose the round. Otherwise it is each
+    client's commonest class in training, which accuracy has to exceed by a standard error; or its class frequencies,
+    whose entropy the loss has to stay below. Either is enough. Test examples stand in where there is no validation.
     """
     by_loss = not entry.has_accuracy or all(result.select == "loss" for result in entry.results.values())
     if by_loss and (both := _losses_beside_guess(entry, yardsticks)) is not None:
