@@ -18,16 +18,16 @@ ORDER = ("stroke", "heart", "wisdm", "exam", "school", "hsb82", "parkinsons")
 CLIENT = "pooled-linear-client"
 
 
-def summary(found: Iterable[tuple[str, Verdict]]) -> list[str]:
+def summary(found: Iterable[tuple[str, Verdict, int]]) -> list[str]:
     """A line for each data set: the recommended method, and its gain over other models."""
-    heading = ["data", "clients", "recommended", "its score", "gain over Local", "over FedAvg"]
+    heading = ["data", "clients", "seeds", "recommended", "its score", "gain over Local", "over FedAvg"]
     heading += ["over linear with the client", "over boosted trees"]
     lines = [f"| {' | '.join(heading)} |", f"|{'---|' * len(heading)}"]
-    for name, verdict in found:
+    for name, verdict, seeds in found:
         gains = [_gain(verdict, other) for other in ("local", "fedavg", CLIENT, "pooled-boosting-client")]
         recommended = "none" if verdict.recommended is None else display_name(verdict.recommended)
         score = f"{verdict.measure} {verdict.scores[verdict.measure]:.{verdict.digits}f}"
-        lines.append(f"| {name} | {verdict.clients} | {recommended} | {score} | {' | '.join(gains)} |")
+        lines.append(f"| {name} | {verdict.clients} | {seeds} | {recommended} | {score} | {' | '.join(gains)} |")
     return lines
 
 
@@ -80,14 +80,18 @@ def _text(value: object, times: float = 1, digits: int = 3) -> str:
 def page() -> str:
     """Everything between the markers."""
     reports = {name: collect([RESULTS / f"{name}.jsonl"])[0] for name in ORDER if (RESULTS / f"{name}.jsonl").exists()}
-    found = [(name, verdict) for name, report in reports.items() for verdict in verdicts(report)]
+    found = [
+        (name, verdict, max(len(entry.results) for entry in report.entries))
+        for name, report in reports.items()
+        for verdict in verdicts(report)
+    ]
     results = [result for report in reports.values() for entry in report.entries for result in entry.results.values()]
-    seeds = sorted({result.seed for result in results})
     made = results[0].environment
     lines = [*summary(found), ""]
     lines.append(
         f"Gains are positive if the recommended method is better, with 95 % intervals by a bootstrap over clients and "
-        f"seeds; bold ones leave zero out. Seeds {', '.join(map(str, seeds))}; {made.device}, torch {made.torch}."
+        f"seeds; bold ones leave zero out. Seeds count from {min(result.seed for result in results)}; {made.device}, "
+        f"torch {made.torch}, one thread for each run, two runs side by side on a busy machine."
     )
     for name, report in reports.items():
         lines += details(name, report)

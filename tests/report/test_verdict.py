@@ -250,7 +250,9 @@ def test_a_method_that_learned_nothing_is_named_and_never_recommended(reason: st
     assert not beside.learned_nothing
     alone = the_verdict(bad)
     assert (alone.recommended, alone.learned_nothing) == (None, True)
-    assert to_text(alone)[-1] == "Raise `steps`, lower the learning rates, or run `pfedhn tune mine.toml`."
+    advice = "The columns may say little" if reason == "guess" else "Lower the learning rates, or run"
+    assert to_text(alone)[-1].startswith(advice)
+    assert to_text(alone)[-1].endswith("run `pfedhn tune mine.toml`.")
 
 
 def test_a_method_that_loses_to_the_base_rate_learned_nothing() -> None:

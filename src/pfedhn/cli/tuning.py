@@ -181,7 +181,9 @@ def tune_rates(
         say(f"Learning rates: {file}")
     if num_left := found.num_left_out():
         kept = "" if found.rates() else ", so that no rate was chosen"
-        say(f"{num_left} points were left out when {minutes:g} minutes were over{kept}; `pfedhn tune` runs them.")
+        say(f"{num_left} points were left out when the time was over{kept}; `pfedhn tune` runs them.")
+    if untuned := [method for method in tuning.methods if num_left and found.winner(method) is None]:
+        say(f"Not tuned for lack of time: {', '.join(untuned)}.")
     present = {cell.method for cell in tuning.experiment.cells}
     left = [method for method in tuning.grids if method in present and method not in tuning.methods]
     if left and not any("method=" in text for text in only):  # who names methods knows

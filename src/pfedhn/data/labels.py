@@ -51,7 +51,7 @@ def task_of(columns: Columns, label: str) -> Resolved:
     unless they count from 0 or 1 and none of them is rare.
     """
     numbers = as_numbers(columns[label])
-    if numbers.dtype.kind not in "iu":
+    if numbers.dtype.kind not in "iu" or not len(numbers):
         return "regression" if numbers.dtype.kind == "f" else "classification"
     different, counts = numpy.unique(numbers, return_counts=True)
     is_counting = different[0] in (0, 1) and different[-1] - different[0] == len(different) - 1

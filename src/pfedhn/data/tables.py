@@ -213,8 +213,8 @@ def _with_enough(table: Table, file: Path, client_column: str, least: int) -> Ta
     small = [table.client_names[client] for client in numpy.flatnonzero(counts < least)]
     note(
         f"{file.resolve()}: clients with fewer than {least} examples",
-        "%s: %s of %s clients have fewer than %s examples and do not train: %s. They can join later with "
-        "`pfedhn add-client`; %s.",
+        "%s: %s of %s clients have fewer than %s examples and do not train: %s. With some examples they can join later "
+        "by `pfedhn add-client`; %s.",
         *(file.name, f"{len(small):,}", f"{number:,}", least, some(small), way_out),
     )
     kept = numpy.flatnonzero(counts[table.groups] >= least)

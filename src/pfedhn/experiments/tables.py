@@ -154,7 +154,7 @@ def with_table_defaults(
         usual["method"] = list(TABLE_METHODS)
     if cell.dataset in SILOS:
         usual["task"] = SILOS[cell.dataset].task
-    elif source is not None and "label_column" in columns:
+    elif given.get("task", "auto") == "auto" and source is not None and "label_column" in columns:
         usual["task"] = table_task(source, columns["label_column"])
     if sizes:
         number = given.get("clients", len(sizes))

@@ -107,8 +107,12 @@ class TuningResults:
         return fmean(found) if len(found) == len(runs) else None
 
     def finalists(self, method: str) -> list[Point]:
-        """The points that are run in full."""
-        return self._ranked("first", self.tuning.points_of(method))[: self.tuning.finalists]
+        """The points that are run in full; none if time was left for fewer than two, which is no choice."""
+        points = self.tuning.points_of(method)
+        ranked = self._ranked("first", points)
+        if len(ranked) < 2 and any(self._is_left_out("first", point) for point in points):
+            return []
+        return ranked[: self.tuning.finalists]
 
     def winner(self, method: str) -> Point | None:
         """The best finalist; the best of the first stage if no time was left for others, and None if all diverged."""

@@ -195,7 +195,7 @@ def _verdict(
         bool(learned),
         any(num_evaluations(entry) >= LEAST_EVALUATIONS for entry in entries),
         any(result.validation.examples for entry in entries for result in entry.results.values()),
-        tuple(_suggestions(chosen, entries, bool(learned))),
+        tuple(_suggestions(chosen, entries, bool(learned), [failure.reason for failure in failures])),
         tuple(entry.label for entry in entries),
     )
 
@@ -328,7 +328,7 @@ def _answer(chosen: Entry, differences: Sequence[Difference]) -> Answer | None:
     is_alone = method_name(chosen.cell) == "local"
     if is_alone and all(difference.is_yardstick for difference in differences):
         return None  # nothing federated was run
-    if any(difference.gain <= 0 for difference in alone):
+    if any(difference.is_clear and difference.gain < 0 for difference in alone):
         return "no"
     if is_alone:
         return "unclear" if any(_is_better(difference) for difference in differences) else "no"
@@ -340,11 +340,13 @@ def _answer(chosen: Entry, differences: Sequence[Difference]) -> Answer | None:
 # What to try next
 
 
-def _suggestions(chosen: Entry | None, entries: Sequence[Entry], learned: bool) -> list[str]:
+def _suggestions(chosen: Entry | None, entries: Sequence[Entry], learned: bool, reasons: Sequence[str]) -> list[str]:
     methods = {method_name(entry.cell) for entry in entries}
     tune = f"`pfedhn tune {name}`" if (name := _file_name(entries)) else "`pfedhn tune`"
     if not learned:
-        return [f"Raise `steps`, lower the learning rates, or run {tune}."]
+        if all(reason == "guess" for reason in reasons):
+            return [f"The columns may say little about the label (see the pooled yardsticks); or run {tune}."]
+        return [f"Lower the learning rates, or run {tune}."]
     found = []
     if "local" not in methods:
         found.append('Try next: the method "local"; without it nothing says whether federating pays.')
@@ -393,7 +395,7 @@ def to_terminal(found: Sequence[Verdict]) -> Group:
         first, *rest = to_text(verdict)
         heading = "Verdict" if len(found) == 1 else f"Verdict: {data_text(verdict)}"
         parts += [Text(heading, style="bold"), Text(first, style="bold"), *map(Text, rest)]
-        parts += [Text(note(verdict), style="dim"), ""]
+        parts += [*([Text(note(verdict), style="dim")] if verdict.differences else []), ""]
     return Group(*parts)
 
 
@@ -401,8 +403,8 @@ def note(verdict: Verdict) -> str:
     """How the numbers come about."""
     over = "clients" if verdict.measure == "accuracy" else "test examples"
     return (
-        f"The method is chosen on validation examples; gains are means over {over} and seeds. Intervals hold the gain "
-        "with 95 % confidence, by a bootstrap over clients and seeds."
+        "The method is the simplest of those that validation cannot tell from the best. Scores and gains are means "
+        f"over {over} and seeds; intervals hold the gain with 95 % confidence, by a bootstrap over clients and seeds."
     )
 
 
@@ -434,9 +436,8 @@ def _advice(verdict: Verdict) -> list[str]:
     found = []
     alone = [difference for difference in verdict.differences if difference.name in ALONE]
     if verdict.federate == "no":
-        better = [difference for difference in alone if difference.gain <= 0 and difference.is_clear]
-        winner = better or [difference for difference in alone if difference.gain <= 0]
-        who = winner[0].title if winner and winner[0].is_yardstick else "training alone"
+        better = [difference for difference in alone if difference.gain < 0 and difference.is_clear]
+        who = better[0].title if better and better[0].is_yardstick else "training alone"
         found.append(f"Do not federate this: {who} is {'better' if better else 'as good'}.")
     elif verdict.federate == "unclear":
         rivals = [difference.title for difference in verdict.differences if _is_better(difference)]
@@ -446,8 +447,8 @@ def _advice(verdict: Verdict) -> list[str]:
         found.append(f"Use {name}: it is best on validation, and no client has test examples.")
     elif len(verdict.methods) == 1:
         found.append(f"Only {name} was run: {scores}.")
-    elif verdict.federate == "no" and any(difference.gain <= 0 for difference in alone):
-        found.append(f"Of the methods, {name} is best on validation: {scores}.")
+    elif verdict.federate == "no":
+        found.append(f"Of the methods, take {name}: {scores}.")
     else:
         found.append(f"Use {name}: {scores}.")
     return found
@@ -476,7 +477,7 @@ def _difference_text(verdict: Verdict, found: Difference) -> str:
     if is_size:
         text = f"It beats {found.title} by {amount}" if found.gain > 0 else f"{subject} is better by {amount}"
     else:
-        text = f"{subject} {'may be' if found.gain > 0 else 'is'} as good: the gain is {amount}"
+        text = f"{subject} cannot be told apart: the gain is {amount}"
     return f"{text}{counts}."
 
 
