@@ -43,7 +43,7 @@ def test_the_cells_without_data_are_those_that_a_file_gets_with_them(monkeypatch
     assert {cell.method for cell in hospitals.STUDY.cells} == set(tables.TABLE_METHODS)
     monkeypatch.setattr(tables, "read_table", lambda name, data_dir: columns_of(name, [90, 80, 70]))
     cells = hospitals.STUDY.experiment(data_dir=Path("there")).cells  # the whole trial has other hospitals
-    assert {(cell.clients, cell.evaluate_every, cell.steps) for cell in cells} == {(3, 3, 300)}
+    assert {(cell.clients, cell.evaluate_every, cell.steps) for cell in cells} == {(3, 25, 2_000)}
 
 
 def test_missing_files_are_named_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
