@@ -14,6 +14,7 @@ import json
 import os
 import pkgutil
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -460,6 +461,12 @@ def test_what_a_table_does_not_need_to_say_is_what_the_code_fills_in(
     }
     assert filled["methods"] == {name: {**common, **own.get(name, {})} for name in tables.TABLE_METHODS}
     assert own == {name: dict(settings) for name, settings in tables.TABLE_SETTINGS.items() if name}
+
+
+@pytest.mark.slow
+def test_the_results_on_tables_are_those_of_the_stored_runs() -> None:
+    page = runpy.run_path(str(ROOT / "tools" / "tables_page.py"))["page"]
+    assert page() in (ROOT / "docs" / "tables.md").read_text(), "tools/tables_page.py writes it"
 
 
 def test_toml_examples_are_experiments() -> None:
