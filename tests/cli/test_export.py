@@ -67,7 +67,12 @@ def test_a_client_takes_its_model_away() -> None:
     with safe_open("berlin.safetensors", "pt") as stored:
         assert json.loads(stored.metadata()["card"])["client"] == "Berlin"
         torch.testing.assert_close(stored.get_tensor("layers.0.weight"), weights["layers.0.weight"])
-    assert "3 clients" in Path("berlin.md").read_text()
+    card = Path("berlin.md").read_text()
+    assert "3 clients" in card
+    (result_file,) = Path("runs").glob("*/result.json")
+    counts = json.loads(result_file.read_text())["clients"]["classes"][0].values()
+    share = 100 * max(counts) / sum(counts)
+    assert f"For comparison: the commonest class is {share:.1f} % of its training examples." in card
 
 
 def test_all_take_theirs() -> None:

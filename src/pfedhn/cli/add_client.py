@@ -10,6 +10,7 @@ from pfedhn.errors import UserError
 from pfedhn.system.screen import say
 
 WIDE_INTERVAL = 20  # points of accuracy, from which on a score says little
+FEW = 10  # test examples of numbers, which say little
 
 
 def add_client(
@@ -86,7 +87,7 @@ def add_client(
         raise UserError(f"{data} has {len(x)} examples, too few to hold some out; give more.")
     is_accuracy = test.metric is not None
     texts = [f"{100 * part.sample_mean:.1f} %" if is_accuracy else f"{part.mean_loss:.4f}" for part in scores]
-    what, interval, is_little = "loss", "", False
+    what, interval, is_little = "loss", "", count < FEW
     if is_accuracy:
         low, high = (100 * bound for bound in accuracy_interval(test.sample_mean, count))
         what, interval = "accuracy", f" (95 % interval: {low:.1f} to {high:.1f} %)"
@@ -99,7 +100,8 @@ def add_client(
         f"Round {joined.round} of {rounds} was chosen on validation; {seconds:.1f} s."
     )
     if is_little:
-        say(f"{count} test examples say little; judge the model on more with `pfedhn predict --label`.")
+        amount = "1 test example says" if count == 1 else f"{count} test examples say"
+        say(f"{amount} little; judge the model on more with `pfedhn predict --label`.")
     if joined.tried:
         values = joined.settings.items()
         chosen = ", ".join(

@@ -65,7 +65,8 @@ def predict(
         values = outputs.reshape(len(outputs), -1)
         values = values if how is None or how.table is None else how.table.unscaled(values)
         columns = ["prediction"] if values.shape[1] == 1 else [f"prediction_{i}" for i in range(values.shape[1])]
-        lines = pandas.DataFrame(values.tolist(), columns=columns)
+        digits = [[float(f"{value:.7g}") for value in row] for row in values.tolist()]  # of float32
+        lines = pandas.DataFrame(digits, columns=columns)
     else:
         best = outputs.softmax(-1).max(-1)
         said = [names[place] if names else place for place in best.indices.tolist()]

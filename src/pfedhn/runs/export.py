@@ -212,6 +212,7 @@ def model_card(
     steps: int,
     described: Description | None = None,
     fill: Sequence[float] | None = None,
+    commonest: float | None = None,
 ) -> Card:
     """The card of a client's model.
 
@@ -226,6 +227,7 @@ def model_card(
         steps: Communication steps of the whole run.
         described: The clients of the run and their examples, if more is known of them than the plan says.
         fill: What the client's empty cells are filled with.
+        commonest: The share of the commonest class among the client's training examples, if it is known.
     """
     made, code, described = environment("cpu"), Code.of(model.factory), described or plan.clients
     label, (total, count) = label_card(described.reading), test
@@ -260,6 +262,7 @@ def model_card(
             "accuracy": mean if plan.has_metric else None,
             "loss": None if plan.has_metric else mean,
             "error": _error(label, model, mean),
+            "commonest": commonest if plan.has_metric else None,
         },
         "chosen_step": chosen_step,
         "steps": steps,
@@ -386,7 +389,10 @@ def _scores(card: Card) -> str:
     what, value = ("accuracy", _score(card)) if test["accuracy"] is not None else _score(card).split()
     if what == "error":
         what += f" (root mean square, in units of {card['label']['name']})"
-    return f"Test {what}: {value}, on {test['examples']:,} examples of this client that took no part in training."
+    text = f"Test {what}: {value}, on {test['examples']:,} examples of this client that took no part in training."
+    if test["commonest"] is None:
+        return text
+    return f"{text} For comparison: the commonest class is {100 * test['commonest']:.1f} % of its training examples."
 
 
 def _preprocessing(steps: Mapping[str, Any] | None) -> str:

@@ -305,9 +305,18 @@ class Run:
         place = clients.number_of(client)
         table = None if clients.reading is None else clients.reading.table
         fill = None if table is None else self._fill_of(place, table)
-        return self._card(clients.name_of(place), self.plan.model_of(place).name, self._test_scores, place, fill)
+        name, network = clients.name_of(place), self.plan.model_of(place).name
+        return self._card(name, network, self._test_scores, place, fill, self._commonest(place))
 
-    def _card(self, client: str, architecture: str, test: Scores, place: int, fill: Sequence[float] | None) -> Card:
+    def _card(
+        self,
+        client: str,
+        architecture: str,
+        test: Scores,
+        place: int,
+        fill: Sequence[float] | None,
+        commonest: float | None = None,
+    ) -> Card:
         assert test.clients is not None
         assert test.client_examples is not None
         return model_card(
@@ -321,7 +330,14 @@ class Run:
             steps=self.state.round * self.plan.clients_per_round,
             described=self.description,
             fill=fill,
+            commonest=commonest,
         )
+
+    def _commonest(self, place: int) -> float | None:
+        """The share of a client's commonest class among its training examples; None if the run does not say it."""
+        classes = None if self.result is None or self.result.clients is None else self.result.clients.classes
+        counts = [] if classes is None else [*classes[place].values()]
+        return max(counts) / sum(counts) if counts else None
 
     def add_client(
         self,
