@@ -169,6 +169,8 @@ def test_divergence_names_the_rates_to_lower_and_labels_that_need_scaling() -> N
     assert "at client Oslo: its weights are no longer finite; lower the learning rates (lr = 0.005, pe" in str(
         Diverged.at(3, "Oslo", PFedMe(), replace(federation, y=federation.y / 1000))
     )
+    far = Diverged.at(3, "Oslo", ALGORITHMS["pfedhn"](local_lr=0.02, lr=1000.0), federation)
+    assert "for example with --set lr=0.01" in str(far)
 
 
 def poisoned(federation: Federation, client: int) -> Federation:

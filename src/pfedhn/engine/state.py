@@ -26,6 +26,7 @@ Select: TypeAlias = Literal["metric", "loss"]
 """What chooses a round on validation: the task's metric, such as accuracy, if it has one; or the loss."""
 
 EVALUATED_SPLITS = ("validation", "test")
+LARGE_RATE, USUAL_RATE = 1.0, 0.01  # of learning rates
 
 
 def refuse_without_evaluation(federation: Federation) -> None:
@@ -52,9 +53,11 @@ def lower_rates(algorithm: object) -> str:
     rates = {name: float(rate) for name, rate in settings.items() if name.endswith("lr") and rate is not None}
     if not rates:
         return "lower the learning rates"
-    first = "local_lr" if "local_lr" in rates else next(iter(rates))
+    largest = max(rates, key=lambda name: rates[name])
+    usual = "local_lr" if "local_lr" in rates else next(iter(rates))
+    first = largest if rates[largest] > LARGE_RATE else usual
     listed = ", ".join(f"{name} = {rates[name]:g}" for name in sorted(rates, key=lambda name: name != first))
-    return f"lower the learning rates ({listed}), for example with --set {first}={rates[first] / 10:g}"
+    return f"lower the learning rates ({listed}), for example with --set {first}={min(rates[first] / 10, USUAL_RATE):g}"
 
 
 @dataclass(frozen=True)
