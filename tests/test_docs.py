@@ -70,6 +70,7 @@ def fewer_steps(code: str) -> str:
 @pytest.fixture
 def fewer_participations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "PARTICIPATIONS", 2)
+    monkeypatch.setattr(tables, "STEPS", (1, 20_000))
 
 
 def rows_after(text: str, mark: str) -> list[list[str]]:

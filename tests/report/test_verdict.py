@@ -339,7 +339,7 @@ def test_a_run_that_learned_nothing_ends_with_a_code_of_its_own(
         out = f"runs-{code}"
         done = CliRunner().invoke(app, ["run", "mine.toml", "--jobs", "1", "--device", "cpu", "--out", out])
         assert done.exit_code == code, done.output
-        assert ("error: no method learned anything on visits, 4 clients; raise `steps`" in done.stderr) == bool(code)
+        assert ("error: no method learned anything on visits, 4 clients; " in done.stderr) == bool(code)
         assert "Verdict" in done.stdout
         quiet = CliRunner().invoke(app, ["run", "--resume", out, "--quiet"])
         assert (quiet.exit_code, quiet.stdout) == (code, "")

@@ -165,7 +165,7 @@ def tune_rates(
     with connected(on) as cluster:
         options = replace(options, device=choose_device_on(cluster, device))
         found = TuningResults(
-            tuning, run("first", [tuning.points_of(name) for name in tuning.methods], until(FIRST_SHARE))
+            tuning, run("first", [tuning.usual_first(name) for name in tuning.methods], until(FIRST_SHARE))
         )
         found = replace(found, finals=run("finals", [found.finalists(name) for name in tuning.methods], until(1)))
     for table in found.tables():

@@ -81,6 +81,15 @@ class Tuning:
     def points_of(self, method: str) -> list[Point]:
         return [point for point in self.points if point.method == method]
 
+    def usual_first(self, method: str) -> list[Point]:
+        """The points of a method, first those nearest to its present settings: time may end before all were tried."""
+        (cell, *_) = (cell for cell in self.experiment.cells if cell.method == method)
+        now = values_in_short(build_algorithm(method, cell.settings))
+        return sorted(
+            self.points_of(method),
+            key=lambda point: sum(now.get(name) != value for name, value in point.rates.items()),
+        )
+
     def runs(self, stage: Stage, points: Iterable[Point]) -> list[RunSpec]:
         """The runs of some points."""
         return [self.stages[stage].run_of(self.cell(stage, point), seed) for point in points for seed in self.seeds]
@@ -287,9 +296,6 @@ def plan(
     points: list[Point] = []
     for method in dict.fromkeys(cell.method for cell in cells if cell.method in grids):
         tried = [dict(zip(grids[method], rates, strict=True)) for rates in itertools.product(*grids[method].values())]
-        if tunes_all:  # first what is used without tuning: time may be up before all were tried
-            now = values_in_short(build_algorithm(method, next(c.settings for c in cells if c.method == method)))
-            tried.sort(key=lambda rates: sum(now.get(name) != value for name, value in rates.items()))
         alike = [replace(cell, settings={**cell.settings, **tried[0]}) for cell in cells if cell.method == method]
         bases = distinct(alike)  # which differ in more than what is tuned
         if method in methods and len(bases) > 1:

@@ -83,7 +83,7 @@ def balanced_accuracy(probabilities: Numbers, y: Integers) -> float:
 
 
 def f1(probabilities: Numbers, y: Integers) -> float:
-    """Of class 1 if there are two classes, else the mean over classes."""
+    """The F1 score of class 1 if there are two classes, else the mean over classes."""
     chosen, labels = probabilities.argmax(1), [1] if probabilities.shape[1] == 2 else numpy.unique(y).tolist()
     hits = [(chosen == label) & (y == label) for label in labels]
     named = [(chosen == label).sum() + (y == label).sum() for label in labels]
