@@ -41,7 +41,7 @@ class Waiting:
     def members(self) -> set[str]:
         return set(self.parties)
 
-    def post(self, party: str, kind: str, content: bytes) -> None:
+    def post(self, party: str, kind: str, content: bytes, limit: int) -> None:
         self.pool.submit(self.answer, party, kind, content)
 
     def answer(self, party: str, kind: str, content: bytes) -> None:

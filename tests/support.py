@@ -6,7 +6,10 @@ they are the same bits on every machine.
 
 import io
 import json
+import random
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,15 @@ NUM_CLIENTS = len(TRAIN_SIZES)
 SIDE, CHANNELS, NUM_CLASSES = 6, 2, 4
 BATCH_SIZE = 5
 MEAN, STD = torch.tensor([0.5, 0.4], dtype=torch.float64), torch.tensor([0.25, 0.3], dtype=torch.float64)
+
+
+def free_port() -> int:
+    """A port on which nothing listens; below those that the system lends to connections that go out."""
+    for port in random.SystemRandom().sample(range(20_000, 32_768), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 class Conv(nn.Module):

@@ -31,7 +31,7 @@ import numpy
 import pytest
 import typer
 from browser import CHROMIUM, Browser
-from support import mostly_slow, run_many
+from support import free_port, mostly_slow, run_many
 from typer.testing import CliRunner
 
 import pfedhn
@@ -40,7 +40,6 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.method import Method
 from pfedhn.cli.app import app
 from pfedhn.data.partition import Labels, by_classes
-from pfedhn.deploy.programs import free_port
 from pfedhn.experiments import tables
 from pfedhn.experiments.build import cell_algorithm, check
 from pfedhn.experiments.data import build_federation

@@ -79,7 +79,10 @@ class Virtual:
     def members(self) -> set[str]:
         return set(self.parties)
 
-    def post(self, party: str, kind: str, content: bytes) -> None:
+    def withdraw(self, party: str, kind: str) -> None:
+        """What is on its way comes all the same."""
+
+    def post(self, party: str, kind: str, content: bytes, limit: int) -> None:
         self.num_posted += 1
         ready = max(self.now, self._free.get(party, 0.0)) + self.seconds(party)
         self._free[party] = ready

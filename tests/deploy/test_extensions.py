@@ -34,9 +34,9 @@ from pfedhn.algorithm import Group as Cohort
 from pfedhn.algorithms.fedavg import FedAvg, after_mean_update, only_start
 from pfedhn.combinators import with_statistics
 from pfedhn.data.federation import Federation
+from pfedhn.deploy.join import max_message
 from pfedhn.deploy.plan import plan_digest
 from pfedhn.deploy.policy import Policy
-from pfedhn.deploy.serve import max_body
 from pfedhn.deploy.signing import opened, sealed
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.executors import EXECUTORS
@@ -379,7 +379,7 @@ def test_extras_count_on_the_wire(federation: Federation) -> None:
     assert simulation.extras["mlp"].num_values == (size, size)
     label_counts = finish(simulate(METHODS["fedrod"], federation, cohort=3))
     assert (label_counts.bytes_down, label_counts.bytes_up) == (plain.bytes_down, plain.bytes_up)
-    assert max_body(simulation) - max_body(simulate(FedAvg(), federation)) == 4 * 8 * size
+    assert max_message(simulation) - max_message(simulate(FedAvg(), federation)) == 2 * 8 * size
 
 
 # What a server refuses.

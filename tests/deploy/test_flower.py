@@ -1,308 +1,207 @@
-"""A real server and real parties, each a process of its own, with TLS and keys, are the simulator."""
+"""The same app in Flower's own simulation: with `flwr run` nothing else is computed than by `pfedhn.train`."""
 
-import base64
+import ast
 import json
 import os
-import socket
-import ssl
+import re
+import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from safetensors.torch import load_file
+from flwr.app import Context, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+from support import free_port, mostly_slow
+from test_processes import PARTIES, SPEC, simulated, write_data
 
 import pfedhn
-from pfedhn import models
-from pfedhn.algorithms.find import build_algorithm
-from pfedhn.data.files import read_federation
+from pfedhn import deploy
+from pfedhn.algorithms import ALGORITHMS
 from pfedhn.deploy import flower
-from pfedhn.deploy.certificates import make_certificates
-from pfedhn.deploy.programs import QUIET, environment, free_port
-from pfedhn.deploy.signing import KEY_HEADER, key_text, new_key, proof, public_text
-from pfedhn.deploy.spec import read_spec, to_plan
+from pfedhn.deploy.join import load_party
+from pfedhn.deploy.simulated import prepare
+from pfedhn.errors import UserError
 
-PARTIES = ("lyon", "nice", "paris")
-SPEC = """
-method = "pfedhn-pc"
-model = "mlp-8"
-clients = 3
-steps = 6
-cohort_size = 3
-evaluate_every = 6
-batch_size = 16
-seeds = [0]
-upload = "half"
-
-[settings]
-local_steps = 5
-
-[data]
-classes = 4
-shape = [5]
-
-[policy]
-reply_seconds = 600.0
-"""
-
-WITNESS = '''
-"""Notes every address that this process speaks to, or asks for, outside of its own machine."""
-import os, socket
-
-def note(address):
-    host = address[0] if isinstance(address, tuple) else ""
-    if host not in ("", "127.0.0.1", "localhost", "::1"):
-        with open(os.environ["PFEDHN_WITNESS"], "a") as file:
-            file.write(f"{host}\\n")
-
-connect, look_up = socket.socket.connect, socket.getaddrinfo
-
-def watched_connect(self, address):
-    note(address)
-    return connect(self, address)
-
-def watched_look_up(host, *arguments, **named):
-    note((host.decode() if isinstance(host, bytes) else host or "",))
-    return look_up(host, *arguments, **named)
-
-socket.socket.connect, socket.getaddrinfo = watched_connect, watched_look_up
-'''
+APP = Path(pfedhn.__file__).parent / "deploy" / "app"
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+"""As docs/deployment.md has it: Flower tells nobody anything, and installs nothing."""
+DEFAULTS = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
 
 
-def write_data(folder: Path) -> None:
-    """Clients that see different classes of a simple kind."""
-    generator = numpy.random.default_rng(0)
-    for number, name in enumerate(PARTIES):
-        y = (generator.integers(0, 2, 60 + 10 * number) + number) % 4
-        x = generator.normal(size=(len(y), 5)) + numpy.eye(5)[y] * 2
-        (folder / name).mkdir(parents=True)
-        numpy.save(folder / name / "x.npy", x.astype(numpy.float32))
-        numpy.save(folder / name / "y.npy", y)
+class Local(Grid):
+    """Flower's messages without its processes: a message is answered when it is pushed."""
 
-
-class World:
-    """A folder in which commands run, and what they started."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.started = folder, list[subprocess.Popen[bytes]]()
-        witness = folder / "witness"
-        witness.mkdir()
-        (witness / "sitecustomize.py").write_text(WITNESS)
-        paths = [str(witness), str(Path(pfedhn.__file__).parents[1])]
-        self.environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1",
-            "PFEDHN_WITNESS": str(folder / "seen.txt"),
-            "HOME": str(witness / "sitecustomize.py" / "home"),  # as in a container, where nothing can be written there
-        }  # fmt: skip
-        self.port = free_port()
-
-    def start(self, log: str, *words: str) -> subprocess.Popen[bytes]:
-        with (self.folder / log).open("ab") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "pfedhn", *words],
-                cwd=self.folder,
-                env=self.environment,
-                stdout=file,
-                stderr=file,
+    def __init__(self, num_nodes: int, config: dict[str, Any]) -> None:
+        self.contexts = {
+            100 + number: Context(
+                1, 100 + number, {"partition-id": number, "num-partitions": num_nodes}, RecordDict(), config
             )
-        self.started.append(process)
-        return process
+            for number in range(num_nodes)
+        }
+        self.answers: dict[str, Message] = {}
 
-    def run(self, *words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "pfedhn", *words],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def set_run(self, run: Any) -> None: ...
 
-    def events(self) -> list[dict[str, Any]]:
-        file = self.folder / "state" / "events.jsonl"
-        text = file.read_text() if file.exists() else ""
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # the last may be half there
+    @property
+    def run(self) -> Any: ...
 
-    def wait_for(self, event: str, seconds: float = 900.0) -> None:
-        end = time.monotonic() + seconds
-        while not any(said["event"] == event for said in self.events()):
-            dead = [process for process in self.started if process.poll()]
-            assert not dead, self.logs()
-            assert time.monotonic() < end, self.logs()
-            time.sleep(0.3)
+    def create_message(self, *given: Any, **named: Any) -> Message:
+        raise NotImplementedError
 
-    def logs(self) -> str:
-        return "\n".join(f"== {file.name}\n{file.read_text()[-3000:]}" for file in self.folder.glob("*.log"))
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.contexts)
+
+    def get_nodes(self) -> Iterable[Any]:
+        raise AssertionError("nodes of a simulation have no keys")
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        numbers = []
+        for message in messages:
+            number = str(len(self.answers))
+            message.metadata.__dict__["_message_id"] = number
+            self.answers[number] = flower.client_app(message, self.contexts[message.metadata.dst_node_id])
+            numbers.append(number)
+        return numbers
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self.answers[number] for number in message_ids]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self.pull_messages(self.push_messages(messages))
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path)
-    yield made
-    for process in made.started:
-        if process.poll() is None:
-            process.terminate()
-    for process in made.started:
-        process.wait(600)
+def identity() -> Iterator[None]:
+    """Flower makes messages only inside of a run."""
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1
+    yield
+    TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = None  # type: ignore[assignment]
 
 
-@pytest.mark.slow
-def test_three_parties_and_a_server_over_tls_are_the_simulator(world: World) -> None:
-    write_data(world.folder / "data")
-    (world.folder / "spec.toml").write_text(SPEC)
-    address = f"127.0.0.1:{world.port}"
-    server = world.start(
-        "serve.log", "serve", "spec.toml", "--state", "state", "--host", "127.0.0.1", "--port", str(world.port),
-        "--address", address, "--leave",
-    )  # fmt: skip
-    world.wait_for("serving")
-    for name in PARTIES:
-        world.run("invite", name, "--state", "state")
-    for knock in STRANGERS.values():
-        knock(world)
-    joined = [world.start(f"{name}.log", "join", f"{name}.invite", "--data", f"data/{name}") for name in PARTIES]
-    world.wait_for("left")
-    for process in (server, *joined):
-        assert process.wait(600) == 0, world.logs()
-    expected = simulated(world.folder / "data")
-    chosen = expected.chosen
-    status = json.loads(world.run("status", "--state", "state", "--json"))
-    assert status["has_ended"]
-    assert status["round"] == 2
-    assert status["chosen"] == chosen.round
-    assert (status["bytes_down"], status["bytes_up"]) == (expected.state.bytes_down, expected.state.bytes_up)
-    assert status["accepted"] == 6
-    assert {event["path"] for event in world.events() if event["event"] == "stranger"} >= {"/v1/fleet/pull-messages"}
-    (traffic,) = [event for event in world.events() if event["event"] == "traffic"]
-    assert_same_bytes(traffic, expected.state.bytes_down, expected.state.bytes_up)
+def spec_of(method: str) -> str:
+    text = SPEC.replace('"pfedhn-pc"', f'"{method}"')
+    if "local_steps" not in {field.name for field in fields(ALGORITHMS[method])}:
+        text = text.replace("[settings]\nlocal_steps = 5\n", "")
+    return text
+
+
+def assert_models(folder: Path, data: Path, spec: str) -> None:
+    expected = simulated(data, spec)
     for number, name in enumerate(PARTIES):
-        world.run("export", f"pfedhn-{name}", "--to", f"{name}.safetensors")
-        weights = load_file(world.folder / f"{name}.safetensors")
+        mine = load_party(folder / "simulated" / name).personal_model().state_dict()
         for part, value in expected.personal_model(number).state_dict().items():
-            # In float32, and summed in another order; half-precision updates are rounded by the same draws.
-            torch.testing.assert_close(weights[part], value, rtol=1e-3, atol=1e-5)
-        assert (world.folder / f"pfedhn-{name}").stat().st_mode & 0o077 == 0
-    assert (world.folder / "state").stat().st_mode & 0o077 == 0
-    # Nothing spoke to anybody else, neither telemetry nor a check for updates.
-    assert not (world.folder / "seen.txt").exists(), (world.folder / "seen.txt").read_text()
+            torch.testing.assert_close(mine[part], value, rtol=1e-3, atol=1e-5)
 
 
-def assert_same_bytes(traffic: dict[str, Any], bytes_down: int, bytes_up: int) -> None:
-    """Flower has carried what we say, and around each message as much as Flower needs for its own names.
-
-    Were our messages counted twice, or not at all, it would be out of these bounds.
-    """
-    num_messages = len(PARTIES) * (1 + 2 + 2 + 1)  # a greeting, two rounds, an evaluation at both ends, the choice
-    for way, payload in (("down", bytes_down), ("up", bytes_up)):
-        ours, engines = traffic[f"wire_{way}"], traffic[f"engine_{way}"]
-        assert payload < ours
-        assert 600 < (engines - ours) / num_messages < 1_200, traffic
-
-
-def simulated(data: Path, text: str = SPEC) -> Any:
-    spec = read_spec(text, Path("spec.toml"))
-    cell = spec.cell
-    federation = read_federation(data, split=cell.split, seed=spec.seed)
-    return pfedhn.train(
-        build_algorithm(cell.method, cell.settings), federation,
-        {cell.model: models.factory(cell.model, 4, (5,))}, steps=cell.steps,
-        cohort_size=cell.cohort_size, batch_size=cell.batch_size, evaluate_every=cell.evaluate_every, seed=spec.seed,
-        upload=cell.upload, device="cpu", progress=False,
-    )  # fmt: skip
+@pytest.mark.usefixtures("identity")
+@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "pfedhn-pc"))
+@pytest.mark.slow
+def test_every_method_through_the_engine_is_the_simulator(method: str, tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    (tmp_path / "spec.toml").write_text(spec_of(method))
+    given = {"state": str(tmp_path / "run"), "spec": str(tmp_path / "spec.toml"), "data": str(tmp_path / "data")}
+    config = {**DEFAULTS, **given}
+    grid = Local(len(PARTIES) + 1, config)  # one node is nobody
+    flower.main(grid, Context(1, 0, {}, RecordDict(), config))
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert status["has_ended"]
+    assert sorted(status["parties"]) == list(PARTIES)
+    assert_models(tmp_path / "run", tmp_path / "data", spec_of(method))
 
 
-def code(world: World, path: str, data: bytes = b"", **headers: str) -> int:
-    """What the door answers to somebody who has the authority's certificate."""
-    context = ssl.create_default_context(cafile=str(world.folder / "state" / "ca.crt"))
-    request = urllib.request.Request(f"https://127.0.0.1:{world.port}{path}", data=data, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=120, context=context) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
+def test_parties_without_a_node_are_refused(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    (tmp_path / "spec.toml").write_text(SPEC)
+    given = {"state": str(tmp_path / "run"), "spec": str(tmp_path / "spec.toml"), "data": str(tmp_path / "data")}
+    with pytest.raises(UserError, match="has 3 parties, and the simulation 2 nodes"):
+        prepare({**DEFAULTS, **given}, 1, 2)
 
 
-def guessed_token(world: World) -> None:
-    key = new_key()
-    table = {"name": "lyon", "token": "guessed", "key": public_text(key.public_key())}
-    table["proof"] = proof(key, "lyon", (world.folder / "state" / "ca.crt").read_text()).hex()
-    assert code(world, "/enroll", json.dumps(table).encode()) == 403
-    assert code(world, "/enroll", b"no JSON") == 401
-
-
-def unknown_key(world: World) -> None:
-    for name in (base64.b64encode(key_text(new_key().public_key())).decode(), "AAAA", ""):
-        assert code(world, "/v1/fleet/pull-messages", **{KEY_HEADER: name}) == 401
-
-
-def control_of_the_engine(world: World) -> None:
-    """Who could reach these could register a key of its own, and run programs at the server and at every party."""
-    for path in ("/v1/control/start-run", "/v1/runtime/push-messages", "/v1/control/register-node"):
-        assert code(world, path) == 404
-
-
-def plain_http(world: World) -> None:
-    with socket.create_connection(("127.0.0.1", world.port)) as plain:
-        plain.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-        assert not plain.recv(100).startswith(b"HTTP/1.1 200")
-
-
-def wrong_authority(world: World) -> None:
-    other = world.folder / "other"
-    other.mkdir()
-    make_certificates(other, ["127.0.0.1"])
-    bundle = json.loads((world.folder / "lyon.invite").read_text())
-    bundle["authority"] = (other / "ca.crt").read_text()
-    (other / "wrong.invite").write_text(json.dumps(bundle))
-    process = subprocess.run(
-        [sys.executable, "-m", "pfedhn", "join", "other/wrong.invite", "--data", "data/lyon", "--folder", "other/own"],
-        cwd=world.folder, env=world.environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert process.returncode == 1
-    assert "is not the server of this invitation" in process.stderr
-
-
-STRANGERS: dict[str, Callable[[World], None]] = {
-    "token that was guessed": guessed_token,
-    "unknown key": unknown_key,
-    "stranger that would register a key, or start a program": control_of_the_engine,
-    "plain HTTP to the TLS port": plain_http,
-    "certificate of another authority": wrong_authority,
-}
-"""Who knocks at the door of a real server, and is turned away."""
-
-
-NOISE = """
-import threading, urllib.request
-from flwr.supercore import telemetry, update_check
-
-def speak(*arguments, **named):
-    raise SystemExit("it speaks")
-
-urllib.request.urlopen = threading.Thread.start = speak
-assert telemetry.create_event(telemetry.EventType.PING, None) == "disabled"
-update_check.warn_if_flwr_update_available()
-"""
+def test_the_app_is_laid_out_as_the_engine_asks() -> None:
+    table = tomllib.loads((APP / "pyproject.toml").read_text())
+    project, app = table["project"], table["tool"]["flwr"]["app"]
+    assert {"name", "version", "description", "license", "dependencies"} <= project.keys()
+    # Flower's version is one, here and where the package asks for it.
+    (pinned,) = project["dependencies"]
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    optional = extras["optional-dependencies"]
+    declared = [*optional["flower"], *optional["federation"]]
+    assert pinned in optional["flower"]
+    assert not any("flwr" in one for one in optional["federation"])
+    assert pinned.startswith("flwr==")
+    # What the code imports is asked for by name, not only by what Flower happens to need.
+    names = {re.split(r"[<>=!;\[ ]", one)[0].replace("-", "_") for one in (*extras["dependencies"], *declared)}
+    for file in sorted(Path(deploy.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            found = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            found += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for module in found:
+                package = module.partition(".")[0]
+                assert package in names | sys.stdlib_module_names | {"pfedhn"}, f"{file.name} imports {module}"
+    assert not any("flwr" in one for one in extras["dependencies"])
+    assert app["publisher"]
+    for part in app["components"].values():
+        module, name = part.split(":")
+        assert name == "app"
+        assert (APP / f"{module.replace('.', '/')}.py").exists()
 
 
 @pytest.mark.slow
-def test_the_engine_is_started_quietly(tmp_path: Path) -> None:
-    """In the environment that its programs get, its own functions tell nobody anything."""
-    loud = {name: value for name, value in os.environ.items() if name not in QUIET} | {"FLWR_HOME": str(tmp_path)}
-    codes = [
-        subprocess.run([sys.executable, "-c", NOISE], env=found, capture_output=True).returncode
-        for found in (environment(tmp_path), loud)
-    ]
-    assert codes == [0, 1]
+def test_flwr_run_simulates_the_same(tmp_path: Path) -> None:
+    """Flower's own command line, its local server and its Ray actors."""
+    write_data(tmp_path / "data")
+    (tmp_path / "spec.toml").write_text(SPEC)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        '[superlink]\ndefault = "local"\n[superlink.local]\naddress = ":local-in-memory:"\n'
+    )
+    ports = {"FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": "", "FLWR_LOCAL_CONTROL_API_PORT": ""}
+    ports = {name: str(free_port()) for name in ports}
+    source = str(Path(pfedhn.__file__).parents[1])
+    environment = {
+        **os.environ, **QUIET, **ports, "FLWR_HOME": str(home),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # of Flower's other programs "PYTHONPATH": source, "OMP_NUM_THREADS": "1",
+        "RAY_ADDRESS": "local",  # else it joins whatever cluster this machine has, another test's for example
+    }  # fmt: skip
+    given = " ".join(f"{name}={json.dumps(str(tmp_path / file))}" for name, file in (
+        ("state", "run"), ("spec", "spec.toml"), ("data", "data"),
+    ))  # fmt: skip
+    command = [str(Path(sys.executable).parent / "flwr"), "run", str(APP), "--stream", "-c", given]
+    command += ["--federation-config", f"num-supernodes={len(PARTIES)}"]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+        assert (tmp_path / "run" / "status.json").exists(), done.stdout + done.stderr
+        assert json.loads((tmp_path / "run" / "status.json").read_text())["has_ended"], done.stdout + done.stderr
+        assert_models(tmp_path / "run", tmp_path / "data", SPEC)
+    finally:
+        for process in local_servers(ports["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]):
+            os.kill(process, signal.SIGTERM)
+
+
+def local_servers(port: str) -> list[int]:
+    """Flower leaves its local server behind, detached: the one that listens here."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (place / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if "--simulation" in words and port in words:
+            found.append(int(place.name))
+    return found
 
 
 def test_to_look_for_answers_takes_as_long_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,13 +210,3 @@ def test_to_look_for_answers_takes_as_long_as_it_may(monkeypatch: pytest.MonkeyP
     grid: Any = SimpleNamespace()
     assert flower.Flower(grid, dict, 10.0, lambda event: None).arrivals(0.2) == []
     assert slept == [0.2]
-
-
-@pytest.mark.slow
-def test_the_plan_of_a_file_is_that_of_the_simulation(tmp_path: Path) -> None:
-    write_data(tmp_path)
-    plan = to_plan(read_spec(SPEC, Path("spec.toml")))
-    run = simulated(tmp_path)
-    assert plan.algorithm == run.simulation.algorithm
-    assert plan.schedule == run.simulation.schedule
-    assert list(plan.models) == list(run.simulation.models)

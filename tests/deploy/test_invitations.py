@@ -13,7 +13,7 @@ from parties import KEYS
 from pfedhn.deploy import invitations
 from pfedhn.deploy.certificates import AUTHORITY, AUTHORITY_KEY, SERVER, SERVER_KEY, make_certificates
 from pfedhn.deploy.invitations import Invitations, read_bundle
-from pfedhn.deploy.signing import key_text, public_text
+from pfedhn.deploy.signing import public_text
 from pfedhn.errors import UserError
 from pfedhn.system.files import one_at_a_time
 
@@ -95,8 +95,7 @@ def test_files_are_looked_at_again_when_their_folder_changes(tmp_path: Path, mon
     known.invite("paris", "server:1", "ca", key=OTHER)
     os.utime(tmp_path, (1.0, 1.0))  # long ago
     before = known.roster()
-    assert before.lines == {"lyon": ONE, "paris": OTHER}
-    assert before.holders == {key_text(key): name for name, key in before.keys.items()}
+    assert {name: public_text(key) for name, key in before.keys.items()} == {"lyon": ONE, "paris": OTHER}
     with monkeypatch.context() as patch:
         patch.setattr(invitations, "read_text", None)
         patch.setattr(Path, "glob", None)

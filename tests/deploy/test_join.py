@@ -3,10 +3,6 @@
 import errno
 import json
 import os
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,24 +13,25 @@ import numpy
 import pytest
 import torch
 from parties import Group, simulation_of, small
+from support import free_port
 
 from pfedhn.cli import join as join_command
 from pfedhn.cli.federation import standing
-from pfedhn.deploy import join, party_folder, programs
+from pfedhn.deploy import join, party_folder
 from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
-from pfedhn.deploy.gate import Gate, make_app
+from pfedhn.deploy.door import Door, OpenDoor
 from pfedhn.deploy.invitations import Bundle, Invitations
 from pfedhn.deploy.join import ENROLLED, Joined, enroll, load_party, remember
+from pfedhn.deploy.mailroom import Mailroom
 from pfedhn.deploy.policy import Policy
-from pfedhn.deploy.programs import end_orphan, free_port, is_alive
-from pfedhn.deploy.relay import write_message
 from pfedhn.deploy.serve import Service
 from pfedhn.deploy.signing import load_or_make_key, public_text, write_private
 from pfedhn.deploy.site import Site
 from pfedhn.deploy.store import append_record
 from pfedhn.errors import RunError, UserError
 from pfedhn.privacy import Privacy
+from pfedhn.storage.files import digest
 from pfedhn.system.files import claimed, is_claimed, writing
 
 SPEC = 'model = "mlp-4"\nclients = 2\n[data]\nclasses = 2\nshape = [2]\n'
@@ -48,14 +45,14 @@ class Server:
         self.invitations, self.told = Invitations(folder / "parties"), list[str]()
         self.authority, self.port = (folder / AUTHORITY).read_text(), free_port()
         self.health = {"is_up": True, "has_ended": False}
-        app = make_app(
-            self.invitations, "127.0.0.1:9", folder / AUTHORITY, self.authority, self.enrolled, lambda: self.health,
-            lambda event: None, 1 << 20,
-        )  # fmt: skip
-        self.gate = Gate(app, folder, "127.0.0.1", self.port)
+        self.mailroom = Mailroom()
+        door = Door(
+            self.mailroom, self.invitations, self.authority, self.enrolled, lambda: self.health, lambda event: None
+        )
+        self.gate = OpenDoor(door, folder, "127.0.0.1", self.port)
 
-    def enrolled(self, name: str, key: str) -> dict[str, Any]:
-        self.told.append(key)
+    def enrolled(self, name: str) -> dict[str, Any]:
+        self.told.append(self.key_of(name))
         return {"run": "one", "spec": "", "server": ""}
 
     def invite(self, name: str, key: str | None = None) -> Bundle:
@@ -131,18 +128,18 @@ def test_a_party_leaves_when_the_run_is_over_and_not_before(
     bundle = server.invite("lyon")
     come(bundle, tmp_path / "own")
     heard: list[dict[str, Any]] = []
+    monkeypatch.setattr(join, "max_message", lambda plan: 1_000)
     party = Mock(folder=tmp_path, heard=heard, answer=lambda asked: b"answer")
+    party.name, party.key = "lyon", load_or_make_key(tmp_path / "own" / f"key-{digest(bundle.token)[:16]}")
+    party.files.has_chosen = False
     joined = Joined(party, bundle, tmp_path / "own", lambda event: None)
 
     def ask(**event: Any) -> None:
         heard.append(event)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            write_message(theirs, b"asked")
-            joined._answer(ours)
+        joined._answer(f"message-{event}", b"asked", threading.Event())
 
     assert not joined._is_over()  # it has no model
-    (tmp_path / "chosen.json").touch()
+    party.files.has_chosen = True
     assert not joined._is_over()
     server.health["has_ended"] = True
     assert joined._is_over()
@@ -155,6 +152,7 @@ def test_a_party_leaves_when_the_run_is_over_and_not_before(
     assert not joined._is_over()
     server.gate.stop()
     assert not joined._is_over()  # it may come back
+    joined.line.close()
 
 
 def test_what_is_kept_is_its_owner_s_alone(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +178,7 @@ def test_what_is_kept_is_its_owner_s_alone(server: Server, tmp_path: Path, monke
         secrets.Budget(private, tmp_path / "privacy.json").pay(private.cost(10, 5, 1))
     finally:
         os.umask(before)
-    closed = ["group/server", "group/party-0", "state", "state/parties", "state/engine", "own/kept/one", "privacy.json"]
+    closed = ["group/server", "group/party-0", "state", "state/parties", "own/kept/one", "privacy.json"]
     closed += ["own/party.json", "own/enrolled.json", "group/party-0/chosen.json", "journal", "state/events.jsonl"]
     closed += [str(file.relative_to(tmp_path)) for file in (tmp_path / "group" / "server").iterdir()]
     assert {name for name in closed if (tmp_path / name).stat().st_mode & 0o077} == set()
@@ -292,67 +290,11 @@ def test_a_party_whose_disk_is_full_says_so_and_answers(tmp_path: Path, monkeypa
     assert group.server.state.round == 2
 
 
-def test_a_party_leaves_nothing_under_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether or not it has come to be at work."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    write_enrolled(tmp_path, SPEC)
-    joined = Joined(Mock(), Bundle("lyon", "", "", ""), tmp_path, lambda event: None)
-    assert not list((tmp_path / "temporary").iterdir())
-    places: list[bool] = []
-
-    def keep(home: Joined) -> None:
-        places.append((home.place / "socket").is_socket())
-        raise RunError("Flower does not start.")
-
-    monkeypatch.setattr(Joined, "_keep_node", keep)
-    with pytest.raises(RunError):
-        joined.run(threading.Event())
-    assert places == [True]
-    assert not list((tmp_path / "temporary").iterdir())
-
-
 @pytest.mark.parametrize("option", [{"level": "example"}, {"delta": 1e-6}, {"clip": 1.0, "noise": 1.0}])
 def test_privacy_that_is_asked_for_in_part_is_refused(tmp_path: Path, option: Any) -> None:
     """It must not be taken for none: updates would leave as they are."""
     with pytest.raises(UserError, match="privacy needs all three: --clip, --noise and --epsilon"):
         join_command.join(tmp_path / "lyon.invite", tmp_path, **option)
-
-
-def test_a_process_is_at_work_under_its_own_name() -> None:
-    command = [sys.executable, "-c", "print(flush=True); input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()  # before that, it may have no name yet
-        assert is_alive(process.pid, sys.executable)
-        assert not is_alive(process.pid, "flwr-serverapp")
-        process.kill()
-        while is_alive(process.pid, sys.executable):  # then it is dead, though nobody has asked for its end yet
-            pass
-    assert not is_alive(process.pid, sys.executable)
-
-
-def test_what_a_killed_process_left_behind_is_asked_to_leave_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A node that says goodbye may come again at once."""
-    monkeypatch.setattr(programs, "SECONDS_TO_STOP", 120.0)
-    program, place, said = tmp_path / "node", tmp_path / "place", tmp_path / "said"
-    program.write_text(
-        "import pathlib, signal, sys, time\n"
-        "def leave(number, frame):\n    pathlib.Path(sys.argv[2]).write_text('goodbye')\n    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, leave)\nprint('ready', flush=True)\nwhile True:\n    time.sleep(0.05)\n"
-    )
-    command = [sys.executable, str(program), str(place), str(said)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        (tmp_path / "node.pid").write_text(str(process.pid))
-        end_orphan(tmp_path / "node.pid", "another place")
-        assert process.poll() is None
-        end_orphan(tmp_path / "node.pid", str(place))
-        process.wait(120)
-    assert said.read_text() == "goodbye"
 
 
 def test_a_folder_remembers_where_it_is_served(tmp_path: Path) -> None:

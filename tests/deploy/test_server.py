@@ -1032,11 +1032,11 @@ def test_without_waiting_one_at_a_time_is_the_simulator(tmp_path: Path) -> None:
 class Timed(Virtual):
     """Training takes the time that the simulator draws for its message; everything else takes none."""
 
-    def post(self, party: str, kind: str, content: bytes) -> None:
+    def post(self, party: str, kind: str, content: bytes, limit: int) -> None:
         number = unpacked(from_envelope(content)[1]).values.get("round", 0)
         drawn = 0.5 + float(keys.uniform(keys.fold(SEED, "duration", number), 1))
         self.seconds = lambda name: drawn if kind == "train" else 0.0
-        super().post(party, kind, content)
+        super().post(party, kind, content, limit)
 
 
 @pytest.mark.slow
@@ -1170,10 +1170,10 @@ def test_models_are_tested_a_few_at_a_time(
     most = {True: 0, False: 0}
 
     class Counting(Virtual):
-        def post(self, party: str, kind: str, content: bytes) -> None:
+        def post(self, party: str, kind: str, content: bytes, limit: int) -> None:
             has_ended = group.server.state.has_ended
             most[has_ended] = max(most[has_ended], sum(kind == "evaluate" for _, kind in group.server.contacts.asked))
-            super().post(party, kind, content)
+            super().post(party, kind, content, limit)
 
     group = Group(expected[0], tmp_path, make_transport=Counting, seconds=lambda party: 1.0)
     group.server.run()
@@ -1206,12 +1206,12 @@ def test_a_late_answer_to_a_test_does_not_say_that_a_party_knows_the_end(tmp_pat
     num_asked = 0
 
     class Late(Virtual):
-        def post(self, party: str, kind: str, content: bytes) -> None:
+        def post(self, party: str, kind: str, content: bytes, limit: int) -> None:
             nonlocal num_asked
             is_it = (party, kind) == ("party-2", "evaluate")
             num_asked += is_it
             self.seconds = lambda party: {2: 31.0, 3: 20.0}.get(num_asked, 0.0) if is_it else 0.0
-            super().post(party, kind, content)
+            super().post(party, kind, content, limit)
 
     simulation = simulation_of(small("pfedhn-pc"), rounds=2, cohort=6, evaluate_every=1_000)
     group = Group(simulation, tmp_path, Policy(reply_seconds=30.0), make_transport=Late)

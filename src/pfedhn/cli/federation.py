@@ -24,7 +24,7 @@ JsonOption = Annotated[bool, Option("--json", help="Print what happens as JSON, 
 
 
 def need_the_extra() -> None:
-    if importlib.util.find_spec("flwr") is None:
+    if any(importlib.util.find_spec(name) is None for name in ("cryptography", "httpx", "starlette", "uvicorn")):
         raise missing_extra("a federation of real parties", "federation")
 
 

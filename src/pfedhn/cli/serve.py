@@ -43,12 +43,13 @@ def serve(
 
     from pfedhn.deploy.serve import Service
     from pfedhn.deploy.site import Site
-    from pfedhn.system.files import claimed
+    from pfedhn.system.files import claimed, make_folder
     from pfedhn.system.process import stop_requests
 
-    site = Site.make(state, spec, address, host, port)
+    make_folder(state, mode=0o700)
     stop = threading.Event()
     with claimed(state, 5.0), stop_requests(lambda number: stop.set()):
+        site = Site.make(state, spec, address, host, port)  # here: a server that is at work keeps its settings
         if not as_json:
             say(f"Invite parties with: pfedhn invite NAME --state {state}")
 

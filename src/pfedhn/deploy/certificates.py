@@ -20,8 +20,10 @@ YEARS = 10  # that the authority lasts
 DAYS = 365  # that the server's certificate lasts; it is made anew when a third of that is left
 
 
-def make_certificates(folder: Path, hosts: Sequence[str]) -> None:
+def make_certificates(folder: Path, hosts: Sequence[str]) -> bool:
     """The authority's and the server's certificates; what is there and good for these hosts stays.
+
+    Returns whether there is a new one.
 
     A person who brings her own authority puts ca.crt, server.crt and server.key there, and no ca.key.
     """
@@ -36,12 +38,13 @@ def make_certificates(folder: Path, hosts: Sequence[str]) -> None:
         write_atomically(folder / AUTHORITY, _text(authority.sign(key, hashes.SHA256())))
     has_both = (folder / SERVER).exists() and (folder / SERVER_KEY).exists()
     if has_both and (not (folder / AUTHORITY_KEY).exists() or _is_good(folder, hosts)):
-        return
+        return False
     if not (folder / AUTHORITY_KEY).exists():
         raise UserError(
             f"{folder} has {AUTHORITY}, but no {SERVER} or no {SERVER_KEY}; put the server's certificate and key there."
         )
     _make_server(folder, hosts)
+    return True
 
 
 def _make_server(folder: Path, hosts: Sequence[str]) -> None:

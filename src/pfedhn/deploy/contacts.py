@@ -28,8 +28,11 @@ class Transport(Protocol):
     def members(self) -> set[str]:
         """The names of invited parties that can be reached now."""
 
-    def post(self, party: str, kind: str, content: bytes) -> None:
-        """Send a message."""
+    def post(self, party: str, kind: str, content: bytes, limit: int) -> None:
+        """Send a message, whose answer may have so many bytes."""
+
+    def withdraw(self, party: str, kind: str) -> None:
+        """Forget a message whose answer nobody waits for any more."""
 
     def arrivals(self, seconds: float) -> list[Arrival]:
         """The answers that have arrived; waits at most this long for the first."""
@@ -86,7 +89,7 @@ class Contacts:
         num_before = sum(party == question.party for party, _ in self.asked)  # a party does one thing after the other
         question.deadline = self.clock() + (1 + num_before) * self.policy.reply_seconds
         self.asked[question.party, question.kind] = question
-        self.transport.post(question.party, question.kind, question.content)
+        self.transport.post(question.party, question.kind, question.content, question.limit)
 
     def is_asked(self, name: str, kind: str) -> bool:
         return (name, kind) in self.asked
@@ -117,11 +120,12 @@ class Contacts:
             return
         question.has_been_repeated = True
         self.refuse(name, "lost", sentence)
-        self.transport.post(name, question.kind, question.content)
+        self.transport.post(name, question.kind, question.content, question.limit)
 
     def give_up(self, question: Question, reason: str, sentence: str) -> None:
         """Close a question without an answer, and count that as a failure of the party."""
         self.asked.pop((question.party, question.kind), None)
+        self.transport.withdraw(question.party, question.kind)
         if question.kind == "train":
             self.failed.add(question.party)
         self.count_failure(question.party, reason, sentence)

@@ -1,4 +1,8 @@
-"""Flower's side of the server: its grid as a transport, and the program that Flower starts."""
+"""Flower as another transport: the app that `flwr run` starts, in Flower's simulation and on a grid of Flower's nodes.
+
+Server and parties are the same objects as behind our own door (`deploy.door`), and none of Flower's programs is started
+here. Flower starts a process for every message, which loads PyTorch and the party's data each time.
+"""
 
 import json
 import os
@@ -6,18 +10,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flwr.app import Context, Message, MessageType
+from cryptography.hazmat.primitives import serialization
+from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from pfedhn.deploy import simulated
 from pfedhn.deploy.contacts import Arrival
-from pfedhn.deploy.relay import carried, content_of
+from pfedhn.deploy.join import load_party
 from pfedhn.deploy.server import Server
-from pfedhn.deploy.signing import PublicKey, key_text
-from pfedhn.deploy.site import GAVE_UP, Site
+from pfedhn.deploy.signing import PublicKey
+from pfedhn.deploy.site import Site
+from pfedhn.deploy.wire import from_envelope, unpacked
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.system.files import claimed, write_atomically
 from pfedhn.system.process import stop_requests
@@ -26,6 +34,7 @@ SECONDS_BETWEEN_ROLL_CALLS = 2.0
 SECONDS_FOR_THE_LAST_ONE = 120.0  # that a server which is being ended may still hold the folder
 NODE_GONE = 5  # Flower's code for a node that it does not hear of any more
 KINDS = {"hello": MessageType.QUERY, "train": MessageType.TRAIN, "evaluate": MessageType.EVALUATE}
+PART, CONTENT = "message", "content"  # names of the record that carries bytes, and of its field
 
 
 class Sent(NamedTuple):
@@ -34,6 +43,22 @@ class Sent(NamedTuple):
     party: str
     kind: str
     until: float
+
+
+def carried(content: bytes) -> RecordDict:
+    """Bytes as Flower takes them. One record: each object costs time."""
+    return RecordDict({PART: ConfigRecord({CONTENT: content})})
+
+
+def content_of(message: Message) -> bytes:
+    content = message.content[PART][CONTENT]
+    assert isinstance(content, bytes)
+    return content
+
+
+def key_text(key: PublicKey) -> bytes:
+    """A public key as Flower writes it."""
+    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 class Flower:
@@ -69,12 +94,15 @@ class Flower:
                     self.log({"event": "stranger", "node": node.node_id, "why": "no key of an enrolled party"})
         return set(self.nodes)
 
-    def post(self, party: str, kind: str, content: bytes) -> None:
+    def post(self, party: str, kind: str, content: bytes, limit: int) -> None:
         message = Message(carried(content), self.nodes[party], KINDS[kind], ttl=self.seconds_to_live)
         # A message that Flower does not take has no number. It is lost: the server sees that nobody answers.
         for number in filter(None, self.grid.push_messages([message])):
             self.bytes_sent += len(content)
             self.sent[number] = Sent(party, kind, time.monotonic() + self.seconds_to_live)
+
+    def withdraw(self, party: str, kind: str) -> None:
+        self.sent = {number: sent for number, sent in self.sent.items() if (sent.party, sent.kind) != (party, kind)}
 
     def arrivals(self, seconds: float) -> list[Arrival]:
         now = time.monotonic()
@@ -110,34 +138,27 @@ class Simulated(Flower):
         return set(self.nodes)
 
 
-app = ServerApp()
+server_app = ServerApp()
 
 
-@app.main()
+@server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Serve the federation of a folder to its end; where `pfedhn serve` did not start this, simulate one."""
-    config, is_ours = context.run_config, False
-    is_served = bool(config["served"])
-    if is_served:
+    """Serve the federation of a folder to its end, or simulate one."""
+    config = context.run_config
+    if config["deployed"]:
         site = Site(Path(str(config["state"])))
     else:
         site = simulated.prepare(config, context.run_id, len(list(grid.get_node_ids())))
     try:
-        with claimed(site.folder / "server", SECONDS_FOR_THE_LAST_ONE):
-            is_ours = True
-            if is_served:
-                write_atomically(site.run_note, str(os.getpid()).encode())
-            serve(grid, site, Flower if is_served else Simulated, is_served and not config["leave"])
-    except Exception as error:  # `pfedhn serve`, which starts the run again, sees nothing else of it
-        is_known = isinstance(error, UserError)
-        # What a person has to mend is not tried again; another run that still holds the folder will let go of it.
-        event = GAVE_UP if is_ours and is_known else "failed"
+        with claimed(site.folder, SECONDS_FOR_THE_LAST_ONE):
+            serve(grid, site, Flower if config["deployed"] else Simulated)
+    except Exception as error:
         with suppress(RunError):  # the disk may be what is full
-            site.log({"event": event, "why": str(error) if is_known else first_line(error)})
+            site.log({"event": "failed", "why": str(error) if isinstance(error, UserError) else first_line(error)})
         raise
 
 
-def serve(grid: Grid, site: Site, make_transport: type[Flower], is_lingering: bool) -> None:
+def serve(grid: Grid, site: Site, make_transport: type[Flower]) -> None:
     """Run the server of a site over a grid."""
     started = time.monotonic()
     server: Server | None = None
@@ -153,7 +174,6 @@ def serve(grid: Grid, site: Site, make_transport: type[Flower], is_lingering: bo
             "seconds": round(time.monotonic() - started, 1),
             "wire_down": transport.bytes_sent,
             "wire_up": transport.bytes_received,
-            "strangers": len(transport.strangers),
             "time": round(time.time(), 3),
         }
         write_atomically(site.status, json.dumps(table).encode(), mode=0o600, is_lasting=False)  # at every event
@@ -164,6 +184,26 @@ def serve(grid: Grid, site: Site, make_transport: type[Flower], is_lingering: bo
     stop = threading.Event()
     with stop_requests(lambda number: stop.set()):
         log({"event": "running", "pid": os.getpid(), "round": server.state.round})
-        server.run(stop, is_lingering)
+        server.run(stop)
     write_status()
     log({"event": "stopped" if stop.is_set() else "left"})
+
+
+client_app = ClientApp()
+_party = cache(load_party)
+
+
+def answer(message: Message, context: Context) -> Message:
+    """A party's answer: of the party whose folder the node names, or in a simulation of any."""
+    content = content_of(message)
+    if "party" in context.node_config:
+        folder = Path(str(context.node_config["party"]))
+    else:
+        name = unpacked(from_envelope(content)[1]).party
+        folder = simulated.folder_of(context.run_config, context.run_id) / "simulated" / name
+    return Message(carried(_party(folder).answer(content)), reply_to=message)
+
+
+client_app.query()(answer)
+client_app.train()(answer)
+client_app.evaluate()(answer)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pfedhn.deploy.signing import PublicKey, key_text, public_key, public_text
+from pfedhn.deploy.signing import PublicKey, public_key, public_text
 from pfedhn.errors import UserError, closest
 from pfedhn.system.files import make_folder, one_at_a_time, read_bytes, read_text, write_atomically
 
@@ -54,8 +54,6 @@ class Roster:
     """Who may take part now."""
 
     keys: Mapping[str, PublicKey]  # by name
-    lines: Mapping[str, str]  # the keys as one line each, by name
-    holders: Mapping[bytes, str]  # names by the key as Flower writes it
     revoked: Sequence[str]
 
 
@@ -148,12 +146,7 @@ class Invitations:
         # Two parties with one key could speak for each other: neither is believed.
         counts = Counter(lines.values())
         keys = {name: key for name, key in keys.items() if counts[lines[name]] == 1}
-        return Roster(
-            keys,
-            {name: lines[name] for name in keys},
-            {key_text(key): name for name, key in keys.items()},
-            [name for name, one in known.items() if one.is_revoked],
-        )
+        return Roster(keys, [name for name, one in known.items() if one.is_revoked])
 
     def _holder(self, line: str) -> str | None:
         """The party that has this key."""

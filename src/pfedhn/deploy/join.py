@@ -1,42 +1,39 @@
 """`pfedhn join`: a party's own process. It has the data, the key and what the party keeps; it comes back for ever."""
 
-import base64
 import json
-import socket
-import socketserver
-import ssl
-import subprocess
-import tempfile
+import queue
 import threading
 import time
-import urllib.error
-import urllib.request
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pfedhn.deploy import programs
 from pfedhn.deploy.examples import read_examples
 from pfedhn.deploy.invitations import Bundle, check_name
+from pfedhn.deploy.line import Followed, Line, Trouble
 from pfedhn.deploy.party import Party
-from pfedhn.deploy.relay import read_message, write_message
-from pfedhn.deploy.signing import KEY_HEADER, key_text, load_or_make_key, proof, public_key, public_text, write_private
+from pfedhn.deploy.signing import load_or_make_key, proof, public_key, public_text, write_private
 from pfedhn.deploy.spec import FederationSpec, read_spec, to_plan
 from pfedhn.deploy.wire import WireError
-from pfedhn.errors import RunError, UserError, first_line
+from pfedhn.engine.plan import Plan
+from pfedhn.errors import UserError
 from pfedhn.privacy import Privacy
 from pfedhn.runs.export import Portable, check_ending, model_card, write_model
 from pfedhn.storage.files import digest
 from pfedhn.system.files import given_path, make_folder, read_bytes, read_text, write_atomically
 
-MAX_ANSWER = 1 << 24  # bytes
 ENROLLED = "enrolled.json"  # what the server told the party when it let it in
 
-SECONDS_BETWEEN_TRIES = 3.0
-SECONDS_OF_SILENCE = 20.0  # after which the server is asked what is wrong
-SECONDS_AFTER_THE_END = 10.0  # for the last answer to be carried away
+SECONDS_BETWEEN_TRIES = 3.0  # of a party that waits to be let in
+MAX_SECONDS_BETWEEN_TRIES = 5.0  # of one that has lost its server; the first comes at once
+SECONDS_OF_THE_OTHER = 30.0  # that a process leaves the place to another one with the same key
+SECONDS_AFTER_THE_END = 1.0  # in which nothing more comes
 SECONDS_TO_HEAR_AGAIN = 30.0  # for a server to ask a party that has come back with a model
+MAX_TRIES = 3  # to hand in an answer before the server is asked for its messages again
+MAX_ANSWERS = 4  # that are kept in case the server asks again
+SMALL_BODY = 4 << 20  # bytes
 
 
 def enroll(
@@ -67,38 +64,22 @@ def enroll(
         "proof": proof(key, bundle.name, bundle.authority).hex(),
     }
     is_said = False
-    while not stop.is_set():
-        try:
-            told = json.loads(_ask(bundle, "/enroll", json.dumps(table).encode()))
-            content = json.dumps({**told, "invitation": invitation, "key": file}).encode()
-            write_atomically(folder / ENROLLED, content, mode=0o600)
-            say({"event": "enrolled", "party": bundle.name})
-            return
-        except urllib.error.HTTPError as error:
-            if error.code == 403:
-                raise UserError(json.loads(error.read())["error"]) from None
-            trouble = f"it answers with code {error.code}"
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, ssl.SSLCertVerificationError):
-                raise RunError(
-                    f"{bundle.address} is not the server of this invitation (its certificate is of another authority); "
-                    "ask for a new invitation."
-                ) from None
-            trouble = str(error.reason)
-        except (OSError, ValueError) as error:
-            trouble = first_line(error)
-        if not is_said:
-            say({"event": "waiting", "for": bundle.address, "why": trouble})
-            is_said = True
-        stop.wait(SECONDS_BETWEEN_TRIES)
-
-
-def _ask(bundle: Bundle, path: str, data: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
-    """The answer of the server's gateway."""
-    context = ssl.create_default_context(cadata=bundle.authority)
-    request = urllib.request.Request(f"https://{bundle.address}{path}", data=data, headers=dict(headers or {}))
-    with urllib.request.urlopen(request, timeout=60, context=context) as answer:  # noqa: S310 - https alone
-        return bytes(answer.read(MAX_ANSWER))
+    line = Line(bundle)
+    try:
+        while not stop.is_set():
+            try:
+                told = line.ask("/enroll", table)
+                content = json.dumps({**told, "invitation": invitation, "key": file}).encode()
+                write_atomically(folder / ENROLLED, content, mode=0o600)
+                say({"event": "enrolled", "party": bundle.name})
+                return
+            except Trouble as trouble:
+                if not is_said:
+                    say({"event": "waiting", "for": bundle.address, "why": str(trouble)})
+                    is_said = True
+            stop.wait(SECONDS_BETWEEN_TRIES)
+    finally:
+        line.close()
 
 
 def _key_file(bundle: Bundle, folder: Path, own_key: Path | None) -> str:
@@ -178,8 +159,17 @@ def export_model(folder: Path, path: Path, data: Path | None = None) -> str:
     return party.name
 
 
+def max_message(plan: Plan) -> int:
+    """Bytes that an honest message of the server may have."""
+    largest = max(
+        sum(shape.numel() for shape in model.shapes.values()) + plan.extras[name].num_values[0]
+        for name, model in plan.models.items()
+    )
+    return 2 * largest * plan.dtype.itemsize + SMALL_BODY
+
+
 class Joined:
-    """A party at work: its process waits at a socket, and Flower's node carries messages to it.
+    """A party at work: one thread waits for the server's messages, and the caller's answers them.
 
     `say` is called with every event that a person should see.
     """
@@ -187,46 +177,57 @@ class Joined:
     def __init__(self, party: Party, bundle: Bundle, folder: Path, say: Callable[[Mapping[str, Any]], None]) -> None:
         party.refuse_forgotten_privacy()
         self.party, self.bundle, self.folder, self.say = party, bundle, folder, say
-        self.node: subprocess.Popen[bytes] | None = None
-        self.place = Path()  # of the socket, while it is at work
+        self.line = Line(bundle, max_message(party.plan))
         self.last_heard = time.monotonic()
         self.is_told = False  # in this life: that the run is over, and which round was chosen
-        self.key_file = folder / json.loads(read_text(folder / ENROLLED))["key"]
-        self._trouble = ""  # that was said last
         self._asked = self.last_heard  # whether the run has ended
-        self._lock = threading.Lock()
+        self._trouble = ""  # that was said last
+        self._inbox: queue.Queue[tuple[str, bytes]] = queue.Queue()
+        self._fault: Exception | None = None  # that ends this process
+        self._answers: OrderedDict[str, bytes] = OrderedDict()  # by message, the last few
 
     def run(self, stop: threading.Event, is_staying: bool = False) -> None:
         """Take part until it is asked to stop, or until the server has said that the run is over."""
-        answer = self._answer
-
-        class Handler(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                answer(self.request)
-
-        # Short, as the path of a socket must be, and ours alone.
-        with tempfile.TemporaryDirectory(prefix="pfedhn-", ignore_cleanup_errors=True) as place:
-            self.place = Path(place)
-            with socketserver.ThreadingUnixStreamServer(str(self.place / "socket"), Handler) as listener:
-                listener.daemon_threads = True  # a round that is being computed does not hold up the end
-                threading.Thread(target=listener.serve_forever, daemon=True).start()
+        done = threading.Event()
+        fetching = threading.Thread(target=self._fetch, args=(stop, done), daemon=True, name="line")
+        fetching.start()
+        try:
+            while not stop.is_set():
                 try:
-                    self._take_part(stop, is_staying)
-                finally:
-                    programs.stop(self.node)
-                    listener.shutdown()
+                    message, asked = self._inbox.get(timeout=0.2)
+                except queue.Empty:
+                    if self._fault is not None:
+                        raise self._fault from None
+                    if not is_staying and self._is_over():
+                        self.say({"event": "over", "party": self.party.name})
+                        break
+                else:
+                    self._answer(message, asked, stop)
+        finally:
+            done.set()
+            self.line.close()
 
-    def _take_part(self, stop: threading.Event, is_staying: bool) -> None:
-        looked = time.monotonic()
-        while not stop.is_set():
-            self._keep_node()
-            if time.monotonic() - max(looked, self.last_heard) > SECONDS_OF_SILENCE:
-                self._tell(self._trouble_there())
-                looked = time.monotonic()
-            if not is_staying and self._is_over():
-                self.say({"event": "over", "party": self.party.name})
-                break
-            stop.wait(0.5)
+    def _fetch(self, stop: threading.Event, done: threading.Event) -> None:
+        """Wait for messages, and come back for ever: the server may be away for a while."""
+        pause = 0.0
+        while not (stop.is_set() or done.is_set()):
+            try:
+                found = self.line.poll(self.party.name, self.party.key)
+                self._tell("")
+                pause = 0.0
+                if found is not None:
+                    self._inbox.put(found)
+            except Followed as trouble:
+                self._tell(str(trouble))
+                done.wait(SECONDS_OF_THE_OTHER)
+            except Trouble as trouble:
+                self._tell(str(trouble))
+                done.wait(pause)
+                pause = min(MAX_SECONDS_BETWEEN_TRIES, 2 * pause + 0.1)
+            except Exception as error:  # the certificate of another authority, or a defect of ours
+                if not done.is_set():
+                    self._fault = error
+                return
 
     def _is_over(self) -> bool:
         """Whether nothing will come any more.
@@ -241,28 +242,9 @@ class Joined:
             return False
         self._asked = now
         try:
-            return bool(json.loads(_ask(self.bundle, "/health"))["has_ended"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return bool(self.line.ask("/health").get("has_ended"))
+        except (Trouble, UserError):
             return False
-
-    def _keep_node(self) -> None:
-        """Flower's node, started again whenever it ends: the server may be away for a while."""
-        if self.node is not None and self.node.poll() is None:
-            return
-        if self.node is not None:
-            programs.stop(self.node)
-            self._tell(self._trouble_there() or "the server takes a minute to let go of the last connection")
-            time.sleep(SECONDS_BETWEEN_TRIES)
-        home = self.folder / "engine"
-        make_folder(home, mode=0o700)
-        command = [
-            programs.path_of("flower-supernode"), "--superlink", self.bundle.address,
-            "--root-certificates", str(self.folder / "ca.crt"),
-            "--auth-supernode-private-key", str(self.key_file),
-            "--isolation", "subprocess", "--host", "127.0.0.1", "--port", str(programs.free_port()),
-            "--node-config", f'socket="{self.place / "socket"}"',
-        ]  # fmt: skip
-        self.node = programs.start(command, home)
 
     def _tell(self, trouble: str) -> None:
         """Say once why nothing comes, and that it comes again; an empty text is no trouble."""
@@ -270,36 +252,33 @@ class Joined:
             self._trouble = trouble
             self.say({"event": "away", "why": f"{trouble}; it tries again"} if trouble else {"event": "connected"})
 
-    def _trouble_there(self) -> str:
-        """What is wrong at the server: it cannot be reached, or does not take this party's key; empty if nothing is."""
-        key = base64.b64encode(key_text(self.party.key.public_key())).decode()
-        try:
-            _ask(self.bundle, "/v1/fleet/known", b"", {KEY_HEADER: key})
-        except urllib.error.HTTPError as error:
-            if error.code == 401:
-                return "the server does not take this party's key: ask for a new invitation"
-        except OSError as error:
-            return f"the server cannot be reached ({first_line(error)})"
-        return ""
-
-    def _answer(self, stream: socket.socket) -> None:
-        with stream, self._lock:  # one after the other
+    def _answer(self, message: str, asked: bytes, stop: threading.Event) -> None:
+        """Answer a message, once, however often it comes."""
+        if message not in self._answers:
             try:
-                asked = read_message(stream)
-                answer = self.party.answer(asked)
+                self._answers[message] = self.party.answer(asked)
             except WireError as error:
                 self.say({"event": "refused", "sentence": f"somebody {error}."})
                 return
-            except OSError:
-                return
-            finally:
-                self.last_heard, self._trouble = time.monotonic(), ""
-            while self.party.heard:
-                event = self.party.heard.pop(0)
-                if event["kind"] != "refusal":
-                    self.is_told = bool(event.get("is_last"))
-                self.say({"event": "heard", **event})
+            while len(self._answers) > MAX_ANSWERS:
+                self._answers.popitem(last=False)
+        while self.party.heard:
+            event = self.party.heard.pop(0)
+            if event["kind"] != "refusal":
+                self.is_told = bool(event.get("is_last"))
+            self.say({"event": "heard", **event})
+        self._hand_in(message, stop)
+        self.last_heard = time.monotonic()
+
+    def _hand_in(self, message: str, stop: threading.Event) -> None:
+        for number in range(MAX_TRIES):
             try:
-                write_message(stream, answer)
-            except OSError as error:
-                self.say({"event": "lost", "why": first_line(error)})
+                if not self.line.reply(self.party.name, self.party.key, message, self._answers[message]):
+                    self.say({"event": "lost", "why": "the server does not wait for this answer any more"})
+                return
+            except Followed:  # the other process has the message too
+                return
+            except Trouble as trouble:
+                self._tell(str(trouble))
+                stop.wait(0.5 * 2**number)
+        self.line.renew()  # so that the server sends again what it wants to know

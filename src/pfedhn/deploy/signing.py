@@ -1,6 +1,6 @@
 """Keys and signatures: who holds the private half of a key has said what carries its signature.
 
-One key serves a party for everything: Flower knows it by it, and its replies are signed with it (ECDSA, P-384).
+One key serves a party for everything: it opens sessions and signs replies with it (ECDSA, P-384).
 """
 
 from pathlib import Path
@@ -16,8 +16,7 @@ from pfedhn.system.files import read_bytes, write_atomically
 # Signed bytes begin with their purpose, so that no signature means anything elsewhere.
 PURPOSE = b"pfedhn message 1\0"
 ENROLLMENT = b"pfedhn enrollment 1\0"
-
-KEY_HEADER = "flwr-public-key"  # in which Flower's nodes say their key
+SESSION = b"pfedhn session 1\0"
 
 ALGORITHM = ec.ECDSA(hashes.SHA384())
 
@@ -55,6 +54,16 @@ def is_proven(signature: bytes, key: PublicKey, name: str, authority: str) -> bo
     return _is_signed(signature, _enrollment(name, authority), key)
 
 
+def session_proof(key: PrivateKey, name: str, nonce: str) -> bytes:
+    """What shows a server, by something new of its own, that a party holds its key now."""
+    return key.sign(_session(name, nonce), ALGORITHM)
+
+
+def holds_key(signature: bytes, key: PublicKey, name: str, nonce: str) -> bool:
+    """Whether such a proof is one."""
+    return _is_signed(signature, _session(name, nonce), key)
+
+
 def _is_signed(signature: bytes, content: bytes, key: PublicKey) -> bool:
     try:
         key.verify(signature, content, ALGORITHM)
@@ -65,6 +74,10 @@ def _is_signed(signature: bytes, content: bytes, key: PublicKey) -> bool:
 
 def _enrollment(name: str, authority: str) -> bytes:
     return ENROLLMENT + name.encode() + b"\0" + authority.encode()
+
+
+def _session(name: str, nonce: str) -> bytes:
+    return SESSION + name.encode() + b"\0" + nonce.encode()
 
 
 def public_text(key: PublicKey) -> str:

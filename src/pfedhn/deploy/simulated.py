@@ -7,21 +7,18 @@ every party beside it, so that `pfedhn status` and `pfedhn export` read it too.
 import json
 import tempfile
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from flwr.app import Context
 
 from pfedhn.data.catalogue import load
 from pfedhn.data.federation import Federation
 from pfedhn.data.partition import by_classes
-from pfedhn.deploy.join import ENROLLED, load_party, remember
+from pfedhn.deploy.join import ENROLLED, remember
 from pfedhn.deploy.signing import load_or_make_key, public_text
 from pfedhn.deploy.site import Site
-from pfedhn.deploy.wire import from_envelope, unpacked
 from pfedhn.errors import UserError
 from pfedhn.system.files import given_path, make_folder, reading, write_atomically
 
@@ -83,12 +80,3 @@ def _write_digits(folder: Path, num_nodes: int) -> None:
         rows = torch.cat([part.of(client) for part in federation.splits.values()])
         numpy.save(own / "x.npy", federation.x[rows].numpy())
         numpy.save(own / "y.npy", federation.y[rows].numpy())
-
-
-def answer(content: bytes, context: Context) -> bytes:
-    """The answer of the party that a message is to; every node can answer for each, since all are on this machine."""
-    name = unpacked(from_envelope(content)[1]).party
-    return _party(folder_of(context.run_config, context.run_id) / "simulated" / name).answer(content)
-
-
-_party = cache(load_party)

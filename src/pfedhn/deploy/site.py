@@ -19,8 +19,6 @@ from pfedhn.errors import UserError
 from pfedhn.system.files import append, make_folder, read_text, write_atomically
 
 SETTINGS = "serve.json"
-RUN = "flwr-serverapp"  # the program that Flower starts for a run
-GAVE_UP = "gave up"  # the event of a run that is of no use to start again, with a sentence for a person
 DEFAULTS = {"host": "0.0.0.0", "port": 9443}  # noqa: S104 - parties come from other machines
 
 
@@ -28,10 +26,9 @@ class Site:
     """The folder of a federation's server."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder = folder.absolute()  # Flower's programs run elsewhere
+        self.folder = folder = folder.absolute()
         self.events = folder / "events.jsonl"
         self.status = folder / "status.json"
-        self.run_note = folder / "engine" / f"{RUN}.pid"  # has the process of the run that holds the folder
         self.invitations = Invitations(folder / "parties")
         if not (folder / SETTINGS).exists():
             raise UserError(f"{folder} holds no federation; make one with: pfedhn serve SPEC --state DIR.")

@@ -1,5 +1,5 @@
 """A party's side."""
 
-from pfedhn.deploy.relay import app
+from pfedhn.deploy.flower import client_app as app
 
 __all__ = ["app"]

@@ -1,5 +1,5 @@
 """The server's side."""
 
-from pfedhn.deploy.flower import app
+from pfedhn.deploy.flower import server_app as app
 
 __all__ = ["app"]
