@@ -172,8 +172,8 @@ def test_flwr_run_simulates_the_same(tmp_path: Path) -> None:
     ports = {name: str(free_port()) for name in ports}
     source = str(Path(pfedhn.__file__).parents[1])
     environment = {
-        **os.environ, **QUIET, **ports, "FLWR_HOME": str(home),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # of Flower's other programs "PYTHONPATH": source, "OMP_NUM_THREADS": "1",
+        **os.environ, **QUIET, **ports, "FLWR_HOME": str(home), "PYTHONPATH": source, "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # of Flower's other programs
         "RAY_ADDRESS": "local",  # else it joins whatever cluster this machine has, another test's for example
     }  # fmt: skip
     given = " ".join(f"{name}={json.dumps(str(tmp_path / file))}" for name, file in (
