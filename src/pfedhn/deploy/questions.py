@@ -3,16 +3,17 @@
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from pfedhn.deploy.plan import Phase, exchange_of, plan_digest
 from pfedhn.deploy.policy import Policy
+from pfedhn.deploy.record import Records
 from pfedhn.deploy.signing import PrivateKey, sealed
 from pfedhn.deploy.state import Member, ServerState
-from pfedhn.deploy.wire import Message, layout, norm, packed
+from pfedhn.deploy.wire import HEAD, Message, layout, norm, packed
 from pfedhn.engine.plan import Plan
 from pfedhn.params import Params, num_bytes, zeros_like
 
@@ -38,16 +39,23 @@ class Question:
 class Questions:
     """Writes and signs messages; it takes what `Server` takes."""
 
-    def __init__(self, plan: Plan, run: str, key: PrivateKey, policy: Policy) -> None:
-        self.plan, self.run, self.key, self.policy = plan, run, key, policy
+    def __init__(self, plan: Plan, run: str, key: PrivateKey, policy: Policy, records: Records | None = None) -> None:
+        self.plan, self.run, self.key, self.policy, self.records = plan, run, key, policy, records
         self._plan_digest = plan_digest(plan)
         self._layouts: dict[tuple[str, Phase], tuple[str, int]] = {}
+
+    def _sealed(self, message: Message) -> bytes:
+        """A signed message with the head of the party's record."""
+        if self.records is not None:
+            head = self.records.of(message.party).head
+            message = replace(message, values={**message.values, HEAD: head})
+        return sealed(message, self.key)
 
     def hello(self, name: str) -> Question:
         """Ask a party what it brings."""
         values = {"challenge": secrets.token_hex(16), "plan": self._plan_digest}
         message = Message("hello", self.run, name, values)
-        return Question(name, "hello", sealed(message, self.key), {"challenge": values["challenge"]})
+        return Question(name, "hello", self._sealed(message), {"challenge": values["challenge"]})
 
     def train(self, state: ServerState, member: Member, number: int) -> Question:
         """Ask a party for the update of a round."""
@@ -70,7 +78,7 @@ class Questions:
         return Question(
             member.name,
             "train",
-            sealed(message, self.key),
+            self._sealed(message),
             {**repeated, "size": member.size},
             limit=2 * size + SMALL_MESSAGE,
             layout=form,
@@ -115,4 +123,4 @@ class Questions:
             "is_adapted": is_last and state.is_adapted is not False, "is_last": is_last and not is_judged,
         }  # fmt: skip
         message = Message("evaluate", self.run, member.name, {**repeated, "best": best}, weights)
-        return Question(member.name, "evaluate", sealed(message, self.key), repeated)
+        return Question(member.name, "evaluate", self._sealed(message), repeated)

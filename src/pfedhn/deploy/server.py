@@ -18,10 +18,11 @@ from pfedhn.deploy.contacts import Arrival, Contacts, Transport
 from pfedhn.deploy.plan import Phase
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.questions import Question, Questions
+from pfedhn.deploy.record import Records
 from pfedhn.deploy.signing import PrivateKey, PublicKey
 from pfedhn.deploy.state import Member, Rules, ServerState, split_results, step_order
 from pfedhn.deploy.store import Store, Unfit
-from pfedhn.deploy.wire import REFUSALS, Message, WireError
+from pfedhn.deploy.wire import REFUSALS, Message, WireError, head_of
 from pfedhn.engine.in_flight import next_of
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import first_line
@@ -42,6 +43,7 @@ class Server:
         policy: How the server deals with parties.
         log: Called with every event.
         clock: Seconds, from any beginning.
+        records: What was asked of each party and what it sent, to show later.
     """
 
     def __init__(
@@ -55,10 +57,11 @@ class Server:
         policy: Policy | None = None,
         log: Callable[[Mapping[str, Any]], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
+        records: Records | None = None,
     ) -> None:
         self.plan, self.run_name, self.policy, self.log, self.clock = plan, run, policy or Policy(), log, clock
-        self.questions = Questions(plan, run, key, self.policy)
-        self.contacts = Contacts(roster, transport, self.policy, log, clock)
+        self.questions = Questions(plan, run, key, self.policy, records)
+        self.contacts = Contacts(roster, transport, self.policy, log, clock, records)
         self.store = Store(folder, Rules(plan))
         self.state: ServerState = self.store.load()
         self.scores: dict[str, Any] = {}  # of the evaluation that goes on
@@ -283,6 +286,7 @@ class Server:
             key = contacts.roster().get(name)
             message = checks.verified(arrival.content, name, self.run_name, key, question)
             assert question is not None
+            contacts.received(question, arrival.content, head_of(message), message.kind)
             checks.check_answer(message, question, self.plan, self.state, self.policy.max_staleness)
         except Exception as error:  # nothing that a party sends may end the server
             if not isinstance(error, WireError):

@@ -35,6 +35,7 @@ TYPES = {
 """The types of numbers that cross the wire."""
 
 
+HEAD = "record"  # among the values of a message: the newest hash of its sender's record (`deploy.record`)
 REFUSALS = ("version", "budget", "party")
 """Why a party may say that it does not answer: it lacks the version that is asked for; has no budget left; or another
 reason of its own."""
@@ -188,6 +189,22 @@ def from_envelope(envelope: bytes) -> tuple[bytes, bytes]:
     if len(envelope) < 2 + length:
         raise WireError("form", "sent a message that was cut")
     return envelope[2 : 2 + length], envelope[2 + length :]
+
+
+def identity(content: bytes) -> bytes:
+    """The digest of a message without the head of its sender's record: the same question has the same identity."""
+    (length,) = struct.unpack("<I", content[4:8])
+    header = json.loads(content[8 : 8 + length])
+    header["values"].pop(HEAD, None)
+    found = hashlib.sha256(json.dumps(header, separators=(",", ":")).encode())
+    found.update(memoryview(content)[8 + length :])
+    return found.digest()
+
+
+def head_of(message: Message) -> str:
+    """The head of the sender's record that a message names; empty if it names none."""
+    found = message.values.get(HEAD)
+    return found if isinstance(found, str) and len(found) == 64 else ""
 
 
 def norm(tree: Any) -> float:
