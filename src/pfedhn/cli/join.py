@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from pfedhn.cli.agree import need_consent, print_study
 from pfedhn.cli.federation import JsonOption, need_the_extra, sayer
 from pfedhn.cli.options import DeviceOption
 from pfedhn.errors import UserError
@@ -14,7 +15,20 @@ from pfedhn.system.screen import say
 
 def join(
     bundle: Annotated[Path, Argument(metavar="BUNDLE", help="The invitation.")],
-    data: Annotated[Path, Option(metavar="PATH", help="A folder with x.npy and y.npy, or a table (.csv, .parquet).")],
+    data: Annotated[
+        Path | None, Option(metavar="PATH", help="A folder with x.npy and y.npy, or a table (.csv, .parquet).")
+    ] = None,
+    show: Annotated[bool, Option("--show", help="Print the study and its digest; enroll nothing.")] = False,
+    accept: Annotated[
+        str | None,
+        Option(metavar="DIGEST", envvar="PFEDHN_ACCEPT", help="Agree to the study with this digest without a prompt."),
+    ] = None,
+    policy: Annotated[
+        Path | None, Option(metavar="FILE", help="Your policy: what this party refuses. It is kept in its folder.")
+    ] = None,
+    replace_model: Annotated[
+        bool, Option("--replace-model", help="Let the server replace the model of a run that has ended.")
+    ] = False,
     size: Annotated[str, Option(metavar="S", help="Which of several networks to run.")] = "",
     folder: Annotated[
         Path | None,
@@ -48,19 +62,23 @@ def join(
 ) -> None:
     """Take part in a federation. Data and personal layers never leave this machine.
 
+    Shows the study before anything is enrolled, and asks whether you agree to it.
     Waits for the server as long as it takes, and resumes after any interruption.
 
     \b
     [bold]Examples[/]
+      pfedhn join lyon.invite --show
       pfedhn join lyon.invite --data visits.csv
+      pfedhn join lyon.invite --data visits.csv --policy policy.toml --accept DIGEST
       pfedhn join lyon.invite --data visits.csv --clip 1 --noise 8 --epsilon 10
       pfedhn join lyon.invite --data visits.csv --clip 1 --noise 1.2 --epsilon 8 --level example
     """
     need_the_extra()
     import threading
 
+    from pfedhn.deploy.guard import check_plan, check_spec
     from pfedhn.deploy.invitations import read_bundle
-    from pfedhn.deploy.join import Joined, enroll, load_party, remember
+    from pfedhn.deploy.join import Joined, enroll, find_study, keep_policy, load_party, remember
     from pfedhn.engine.gpu import computing_on_gpu
     from pfedhn.privacy import Privacy
     from pfedhn.runs.assemble import choose_device
@@ -73,17 +91,31 @@ def join(
         if clip is None or noise is None or epsilon is None:
             raise UserError("privacy needs all three: --clip, --noise and --epsilon.")
         privacy = Privacy(**{name: value for name, value in wanted.items() if value is not None})  # type: ignore[arg-type]
-    given, stop, show = read_bundle(given_path(bundle)), threading.Event(), sayer(as_json)
-    own = (folder or Path(f"pfedhn-{given.name}")).absolute()
+    given, stop, tell = read_bundle(given_path(bundle)), threading.Event(), sayer(as_json)
+    own, own_key = (folder or Path(f"pfedhn-{given.name}")).absolute(), None if key is None else given_path(key)
+    if show:
+        study = find_study(given, own, stop, tell, own_key, is_patient=False)
+        assert study is not None, "nobody stops it"
+        print_study(study, privacy, as_json)
+        return
+    if data is None:
+        raise UserError("give your data: --data PATH, a folder with x.npy and y.npy, or a table.")
     make_folder(own, mode=0o700)
     with claimed(own, 5.0), stop_requests(lambda number: stop.set()):
-        enroll(given, own, stop, show, None if key is None else given_path(key))
+        study = find_study(given, own, stop, tell, own_key)
+        if study is None:
+            return
+        bounds = keep_policy(own, None if policy is None else given_path(policy))
+        check_spec(bounds, study.spec)
+        check_plan(bounds, study.plan, privacy)
+        need_consent(own, study, privacy, accept, f"pfedhn join {bundle} --show")
+        enroll(given, own, stop, tell, own_key, study)
         if stop.is_set():
             return
         remember(own, given.name, given_path(data, is_resolved=True), size)
-        party = load_party(own, privacy=privacy, device=place)
+        party = load_party(own, privacy=privacy, device=place, may_replace=replace_model)
         spent = "none" if party.budget is None else str(party.budget)
-        show(
+        tell(
             {
                 "event": "taking part",
                 "party": given.name,
@@ -93,6 +125,6 @@ def join(
             }
         )
         with nullcontext() if place == "cpu" else computing_on_gpu("fp32", is_deterministic=False):
-            Joined(party, given, own, show).run(stop, stay)
+            Joined(party, given, own, tell).run(stop, stay)
     if not as_json and party.files.has_chosen:
         say(f"Your model: pfedhn export {own} --to model.safetensors")

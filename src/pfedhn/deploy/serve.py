@@ -40,13 +40,19 @@ class Service:
         self._renew()
         plan, key = site.plan, site.key  # what is wrong with SPEC is said before anything starts
         authority = read_text(site.folder / AUTHORITY)
-        door = Door(self.mailroom, site.invitations, authority, self._enrolled, self._health, self._log)
+        door = Door(
+            self.mailroom, site.invitations, authority, self._enrolled, self._health, self._log,
+            study=site.study, agreed=site.note_agreed,
+        )  # fmt: skip
         opened = OpenDoor(door, site.folder, site.settings["host"], site.settings["port"], self._renew)
         opened.start()
         try:
             self._log({"event": "serving", "address": site.address, "run": site.run})
             roster, policy = site.invitations.enrolled, site.spec.policy
-            server = Server(plan, site.run, site.folder / "server", key, roster, self.mailroom, policy, self._note)
+            server = Server(
+                plan, site.run, site.folder / "server", key, roster, self.mailroom, policy, self._note,
+                records=site.records,
+            )  # fmt: skip
             self.server = server
             self._note({"event": "running", "pid": os.getpid(), "round": server.state.round})
             server.run(stop, is_lingering=not self.is_leaving)
@@ -84,7 +90,9 @@ class Service:
     def _enrolled(self, name: str) -> dict[str, Any]:
         """What a party is told that may come."""
         self._log({"event": "enrolled", "party": name})
-        return {"run": self.site.run, "spec": self.site.spec_text, "server": public_text(self.site.key.public_key())}
+        key = public_text(self.site.invitations.enrolled()[name])
+        self.site.records.of(name).add("enrolled", is_lasting=True, party_key=key)
+        return self.site.study.table()
 
     def _health(self) -> dict[str, Any]:
         state = None if self.server is None else self.server.state
