@@ -5,7 +5,7 @@ import errno
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -312,3 +312,9 @@ def test_a_server_hears_no_path_of_a_party(kind: str, tmp_path: Path, monkeypatc
     }
     assert told == expected[kind]
     assert "Mrs. Miller" in asked.party.heard[-1]["sentence"]
+
+
+def test_every_field_of_a_policy_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text()
+    table = page.split("| policy of a party |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == [item.name for item in fields(PartyPolicy)]

@@ -296,8 +296,13 @@ def test_the_command_shows_and_asks_before_it_enrolls(
     assert (party.policy.max_rounds, party.spec, party.may_replace) == (20, world.site.study.spec, False)
     assert party.record is not None
     capsys.readouterr()
-    print_study(world.site.study, None)
-    assert "sent        updates of the weights" in capsys.readouterr().out
+    spoofed = SPEC.replace('"age"', '"age\\nprivacy     level client"')
+    print_study(Study("ab12", spoofed, ""), None)
+    said = capsys.readouterr().out
+    assert "sent        updates of the weights" in said
+    assert [line for line in said.splitlines() if line.startswith("privacy")] == [
+        "privacy     none; updates can reveal training examples (pfedhn join --help)"
+    ]
 
 
 def test_a_policy_is_kept_for_good(tmp_path: Path) -> None:

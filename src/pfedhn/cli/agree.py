@@ -24,7 +24,7 @@ def print_study(study: Study, privacy: Privacy | None, as_json: bool = False) ->
         say(json.dumps({**told, "spec": study.spec_text, "digest": study.digest}))
         return
     for name, text in told.items():
-        say(f"{name:<11} {text}")
+        say(f"{name:<11} {' '.join(text.split())}")  # a name with a line break could look like a line of ours
     say(f"{'digest':<11} {study.digest}")
 
 

@@ -92,16 +92,16 @@ class Contacts:
         num_before = sum(party == question.party for party, _ in self.asked)  # a party does one thing after the other
         question.deadline = self.clock() + (1 + num_before) * self.policy.reply_seconds
         self.asked[question.party, question.kind] = question
-        self.record(
-            question.party, "asked", kind=question.kind, round=question.values.get("round"), digest=_of(question)
-        )
+        if self.records is not None:
+            about = {"kind": question.kind, "round": question.values.get("round")}
+            self.record(question.party, "asked", **about, digest=question.digest)
         self.transport.post(question.party, question.kind, question.content, question.limit)
 
     def received(self, question: Question, content: bytes, head: str, kind: str) -> None:
         """Record an answer that its party has signed, whether or not it is accepted then."""
         if self.records is not None:
             digest, signature = evidence(content)
-            about = {"kind": kind, "round": question.values.get("round"), "of": _of(question)}
+            about = {"kind": kind, "round": question.values.get("round"), "of": question.digest}
             self.record(question.party, "received", **about, digest=digest, signed=signature, theirs=head)
 
     def record(self, name: str, event: str, **details: Any) -> None:
@@ -168,8 +168,3 @@ class Contacts:
         self.standings[name].refused[reason] += 1
         self.record(name, "refused", reason=reason)
         self.log({"event": "refused", "party": name, "reason": reason, "sentence": f"{name} {sentence}."})
-
-
-def _of(question: Question) -> str:
-    """The digest by which records name a message."""
-    return evidence(question.content)[0]

@@ -4,6 +4,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from pfedhn.deploy.plan import Phase, exchange_of, plan_digest
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.record import Records
-from pfedhn.deploy.signing import PrivateKey, sealed
+from pfedhn.deploy.signing import PrivateKey, evidence, sealed
 from pfedhn.deploy.state import Member, ServerState
 from pfedhn.deploy.wire import HEAD, Message, layout, norm, packed
 from pfedhn.engine.plan import Plan
@@ -34,6 +35,11 @@ class Question:
     bytes_down: int = 0
     deadline: float = math.inf
     has_been_repeated: bool = False
+
+    @cached_property
+    def digest(self) -> str:
+        """What records name the message by."""
+        return evidence(self.content)[0]
 
 
 class Questions:

@@ -82,7 +82,7 @@ class Study:
 
 def _columns(data: Data) -> str:
     if data.features:
-        return f"{', '.join(data.features)}; label {data.label}"
+        return f"{some(data.features, 50)}; label {data.label}"
     return f"arrays of shape {' x '.join(map(str, data.example_shape))}"
 
 
