@@ -247,7 +247,7 @@ def ending(world: Federation) -> tuple[str, str]:
 def largest_difference(world: World) -> float:
     """Between all that server and parties remember and the simulator, in multiples of the largest number there."""
     site = Site(world.folder / "state")
-    state, cell = Store(site.folder / "server", Rules(site.plan)).load(), site.spec.cell
+    state, cell = Store(site.folder, Rules(site.plan)).load(), site.spec.cell
     steps: dict[int, list[str]] = {}
     for one in world.events():
         if one["event"] == "accepted":

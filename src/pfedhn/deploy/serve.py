@@ -46,7 +46,7 @@ class Service:
         try:
             self._log({"event": "serving", "address": site.address, "run": site.run})
             roster, policy = site.invitations.enrolled, site.spec.policy
-            server = Server(plan, site.run, site.folder / "server", key, roster, self.mailroom, policy, self._note)
+            server = Server(plan, site.run, site.folder, key, roster, self.mailroom, policy, self._note)
             self.server = server
             self._note({"event": "running", "pid": os.getpid(), "round": server.state.round})
             server.run(stop, is_lingering=not self.is_leaving)

@@ -270,8 +270,6 @@ class Rules:
         """A party knows which round was chosen, and has said how good its model of that round is."""
         assert state.final is not None
         member = state.members[table["party"]]
-        if state.is_adapted is None and member.phase == "training":  # as earlier versions told them
-            state.is_adapted = True
         member.is_told = True
         state.final[table["party"]] = table["scores"]
 
