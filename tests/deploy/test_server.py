@@ -41,6 +41,7 @@ from pfedhn.data.federation import Federation
 from pfedhn.deploy import checks
 from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy import server as serving
+from pfedhn.deploy.backup import back_up
 from pfedhn.deploy.checks import check_scores
 from pfedhn.deploy.contacts import Arrival
 from pfedhn.deploy.database import DATABASE, Database
@@ -376,6 +377,22 @@ def test_a_file_that_is_no_database_is_said(tmp_path: Path) -> None:
     change(tmp_path / "other", "pragma user_version = 99")
     with pytest.raises(RunError, match="another version of pfedhn"):
         Database(tmp_path / "other")
+
+
+def test_a_backup_that_was_made_at_work_goes_on(expected: tuple[Simulation, State], tmp_path: Path) -> None:
+    group = Group(expected[0], tmp_path, Policy(checkpoint_seconds=0.0))
+    stop_after(group, "round", 2)
+    (tmp_path / "server" / "parties").mkdir()
+    (tmp_path / "server" / "parties" / "lyon.json").write_text("{}")
+    assert back_up(tmp_path / "server", tmp_path / "copy") == 2  # the server has its database open
+    with pytest.raises(UserError, match="is not empty"):
+        back_up(tmp_path / "server", tmp_path / "copy")
+    stop_after(group, "accepted", 1)
+    shutil.rmtree(tmp_path / "server")
+    (tmp_path / "copy").rename(tmp_path / "server")
+    assert all(file.stat().st_mode & 0o077 == 0 for file in (tmp_path / "server").rglob("*"))
+    group.new_server().run()
+    assert_simulated(group, expected[1])
 
 
 def test_a_folder_of_version_0_1_is_refused(tmp_path: Path) -> None:
