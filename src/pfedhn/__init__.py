@@ -16,6 +16,7 @@ _HOMES = {
     "FedAvg": "pfedhn.algorithms.fedavg",
     "FedBABU": "pfedhn.algorithms.fedbabu",
     "FedPer": "pfedhn.algorithms.fedper",
+    "FedProx": "pfedhn.algorithms.fedprox",
     "FedRep": "pfedhn.algorithms.fedrep",
     "Federation": "pfedhn.data.federation",
     "Fold": "pfedhn.data.dealing",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.fedavg import FedAvg
     from pfedhn.algorithms.fedbabu import FedBABU
     from pfedhn.algorithms.fedper import FedPer
+    from pfedhn.algorithms.fedprox import FedProx
     from pfedhn.algorithms.fedrep import FedRep
     from pfedhn.algorithms.lg_fedavg import LGFedAvg
     from pfedhn.algorithms.local import Local
@@ -94,6 +96,7 @@ __all__ = [
     "FedAvg",
     "FedBABU",
     "FedPer",
+    "FedProx",
     "FedRep",
     "Federation",
     "Fold",

@@ -9,6 +9,7 @@ from pfedhn.algorithms.fedala import FedALA
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedbabu import FedBABU
 from pfedhn.algorithms.fedper import FedPer
+from pfedhn.algorithms.fedprox import FedProx
 from pfedhn.algorithms.fedrep import FedRep
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
@@ -195,4 +196,6 @@ ALGORITHMS: dict[str, Method] = {
     "fedala": Method("FedALA", FedALA, grid=LOCAL, color="#DDCC77", dash=(0, (8, 1))),
     # Where alpha starts; the values of the authors' figures.
     "apfl": Method("APFL", APFL, grid={**LOCAL, "alpha": (0.25, 0.5, 0.75)}, color="#AA4499", dash=(0, (1, 1, 3, 1))),
+    # The values that its authors tune over.
+    "fedprox": Method("FedProx", FedProx, grid={**LOCAL, "strength": (0.001, 0.01, 0.1, 1.0)}),
 }
