@@ -15,6 +15,7 @@ _HOMES = {
     "FedALA": "pfedhn.algorithms.fedala",
     "FedAvg": "pfedhn.algorithms.fedavg",
     "FedBABU": "pfedhn.algorithms.fedbabu",
+    "FedBN": "pfedhn.algorithms.fedbn",
     "FedPer": "pfedhn.algorithms.fedper",
     "FedProx": "pfedhn.algorithms.fedprox",
     "FedRep": "pfedhn.algorithms.fedrep",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.fedala import FedALA
     from pfedhn.algorithms.fedavg import FedAvg
     from pfedhn.algorithms.fedbabu import FedBABU
+    from pfedhn.algorithms.fedbn import FedBN
     from pfedhn.algorithms.fedper import FedPer
     from pfedhn.algorithms.fedprox import FedProx
     from pfedhn.algorithms.fedrep import FedRep
@@ -95,6 +97,7 @@ __all__ = [
     "FedALA",
     "FedAvg",
     "FedBABU",
+    "FedBN",
     "FedPer",
     "FedProx",
     "FedRep",

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfedhn.errors import UserError
 from pfedhn.model import Model
@@ -47,6 +48,13 @@ def assign_roles(model: Model, rest: Role, settings: Mapping[str, str] | None = 
         )
     parts = [{name: shape for name, shape in model.shapes.items() if roles[name] == role} for role in Roles._fields]
     return Roles(*parts)
+
+
+def batch_norms(model: Model) -> list[str]:
+    """The parameters of BatchNorm layers. They are found by type: a layer's name says nothing."""
+    layers = {name: part for name, part in model.training_module.named_modules() if isinstance(part, _BatchNorm)}
+    owned = {f"{name}.{part}".lstrip(".") for name, layer in layers.items() for part, _ in layer.named_parameters()}
+    return [name for name in model.shapes if name in owned]
 
 
 def _parameters(model: Model, layers: Sequence[str], setting: str) -> list[str]:

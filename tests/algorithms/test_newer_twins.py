@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from support import (
+    CHANNELS,
+    NUM_CLASSES,
     assert_close,
+    assert_same_bits,
     finish,
     model,
     mostly_slow,
@@ -21,18 +24,24 @@ from test_twins import (
     TWINS,
     average,
     cohorts,
+    descend,
     network,
     optimizer,
     row,
     training_batches,
     weights_of,
 )
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.fedbn import FedBN
 from pfedhn.algorithms.fedprox import FedProx
 from pfedhn.data.federation import Federation
+from pfedhn.model import Model
+from pfedhn.models import cross_entropy as cross_entropy_of_each
+from pfedhn.models import is_correct
 from pfedhn.params import Params, take
 from pfedhn.sgd import Batches
 
@@ -91,6 +100,73 @@ def test_the_proximal_term_has_the_gradient_of_half_a_squared_distance(federatio
     for name in w:  # an update is received minus trained, so that after one step w_1 - w is minus the first update
         assert_close(held[name], free[name] + 0.1 * 3.0 * -first[name], **EXACT)
         assert (held[name] - free[name]).abs().max() > 1e-4
+
+
+# FedBN
+
+
+class Block(nn.Module):
+    """A residual block whose BatchNorm layers have names that do not tell what they are, as torchvision's."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.main = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels))
+        self.downsample = nn.Sequential(nn.Conv2d(channels, channels, 1), nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.main(x) + self.downsample(x)).relu()
+
+
+def nested() -> nn.Module:
+    stem = nn.Sequential(nn.Conv2d(CHANNELS, 3, 3), nn.BatchNorm2d(3))
+    return nn.Sequential(stem, nn.Sequential(nn.Sequential(Block(3))), nn.Flatten(), nn.Linear(48, NUM_CLASSES))
+
+
+NORMS = {f"{layer}.{part}" for layer in ("0.1", "1.0.0.main.1", "1.0.0.downsample.1") for part in ("weight", "bias")}
+
+
+def test_batch_norms_are_found_by_type_at_any_depth() -> None:
+    network = Model("nested", nested, cross_entropy_of_each, is_correct, dtype=torch.float64)
+    roles = ALGORITHMS["fedbn"]().roles(network)
+    assert set(roles.personal) == NORMS
+    assert not [name for name in NORMS if "bn" in name or "norm" in name]
+    assert set(roles.shared) == set(network.shapes) - NORMS
+
+
+@pytest.mark.parametrize("spec", [row("fedbn", **LOCAL)], ids=["fedbn"])
+def test_fedbn(federation: Federation, spec: FedBN) -> None:
+    """With PyTorch's own BatchNorm layers, one network for each client."""
+    network = Model("nested", nested, cross_entropy_of_each, is_correct, dtype=torch.float64)
+    simulation = simulate(spec, federation, {"nested": network}, cohort=3)
+    (start,) = simulation.initial_models().values()
+    nets = [nested().double() for _ in CLIENTS]
+    for net in nets:
+        net.load_state_dict(net.state_dict() | start)
+    w = {name: value for name, value in start.items() if name not in NORMS}
+    for number, clients in enumerate(cohorts(simulation)):
+        trained = {}
+        for client in clients:
+            nets[client].load_state_dict(nets[client].state_dict() | w)
+            batches = training_batches(simulation, number, client)
+            descend(nets[client], [optimizer(spec, nets[client].parameters())], batches, None)
+            trained[client] = {name: value for name, value in weights_of(nets[client]).items() if name in w}
+        w = average("size", trained)
+
+    state = finish(simulation)
+    assert_close(state.memories.shared, w, **EXACT)
+    for net in nets:
+        net.load_state_dict(net.state_dict() | w)
+    assert_close(personal(simulation, state), [dict(net.state_dict()) for net in nets], **EXACT)
+    gammas = torch.stack([net.state_dict()["0.1.weight"] for net in nets])
+    assert float(gammas.std(0).min()) > 1e-3
+
+
+def test_without_batch_norm_a_warning_says_that_it_is_fedavg(
+    federation: Federation, caplog: pytest.LogCaptureFixture
+) -> None:
+    fedbn, fedavg = (finish(simulate(ALGORITHMS[name](**LOCAL), federation, cohort=3)) for name in ("fedbn", "fedavg"))
+    assert_same_bits(fedbn.memories.shared, fedavg.memories.shared)
+    assert "mlp has no BatchNorm layer with weights, so FedBN trains it as FedAvg does" in caplog.text
 
 
 def test_every_method_has_a_twin() -> None:

@@ -8,6 +8,7 @@ from pfedhn.algorithms.ditto import Ditto
 from pfedhn.algorithms.fedala import FedALA
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedbabu import FedBABU
+from pfedhn.algorithms.fedbn import FedBN
 from pfedhn.algorithms.fedper import FedPer
 from pfedhn.algorithms.fedprox import FedProx
 from pfedhn.algorithms.fedrep import FedRep
@@ -198,4 +199,5 @@ ALGORITHMS: dict[str, Method] = {
     "apfl": Method("APFL", APFL, grid={**LOCAL, "alpha": (0.25, 0.5, 0.75)}, color="#AA4499", dash=(0, (1, 1, 3, 1))),
     # The values that its authors tune over.
     "fedprox": Method("FedProx", FedProx, grid={**LOCAL, "strength": (0.001, 0.01, 0.1, 1.0)}),
+    "fedbn": Method("FedBN", FedBN, grid=LOCAL),
 }
