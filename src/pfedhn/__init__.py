@@ -26,6 +26,7 @@ _HOMES = {
     "Linear": "pfedhn.kernels.linear",
     "Local": "pfedhn.algorithms.local",
     "MLP": "pfedhn.models",
+    "MRMTL": "pfedhn.algorithms.mr_mtl",
     "NewClient": "pfedhn.runs.joining",
     "NewClients": "pfedhn.runs.joining",
     "OmniglotNet": "pfedhn.models",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.fedrep import FedRep
     from pfedhn.algorithms.lg_fedavg import LGFedAvg
     from pfedhn.algorithms.local import Local
+    from pfedhn.algorithms.mr_mtl import MRMTL
     from pfedhn.algorithms.per_fedavg import PerFedAvg
     from pfedhn.algorithms.pfedhn import PFedHN
     from pfedhn.algorithms.pfedhn_shared import PFedHNShared
@@ -108,6 +110,7 @@ __all__ = [
     "Linear",
     "Local",
     "MLP",
+    "MRMTL",
     "NewClient",
     "NewClients",
     "OmniglotNet",

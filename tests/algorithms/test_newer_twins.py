@@ -10,6 +10,7 @@ import torch
 from support import (
     CHANNELS,
     NUM_CLASSES,
+    NUM_CLIENTS,
     assert_close,
     assert_same_bits,
     finish,
@@ -38,11 +39,13 @@ from torch.nn.utils import clip_grad_norm_
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedbn import FedBN
 from pfedhn.algorithms.fedprox import FedProx
+from pfedhn.algorithms.mr_mtl import MRMTL
 from pfedhn.data.federation import Federation
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy as cross_entropy_of_each
 from pfedhn.models import is_correct
 from pfedhn.params import Params, take
+from pfedhn.privacy import Privacy, Protection, keyed_normal, protecting
 from pfedhn.sgd import Batches
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -167,6 +170,48 @@ def test_without_batch_norm_a_warning_says_that_it_is_fedavg(
     fedbn, fedavg = (finish(simulate(ALGORITHMS[name](**LOCAL), federation, cohort=3)) for name in ("fedbn", "fedavg"))
     assert_same_bits(fedbn.memories.shared, fedavg.memories.shared)
     assert "mlp has no BatchNorm layer with weights, so FedBN trains it as FedAvg does" in caplog.text
+
+
+# MR-MTL
+
+
+@every_target
+@pytest.mark.parametrize(
+    "spec", [row("mr-mtl", **LOCAL, strength=0.7), row("mr-mtl", **LOCAL, strength=2.0, local_clip=0.5)], ids=str
+)
+def test_mr_mtl(federation: Federation, target: str, spec: MRMTL) -> None:
+    simulation = simulate(spec, federation, target, cohort=2, rounds=6, seed=1)
+    (w,) = simulation.initial_models().values()
+    nets: dict[int, nn.Module] = {}
+    for number, clients in enumerate(cohorts(simulation)):
+        trained = {}
+        for client in clients:
+            net = nets.setdefault(client, network(model(target), w))
+            descend_pulled(spec, net, w, training_batches(simulation, number, client))
+            trained[client] = weights_of(net)
+        w = average("mean", trained)
+    assert 2 <= len(nets) < NUM_CLIENTS  # some client is never chosen, and is tested with w
+
+    state = finish(simulation)
+    assert_close(state.memories.shared, w, **EXACT)
+    assert_close(personal(simulation, state), [weights_of(nets[i]) if i in nets else w for i in CLIENTS], **EXACT)
+
+
+def test_mr_mtl_pulls_outside_the_clip_of_private_steps(federation: Federation) -> None:
+    """Far from the mean, a step moves by the whole pull; clipped with the gradients it would move by at most the clip.
+
+    The clip of single examples' gradients and the noise are so small here that the pull is nearly all of the step.
+    """
+    batches = Batches(*take(federation.batches(torch.tensor([2]), 1, 1, 5), 0))
+    spec = ALGORITHMS["mr-mtl"](local_lr=0.1, local_steps=1, local_momentum=0.0, local_weight_decay=0.0, strength=2.0)
+    own, w = model().fresh(1), model().fresh(2)
+    private = spec.init_private(model(), own, 0)._replace(has_trained=torch.tensor(True))
+    clip = 1e-6
+    with protecting(Protection(Privacy(clip, 0.0, level="example"), 5.0, keyed_normal(3))):
+        update, kept = spec.train(model(), w, private, batches)
+    for name, value in kept.own.items():
+        assert_close(value, own[name] - 0.1 * 2.0 * (own[name] - w[name]), rtol=0, atol=0.1 * clip)
+        assert_close(update[name], w[name] - value, **EXACT)
 
 
 def test_every_method_has_a_twin() -> None:

@@ -15,6 +15,7 @@ from pfedhn.algorithms.fedrep import FedRep
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.method import Method
+from pfedhn.algorithms.mr_mtl import MRMTL
 from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedhn_shared import PFedHNShared
@@ -200,4 +201,5 @@ ALGORITHMS: dict[str, Method] = {
     # The values that its authors tune over.
     "fedprox": Method("FedProx", FedProx, grid={**LOCAL, "strength": (0.001, 0.01, 0.1, 1.0)}),
     "fedbn": Method("FedBN", FedBN, grid=LOCAL),
+    "mr-mtl": Method("MR-MTL", MRMTL, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
 }
