@@ -19,6 +19,7 @@ _HOMES = {
     "FedPer": "pfedhn.algorithms.fedper",
     "FedProx": "pfedhn.algorithms.fedprox",
     "FedRep": "pfedhn.algorithms.fedrep",
+    "FedRoD": "pfedhn.algorithms.fedrod",
     "Federation": "pfedhn.data.federation",
     "Fold": "pfedhn.data.dealing",
     "LGFedAvg": "pfedhn.algorithms.lg_fedavg",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.fedper import FedPer
     from pfedhn.algorithms.fedprox import FedProx
     from pfedhn.algorithms.fedrep import FedRep
+    from pfedhn.algorithms.fedrod import FedRoD
     from pfedhn.algorithms.lg_fedavg import LGFedAvg
     from pfedhn.algorithms.local import Local
     from pfedhn.algorithms.mr_mtl import MRMTL
@@ -103,6 +105,7 @@ __all__ = [
     "FedPer",
     "FedProx",
     "FedRep",
+    "FedRoD",
     "Federation",
     "Fold",
     "LGFedAvg",

@@ -3,6 +3,7 @@
 Beside each twin stand tests for the faults that other implementations of the method have had (docs/baselines.md).
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -33,14 +34,17 @@ from test_twins import (
     weights_of,
 )
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, max_pool2d
 from torch.nn.utils import clip_grad_norm_
 
+from pfedhn.algorithm import LABEL_COUNTS
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedbn import FedBN
 from pfedhn.algorithms.fedprox import FedProx
+from pfedhn.algorithms.fedrod import FedRoD
 from pfedhn.algorithms.mr_mtl import MRMTL
 from pfedhn.data.federation import Federation
+from pfedhn.errors import UserError
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy as cross_entropy_of_each
 from pfedhn.models import is_correct
@@ -212,6 +216,93 @@ def test_mr_mtl_pulls_outside_the_clip_of_private_steps(federation: Federation) 
     for name, value in kept.own.items():
         assert_close(value, own[name] - 0.1 * 2.0 * (own[name] - w[name]), rtol=0, atol=0.1 * clip)
         assert_close(update[name], w[name] - value, **EXACT)
+
+
+# FedRoD
+
+
+def head_of(net: nn.Module, target: str) -> nn.Linear:
+    layer = net.get_submodule(model(target).last_layer)
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+def body_of(net: nn.Module, target: str, x: Tensor) -> Tensor:
+    """The input of the last layer, written out for both networks."""
+    if target == "mlp":
+        return net[2](net[1](x.flatten(1)))  # type: ignore[index]
+    return max_pool2d(net.conv(x), 2).relu().flatten(1)
+
+
+def label_counts(federation: Federation, client: int) -> list[int]:
+    labels = federation.y[federation.splits["train"].of(client)].tolist()
+    return [labels.count(label) for label in range(NUM_CLASSES)]
+
+
+@every_target
+@pytest.mark.parametrize(
+    "spec", [row("fedrod", **LOCAL), row("fedrod", **LOCAL, local_clip=0.5)], ids=["fedrod", "fedrod-clipped"]
+)
+def test_fedrod(federation: Federation, target: str, spec: FedRoD) -> None:
+    """Two heads, two losses, two optimizers; a class without examples has minus infinity as its prior."""
+    simulation = simulate(spec, federation, target, cohort=3)
+    (w,) = simulation.initial_models().values()
+    sizes = head_of(network(model(target), w), target)
+    heads = [nn.Linear(sizes.in_features, sizes.out_features, dtype=torch.float64) for _ in CLIENTS]
+    for head in heads:
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+    priors = [torch.tensor(label_counts(federation, client), dtype=torch.float64).log() for client in CLIENTS]
+    assert sum(int(prior.isinf().sum()) for prior in priors) > 2
+    for number, clients in enumerate(cohorts(simulation)):
+        trained = {}
+        for client in clients:
+            net, own = network(model(target), w), heads[client]
+            steps = [optimizer(spec, part.parameters()) for part in (net, own)]
+            for x, y in training_batches(simulation, number, client):
+                z = body_of(net, target, x)
+                shared = head_of(net, target)(z)
+                for each in steps:
+                    each.zero_grad()
+                cross_entropy(shared + priors[client], y).backward()
+                cross_entropy(shared.detach() + own(z.detach()), y).backward()
+                clip_grad_norm_(net.parameters(), spec.local_clip or math.inf)
+                for each in steps:
+                    each.step()
+            trained[client] = weights_of(net)
+        w = average("size", trained)
+
+    state = finish(simulation)
+    assert_close(state.memories.shared, w, **EXACT)
+    x = federation.x[:9]
+    for client, weights in enumerate(personal(simulation, state)):
+        net = network(model(target), w)
+        both = head_of(net, target)(body_of(net, target, x)) + heads[client](body_of(net, target, x))
+        exported = model(target).with_weights(weights)  # the two heads add up to an ordinary network
+        assert_close(exported(x).detach(), both.detach(), **EXACT)
+
+
+def test_the_personal_head_of_fedrod_does_not_train_the_body(federation: Federation) -> None:
+    """What is sent does not depend on head_P, and head_P is tested on top of the shared head, not alone."""
+    batches = Batches(*take(federation.batches(torch.tensor([2]), 1, 4, 5), 0))
+    spec = ALGORITHMS["fedrod"](**LOCAL)
+    counts = federation.label_counts(2, NUM_CLASSES)
+    private = spec.init_private(model(), model().fresh(1) | {LABEL_COUNTS: counts}, 0)
+    other = private._replace(head={name: torch.ones_like(value) for name, value in private.head.items()})
+    received = model().fresh(2)
+    updates = [spec.train(model(), received, one, batches)[0] for one in (private, other)]
+    assert_same_bits(*updates)
+    head = spec.personalize(model(), received, other, batches)
+    assert_close(head["3.bias"], received["3.bias"] + 1, **EXACT)
+
+
+def test_fedrod_refuses_a_last_layer_that_is_not_linear(federation: Federation) -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(CHANNELS * 36, NUM_CLASSES), nn.LayerNorm(NUM_CLASSES))
+
+    normed = Model("normed", network, cross_entropy_of_each, is_correct, dtype=torch.float64)
+    with pytest.raises(UserError, match="FedRoD works on a linear last layer, and the last layer of normed, '2', is"):
+        simulate(ALGORITHMS["fedrod"](), federation, {"normed": normed})
 
 
 def test_every_method_has_a_twin() -> None:

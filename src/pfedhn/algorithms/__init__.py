@@ -12,6 +12,7 @@ from pfedhn.algorithms.fedbn import FedBN
 from pfedhn.algorithms.fedper import FedPer
 from pfedhn.algorithms.fedprox import FedProx
 from pfedhn.algorithms.fedrep import FedRep
+from pfedhn.algorithms.fedrod import FedRoD
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.method import Method
@@ -202,4 +203,5 @@ ALGORITHMS: dict[str, Method] = {
     "fedprox": Method("FedProx", FedProx, grid={**LOCAL, "strength": (0.001, 0.01, 0.1, 1.0)}),
     "fedbn": Method("FedBN", FedBN, grid=LOCAL),
     "mr-mtl": Method("MR-MTL", MRMTL, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
+    "fedrod": Method("FedRoD", FedRoD, grid=LOCAL),
 }
