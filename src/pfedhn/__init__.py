@@ -16,6 +16,7 @@ _HOMES = {
     "FedAvg": "pfedhn.algorithms.fedavg",
     "FedBABU": "pfedhn.algorithms.fedbabu",
     "FedBN": "pfedhn.algorithms.fedbn",
+    "FedDBE": "pfedhn.algorithms.feddbe",
     "FedPer": "pfedhn.algorithms.fedper",
     "FedProx": "pfedhn.algorithms.fedprox",
     "FedRep": "pfedhn.algorithms.fedrep",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.fedavg import FedAvg
     from pfedhn.algorithms.fedbabu import FedBABU
     from pfedhn.algorithms.fedbn import FedBN
+    from pfedhn.algorithms.feddbe import FedDBE
     from pfedhn.algorithms.fedper import FedPer
     from pfedhn.algorithms.fedprox import FedProx
     from pfedhn.algorithms.fedrep import FedRep
@@ -102,6 +104,7 @@ __all__ = [
     "FedAvg",
     "FedBABU",
     "FedBN",
+    "FedDBE",
     "FedPer",
     "FedProx",
     "FedRep",

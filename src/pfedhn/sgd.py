@@ -275,25 +275,33 @@ def gradient(
         is_tested: Whether the client will use these weights: its batch statistics are then those of these passes. A
             method that trains two models on a client says no for the other one.
     """
+    found = gradient_and_more(lambda weights, batch: (loss(weights, batch), ()), unpack, is_tested)
+    return lambda vector, batch: found(vector, batch)[0]
 
+
+def gradient_and_more(
+    loss: Callable[[Params, Batches], tuple[Tensor, Any]], unpack: Callable[[Tensor], Params], is_tested: bool = True
+) -> Callable[[Tensor, Batches], tuple[Tensor, Any]]:
+    """As `gradient`, of a loss that also returns tensors of its pass, such as features; they come with the gradient."""
     if protected() is not None:
         raise UserError(NO_GRADIENT)
 
-    def of_vector(vector: Tensor, batch: Batches) -> Tensor:
+    def of_vector(vector: Tensor, batch: Batches) -> tuple[Tensor, Any]:
         return loss(unpack(vector), batch)
 
-    def with_statistics(vector: Tensor, batch: Batches) -> tuple[Tensor, Params]:
+    def with_statistics(vector: Tensor, batch: Batches) -> tuple[Tensor, tuple[Any, Params]]:
         with collecting() as after:
-            return of_vector(vector, batch), after
+            value, more = of_vector(vector, batch)
+        return value, (more, after)
 
-    def gradient_of(vector: Tensor, batch: Batches) -> Tensor:
+    def gradient_of(vector: Tensor, batch: Batches) -> tuple[Tensor, Any]:
         tracker = tracked()
         if tracker is None or not is_tested:
-            result: Tensor = torch.func.grad(of_vector)(vector, batch)
-            return result
-        result, after = torch.func.grad(with_statistics, has_aux=True)(vector, batch)
+            both: tuple[Tensor, Any] = torch.func.grad(of_vector, has_aux=True)(vector, batch)
+            return both
+        result, (more, after) = torch.func.grad(with_statistics, has_aux=True)(vector, batch)
         tracker.now = after or tracker.now  # a user's loss may leave the network out
-        return result
+        return result, more
 
     return gradient_of
 

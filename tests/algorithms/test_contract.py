@@ -218,7 +218,7 @@ def test_a_client_that_joins_moves_as_one_that_trains(parts: Parts) -> None:
     """
     parts.algorithm, parts.shared = changed(parts.algorithm, {"averaging": None}), parts.newest
     sent, update = (pick(values, parts.model.shapes) for values in (parts.send(1), parts.train(1)[0]))
-    served = parts.algorithm.publish(parts.model, parts.shared, take(parts.rows, 1))
+    served = pick(parts.algorithm.publish(parts.model, parts.shared, take(parts.rows, 1)), parts.model.shapes)
     _, (rows,) = parts.receive([1])
     trained = subtract(sent, update)
     moved = parts.algorithm.move_row(parts.model, parts.shared, take(parts.rows, 1), subtract(served, trained))

@@ -23,6 +23,7 @@ from support import (
 from test_twins import (
     CLIENTS,
     LOCAL,
+    SIZES,
     TWINS,
     average,
     cohorts,
@@ -40,6 +41,7 @@ from torch.nn.utils import clip_grad_norm_
 from pfedhn.algorithm import LABEL_COUNTS
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedbn import FedBN
+from pfedhn.algorithms.feddbe import FedDBE
 from pfedhn.algorithms.fedprox import FedProx
 from pfedhn.algorithms.fedrod import FedRoD
 from pfedhn.algorithms.mr_mtl import MRMTL
@@ -52,6 +54,7 @@ from pfedhn.params import Params, take
 from pfedhn.privacy import Privacy, Protection, keyed_normal, protecting
 from pfedhn.sgd import Batches
 
+LAST_WEIGHT = {"mlp": "3.weight", "conv": "out.weight"}
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 every_target = pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 
@@ -303,6 +306,71 @@ def test_fedrod_refuses_a_last_layer_that_is_not_linear(federation: Federation) 
     normed = Model("normed", network, cross_entropy_of_each, is_correct, dtype=torch.float64)
     with pytest.raises(UserError, match="FedRoD works on a linear last layer, and the last layer of normed, '2', is"):
         simulate(ALGORITHMS["fedrod"](), federation, {"normed": normed})
+
+
+# FedDBE
+
+
+@every_target
+@pytest.mark.parametrize(
+    "spec",
+    [
+        row("feddbe", **LOCAL, strength=5.0, mean_momentum=0.3),
+        row("feddbe", **LOCAL, strength=50.0, local_clip=0.5),
+    ],
+    ids=["feddbe", "feddbe-clipped"],
+)
+def test_feddbe(federation: Federation, target: str, spec: FedDBE) -> None:
+    simulation = simulate(spec, federation, target, cohort=3)
+    (w,) = simulation.initial_models().values()
+    vectors = [nn.Parameter(torch.zeros_like(w[LAST_WEIGHT[target]][0])) for _ in CLIENTS]
+    first_means: dict[int, Tensor] = {}
+    for number, clients in enumerate(cohorts(simulation)):
+        mean = None
+        if first_means:
+            total = sum(SIZES[client] for client in first_means)
+            mean = sum(SIZES[client] / total * value for client, value in first_means.items())
+        trained, means = {}, {}
+        for client in clients:
+            net, vector = network(model(target), w), vectors[client]
+            steps = optimizer(spec, [*net.parameters(), vector])
+            running = torch.zeros_like(vector)
+            for x, y in training_batches(simulation, number, client):
+                steps.zero_grad()
+                z = body_of(net, target, x)
+                running = (1 - float(spec.mean_momentum)) * running.detach() + spec.mean_momentum * z.mean(0)
+                if mean is None:
+                    cross_entropy(head_of(net, target)(z), y).backward()
+                else:
+                    loss = cross_entropy(head_of(net, target)(z + vector), y)
+                    (loss + spec.strength * (0.5 * (running - mean) ** 2).mean()).backward()
+                clip_grad_norm_(net.parameters(), spec.local_clip or math.inf)
+                steps.step()
+            trained[client], means[client] = weights_of(net), running.detach()
+        w = average("size", trained)
+        first_means = means | first_means
+    assert len(first_means) > 3  # some client comes first when others have a mean
+
+    state = finish(simulation)
+    assert_close(state.memories.shared.weights, w, **EXACT)
+    total = sum(SIZES[client] * value for client, value in first_means.items())
+    assert_close(state.memories.shared.total, total, **EXACT)
+    x = federation.x[:9]
+    for client, weights in enumerate(personal(simulation, state)):
+        net = network(model(target), w)
+        shifted = head_of(net, target)(body_of(net, target, x) + vectors[client])
+        assert_close(model(target).with_weights(weights)(x).detach(), shifted.detach(), **EXACT)
+    assert max(float(vector.detach().abs().max()) for vector in vectors) > 1e-3
+
+
+def test_the_regularizer_of_feddbe_is_on_by_default_and_no_round_goes_uncounted(federation: Federation) -> None:
+    simulation = simulate(ALGORITHMS["feddbe"](**LOCAL), federation, cohort=6, rounds=2)
+    state = finish(simulation)
+    without = simulate(ALGORITHMS["feddbe"](**LOCAL, strength=0.0), federation, cohort=6, rounds=2)
+    assert (state.memories.shared.weights["1.weight"] - finish(without).memories.shared.weights["1.weight"]).any()
+    size = sum(shape.numel() for shape in model().shapes.values())
+    assert state.bytes_down == 2 * 6 * 8 * (size + 5 + 1)  # two rounds of six clients, and no round before them
+    assert state.bytes_up == 2 * 6 * 8 * (size + 5)
 
 
 def test_every_method_has_a_twin() -> None:

@@ -9,6 +9,7 @@ from pfedhn.algorithms.fedala import FedALA
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedbabu import FedBABU
 from pfedhn.algorithms.fedbn import FedBN
+from pfedhn.algorithms.feddbe import FedDBE
 from pfedhn.algorithms.fedper import FedPer
 from pfedhn.algorithms.fedprox import FedProx
 from pfedhn.algorithms.fedrep import FedRep
@@ -204,4 +205,5 @@ ALGORITHMS: dict[str, Method] = {
     "fedbn": Method("FedBN", FedBN, grid=LOCAL),
     "mr-mtl": Method("MR-MTL", MRMTL, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
     "fedrod": Method("FedRoD", FedRoD, grid=LOCAL),
+    "feddbe": Method("FedDBE", FedDBE, grid={**LOCAL, "strength": (1.0, 10.0, 50.0)}),
 }
