@@ -39,6 +39,7 @@ _HOMES = {
     "Privacy": "pfedhn.privacy",
     "Run": "pfedhn.runs.run",
     "SGD": "pfedhn.sgd",
+    "Scaffold": "pfedhn.algorithms.scaffold",
     "TabularMLP": "pfedhn.models",
     "UserError": "pfedhn.errors",
     "averaged": "pfedhn.combinators",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.pfedhn import PFedHN
     from pfedhn.algorithms.pfedhn_shared import PFedHNShared
     from pfedhn.algorithms.pfedme import PFedMe
+    from pfedhn.algorithms.scaffold import Scaffold
     from pfedhn.combinators import averaged, fine_tuned, with_statistics
     from pfedhn.data.dealing import Fold
     from pfedhn.data.federation import Federation
@@ -127,6 +129,7 @@ __all__ = [
     "Privacy",
     "Run",
     "SGD",
+    "Scaffold",
     "TabularMLP",
     "UserError",
     "averaged",

@@ -4,6 +4,7 @@ Beside each twin stand tests for the faults that other implementations of the me
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,12 +46,13 @@ from pfedhn.algorithms.feddbe import FedDBE
 from pfedhn.algorithms.fedprox import FedProx
 from pfedhn.algorithms.fedrod import FedRoD
 from pfedhn.algorithms.mr_mtl import MRMTL
+from pfedhn.algorithms.scaffold import Scaffold
 from pfedhn.data.federation import Federation
 from pfedhn.errors import UserError
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy as cross_entropy_of_each
 from pfedhn.models import is_correct
-from pfedhn.params import Params, take
+from pfedhn.params import Params, take, zeros_like
 from pfedhn.privacy import Privacy, Protection, keyed_normal, protecting
 from pfedhn.sgd import Batches
 
@@ -371,6 +373,54 @@ def test_the_regularizer_of_feddbe_is_on_by_default_and_no_round_goes_uncounted(
     size = sum(shape.numel() for shape in model().shapes.values())
     assert state.bytes_down == 2 * 6 * 8 * (size + 5 + 1)  # two rounds of six clients, and no round before them
     assert state.bytes_up == 2 * 6 * 8 * (size + 5)
+
+
+# SCAFFOLD
+
+
+@every_target
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("spec", [row("scaffold", **LOCAL, lr=0.8, local_clip=0.8)], ids=["scaffold"])
+def test_scaffold(federation: Federation, target: str, spec: Scaffold, momentum: float) -> None:
+    """Control variates as the paper has them: by the quotient for plain SGD, by the mean gradient with momentum."""
+    spec = replace(spec, local_momentum=momentum)
+    simulation = simulate(spec, federation, target, cohort=3)
+    (w,) = simulation.initial_models().values()
+    c, c_i = zeros_like(w), [zeros_like(w) for _ in CLIENTS]
+    for number, clients in enumerate(cohorts(simulation)):
+        trained, moves = {}, []
+        for client in clients:
+            net, batches = network(model(target), w), training_batches(simulation, number, client)
+            steps = torch.optim.SGD(net.parameters(), spec.local_lr, momentum)
+            mean = zeros_like(w)
+            for x, y in batches:
+                steps.zero_grad()
+                cross_entropy(net(x), y).backward()
+                clip_grad_norm_(net.parameters(), spec.local_clip)
+                for name, value in net.named_parameters():
+                    value.grad += spec.local_weight_decay * value.detach()
+                    mean[name] = mean[name] + value.grad / len(batches)
+                    value.grad += c[name] - c_i[client][name]
+                steps.step()
+            trained[client] = weights_of(net)
+            new = mean
+            if momentum == 0:
+                scale = len(batches) * spec.local_lr
+                new = {name: c_i[client][name] - c[name] + (w[name] - trained[client][name]) / scale for name in w}
+            moves.append({name: new[name] - c_i[client][name] for name in w})
+            c_i[client] = new
+        mean = average("mean", trained)
+        w = {name: w[name] - 0.8 * (w[name] - mean[name]) for name in w}
+        c = {name: c[name] + len(clients) / NUM_CLIENTS * sum(move[name] for move in moves) / len(moves) for name in c}
+
+    state = finish(simulation)
+    assert_close(state.memories.shared.weights, w, **EXACT)
+    assert_close(state.memories.shared.control, c, **EXACT)
+    assert_close([take(state.memories.private[target].take([i]), 0).private for i in CLIENTS], c_i, **EXACT)
+    assert_close(personal(simulation, state), [w for _ in CLIENTS], **EXACT)
+    assert max(float(value.abs().max()) for value in c.values()) > 1e-3
+    for name, value in c.items():  # whoever took part, c stays the mean over all clients
+        assert_close(value, sum(one[name] for one in c_i) / NUM_CLIENTS, **EXACT)
 
 
 def test_every_method_has_a_twin() -> None:

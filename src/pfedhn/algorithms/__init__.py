@@ -22,6 +22,7 @@ from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedhn_shared import PFedHNShared
 from pfedhn.algorithms.pfedme import PFedMe
+from pfedhn.algorithms.scaffold import Scaffold
 
 # The paper's grids.
 LEARNING_RATES = (1e-1, 5e-2, 1e-2, 5e-3)
@@ -206,4 +207,5 @@ ALGORITHMS: dict[str, Method] = {
     "mr-mtl": Method("MR-MTL", MRMTL, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
     "fedrod": Method("FedRoD", FedRoD, grid=LOCAL),
     "feddbe": Method("FedDBE", FedDBE, grid={**LOCAL, "strength": (1.0, 10.0, 50.0)}),
+    "scaffold": Method("SCAFFOLD", Scaffold, grid=LOCAL),
 }
