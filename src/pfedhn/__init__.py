@@ -18,6 +18,7 @@ _HOMES = {
     "FedBN": "pfedhn.algorithms.fedbn",
     "FedDBE": "pfedhn.algorithms.feddbe",
     "FedPer": "pfedhn.algorithms.fedper",
+    "FedProto": "pfedhn.algorithms.fedproto",
     "FedProx": "pfedhn.algorithms.fedprox",
     "FedRep": "pfedhn.algorithms.fedrep",
     "FedRoD": "pfedhn.algorithms.fedrod",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.fedbn import FedBN
     from pfedhn.algorithms.feddbe import FedDBE
     from pfedhn.algorithms.fedper import FedPer
+    from pfedhn.algorithms.fedproto import FedProto
     from pfedhn.algorithms.fedprox import FedProx
     from pfedhn.algorithms.fedrep import FedRep
     from pfedhn.algorithms.fedrod import FedRoD
@@ -108,6 +110,7 @@ __all__ = [
     "FedBN",
     "FedDBE",
     "FedPer",
+    "FedProto",
     "FedProx",
     "FedRep",
     "FedRoD",

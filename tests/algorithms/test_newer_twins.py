@@ -4,6 +4,7 @@ Beside each twin stand tests for the faults that other implementations of the me
 """
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -36,13 +37,14 @@ from test_twins import (
     weights_of,
 )
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, max_pool2d
+from torch.nn.functional import cross_entropy, max_pool2d, mse_loss
 from torch.nn.utils import clip_grad_norm_
 
-from pfedhn.algorithm import LABEL_COUNTS
+from pfedhn.algorithm import LABEL_COUNTS, Group
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedbn import FedBN
 from pfedhn.algorithms.feddbe import FedDBE
+from pfedhn.algorithms.fedproto import FedProto
 from pfedhn.algorithms.fedprox import FedProx
 from pfedhn.algorithms.fedrod import FedRoD
 from pfedhn.algorithms.mr_mtl import MRMTL
@@ -421,6 +423,91 @@ def test_scaffold(federation: Federation, target: str, spec: Scaffold, momentum:
     assert max(float(value.abs().max()) for value in c.values()) > 1e-3
     for name, value in c.items():  # whoever took part, c stays the mean over all clients
         assert_close(value, sum(one[name] for one in c_i) / NUM_CLIENTS, **EXACT)
+
+
+# FedProto
+
+
+def summed_by_class(z: Tensor, y: Tensor, sums: dict[int, Tensor], counts: Counter[int]) -> None:
+    for vector, label in zip(z.detach(), y.tolist(), strict=True):
+        sums[label] = sums.get(label, torch.zeros_like(vector)) + vector
+        counts[label] += 1
+
+
+def pulled_to_prototypes(z: Tensor, y: Tensor, prototypes: dict[int, Tensor]) -> Tensor:
+    """The mean squared error between features and their prototypes, which are the features where there is none."""
+    targets = [prototypes.get(label, vector) for vector, label in zip(z.detach(), y.tolist(), strict=True)]
+    return mse_loss(z, torch.stack(targets))
+
+
+@every_target
+@pytest.mark.parametrize("rule", ["size", "mean"])
+@pytest.mark.parametrize("spec", [row("fedproto", **LOCAL, strength=2.0, local_clip=0.8)], ids=["fedproto"])
+def test_fedproto(federation: Federation, target: str, spec: FedProto, rule: str) -> None:
+    spec = replace(spec, rule=rule)
+    simulation = simulate(spec, federation, target, cohort=2)
+    (start,) = simulation.initial_models().values()
+    nets = [network(model(target), start) for _ in CLIENTS]
+    prototypes: dict[int, Tensor] = {}
+    for number, clients in enumerate(cohorts(simulation)):
+        found: dict[int, list[tuple[int, Tensor]]] = {}
+        for client in clients:
+            net, steps = nets[client], optimizer(spec, nets[client].parameters())
+            sums: dict[int, Tensor] = {}
+            counts: Counter[int] = Counter()
+            for x, y in training_batches(simulation, number, client):
+                steps.zero_grad()
+                z = body_of(net, target, x)
+                summed_by_class(z, y, sums, counts)
+                loss = cross_entropy(head_of(net, target)(z), y)
+                (loss + 2.0 * pulled_to_prototypes(z, y, prototypes)).backward()
+                clip_grad_norm_(net.parameters(), spec.local_clip)
+                steps.step()
+            own = label_counts(federation, client)
+            for label, value in sums.items():
+                found.setdefault(label, []).append((own[label] if rule == "size" else 1, value / counts[label]))
+        for label, parts in found.items():
+            total = sum(weight for weight, _ in parts)
+            prototypes[label] = sum(weight / total * value for weight, value in parts)
+
+    state = finish(simulation)
+    shared = state.memories.shared
+    assert shared.known.tolist() == [float(label in prototypes) for label in range(NUM_CLASSES)]
+    assert_close({label: shared.prototypes[label] for label in prototypes}, prototypes, **EXACT)
+    heads = simulate(replace(spec, tested="head"), federation, target, cohort=2)
+    assert_close(personal(heads, state), [weights_of(net) for net in nets], **EXACT)
+    x = federation.x
+    for client, weights in enumerate(personal(simulation, state)):
+        own = [label for label in prototypes if label_counts(federation, client)[label]]
+        distances = torch.stack([(body_of(nets[client], target, x) - prototypes[label]).norm(dim=1) for label in own])
+        nearest = torch.tensor(own)[distances.argmin(0)]
+        assert torch.equal(model(target).with_weights(weights)(x).argmax(1), nearest)
+
+
+def test_fedproto_sends_no_weights_and_a_class_of_nobody_keeps_its_prototype(federation: Federation) -> None:
+    simulation = simulate(ALGORITHMS["fedproto"](**LOCAL), federation, cohort=1, rounds=1)
+    state = finish(simulation)
+    assert (state.bytes_down, state.bytes_up) == (8 * NUM_CLASSES * (5 + 1),) * 2
+    spec, shared = simulation.algorithm, state.memories.shared
+    means = {
+        "class_means": torch.ones(1, NUM_CLASSES, 5).double(),
+        "class_counts": torch.zeros(1, NUM_CLASSES).double(),
+    }
+    after, _ = spec.receive(shared, [Group(model(), (), {}, torch.tensor([3]), extras=means)])
+    assert_same_bits(after, shared)
+    assert 0 < float(shared.known.sum()) < NUM_CLASSES
+
+
+def test_fedproto_serves_networks_of_several_forms_with_features_of_one_length(federation: Federation) -> None:
+    def deep() -> nn.Module:
+        first = nn.Linear(CHANNELS * 36, 7)
+        return nn.Sequential(nn.Flatten(), first, nn.ReLU(), nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, NUM_CLASSES))
+
+    other = Model("deep", deep, cross_entropy_of_each, is_correct, dtype=torch.float64)
+    kinds = ("mlp", "deep", "mlp", "deep", "mlp", "deep")
+    models = {"mlp": model("mlp"), "deep": other}
+    state = finish(simulate(ALGORITHMS["fedproto"](**LOCAL), federation.with_architectures(kinds), models, cohort=3))
+    assert float(state.memories.shared.known.sum()) == NUM_CLASSES
 
 
 def test_every_method_has_a_twin() -> None:

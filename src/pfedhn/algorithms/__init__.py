@@ -11,6 +11,7 @@ from pfedhn.algorithms.fedbabu import FedBABU
 from pfedhn.algorithms.fedbn import FedBN
 from pfedhn.algorithms.feddbe import FedDBE
 from pfedhn.algorithms.fedper import FedPer
+from pfedhn.algorithms.fedproto import FedProto
 from pfedhn.algorithms.fedprox import FedProx
 from pfedhn.algorithms.fedrep import FedRep
 from pfedhn.algorithms.fedrod import FedRoD
@@ -208,4 +209,5 @@ ALGORITHMS: dict[str, Method] = {
     "fedrod": Method("FedRoD", FedRoD, grid=LOCAL),
     "feddbe": Method("FedDBE", FedDBE, grid={**LOCAL, "strength": (1.0, 10.0, 50.0)}),
     "scaffold": Method("SCAFFOLD", Scaffold, grid=LOCAL),
+    "fedproto": Method("FedProto", FedProto, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
 }

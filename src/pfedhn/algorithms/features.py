@@ -18,3 +18,31 @@ def mean_feature(features: Tensor, batch: Batches) -> Tensor:
     """[D]: the mean over the examples of a minibatch that the mask keeps."""
     kept = torch.where(batch.mask.unsqueeze(1), of_examples(features), 0.0)
     return kept.sum(0) / batch.mask.sum()
+
+
+def class_sums(features: Tensor, batch: Batches, num_labels: int) -> tuple[Tensor, Tensor]:
+    """[L, D] and [L]: the sum of the feature vectors of each class in a minibatch, and how many there are."""
+    labels = torch.arange(num_labels, device=features.device)
+    belongs = ((batch.y.unsqueeze(1) == labels) & batch.mask.unsqueeze(1)).to(features)
+    return belongs.T @ of_examples(features), belongs.sum(0)
+
+
+def distance_to_prototypes(features: Tensor, batch: Batches, prototypes: Tensor, known: Tensor) -> Tensor:
+    """The mean squared distance of features from the prototype of their class; 0 for a class that has none.
+
+    Args:
+        features: The inputs of the last layer.
+        batch: Whose labels say which prototype belongs to an example.
+        prototypes: [L, D].
+        known: [L], whether a class has a prototype.
+    """
+    counts = (known[batch.y] > 0.5) & batch.mask
+    gap = of_examples(features) - prototypes[batch.y]
+    return torch.where(counts, gap.square().mean(1), 0.0).sum() / batch.mask.sum()
+
+
+def weighted_means(means: Tensor, weights: Tensor, otherwise: Tensor) -> Tensor:
+    """[L, D]: the mean over clients of [C, L, D] by weights [C, L]; as it was for a class that nobody has."""
+    total = weights.sum(0)
+    found = torch.einsum("cl,cld->ld", weights, means) / torch.where(total > 0, total, 1.0).unsqueeze(1)
+    return torch.where(total.unsqueeze(1) > 0, found, otherwise)
