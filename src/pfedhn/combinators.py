@@ -65,8 +65,8 @@ class _Wrapper(Algorithm[Any, Any, Any]):
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Any:
         return self.method.init_shared(models, starts, key)
 
-    def init_row(self, key: Key, descriptor: Tensor | None) -> Any:
-        return self.method.init_row(key, descriptor)
+    def init_row(self, shared: Any, key: Key, descriptor: Tensor | None) -> Any:
+        return self.method.init_row(shared, key, descriptor)
 
     def join_row(self, shared: Any, rows: Any, descriptor: Tensor | None) -> Any:
         return self.method.join_row(shared, rows, descriptor)
@@ -130,6 +130,9 @@ class Averaged(_Wrapper):
         private = self.method.init_private(model, start, key)
         device = next(iter(start.values())).device
         return _first(private, self.uses.personal, device) if self.averages_private else private
+
+    def init_row(self, shared: Average, key: Key, descriptor: Tensor | None) -> Any:
+        return self.method.init_row(self.used(shared), key, descriptor)
 
     def join_row(self, shared: Average, rows: Any, descriptor: Tensor | None) -> Any:
         return self.method.join_row(self.used(shared), rows, descriptor)

@@ -353,7 +353,8 @@ def test_rows_and_private_memories_start_from_keys_alone(federation: Federation,
     simulation = simulate(small(method), federation)
     algorithm, state, start = simulation.algorithm, simulation.initial_state(), simulation.initial_models()["mlp"]
     for client in range(NUM_CLIENTS):
-        row = algorithm.init_row(keys.fold(keys.fold(simulation.seed, "row"), torch.tensor(client)), None)
+        key = keys.fold(keys.fold(simulation.seed, "row"), torch.tensor(client))
+        row = algorithm.init_row(state.memories.shared, key, None)
         assert_same_bits(take(state.memories.rows, client), row)
         counts = federation.label_counts(client, NUM_CLASSES)
         given = start | ({} if algorithm.extras(model()).num_labels is None else {LABEL_COUNTS: counts})

@@ -76,7 +76,7 @@ class FedDBE(FedAvg):
         weight = weights[self.head(next(iter(models.values()))).weight]
         return Shared(weights, torch.zeros_like(weight[0]), torch.zeros_like(weight[0, 0]))
 
-    def init_row(self, key: Key, descriptor: Tensor | None) -> Any:
+    def init_row(self, shared: Any, key: Key, descriptor: Tensor | None) -> Any:
         """Whether the client has trained, which is when its part of z_bar was made."""
         return torch.zeros_like(torch.as_tensor(key), dtype=torch.bool)
 

@@ -139,7 +139,7 @@ def wire_table() -> str:
         shared = algorithm.init_shared({model.name: model}, {model.name: start}, 0)
         extras, classes = algorithm.extras(model), torch.zeros(NUM_CLASSES, dtype=torch.int64)
         given = start if extras.num_labels is None else start | {LABEL_COUNTS: classes}
-        row, private = algorithm.init_row(0, None), algorithm.init_private(model, given, 0)
+        row, private = algorithm.init_row(shared, 0, None), algorithm.init_private(model, given, 0)
         received = count(algorithm.send(model, shared, row)) if algorithm.needs.communication else 0
         down, up = extras.num_values
         numbers = (received, received - down + up, count(private), count(row), algorithm.num_personalize_batches)
