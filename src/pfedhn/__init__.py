@@ -17,6 +17,7 @@ _HOMES = {
     "FedBABU": "pfedhn.algorithms.fedbabu",
     "FedBN": "pfedhn.algorithms.fedbn",
     "FedDBE": "pfedhn.algorithms.feddbe",
+    "FedPAC": "pfedhn.algorithms.fedpac",
     "FedPer": "pfedhn.algorithms.fedper",
     "FedProto": "pfedhn.algorithms.fedproto",
     "FedProx": "pfedhn.algorithms.fedprox",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.fedbabu import FedBABU
     from pfedhn.algorithms.fedbn import FedBN
     from pfedhn.algorithms.feddbe import FedDBE
+    from pfedhn.algorithms.fedpac import FedPAC
     from pfedhn.algorithms.fedper import FedPer
     from pfedhn.algorithms.fedproto import FedProto
     from pfedhn.algorithms.fedprox import FedProx
@@ -109,6 +111,7 @@ __all__ = [
     "FedBABU",
     "FedBN",
     "FedDBE",
+    "FedPAC",
     "FedPer",
     "FedProto",
     "FedProx",

@@ -3,6 +3,7 @@
 Beside each twin stand tests for the faults that other implementations of the method have had (docs/baselines.md).
 """
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -24,6 +25,7 @@ from support import (
 )
 from test_twins import (
     CLIENTS,
+    LAST,
     LOCAL,
     SIZES,
     TWINS,
@@ -40,15 +42,18 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, max_pool2d, mse_loss
 from torch.nn.utils import clip_grad_norm_
 
+from pfedhn import keys
 from pfedhn.algorithm import LABEL_COUNTS, Group
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.fedbn import FedBN
 from pfedhn.algorithms.feddbe import FedDBE
+from pfedhn.algorithms.fedpac import FedPAC
 from pfedhn.algorithms.fedproto import FedProto
 from pfedhn.algorithms.fedprox import FedProx
 from pfedhn.algorithms.fedrod import FedRoD
 from pfedhn.algorithms.mr_mtl import MRMTL
 from pfedhn.algorithms.scaffold import Scaffold
+from pfedhn.algorithms.simplex import least_weights
 from pfedhn.data.federation import Federation
 from pfedhn.errors import UserError
 from pfedhn.model import Model
@@ -508,6 +513,119 @@ def test_fedproto_serves_networks_of_several_forms_with_features_of_one_length(f
     models = {"mlp": model("mlp"), "deep": other}
     state = finish(simulate(ALGORITHMS["fedproto"](**LOCAL), federation.with_architectures(kinds), models, cohort=3))
     assert float(state.memories.shared.known.sum()) == NUM_CLASSES
+
+
+# FedPAC
+
+
+def least_by_trying(matrix: Tensor) -> Tensor:
+    """The weights of the least quadratic form, found by trying every set of weights that may be above 0."""
+    best, found = math.inf, matrix[0]
+    for size in range(1, len(matrix) + 1):
+        for chosen in map(list, itertools.combinations(range(len(matrix)), size)):
+            part = torch.linalg.solve(matrix[chosen][:, chosen], torch.ones(size, dtype=torch.float64))
+            weights = torch.zeros(len(matrix), dtype=torch.float64)
+            weights[chosen] = part / part.sum()
+            value = float(weights @ matrix @ weights)
+            if (weights >= 0).all() and value < best:
+                best, found = value, weights
+    return found
+
+
+def test_least_weights_are_those_found_by_trying() -> None:
+    several = 0
+    for seed in range(40):
+        size, length = 1 + seed % 6, 1 + seed % 9
+        vectors = keys.normal(keys.fold(seed, "vectors"), size * length).reshape(size, length) * 10.0 ** (seed % 4 - 2)
+        gaps = vectors[:1] - vectors
+        matrix = (
+            torch.diag(keys.uniform(keys.fold(seed, "diagonal"), size).double() + 0.01)
+            + gaps.double() @ gaps.double().T
+        )
+        weights = least_weights(matrix)
+        assert_close(weights, least_by_trying(matrix), rtol=0, atol=1e-12)
+        several += int(1 < (weights > 0).sum() < size)
+    assert several > 5
+    assert_close(least_weights(torch.ones(3, 3).double()).sum(), torch.tensor(1.0).double())
+    assert_close(least_weights(torch.zeros(2, 2).double()), torch.tensor([0.5, 0.5]).double())
+
+
+@every_target
+@pytest.mark.parametrize(
+    "spec",
+    [row("fedpac", **LOCAL, head_lr=0.2, head_share=0.5, strength=2.0, feature_batches=3, local_clip=0.8)],
+    ids=["fedpac"],
+)
+def test_fedpac(federation: Federation, target: str, spec: FedPAC) -> None:
+    simulation = simulate(spec, federation, target, cohort=3)
+    (w,) = simulation.initial_models().values()
+    names = set(LAST[target])
+    body = {name: value for name, value in w.items() if name not in names}
+    heads = [{name: w[name] for name in names} for _ in CLIENTS]
+    prototypes: dict[int, Tensor] = {}
+    mixed = 0
+    for number, clients in enumerate(cohorts(simulation)):
+        trained, sent, found = {}, {}, {}
+        for client in clients:
+            net, counts = network(model(target), body | heads[client]), label_counts(federation, client)
+            batches = training_batches(simulation, number, client)
+            data, first, second = batches[:3], batches[3:5], batches[5:]
+            assert len(second) == 2
+            total = sum(counts)
+            vectors: dict[int, list[Tensor]] = {}
+            for x, y in data:
+                for z, label in zip(body_of(net, target, x).detach(), y.tolist(), strict=True):
+                    vectors.setdefault(label, []).append(z)
+            means = {label: torch.stack(some).mean(0) for label, some in vectors.items()}
+            h = torch.zeros(NUM_CLASSES, len(next(iter(means.values()))), dtype=torch.float64)
+            v = 0.0
+            for label, some in vectors.items():
+                share, stacked = counts[label] / total, torch.stack(some)
+                h[label] = share * means[label]
+                v += share * float(torch.trace(stacked.T @ stacked) / len(some))
+                v -= share**2 * float(means[label] @ means[label])
+
+            own = dict(net.named_parameters())
+            head_steps = torch.optim.SGD([own[name] for name in names], 0.2, 0.9, weight_decay=0.01)
+            descend(net, [head_steps], first, 0.8, [own[name] for name in names])
+            moving = [value for name, value in own.items() if name not in names]
+            body_steps = optimizer(spec, moving)
+            for x, y in second:
+                net.zero_grad()
+                z = body_of(net, target, x)
+                loss = cross_entropy(head_of(net, target)(z), y)
+                targets = means | prototypes if prototypes else {}
+                (loss + 2.0 * pulled_to_prototypes(z, y, targets)).backward()
+                clip_grad_norm_(moving, 0.8)
+                body_steps.step()
+            trained[client], sent[client] = weights_of(net), (v / total, h)
+            sums: dict[int, Tensor] = {}
+            seen: Counter[int] = Counter()
+            for x, y in data:
+                summed_by_class(body_of(net, target, x), y, sums, seen)
+            for label, value in sums.items():
+                found.setdefault(label, []).append((counts[label], value / seen[label]))
+
+        for client in clients:
+            matrix = torch.diag(torch.tensor([sent[j][0] for j in clients], dtype=torch.float64))
+            for a, j in enumerate(clients):
+                for b, k in enumerate(clients):
+                    matrix[a, b] += torch.trace((sent[client][1] - sent[j][1]).T @ (sent[client][1] - sent[k][1]))
+            shares = least_by_trying(matrix)
+            mixed += int((shares > 1e-6).sum() > 1)
+            heads[client] = {
+                name: sum(share * trained[j][name] for share, j in zip(shares, clients, strict=True)) for name in names
+            }
+        body = average("size", {client: {name: trained[client][name] for name in body} for client in clients})
+        for label, parts in found.items():
+            weight = sum(count for count, _ in parts)
+            prototypes[label] = sum(count / weight * value for count, value in parts)
+    assert mixed > 3
+
+    state = finish(simulation)
+    assert_close(state.memories.shared.body, body, **EXACT)
+    assert_close({label: state.memories.shared.prototypes[label] for label in prototypes}, prototypes, **EXACT)
+    assert_close(personal(simulation, state), [body | heads[client] for client in CLIENTS], **EXACT)
 
 
 def test_every_method_has_a_twin() -> None:

@@ -10,6 +10,7 @@ from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedbabu import FedBABU
 from pfedhn.algorithms.fedbn import FedBN
 from pfedhn.algorithms.feddbe import FedDBE
+from pfedhn.algorithms.fedpac import FedPAC
 from pfedhn.algorithms.fedper import FedPer
 from pfedhn.algorithms.fedproto import FedProto
 from pfedhn.algorithms.fedprox import FedProx
@@ -210,4 +211,5 @@ ALGORITHMS: dict[str, Method] = {
     "feddbe": Method("FedDBE", FedDBE, grid={**LOCAL, "strength": (1.0, 10.0, 50.0)}),
     "scaffold": Method("SCAFFOLD", Scaffold, grid=LOCAL),
     "fedproto": Method("FedProto", FedProto, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
+    "fedpac": Method("FedPAC", FedPAC, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
 }

@@ -3,10 +3,14 @@
 Axes: [B]atch, [D] length of a feature vector, [L]abels.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from pfedhn.sgd import Batches
+from pfedhn.model import Model
+from pfedhn.params import Params
+from pfedhn.sgd import Batches, scan
 
 
 def of_examples(features: Tensor) -> Tensor:
@@ -46,3 +50,37 @@ def weighted_means(means: Tensor, weights: Tensor, otherwise: Tensor) -> Tensor:
     total = weights.sum(0)
     found = torch.einsum("cl,cld->ld", weights, means) / torch.where(total > 0, total, 1.0).unsqueeze(1)
     return torch.where(total.unsqueeze(1) > 0, found, otherwise)
+
+
+class ClassStatistics(NamedTuple):
+    """Sums over the examples of some minibatches, by class."""
+
+    sums: Tensor  # [L, D], of the feature vectors
+    squares: Tensor  # [L], of their squared lengths
+    counts: Tensor  # [L], how many there are
+
+    @property
+    def means(self) -> Tensor:
+        """[L, D]: the mean feature of each class; 0 for one without examples."""
+        return self.sums / self.counts.clamp(min=1).unsqueeze(1)
+
+    @property
+    def mean_squares(self) -> Tensor:
+        """[L]: the mean squared length of each class's features."""
+        return self.squares / self.counts.clamp(min=1)
+
+
+def class_statistics(
+    model: Model, weights: Params, batches: Batches, num_labels: int, num_features: int
+) -> ClassStatistics:
+    """Statistics of a network's features on minibatches [K, B, ...], by class; nothing is trained."""
+    like = next(iter(weights.values()))
+
+    def step(carry: ClassStatistics, batch: Batches, weights: Params) -> ClassStatistics:
+        features, _ = model.features(weights, batch)
+        sums, counts = class_sums(features, batch, num_labels)
+        squares, _ = class_sums(of_examples(features).square().sum(1, keepdim=True), batch, num_labels)
+        return ClassStatistics(carry.sums + sums, carry.squares + squares.squeeze(1), carry.counts + counts)
+
+    shapes = ((num_labels, num_features), (num_labels,), (num_labels,))
+    return scan(step, ClassStatistics(*(like.new_zeros(shape) for shape in shapes)), batches, weights)
