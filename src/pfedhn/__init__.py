@@ -13,6 +13,7 @@ _HOMES = {
     "Ditto": "pfedhn.algorithms.ditto",
     "Embeddings": "pfedhn.algorithms.embeddings",
     "FedALA": "pfedhn.algorithms.fedala",
+    "FedAMP": "pfedhn.algorithms.fedamp",
     "FedAvg": "pfedhn.algorithms.fedavg",
     "FedBABU": "pfedhn.algorithms.fedbabu",
     "FedBN": "pfedhn.algorithms.fedbn",
@@ -34,6 +35,7 @@ _HOMES = {
     "NewClient": "pfedhn.runs.joining",
     "NewClients": "pfedhn.runs.joining",
     "OmniglotNet": "pfedhn.models",
+    "PFedGraph": "pfedhn.algorithms.pfedgraph",
     "PFedHN": "pfedhn.algorithms.pfedhn",
     "PFedHNShared": "pfedhn.algorithms.pfedhn_shared",
     "PFedMe": "pfedhn.algorithms.pfedme",
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.ditto import Ditto
     from pfedhn.algorithms.embeddings import Embeddings
     from pfedhn.algorithms.fedala import FedALA
+    from pfedhn.algorithms.fedamp import FedAMP
     from pfedhn.algorithms.fedavg import FedAvg
     from pfedhn.algorithms.fedbabu import FedBABU
     from pfedhn.algorithms.fedbn import FedBN
@@ -79,6 +82,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.local import Local
     from pfedhn.algorithms.mr_mtl import MRMTL
     from pfedhn.algorithms.per_fedavg import PerFedAvg
+    from pfedhn.algorithms.pfedgraph import PFedGraph
     from pfedhn.algorithms.pfedhn import PFedHN
     from pfedhn.algorithms.pfedhn_shared import PFedHNShared
     from pfedhn.algorithms.pfedme import PFedMe
@@ -107,6 +111,7 @@ __all__ = [
     "Ditto",
     "Embeddings",
     "FedALA",
+    "FedAMP",
     "FedAvg",
     "FedBABU",
     "FedBN",
@@ -128,6 +133,7 @@ __all__ = [
     "NewClient",
     "NewClients",
     "OmniglotNet",
+    "PFedGraph",
     "PFedHN",
     "PFedHNShared",
     "PFedMe",

@@ -117,6 +117,12 @@ class Averaged(_Wrapper):
     def __post_init__(self) -> None:
         if self.averaging is None:
             raise UserError("an averaged method needs averaging, how much of its past the average keeps, as 0.998.")
+        if self.uses.published == () and self.uses.personal == ():
+            name = type(innermost(self.method)).__name__
+            raise UserError(
+                f"the server of {name} keeps a model for each client, which no moving average covers; leave averaging "
+                "out."
+            )
 
     @property
     def averages_private(self) -> bool:

@@ -39,12 +39,13 @@ from test_twins import (
     weights_of,
 )
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, max_pool2d, mse_loss
+from torch.nn.functional import cosine_similarity, cross_entropy, max_pool2d, mse_loss
 from torch.nn.utils import clip_grad_norm_
 
 from pfedhn import keys
 from pfedhn.algorithm import LABEL_COUNTS, Group
 from pfedhn.algorithms import ALGORITHMS
+from pfedhn.algorithms.fedamp import FedAMP
 from pfedhn.algorithms.fedbn import FedBN
 from pfedhn.algorithms.feddbe import FedDBE
 from pfedhn.algorithms.fedpac import FedPAC
@@ -52,9 +53,11 @@ from pfedhn.algorithms.fedproto import FedProto
 from pfedhn.algorithms.fedprox import FedProx
 from pfedhn.algorithms.fedrod import FedRoD
 from pfedhn.algorithms.mr_mtl import MRMTL
+from pfedhn.algorithms.pfedgraph import PFedGraph
 from pfedhn.algorithms.scaffold import Scaffold
-from pfedhn.algorithms.simplex import least_weights
+from pfedhn.algorithms.simplex import least_weights, nearest_weights
 from pfedhn.data.federation import Federation
+from pfedhn.engine.simulate import Simulation
 from pfedhn.errors import UserError
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy as cross_entropy_of_each
@@ -557,13 +560,13 @@ def test_least_weights_are_those_found_by_trying() -> None:
     ids=["fedpac"],
 )
 def test_fedpac(federation: Federation, target: str, spec: FedPAC) -> None:
-    simulation = simulate(spec, federation, target, cohort=3)
+    simulation = simulate(spec, federation, target, cohort=2, seed=1)
     (w,) = simulation.initial_models().values()
     names = set(LAST[target])
     body = {name: value for name, value in w.items() if name not in names}
     heads = [{name: w[name] for name in names} for _ in CLIENTS]
     prototypes: dict[int, Tensor] = {}
-    mixed = 0
+    mixed = num_own_means = 0
     for number, clients in enumerate(cohorts(simulation)):
         trained, sent, found = {}, {}, {}
         for client in clients:
@@ -595,6 +598,7 @@ def test_fedpac(federation: Federation, target: str, spec: FedPAC) -> None:
                 z = body_of(net, target, x)
                 loss = cross_entropy(head_of(net, target)(z), y)
                 targets = means | prototypes if prototypes else {}
+                num_own_means += len({*y.tolist()} - {*prototypes}) if prototypes else 0
                 (loss + 2.0 * pulled_to_prototypes(z, y, targets)).backward()
                 clip_grad_norm_(moving, 0.8)
                 body_steps.step()
@@ -621,11 +625,144 @@ def test_fedpac(federation: Federation, target: str, spec: FedPAC) -> None:
             weight = sum(count for count, _ in parts)
             prototypes[label] = sum(count / weight * value for count, value in parts)
     assert mixed > 3
+    assert num_own_means > 0  # of a class that has no prototype yet
 
     state = finish(simulation)
     assert_close(state.memories.shared.body, body, **EXACT)
     assert_close({label: state.memories.shared.prototypes[label] for label in prototypes}, prototypes, **EXACT)
     assert_close(personal(simulation, state), [body | heads[client] for client in CLIENTS], **EXACT)
+
+
+# pFedGraph and FedAMP
+
+
+def flat(weights: Params) -> Tensor:
+    return torch.cat([value.flatten() for value in weights.values()])
+
+
+def nearest_by_bisection(values: Tensor) -> Tensor:
+    """The point of the simplex nearest to `values`: what is above a level that makes the sum 1."""
+    low, high = values.min() - 1, values.max()
+    for _ in range(200):
+        level = (low + high) / 2
+        low, high = (level, high) if (values - level).clamp(min=0).sum() > 1 else (low, level)
+    return (values - (low + high) / 2).clamp(min=0)
+
+
+def test_nearest_weights_solve_the_program_of_pfedgraph() -> None:
+    """The least of alpha sum (a - p)^2 + d a, against bisection and against points near it."""
+    for seed in range(20):
+        size = 1 + seed % 6
+        p = keys.uniform(keys.fold(seed, "p"), size).double()
+        p, d, alpha = p / p.sum(), keys.normal(keys.fold(seed, "d"), size).double(), 0.2 + seed / 10
+        weights = nearest_weights(p - d / (2 * alpha))
+        assert_close(weights, nearest_by_bisection(p - d / (2 * alpha)), rtol=0, atol=1e-13)
+
+        def value(a: Tensor, p: Tensor = p, d: Tensor = d, alpha: float = alpha) -> Tensor:
+            return alpha * (a - p).square().sum() + d @ a
+
+        for corner in torch.eye(size, dtype=torch.float64):
+            assert value(weights) <= value(0.99 * weights + 0.01 * corner) + 1e-15
+
+
+@every_target
+@pytest.mark.parametrize(
+    "spec",
+    [row("pfedgraph", **LOCAL, strength=0.5, alpha=0.5), row("pfedgraph", **(LOCAL | {"local_steps": 12}), alpha=1.0)],
+    ids=str,
+)
+def test_pfedgraph(federation: Federation, target: str, spec: PFedGraph) -> None:
+    simulation = simulate(spec, federation, target, cohort=4)
+    (start,) = simulation.initial_models().values()
+    combined = [start for _ in CLIENTS]
+    several = alike = 0
+    for number, clients in enumerate(cohorts(simulation)):
+        trained = {}
+        for client in clients:
+            net, center = network(model(target), combined[client]), flat(combined[client])
+            steps = optimizer(spec, net.parameters())
+            for x, y in training_batches(simulation, number, client):
+                steps.zero_grad()
+                vector = torch.cat([value.flatten() for value in net.parameters()])
+                likeness = cosine_similarity(vector, center, dim=0, eps=0.0)
+                (cross_entropy(net(x), y) - spec.strength * likeness).backward()
+                steps.step()
+            trained[client] = weights_of(net)
+        total = sum(SIZES[client] for client in clients)
+        p = torch.tensor([SIZES[client] / total for client in clients], dtype=torch.float64)
+        moved = {client: flat(trained[client]) - flat(start) for client in clients}
+        for client in clients:
+            d = torch.stack([-cosine_similarity(moved[client], moved[j], dim=0, eps=0.0) for j in clients])
+            alike += int((d < -0.9).sum()) - 1
+            d[d < -0.9] = -1.0
+            shares = nearest_by_bisection(p - d / (2 * spec.alpha))
+            several += int(1 < (shares > 0).sum() < len(clients))
+            combined[client] = {
+                name: sum(share * trained[j][name] for share, j in zip(shares, clients, strict=True)) for name in start
+            }
+    assert several > 3
+    assert alike > 0
+
+    state = finish(simulation)
+    assert_close(personal(simulation, state), combined, **EXACT)
+
+
+@every_target
+@pytest.mark.parametrize(
+    "spec",
+    [row("fedamp", **LOCAL, strength=0.8, alpha=0.4, sigma=2.0), row("fedamp", **LOCAL, alpha=3.0, sigma=0.5)],
+    ids=str,
+)
+def test_fedamp(federation: Federation, target: str, spec: FedAMP) -> None:
+    simulation = simulate(spec, federation, target, cohort=4, rounds=6)
+    (start,) = simulation.initial_models().values()
+    combined = [start for _ in CLIENTS]
+    nets = [network(model(target), start) for _ in CLIENTS]
+    sums = []
+    for number, clients in enumerate(cohorts(simulation)):
+        for client in clients:
+            steps = optimizer(spec, nets[client].parameters())
+            for x, y in training_batches(simulation, number, client):
+                steps.zero_grad()
+                parameters = nets[client].named_parameters()
+                distance = sum((value - combined[client][name]).square().sum() for name, value in parameters)
+                (cross_entropy(nets[client](x), y) + spec.strength / (2 * spec.alpha) * distance).backward()
+                steps.step()
+        trained = {client: weights_of(nets[client]) for client in clients}
+        for i in clients:
+            xi = {}
+            for j in set(clients) - {i}:
+                square = (flat(trained[i]) - flat(trained[j])).square().sum().requires_grad_()
+                (slope,) = torch.autograd.grad(1 - torch.exp(-square / spec.sigma), square)
+                xi[j] = float(spec.alpha * slope)
+            sums.append(sum(xi.values()))
+            xi = {j: value / max(1.0, sums[-1]) for j, value in xi.items()}
+            shares = xi | {i: 1 - sum(xi.values())}
+            combined[i] = {name: sum(share * trained[j][name] for j, share in shares.items()) for name in start}
+    assert (max(sums) > 1) == (spec.alpha > 1)
+
+    state = finish(simulation)
+    assert_close([take(state.memories.rows, client) for client in CLIENTS], combined, **EXACT)
+    assert_close(personal(simulation, state), [weights_of(net) for net in nets], **EXACT)
+
+
+def test_fedamp_is_local_only_without_its_proximal_term(federation: Federation) -> None:
+    """A term made of detached weights has no gradient, and would leave every client on its own."""
+    plain = {**LOCAL, "local_momentum": 0.0}
+    alone = personal_of(simulate(ALGORITHMS["local"](**plain), federation, rounds=3))
+    for strength, is_local in ((0.0, True), (1.0, False)):
+        found = personal_of(simulate(ALGORITHMS["fedamp"](**plain, strength=strength), federation, cohort=6, rounds=3))
+        for mine, own in zip(found, alone, strict=True):
+            assert torch.allclose(flat(mine), flat(own), rtol=1e-12, atol=1e-13) == is_local
+
+
+def personal_of(simulation: Simulation) -> list[Params]:
+    return personal(simulation, finish(simulation))
+
+
+def test_a_moving_average_of_models_that_the_server_keeps_one_by_one_is_refused() -> None:
+    with pytest.raises(UserError, match="PFedGraph keeps a model for each client, which no moving average covers"):
+        ALGORITHMS["pfedgraph"](averaging=0.9)
 
 
 def test_every_method_has_a_twin() -> None:

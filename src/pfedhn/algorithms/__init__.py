@@ -6,6 +6,7 @@ from pfedhn.algorithms import choices
 from pfedhn.algorithms.apfl import APFL
 from pfedhn.algorithms.ditto import Ditto
 from pfedhn.algorithms.fedala import FedALA
+from pfedhn.algorithms.fedamp import FedAMP
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedbabu import FedBABU
 from pfedhn.algorithms.fedbn import FedBN
@@ -21,6 +22,7 @@ from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.method import Method
 from pfedhn.algorithms.mr_mtl import MRMTL
 from pfedhn.algorithms.per_fedavg import PerFedAvg
+from pfedhn.algorithms.pfedgraph import PFedGraph
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedhn_shared import PFedHNShared
 from pfedhn.algorithms.pfedme import PFedMe
@@ -212,4 +214,6 @@ ALGORITHMS: dict[str, Method] = {
     "scaffold": Method("SCAFFOLD", Scaffold, grid=LOCAL),
     "fedproto": Method("FedProto", FedProto, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
     "fedpac": Method("FedPAC", FedPAC, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
+    "pfedgraph": Method("pFedGraph", PFedGraph, grid={**LOCAL, "alpha": (0.2, 0.8, 3.2)}),
+    "fedamp": Method("FedAMP", FedAMP, grid={**LOCAL, "sigma": (0.1, 1.0, 10.0)}),
 }

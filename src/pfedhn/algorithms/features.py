@@ -48,7 +48,7 @@ def distance_to_prototypes(features: Tensor, batch: Batches, prototypes: Tensor,
 def weighted_means(means: Tensor, weights: Tensor, otherwise: Tensor) -> Tensor:
     """[L, D]: the mean over clients of [C, L, D] by weights [C, L]; as it was for a class that nobody has."""
     total = weights.sum(0)
-    found = torch.einsum("cl,cld->ld", weights, means) / torch.where(total > 0, total, 1.0).unsqueeze(1)
+    found = (weights.unsqueeze(2) * means).sum(0) / torch.where(total > 0, total, 1.0).unsqueeze(1)
     return torch.where(total.unsqueeze(1) > 0, found, otherwise)
 
 

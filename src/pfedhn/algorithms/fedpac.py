@@ -32,7 +32,7 @@ from pfedhn.algorithms.simplex import least_weights
 from pfedhn.keys import Key
 from pfedhn.layers import last_linear
 from pfedhn.model import Model
-from pfedhn.params import Params, pick, subtract, take
+from pfedhn.params import Params, mixtures, pick, subtract, take
 from pfedhn.settings import Fraction
 from pfedhn.sgd import SGD, Batches, Rate
 
@@ -129,7 +129,7 @@ class FedPAC(FedAvg):
         body = group._replace(updates=pick(group.updates, shared.body))
         heads = subtract(group.rows, group.updates)
         shares = head_weights(group.extras[VARIANCE], group.extras[CLASS_FEATURES])
-        rows = {name: torch.einsum("ij,j...->i...", shares.to(value), value) for name, value in heads.items()}
+        rows = mixtures(heads, shares)
         means, counts = group.extras[CLASS_MEANS], group.extras[CLASS_COUNTS]
         after = shared._replace(
             body=after_mean_update(shared.body, body, client_weights(self.rule, group.sizes)),

@@ -42,13 +42,18 @@ class MRMTL(FedAvg):
     def uses(self) -> Uses:
         return Uses(personal=("own",))
 
+    @property
+    def pull(self) -> Rate:
+        """How strongly a client's own model is held to the received one."""
+        return self.strength
+
     def init_private(self, model: Model, start: Params, key: Key) -> Private:
         device = next(iter(start.values())).device
         return Private(start, torch.zeros((), dtype=torch.bool, device=device))
 
     def train(self, model: Model, received: Params, private: Private, batches: Batches) -> tuple[Params, Private]:
         start = self.personalize(model, received, private, batches)
-        weights, _ = self.local_sgd.run(model.loss, start, batches, pull=(self.strength, received))
+        weights, _ = self.local_sgd.run(model.loss, start, batches, pull=(self.pull, received))
         return subtract(received, weights), Private(weights, torch.ones_like(private.has_trained))
 
     def personalize(self, model: Model, received: Params, private: Private, batches: Batches) -> Params:
