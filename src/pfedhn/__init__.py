@@ -13,10 +13,17 @@ _HOMES = {
     "Ditto": "pfedhn.algorithms.ditto",
     "Embeddings": "pfedhn.algorithms.embeddings",
     "FedALA": "pfedhn.algorithms.fedala",
+    "FedAMP": "pfedhn.algorithms.fedamp",
     "FedAvg": "pfedhn.algorithms.fedavg",
     "FedBABU": "pfedhn.algorithms.fedbabu",
+    "FedBN": "pfedhn.algorithms.fedbn",
+    "FedDBE": "pfedhn.algorithms.feddbe",
+    "FedPAC": "pfedhn.algorithms.fedpac",
     "FedPer": "pfedhn.algorithms.fedper",
+    "FedProto": "pfedhn.algorithms.fedproto",
+    "FedProx": "pfedhn.algorithms.fedprox",
     "FedRep": "pfedhn.algorithms.fedrep",
+    "FedRoD": "pfedhn.algorithms.fedrod",
     "Federation": "pfedhn.data.federation",
     "Fold": "pfedhn.data.dealing",
     "LGFedAvg": "pfedhn.algorithms.lg_fedavg",
@@ -24,9 +31,11 @@ _HOMES = {
     "Linear": "pfedhn.kernels.linear",
     "Local": "pfedhn.algorithms.local",
     "MLP": "pfedhn.models",
+    "MRMTL": "pfedhn.algorithms.mr_mtl",
     "NewClient": "pfedhn.runs.joining",
     "NewClients": "pfedhn.runs.joining",
     "OmniglotNet": "pfedhn.models",
+    "PFedGraph": "pfedhn.algorithms.pfedgraph",
     "PFedHN": "pfedhn.algorithms.pfedhn",
     "PFedHNShared": "pfedhn.algorithms.pfedhn_shared",
     "PFedMe": "pfedhn.algorithms.pfedme",
@@ -34,6 +43,7 @@ _HOMES = {
     "Privacy": "pfedhn.privacy",
     "Run": "pfedhn.runs.run",
     "SGD": "pfedhn.sgd",
+    "Scaffold": "pfedhn.algorithms.scaffold",
     "TabularMLP": "pfedhn.models",
     "UserError": "pfedhn.errors",
     "averaged": "pfedhn.combinators",
@@ -57,16 +67,26 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.ditto import Ditto
     from pfedhn.algorithms.embeddings import Embeddings
     from pfedhn.algorithms.fedala import FedALA
+    from pfedhn.algorithms.fedamp import FedAMP
     from pfedhn.algorithms.fedavg import FedAvg
     from pfedhn.algorithms.fedbabu import FedBABU
+    from pfedhn.algorithms.fedbn import FedBN
+    from pfedhn.algorithms.feddbe import FedDBE
+    from pfedhn.algorithms.fedpac import FedPAC
     from pfedhn.algorithms.fedper import FedPer
+    from pfedhn.algorithms.fedproto import FedProto
+    from pfedhn.algorithms.fedprox import FedProx
     from pfedhn.algorithms.fedrep import FedRep
+    from pfedhn.algorithms.fedrod import FedRoD
     from pfedhn.algorithms.lg_fedavg import LGFedAvg
     from pfedhn.algorithms.local import Local
+    from pfedhn.algorithms.mr_mtl import MRMTL
     from pfedhn.algorithms.per_fedavg import PerFedAvg
+    from pfedhn.algorithms.pfedgraph import PFedGraph
     from pfedhn.algorithms.pfedhn import PFedHN
     from pfedhn.algorithms.pfedhn_shared import PFedHNShared
     from pfedhn.algorithms.pfedme import PFedMe
+    from pfedhn.algorithms.scaffold import Scaffold
     from pfedhn.combinators import averaged, fine_tuned, with_statistics
     from pfedhn.data.dealing import Fold
     from pfedhn.data.federation import Federation
@@ -91,10 +111,17 @@ __all__ = [
     "Ditto",
     "Embeddings",
     "FedALA",
+    "FedAMP",
     "FedAvg",
     "FedBABU",
+    "FedBN",
+    "FedDBE",
+    "FedPAC",
     "FedPer",
+    "FedProto",
+    "FedProx",
     "FedRep",
+    "FedRoD",
     "Federation",
     "Fold",
     "LGFedAvg",
@@ -102,9 +129,11 @@ __all__ = [
     "Linear",
     "Local",
     "MLP",
+    "MRMTL",
     "NewClient",
     "NewClients",
     "OmniglotNet",
+    "PFedGraph",
     "PFedHN",
     "PFedHNShared",
     "PFedMe",
@@ -112,6 +141,7 @@ __all__ = [
     "Privacy",
     "Run",
     "SGD",
+    "Scaffold",
     "TabularMLP",
     "UserError",
     "averaged",

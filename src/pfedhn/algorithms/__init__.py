@@ -6,17 +6,27 @@ from pfedhn.algorithms import choices
 from pfedhn.algorithms.apfl import APFL
 from pfedhn.algorithms.ditto import Ditto
 from pfedhn.algorithms.fedala import FedALA
+from pfedhn.algorithms.fedamp import FedAMP
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedbabu import FedBABU
+from pfedhn.algorithms.fedbn import FedBN
+from pfedhn.algorithms.feddbe import FedDBE
+from pfedhn.algorithms.fedpac import FedPAC
 from pfedhn.algorithms.fedper import FedPer
+from pfedhn.algorithms.fedproto import FedProto
+from pfedhn.algorithms.fedprox import FedProx
 from pfedhn.algorithms.fedrep import FedRep
+from pfedhn.algorithms.fedrod import FedRoD
 from pfedhn.algorithms.lg_fedavg import LGFedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.method import Method
+from pfedhn.algorithms.mr_mtl import MRMTL
 from pfedhn.algorithms.per_fedavg import PerFedAvg
+from pfedhn.algorithms.pfedgraph import PFedGraph
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedhn_shared import PFedHNShared
 from pfedhn.algorithms.pfedme import PFedMe
+from pfedhn.algorithms.scaffold import Scaffold
 
 # The paper's grids.
 LEARNING_RATES = (1e-1, 5e-2, 1e-2, 5e-3)
@@ -195,4 +205,15 @@ ALGORITHMS: dict[str, Method] = {
     "fedala": Method("FedALA", FedALA, grid=LOCAL, color="#DDCC77", dash=(0, (8, 1))),
     # Where alpha starts; the values of the authors' figures.
     "apfl": Method("APFL", APFL, grid={**LOCAL, "alpha": (0.25, 0.5, 0.75)}, color="#AA4499", dash=(0, (1, 1, 3, 1))),
+    # The values that its authors tune over.
+    "fedprox": Method("FedProx", FedProx, grid={**LOCAL, "strength": (0.001, 0.01, 0.1, 1.0)}),
+    "fedbn": Method("FedBN", FedBN, grid=LOCAL),
+    "mr-mtl": Method("MR-MTL", MRMTL, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
+    "fedrod": Method("FedRoD", FedRoD, grid=LOCAL),
+    "feddbe": Method("FedDBE", FedDBE, grid={**LOCAL, "strength": (1.0, 10.0, 50.0)}),
+    "scaffold": Method("SCAFFOLD", Scaffold, grid=LOCAL),
+    "fedproto": Method("FedProto", FedProto, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
+    "fedpac": Method("FedPAC", FedPAC, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
+    "pfedgraph": Method("pFedGraph", PFedGraph, grid={**LOCAL, "alpha": (0.2, 0.8, 3.2)}),
+    "fedamp": Method("FedAMP", FedAMP, grid={**LOCAL, "sigma": (0.1, 1.0, 10.0)}),
 }

@@ -83,7 +83,7 @@ def _is_descriptor(descriptor: Any, architecture: str, plan: Plan, state: Server
     if not isinstance(descriptor, torch.Tensor) or (descriptor.dim(), descriptor.dtype) != (1, plan.dtype):
         return False
     try:
-        row = plan.algorithm.init_row(torch.tensor(0), descriptor)
+        row = plan.first_row(state.shared, torch.tensor(0), descriptor)
         plan.exchange.sent(plan.models[architecture], state.shared, row)
     except RuntimeError:  # of another length
         return False

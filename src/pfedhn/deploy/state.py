@@ -160,7 +160,7 @@ class Rules:
         trained = [row for name, row in known.items() if state.members[name].phase == "training"]
         if state.round == 0 or not trained:
             key = torch.as_tensor(keys.fold(self.plan.seed, "row", member.identity))
-            return self.plan.first_row(key, descriptor)
+            return self.plan.first_row(state.shared, key, descriptor)
         shared = state.best.shared if state.has_ended and state.best is not None else state.shared
         return self.plan.joining_row(shared, stack(trained), descriptor)
 

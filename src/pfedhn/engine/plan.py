@@ -188,9 +188,10 @@ class Plan:
     def _fresh_models(self) -> dict[str, Params]:
         return {name: model.fresh(keys.fold(self.seed, "init")) for name, model in self.models.items()}
 
-    def first_row(self, key: keys.Key, descriptor: Tensor | None) -> Any:
-        """The server's memory of ONE client before its first round."""
-        return in_dtype(self.algorithm.init_row(key, descriptor), self.dtype)
+    def first_row(self, shared: Any, key: keys.Key, descriptor: Tensor | None) -> Any:
+        """The server's memory of ONE client before its first round; `shared` is its memory for all at round 0."""
+        memory = self.exchange.memory_of_method(shared)
+        return in_dtype(self.algorithm.init_row(memory, key, descriptor), self.dtype)
 
     def joining_row(self, shared: Any, rows: Any, descriptor: Tensor | None) -> Any:
         """The server's memory of ONE client that joins; `shared` and `rows` [N, ...] are of the trained federation."""
@@ -237,7 +238,7 @@ class Plan:
         with FakeTensorMode(allow_non_fake_inputs=True):
             shared = self.exchange.init_shared(self.models, starts, 0)
             descriptor = torch.zeros(self.descriptor_dim, dtype=self.dtype, device=self.device)
-            row = self.first_row(torch.zeros((), dtype=torch.int64, device=self.device), descriptor)
+            row = self.first_row(shared, torch.zeros((), dtype=torch.int64, device=self.device), descriptor)
         return Form(shared, row)
 
     def form_of_work(self, memories: Memories, client: int) -> tuple[Reply, Kept]:

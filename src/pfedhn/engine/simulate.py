@@ -6,7 +6,7 @@ Axes: [N] clients, [C]lients of a cohort that share one architecture.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +82,7 @@ class Simulation(Plan):
         starts = self.initial_models()
         if self.joins is None:
             shared = self.exchange.init_shared(self.models, starts, keys.fold(self.seed, "shared"))
-            rows = self._first_rows(descriptors)
+            rows = self._first_rows(shared, descriptors)
         else:
             shared, rows = self.joins.shared, self._joining_rows(self.joins, descriptors)
         # Copied, since a captured round writes it in place and a method may hand over the initial model itself.
@@ -92,17 +92,18 @@ class Simulation(Plan):
             down = bytes_of_starts(starts, Counter(self.model_of(i).name for i in range(self.federation.num_clients)))
         return State(0, Memories(shared, rows, self.private_tables(shared, rows)), bytes_down=down)
 
-    def _first_rows(self, descriptors: Tensor) -> Any:
+    def _first_rows(self, shared: Any, descriptors: Tensor) -> Any:
         """The server's memory of every client [N, ...] before the first round."""
         clients = torch.arange(self.federation.num_clients, device=self.federation.x.device)
         row_keys = torch.as_tensor(keys.fold(self.seed, "row", self.federation.identity(clients)))
-        rows = self.first_row(row_keys[0], descriptors[0])
+        first_row = partial(self.first_row, shared)
+        rows = first_row(row_keys[0], descriptors[0])
         if not pytree.tree_leaves(rows):
             return rows
         rows = pytree.tree_map(lambda leaf: leaf.new_empty((len(clients), *leaf.shape)), rows)
         for start in range(0, len(clients), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
-            put(rows, part, torch.vmap(self.first_row)(row_keys[part], descriptors[part]))
+            put(rows, part, torch.vmap(first_row)(row_keys[part], descriptors[part]))
         return rows
 
     def _joining_rows(self, joins: Joining, descriptors: Tensor) -> Any:

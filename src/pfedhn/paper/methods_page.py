@@ -19,6 +19,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch.utils import _pytree as pytree
 
+from pfedhn.algorithm import LABEL_COUNTS
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.method import Method
 from pfedhn.combinators import WRAPPERS, innermost
@@ -32,7 +33,7 @@ from pfedhn.report.tables import bytes_text, number_text
 from pfedhn.settings import CHOICE, settings_in, values_of
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "methods.md"
-NUM_CLIENTS = 50
+NUM_CLIENTS, NUM_CLASSES = 50, 10
 
 
 def meanings(algorithm: type[Any]) -> dict[str, str]:
@@ -130,14 +131,18 @@ def wire_table() -> str:
     """How many numbers each method moves and keeps, counted by calling its functions."""
     model = Model("lenet", LeNet, cross_entropy, dtype=torch.float64)  # the type that rows are drawn in
     start = model.fresh(0)
-    names = ["the client receives", "the client keeps", "the server keeps for it", "minibatches before a test"]
+    columns = ["receives", "sends", "keeps"]
+    names = [*(f"the client {what}" for what in columns), "the server keeps for it", "minibatches before a test"]
     lines = [["method", *names]]
     for name, method in ALGORITHMS.items():
         algorithm = innermost(method().for_clients(NUM_CLIENTS))
         shared = algorithm.init_shared({model.name: model}, {model.name: start}, 0)
-        row, private = algorithm.init_row(0, None), algorithm.init_private(model, start, 0)
-        sent = count(algorithm.send(model, shared, row)) if algorithm.needs.communication else 0
-        numbers = (sent, count(private), count(row), algorithm.num_personalize_batches)
+        extras, classes = algorithm.extras(model), torch.zeros(NUM_CLASSES, dtype=torch.int64)
+        given = start if extras.num_labels is None else start | {LABEL_COUNTS: classes}
+        row, private = algorithm.init_row(shared, 0, None), algorithm.init_private(model, given, 0)
+        received = count(algorithm.send(model, shared, row)) if algorithm.needs.communication else 0
+        down, up = extras.num_values
+        numbers = (received, received - down + up, count(private), count(row), algorithm.num_personalize_batches)
         lines.append([f"`{name}`", *(f"{number:,}" for number in numbers)])
     return markdown(lines, breaks=True)
 
