@@ -192,6 +192,35 @@ def test_small_clients_do_not_train_and_are_named(tmp_path: Path, caplog: pytest
         read_federation(path, "clinic", "sick", min_examples=0)
 
 
+@pytest.mark.parametrize("empty", ["", "NA", "?"])
+def test_rows_without_a_label_are_left_out_and_counted(
+    empty: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [f"{'ab'[i % 2]},{i % 9},{empty if i % 4 == 3 else i / 8}" for i in range(80)]
+    path, whole = tmp_path / f"visits{len(empty)}.csv", tmp_path / "whole.csv"
+    path.write_text("\n".join(["clinic,dose,score", *rows]))
+    whole.write_text("\n".join(["clinic,dose,score", *(row for i, row in enumerate(rows) if i % 4 != 3)]))
+    federation = read_federation(path, "clinic", "score")
+    assert torch.equal(federation.x, read_federation(whole, "clinic", "score").x)
+    assert f"{path.name}: 20 of 80 rows have no label in column 'score' and are left out." in caplog.text
+    assert client_sizes(path, "clinic", label_column="score") == [40, 20]
+    cell = Cell(dataset=str(path), columns={"client": "clinic", "label": "score"}, read={"min_examples": 30})
+    assert with_own_clients(cell).clients == 1
+    assert table_task(path, "score") == "regression"
+    assert len(read_client(path, "score", None, how=federation.reading)[1]) == 60
+
+
+def test_a_table_without_any_label_is_refused_and_lines_keep_their_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "visits.csv"
+    path.write_text("\n".join(["clinic,dose,state", *(f"{'ab'[i % 2]},{i}," for i in range(40))]))
+    with pytest.raises(UserError, match=r"no row of visits\.csv has a label in column 'state'; name another column"):
+        read_federation(path, "clinic", "state")
+    rows = [f"{'ab'[i % 2]},{'x' if i == 9 else i},{'' if i < 4 else 'up' if i % 3 else 'down'}" for i in range(40)]
+    path.write_text("\n".join(["clinic,dose,state", *rows]))
+    with pytest.raises(UserError, match=r"'dose' in line 11 of visits\.csv is 'x'"):
+        read_federation(path, "clinic", "state")
+
+
 def test_a_single_client_or_class_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "visits.csv"
     lines = [f"{'ab'[i % 2]},{i % 7},lyon,ill" for i in range(40)]

@@ -34,7 +34,7 @@ from pfedhn.data.images import (
     read_like,
     refuse_other_layout,
 )
-from pfedhn.data.labels import Task, as_numbers
+from pfedhn.data.labels import Task, as_numbers, labelled
 from pfedhn.data.reading import ImageReading, Reading, TableReading
 from pfedhn.data.tables import MIN_EXAMPLES, from_table, table_federation, used_columns
 from pfedhn.errors import UserError, closest
@@ -163,7 +163,7 @@ def read_client(
         label = label_column if label_column is not None or table is None else table.label
         if label is None:
             raise UserError(f"say which column of {place.name} is the label: --label NAME.")
-        x, labels = _examples_of(place, label, (), shape, table)
+        x, labels = _examples_of(place, label, (), shape, table, only_labelled=True)
         assert labels is not None
         y = labels
     else:
@@ -181,7 +181,12 @@ def read_client(
 
 
 def _examples_of(
-    file: Path, label: str | None, leave_out: Sequence[str], shape: tuple[int, ...], table: TableReading | None
+    file: Path,
+    label: str | None,
+    leave_out: Sequence[str],
+    shape: tuple[int, ...],
+    table: TableReading | None,
+    only_labelled: bool = False,
 ) -> tuple[Array, Array | None]:
     """The examples of a table for a run whose examples have this shape, and their labels if a column has them."""
     if len(shape) > 1:
@@ -189,6 +194,8 @@ def _examples_of(
     wanted = None if table is None else {label, *(column.name for column in table.columns)}
     columns = read_columns(file, lambda name: wanted is not None and name not in wanted)
     check_columns(file.name, columns, [] if label is None else [label])
+    if label is not None and only_labelled:
+        columns = labelled(columns, label)
     labels = None if label is None else as_numbers(columns[label])
     features = [name for name in columns if name != label and name not in leave_out]
     if not features or not len(columns[features[0]]):

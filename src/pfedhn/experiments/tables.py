@@ -106,13 +106,16 @@ def with_own_clients(cell: Cell, data_dir: Path | None = None) -> Cell:
 def _sizes(cell: Cell, data_dir: Path | None) -> list[int]:
     """The number of examples of each client that trains; [] if that is not known yet.
 
-    Only the column of clients is read: `--set` may still change how the others are read.
+    Only the columns of clients and labels are read: `--set` may still change how the others are read.
     """
     table, columns = _there(cell, data_dir), table_columns(cell)
     if table is None or "client_column" not in columns:
         return []
     least = whole_number("read.min_examples", {**EARLIER_READ, **cell.read}["min_examples"])
-    return client_sizes(table, columns["client_column"], least)
+    label = columns.get("label_column")
+    return client_sizes(
+        table, columns["client_column"], least, None if label in columns.get("ignore_columns", ()) else label
+    )
 
 
 def _there(cell: Cell, data_dir: Path | None) -> str | Columns | None:
