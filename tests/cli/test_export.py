@@ -234,6 +234,15 @@ def test_the_score_of_a_new_client_says_how_little_it_rests_on() -> None:
     assert result.exit_code == 0, result.output
     assert "(95 % interval: " in result.stdout
     assert "6 test examples say little" in result.stdout
+    Path("oslo.csv").write_text("age,dose,outcome\n7,1,ill\n")
+    refused = invoke("add-client", "runs", "--data", "oslo.csv", "--device", "cpu")
+    assert refused.exit_code == 2
+    assert "oslo.csv has 1 example, too few to learn from some and judge" in " ".join(refused.output.split())
+    untrained = invoke(
+        "add-client", "runs", "--data", "oslo.csv", "--rounds", "0", "--device", "cpu", "--out", "oslo.pt2"
+    )
+    assert "Nothing was learned (--rounds 0)" in untrained.stdout
+    assert "It was not measured" in Path("oslo.md").read_text()
 
 
 KINDS = (

@@ -123,14 +123,16 @@ def one_client(
     split: tuple[float, float, float],
     descriptor: ArrayLike | Tensor | None,
     seed: int,
+    rounds: int = 1,
 ) -> tuple[Federation, tuple[float, ...] | None]:
     """A federation of one new client, and what its empty cells are filled with. Arguments as `Run.add_client`."""
     seed, reading = check_seed(seed), plan.clients.reading
     data, fill = new_client(x, y, name, split, seed, None if reading is None else reading.table)
-    if not sum(int(data.splits[part].size.sum()) for part in EVALUATED_SPLITS):
+    if rounds and not sum(int(data.splits[part].size.sum()) for part in EVALUATED_SPLITS):
         raise UserError(
             f"split = {split} of so few examples ({len(data.x)}) leaves none for validation or test; give more "
-            "examples, or a split that keeps some of them for these."
+            "examples, a split that keeps some of them for these, or rounds = 0 for the model that a client gets "
+            "before it learns."
         )
     if name is None:
         data = replace(data, identities=torch.tensor([_identity(data)]))
@@ -244,7 +246,8 @@ def _join(
         network = network_of(plan, 0, name)
         check_model(network, data)
         refuse_single_rows(network, data, plan.schedule.batch_size)
-    refuse_without_evaluation(data)
+    if rounds:
+        refuse_without_evaluation(data)
     key = int(keys.fold(plan.seed, "new client", seed))
     joining = Simulation.of(plan.joining(data.description, memories, max(rounds, 1), key), data)
     state = _joined_state(joining, rounds)

@@ -362,7 +362,8 @@ class Run:
             x: The new client's examples; they are split, and the best round is chosen on its validation examples. Of a
                 run on a table, they are the features before they are filled in and scaled, with NaN for empty cells.
             y: Their labels, in the label's own units.
-            rounds: How many rounds it takes part in.
+            rounds: How many rounds it takes part in. With 0 it learns nothing, needs no held-out examples, and gets the
+                model that any client gets first: the shared one, with an average embedding.
             split: Fractions for training, validation and test.
             architecture: Which of several target networks it runs; that of the first client by default.
             descriptor: The new client's, for a run with fixed embeddings; its class shares by default.
@@ -374,7 +375,7 @@ class Run:
             last: Join the run as it was after its last round instead of the chosen one.
         """
         model = network_of(self.plan, 0, architecture)
-        data, fill = one_client(self.plan, model, x, y, name, split, descriptor, seed)
+        data, fill = one_client(self.plan, model, x, y, name, split, descriptor, seed, rounds)
         joined = self.add_clients(data, rounds=rounds, settings=settings, seed=seed, last=last)
         weights, memories = joined.personal_weights(0), joined.memories
         kept = take(memories.private[model.name].take([0]), 0)
