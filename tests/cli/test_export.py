@@ -415,8 +415,9 @@ def test_python_reads_as_the_command_does(kinds: Path, tmp_path: Path) -> None:
     assert torch.equal(run.read(tmp_path / "new.csv", "Rome"), torch.tensor(expected))
     x = numpy.array([[numpy.nan if i % 4 == 0 else i, 1, 0, 0] for i in range(40)])
     joined = run.add_client(x, numpy.arange(40) % 2, rounds=0, name="Oslo")
-    assert joined.fill is not None
-    assert float(run.read(tmp_path / "new.csv", "Oslo")[1, 0]) == joined.fill[0] != fill_of(kinds, 1)
+    assert joined.reading is not None
+    assert joined.reading.fill is not None
+    assert float(run.read(tmp_path / "new.csv", "Oslo")[1, 0]) == joined.reading.fill[0] != fill_of(kinds, 1)
 
 
 def test_a_card_says_what_goes_in(kinds: Path, tmp_path: Path) -> None:

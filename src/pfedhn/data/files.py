@@ -83,8 +83,8 @@ def read_federation(
         fitted: For a table: whether a median is that of the client's own training examples ("client") or of all
             clients' ("all").
         scale: For a table: whether features, and numbers to predict, are scaled by their mean and standard deviation
-            over all clients' training examples ("all") or stay as they are ("none"). `federation.reading.table` undoes
-            it in predictions: `unscaled`.
+            over all clients' training examples ("all") or stay as they are ("none"). With "client", features are scaled
+            over each client's own. `federation.reading.table` undoes it in predictions: `unscaled`.
         select: For a table: "auto" leaves out columns that are the same or different in every row, such as numbers of
             patients, and refuses dates and other columns that need mending; with "all", every column is a feature.
         min_examples: For a table: clients with fewer examples do not train.
