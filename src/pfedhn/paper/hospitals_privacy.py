@@ -92,18 +92,18 @@ def _line(entry: Entry) -> list[str]:
 
 
 def _sentence(entries: Sequence[Entry]) -> str:
-    """The log loss of each method without privacy and at its budgets, beside training alone."""
+    """The log loss of each method with the largest budget and without privacy, beside training alone."""
     losses: dict[str, dict[float | None, float]] = {}
     for entry in entries:
         loss = mean(result.test.loss for result in entry.results.values())
         losses.setdefault(entry.cell.method, {})[entry.cell.privacy.get("epsilon")] = loss
-    alone, parts = losses.pop("local", {}).get(None), []
-    for method, by_budget in losses.items():
-        budgets = sorted((epsilon for epsilon in by_budget if epsilon is not None), reverse=True)
-        if None not in by_budget or not budgets:
-            continue
-        shown = ", ".join(f"{by_budget[epsilon]:.3f} with epsilon {epsilon:g}" for epsilon in budgets)
-        parts.append(f"{display_name(method)} has a log loss of {by_budget[None]:.3f} without privacy; {shown}.")
+    largest, alone = max(NOISES), losses.pop("local", {}).get(None)
+    parts = [
+        f"With epsilon {largest:g}, {display_name(method)} has a log loss of {found[largest]:.3f}; without privacy, it "
+        f"has {found[None]:.3f}."
+        for method, found in losses.items()
+        if found.keys() >= {largest, None}
+    ]
     if alone is not None and parts:
         parts.append(f"A hospital that trains alone sends nothing and has {alone:.3f}.")
     return " ".join(parts)
