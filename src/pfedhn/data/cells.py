@@ -26,7 +26,20 @@ if TYPE_CHECKING:
 MAX_CELL = 1_000  # characters in a cell of a text file; numbers and names are shorter
 TABLES = (".csv", ".tsv", ".parquet", ".xlsx")
 SEPARATORS = {";": "semicolons", "\t": "tabs"}
-MARKS = ("na", "n/a", "#n/a", "n.a.", "<na>", "nan", "null", "none", "?", "-", "--")  # of an empty cell among numbers
+MARKS = (
+    ".",
+    "na",
+    "n/a",
+    "#n/a",
+    "n.a.",
+    "<na>",
+    "nan",
+    "null",
+    "none",
+    "?",
+    "-",
+    "--",
+)  # of an empty cell among numbers
 FEW = 0.1  # of a column's cells that are no numbers: they are mistakes, and more make it a column of texts
 GROUPED = re.compile(r"[+-]?\d{1,3}([. ]\d{3})+,\d+")  # 1.234,5 or 1 234,5
 
