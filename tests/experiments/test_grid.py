@@ -145,6 +145,10 @@ def test_lists_make_a_grid_and_methods_differ_where_they_say_so() -> None:
             "lr = 0.1",
             "mine has no field 'lr', which is a setting of a method; write lr = 0.1 under the heading [methods.pf",
         ),
+        (
+            "method = ['local', 'pfedhn']\nsettings = {lr = 1}",
+            "settings.lr is for all methods, and local has no 'lr'; write lr = 1 under the heading [methods.pfedhn].",
+        ),
         ("method = ['fedavg']\nlr = 1", "write local_lr = 1 under the heading [methods.fedavg]."),
         (
             "num_clients = 3",

@@ -19,7 +19,7 @@ REASONS: dict[Reason, str] = {
     "diverged": "its weights stopped being finite",
     "exploded": "its loss exploded",
     "untrained": "its best round on validation is the untrained one",
-    "guess": "it is no better than a guess from each client's labels",
+    "guess": "on validation, it is no better than a guess from each client's labels",
 }
 
 

@@ -320,7 +320,8 @@ def _digits(measure: Measure, value: float | None) -> int:
         return 1
     if measure.name == "log loss" or value is None or not 0 < abs(value) < math.inf:
         return 3
-    return min(4, max(0, 2 - math.floor(math.log10(abs(value)))))
+    more = 1 if abs(value) >= 10 else 0  # or gains of a hundredth of it would be lost
+    return min(4, max(0, 2 + more - math.floor(math.log10(abs(value)))))
 
 
 def _answer(chosen: Entry, differences: Sequence[Difference]) -> Answer | None:
