@@ -40,7 +40,6 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.method import Method
 from pfedhn.cli.app import app
 from pfedhn.data.partition import Labels, by_classes
-from pfedhn.experiments import tables
 from pfedhn.experiments.build import cell_algorithm, check
 from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.grid import from_table, from_toml
