@@ -29,6 +29,7 @@ from pfedhn import models
 from pfedhn.data.description import Description
 from pfedhn.deploy.policy import Policy, check_policy
 from pfedhn.engine.plan import Plan, make_plan
+from pfedhn.engine.robust import find_robust
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, short
 from pfedhn.experiments.build import cell_algorithm
@@ -106,6 +107,8 @@ def read_spec(text: str, path: Path) -> FederationSpec:
         raise UserError("pretrain is for experiments; a federation starts fresh, so leave it out.")
     if cell.privacy:
         raise UserError("privacy is each party's own choice (`pfedhn join --help`); leave it out of this file.")
+    if cell.attack:
+        raise UserError("attack is for simulations; leave it out of this file.")
     data = build(Data, own["data"], "[data]")
     policy = build(Policy, own["policy"], "[policy]")
     if cell.in_flight is not None:
@@ -165,6 +168,7 @@ def to_plan(spec: FederationSpec, device: str = "cpu") -> Plan:
         upload=find_transform(cell.upload),
         download=find_transform(cell.download),
         joining_rounds=spec.joining_rounds,
+        robust=find_robust(cell.robust),
     )
 
 
