@@ -15,7 +15,7 @@ from pfedhn import keys
 from pfedhn.errors import UserError
 from pfedhn.params import Params, take
 
-AttackKind: TypeAlias = Literal["flip", "scale", "random"]
+AttackKind: TypeAlias = Literal["flip", "scale", "random", "none"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Attack:
 
     Args:
         kind: "flip" sends the update with its sign turned; "scale" the same, as large as the bound allows; "random"
-            normal numbers, as large as the bound allows.
+            normal numbers, as large as the bound allows; "none" what it should, to have the same scores without an
+            attack.
         clients: The numbers of the hostile clients.
         bound: Largest norm of an update, in multiples of (1 + the norm of the weights that were sent); 100 is what a
             deployed server allows by default.
@@ -51,6 +52,8 @@ class Attack:
             weights: The weights that it received.
             key: For random numbers.
         """
+        if self.kind == "none":
+            return update
         if self.kind == "flip":
             return {name: -value for name, value in update.items()}
         if self.kind == "random":
@@ -66,7 +69,9 @@ class Attack:
         changed = {name: value.clone() for name, value in updates.items()}
         for place, client in enumerate(clients):
             if client in self.clients:
-                for name, value in self.sent(take(updates, place), take(weights, place), keys.fold(key, client)).items():
+                for name, value in self.sent(
+                    take(updates, place), take(weights, place), keys.fold(key, client)
+                ).items():
                     changed[name][place] = value
         return changed
 

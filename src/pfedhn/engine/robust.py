@@ -55,18 +55,20 @@ class Robust(Protocol):
 
 @dataclass(frozen=True)
 class AdaptiveNorm(Robust):
-    """Scale an update down to at most `factor` times the median of the other parties' latest norms.
+    """Scale an update down to at most `factor` times the median of the other parties' norms.
 
-    The median is of the norms as they were sent, one for each party, so it follows honest updates up and down and a
-    party cannot move its own bound. Until enough other norms are known, updates are measured and do not count.
+    The median has one norm for each party, as it was sent, so it follows honest updates up and down and a party cannot
+    move its own bound. Until enough other norms are known, updates are measured and do not count.
     """
 
     factor: Annotated[float, Bounds(1.0, 1e6)] = 2.0  # largest norm, in multiples of the median of the others'
+    keeps: Fraction = 0.0  # how much of a party's norm stays known at its next, smaller update; 0 for the latest alone
 
     def parts(self, past: Past, seen: Seen) -> tuple[dict[str, float], Past]:
-        known = {name: one["norm"] for name, one in past.get("parties", {}).items()} | dict(seen.norms)
+        before = {name: one["norm"] for name, one in past.get("parties", {}).items()}
+        known = before | {name: max(norm, self.keeps * before.get(name, 0.0)) for name, norm in seen.norms.items()}
         parts = {name: self._part(name, norm, known, seen.num_clients) for name, norm in seen.norms.items()}
-        return parts, _with_parties(past, {name: {"norm": norm} for name, norm in seen.norms.items()})
+        return parts, _with_parties(past, {name: {"norm": known[name]} for name in seen.norms})
 
     def _part(self, name: str, norm: float, known: Mapping[str, float], num_clients: int) -> float:
         others = sorted(value for other, value in known.items() if other != name)
@@ -86,11 +88,12 @@ class PerParty(Robust):
     """
 
     factor: Annotated[float, Bounds(1.0, 1e6)] = 2.0  # as of the adaptive norm
-    memory: Fraction = 0.8  # how much of a party's past the average keeps at each of its updates
+    keeps: Fraction = 0.95  # as of it; a bound that falls quickly would silence honest parties that learn more slowly
+    memory: Fraction = 0.5  # how much of a party's past the average of what was within the bound keeps at an update
     most_often: Annotated[float, Bounds(1.0, 1e6)] = 3.0  # updates of a party, in multiples of its share of all
 
     def parts(self, past: Past, seen: Seen) -> tuple[dict[str, float], Past]:
-        parts, now = AdaptiveNorm(self.factor).parts(past, seen)
+        parts, now = AdaptiveNorm(self.factor, self.keeps).parts(past, seen)
         before, count = past.get("parties", {}), past.get("count", 0)
         found, known = {}, {}
         for name, part in parts.items():
