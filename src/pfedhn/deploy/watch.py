@@ -20,6 +20,7 @@ NUM_BEFORE = 3  # updates of a party before its direction is judged
 TURNED = -0.5  # cosine between an update and the party's past
 PARTED = 0.2  # how much further apart a party's score and the others' are, besides what chance explains
 NUM_EVALUATIONS = 3  # over which scores are compared
+LEAST_OTHERS = 3  # with two, a party whose own score jumps would make one of them stand out
 WEAK = 0.5  # part of an update that counts
 
 
@@ -84,8 +85,8 @@ class Watch:
     def scored(self, history: Sequence[Mapping[str, Any]]) -> None:
         """Say which parties' scores and the others' part, by the results of all evaluations."""
         for name, (own, others) in changes(history).items():
-            is_parted = own * others <= 0 and abs(own - others) > PARTED
-            sentence = f"the score of {name} has changed by {own:+.3f} and the others' by {others:+.3f} on average"
+            is_parted = own * others < 0 and abs(own - others) > PARTED
+            sentence = f"the score of {name} has changed by {own:+.3f} and the others' by {others:+.3f}"
             self._alert(name, "parted", sentence, is_parted, is_over=not is_parted)
 
     def _alert(self, name: str, reason: str, sentence: str, is_so: bool, is_over: bool, **details: Any) -> None:
@@ -107,7 +108,7 @@ class Watch:
 
 
 def changes(history: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """How a party's share of right validation examples and the others' mean have changed over the last evaluations.
+    """How each party's share of right validation examples has changed over some evaluations, and the others' median.
 
     What chance explains of a party's own change is left out: two deviations of a share of so many examples.
     """
@@ -118,10 +119,10 @@ def changes(history: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, floa
     found = {}
     for name, own in moved.items():
         others = [change for other, change in moved.items() if other != name]
-        if len(others) >= 2:
+        if len(others) >= LEAST_OTHERS:
             chance = after[name][1] ** -0.5  # two deviations of a share of one half, the largest there are
             own = 0.0 if abs(own) <= chance else own - chance if own > 0 else own + chance
-            found[name] = own, statistics.fmean(others)
+            found[name] = own, statistics.median(others)
     return found
 
 

@@ -162,23 +162,19 @@ ROBUST: dict[str, Robust] = {
 }
 """By the name that `robust` takes."""
 
-NONE = "none"
-
 
 def find_robust(given: str | Mapping[str, Any] | Robust | None) -> Robust | None:
     """A defense by its name, or by a table with its name as `rule` and its settings."""
-    if given is None or (isinstance(given, str) and given == NONE):
+    if given is None or (isinstance(given, str) and given == "none"):
         return None
     if isinstance(given, Mapping):
         values = dict(given)
         rule = values.pop("rule", None)
         if not isinstance(rule, str):
             raise UserError(f'robust needs a rule; write robust = {{rule = "{next(iter(ROBUST))}"}}, say.')
-        if (known := find_robust(rule)) is None:
-            if values:
-                raise UserError(f"robust has the rule 'none' and {next(iter(values))!r}; leave one of them out.")
-            return None
-        kind = type(known)
+        if rule not in ROBUST:
+            raise UserError(f"there is no defense {rule!r} for robust; {closest(rule, ROBUST)}")
+        kind = type(ROBUST[rule])
         made: Robust = build(kind, values, "robust")
         for name, setting in settings_in(kind).items():
             check_bounds(setting, getattr(made, name), f"robust: {name}")
@@ -188,7 +184,7 @@ def find_robust(given: str | Mapping[str, Any] | Robust | None) -> Robust | None
             raise UserError(f"a defense is given as {short(given)}; {closest('', ROBUST)}")
         return given
     if given not in ROBUST:
-        raise UserError(f"there is no defense {given!r} for robust; {closest(given, (*ROBUST, NONE))}")
+        raise UserError(f"there is no defense {given!r} for robust; {closest(given, ROBUST)}")
     return ROBUST[given]
 
 

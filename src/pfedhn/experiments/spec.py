@@ -53,7 +53,9 @@ class Cell:
     download: str = "full"  # and to the weights on their way down
     in_flight: int | None = None  # clients that train at the same time in an asynchronous run; synchronous if none
     privacy: Mapping[str, Any] = field(default_factory=dict)  # how clients keep their data private (`Privacy`)
-    robust: str | Mapping[str, Any] = "none"  # the server's defense against hostile updates, or a table with its `rule`
+    robust: str | Mapping[str, Any] | None = (
+        None  # the server's defense against hostile updates, or its `rule` and more
+    )
     attack: Mapping[str, Any] = field(default_factory=dict)  # what hostile clients send (`Attack`)
     pretrain: str | None = None  # the method whose last model every client starts from
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method

@@ -11,7 +11,7 @@ from typing import Any
 from pfedhn.experiments.spec import Cell, Experiment
 
 ATTACKS = ("none", "flip", "scale", "random")
-FOR_ALL = ("none", "adaptive-norm", "per-party")
+FOR_ALL = (None, "adaptive-norm", "per-party")
 FOR_SUMS = ("trimmed-mean", "median")
 
 # Rates of `PRIVACY` and of the package's pFedHN-S; nothing was tuned under attack.
