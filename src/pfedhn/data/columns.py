@@ -13,6 +13,7 @@ from pfedhn.data.cells import Columns, check_columns, is_blank, is_empty, is_few
 from pfedhn.data.federation import Federation
 from pfedhn.data.reading import Column, Reading, Scaling, TableReading
 from pfedhn.data.selection import refuse_unfit
+from pfedhn.data.summaries import FLAT
 from pfedhn.errors import UserError, closest, some
 from pfedhn.statistics import MAX_DEVIATIONS
 
@@ -203,7 +204,7 @@ def fitted(federation: Federation, x: Features, table: TableReading, scale: Scal
     if y.is_floating_point():
         labels = y[seen].double()
         table = replace(table, target=(float(labels.mean()), float(labels.std(correction=0)) or 1.0))
-    return replace(federation, x=_scaled(federation.x, table), y=table.scaled(y), reading=Reading(table))
+    return replace(federation, x=scaled(federation.x, table), y=table.scaled(y), reading=Reading(table))
 
 
 def filled(federation: Federation, x: Features, table: TableReading) -> tuple[Federation, TableReading]:
@@ -240,12 +241,11 @@ def _scaling(values: torch.Tensor) -> Scaling:
     """The mean and deviation of each input of training examples."""
     numbers = values.double()
     mean, deviation = numbers.mean(0), numbers.std(0, correction=0)
-    # What varies less is lost in the rounding of 32 bits.
-    deviation = torch.where(deviation > 2e-7 * mean.abs(), deviation, 1.0)
+    deviation = torch.where(deviation > FLAT * mean.abs(), deviation, 1.0)
     return Scaling(tuple(mean.tolist()), tuple(deviation.tolist()))
 
 
-def _scaled(values: torch.Tensor, table: TableReading) -> torch.Tensor:
+def scaled(values: torch.Tensor, table: TableReading) -> torch.Tensor:
     """Inputs as the network takes them, as far as the run scales them."""
     if table.scaling is None:
         return values
@@ -303,7 +303,7 @@ def new_clients(
         labels = [table.scaled(part.float()) for part in labels]
     rows = torch.arange(sum(map(len, values)))[:, None].split([len(part) for part in values])
     data, table = filled(dealt(list(zip(rows, labels, strict=True))), torch.cat(values).numpy(), table)
-    return replace(data, x=_scaled(data.x, table), reading=Reading(table)).checked(), table
+    return replace(data, x=scaled(data.x, table), reading=Reading(table)).checked(), table
 
 
 def prepared(x: Array, table: TableReading | None, fill: Sequence[float] | None) -> Array:
@@ -323,7 +323,7 @@ def prepared(x: Array, table: TableReading | None, fill: Sequence[float] | None)
     if fill is not None:
         values = torch.where(is_empty, torch.tensor(fill, dtype=values.dtype), values)
     values = torch.cat([values, is_empty[:, table.flagged_places].to(values.dtype)], 1)
-    return _scaled(values, table).numpy()
+    return scaled(values, table).numpy()
 
 
 def medians(values: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
