@@ -9,7 +9,10 @@ _HOMES = {
     "ALGORITHMS": "pfedhn.algorithms",
     "APFL": "pfedhn.algorithms.apfl",
     "AdamW": "pfedhn.sgd",
+    "AdaptiveNorm": "pfedhn.engine.robust",
+    "Attack": "pfedhn.engine.attack",
     "ConvBlock": "pfedhn.kernels.conv",
+    "CoordinateMedian": "pfedhn.engine.robust",
     "Ditto": "pfedhn.algorithms.ditto",
     "Embeddings": "pfedhn.algorithms.embeddings",
     "FedALA": "pfedhn.algorithms.fedala",
@@ -40,11 +43,13 @@ _HOMES = {
     "PFedHNShared": "pfedhn.algorithms.pfedhn_shared",
     "PFedMe": "pfedhn.algorithms.pfedme",
     "PerFedAvg": "pfedhn.algorithms.per_fedavg",
+    "PerParty": "pfedhn.engine.robust",
     "Privacy": "pfedhn.privacy",
     "Run": "pfedhn.runs.run",
     "SGD": "pfedhn.sgd",
     "Scaffold": "pfedhn.algorithms.scaffold",
     "TabularMLP": "pfedhn.models",
+    "TrimmedMean": "pfedhn.engine.robust",
     "UserError": "pfedhn.errors",
     "averaged": "pfedhn.combinators",
     "by_classes": "pfedhn.data.partition",
@@ -91,6 +96,8 @@ if TYPE_CHECKING:
     from pfedhn.data.dealing import Fold
     from pfedhn.data.federation import Federation
     from pfedhn.data.partition import by_classes, by_coarse_class, by_group, dirichlet
+    from pfedhn.engine.attack import Attack
+    from pfedhn.engine.robust import AdaptiveNorm, CoordinateMedian, PerParty, TrimmedMean
     from pfedhn.errors import UserError
     from pfedhn.kernels.conv import ConvBlock
     from pfedhn.kernels.linear import Linear
@@ -107,7 +114,10 @@ __all__ = [
     "ALGORITHMS",
     "APFL",
     "AdamW",
+    "AdaptiveNorm",
+    "Attack",
     "ConvBlock",
+    "CoordinateMedian",
     "Ditto",
     "Embeddings",
     "FedALA",
@@ -138,11 +148,13 @@ __all__ = [
     "PFedHNShared",
     "PFedMe",
     "PerFedAvg",
+    "PerParty",
     "Privacy",
     "Run",
     "SGD",
     "Scaffold",
     "TabularMLP",
+    "TrimmedMean",
     "UserError",
     "averaged",
     "by_classes",

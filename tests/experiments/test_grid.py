@@ -383,7 +383,19 @@ def test_fields_that_came_later_leave_the_names_of_stored_runs_alone() -> None:
         "select",
         "patience",
         "folds",
+        "robust",
+        "attack",
     )
     older = {name: value for name, value in asdict(cell).items() if name not in younger}
     assert cell_digest(cell) == hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()
     assert cell_digest(other) != cell_digest(cell)
+
+
+def test_a_defense_is_given_by_name_or_with_settings() -> None:
+    experiment = from_table({"method": "fedavg", "robust": ["none", "median", {"rule": "adaptive-norm"}]}, "grid")
+    assert [cell.robust for cell in experiment.cells] == [None, "median", {"rule": "adaptive-norm"}]
+    (cell,) = with_assignments(from_table({"robust": "per-party"}, "one"), {"robust.factor": 3.0}).cells
+    assert cell.robust == {"rule": "per-party", "factor": 3.0}
+    table = from_table({"robust": {"rule": "per-party", "memory": 0.9}}, "one")
+    (cell,) = with_assignments(table, {"robust": "median"}).cells
+    assert cell.robust == "median"

@@ -13,6 +13,7 @@ from pfedhn.data.cells import Columns, check_columns, is_blank, is_empty, is_few
 from pfedhn.data.federation import Federation
 from pfedhn.data.reading import ClientReading, Column, Reading, Scaling, TableReading
 from pfedhn.data.selection import refuse_unfit
+from pfedhn.data.summaries import FLAT
 from pfedhn.errors import UserError, closest, some
 from pfedhn.statistics import MAX_DEVIATIONS
 
@@ -23,7 +24,6 @@ Scale: TypeAlias = Literal["none", "all", "client"]
 Select: TypeAlias = Literal["all", "auto"]
 Features: TypeAlias = NDArray[numpy.float32]
 
-SMALLEST = 2e-7  # part of the mean: what varies less is lost in the rounding of 32 bits
 MAX_CATEGORIES = 100  # of a column of texts; more are names, not kinds
 
 FILL_IT = (
@@ -244,7 +244,7 @@ def _scaling(values: torch.Tensor) -> Scaling:
     """The mean and deviation of each input of training examples."""
     numbers = values.double()
     mean, deviation = numbers.mean(0), numbers.std(0, correction=0)
-    deviation = torch.where(deviation > SMALLEST * mean.abs(), deviation, 1.0)
+    deviation = torch.where(deviation > FLAT * mean.abs(), deviation, 1.0)
     return Scaling(tuple(mean.tolist()), tuple(deviation.tolist()))
 
 
@@ -256,7 +256,7 @@ def _scaled_alone(federation: Federation, table: TableReading) -> TableReading:
         numbers = federation.x[federation.splits["train"].of(client)].double()
         mean, deviation = numbers.mean(0), numbers.std(0, correction=0)
         common = torch.tensor(table.scaling.deviation, dtype=torch.float64)
-        deviation = torch.where(deviation > SMALLEST * torch.maximum(mean.abs(), common), deviation, common)
+        deviation = torch.where(deviation > FLAT * torch.maximum(mean.abs(), common), deviation, common)
         own[federation.name_of(client)] = Scaling(tuple(mean.tolist()), tuple(deviation.tolist()))
     return replace(table, own_scaling=own)
 
@@ -264,16 +264,16 @@ def _scaled_alone(federation: Federation, table: TableReading) -> TableReading:
 def _all_scaled(federation: Federation, table: TableReading) -> torch.Tensor:
     """The inputs of all clients as the network takes them."""
     if not table.own_scaling:
-        return _scaled(federation.x, table.scaling)
+        return scaled(federation.x, table.scaling)
     values = federation.x.clone()
     for client in range(federation.num_clients):
         for part in federation.splits.values():
             mine = part.of(client)
-            values[mine] = _scaled(values[mine], table.reading_of(federation.name_of(client)).scaling)
+            values[mine] = scaled(values[mine], table.reading_of(federation.name_of(client)).scaling)
     return values
 
 
-def _scaled(values: torch.Tensor, scaling: Scaling | None) -> torch.Tensor:
+def scaled(values: torch.Tensor, scaling: Scaling | None) -> torch.Tensor:
     """Inputs as the network takes them, as far as the run scales them."""
     if scaling is None:
         return values
@@ -353,7 +353,7 @@ def prepared(x: Array, table: TableReading | None, client: ClientReading | None)
     if client.fill is not None:
         values = torch.where(is_empty, torch.tensor(client.fill, dtype=values.dtype), values)
     values = torch.cat([values, is_empty[:, table.flagged_places].to(values.dtype)], 1)
-    return _scaled(values, client.scaling).numpy()
+    return scaled(values, client.scaling).numpy()
 
 
 def medians(values: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:

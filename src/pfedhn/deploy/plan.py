@@ -1,14 +1,14 @@
 """How a server and its parties use the plan that they have in common."""
 
 from dataclasses import asdict, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pfedhn import keys
 from pfedhn.algorithm import NO_EXTRAS
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Exchange
 from pfedhn.storage.files import digest
-from pfedhn.storage.identity import constants_digest, method_name, settings_of, transform_name
+from pfedhn.storage.identity import constants_digest, method_name, robust_name, settings_of, transform_name
 
 Phase: TypeAlias = Literal["training", "joining"]
 """Of a party: it takes part in training, or joins when that has ended and the server's memory is frozen."""
@@ -37,4 +37,7 @@ def plan_digest(plan: Plan) -> str:
     constants = constants_digest(plan.models)  # a base that the parties must have in common
     parts += [] if constants is None else [constants]
     extras = {name: asdict(one) for name, one in plan.extras.items() if one != NO_EXTRAS}
-    return digest([*parts, {"extras": extras}] if extras else parts)
+    more: dict[str, Any] = {"extras": extras} if extras else {}
+    if plan.robust is not None:
+        more["robust"] = [robust_name(plan.robust), settings_of(plan.robust)]
+    return digest([*parts, more] if more else parts)

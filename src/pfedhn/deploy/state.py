@@ -15,6 +15,7 @@ from pfedhn.deploy.plan import Phase, exchange_of, plan_digest
 from pfedhn.deploy.wire import Message, from_envelope, unpacked
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.plan import Plan
+from pfedhn.engine.robust import Past
 from pfedhn.engine.round import Reply, Returned
 from pfedhn.engine.state import EVALUATED_SPLITS, Schedule
 from pfedhn.params import copy, num_bytes, stack, take
@@ -84,6 +85,7 @@ class ServerState:
     bytes_up: int = 0
     num_accepted: int = 0
     max_staleness: int = 0
+    robust: Past = field(default_factory=dict)  # what a defense against hostile updates remembers
 
 
 def split_results(results: Mapping[str, Any]) -> dict[str, SplitResult]:
@@ -220,7 +222,8 @@ class Rules:
                 rows = stack([state.rows[name] for name in names])
                 groups.append(names)
                 returned.append(Returned(model, rows, stack([state.replies[name] for name in names])))
-        state.shared, moved = self.plan.exchange.step(state.shared, returned, torch.tensor(state.round))
+        counting, state.robust = self.plan.guarded(state.robust, returned, groups)
+        state.shared, moved = self.plan.stepping.step(state.shared, counting, torch.tensor(state.round))
         for names, rows in zip(groups, moved, strict=True):
             for place, name in enumerate(names):
                 state.rows[name] = copy(take(rows, place))

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
+from pfedhn.engine.attack import Attack
 from pfedhn.engine.crew import CohortShard, Trained, Trainer
 from pfedhn.engine.evaluate import Chunk, SplitResult, chunks_of, evaluate, score, to_splits
 from pfedhn.engine.executors import EXECUTORS, Executor
@@ -32,6 +33,8 @@ from pfedhn.engine.state import (
     Progress,
     State,
 )
+from pfedhn.engine.transform import FULL
+from pfedhn.errors import UserError
 from pfedhn.model import Model
 from pfedhn.params import copy, put, stack, take
 from pfedhn.privacy import Protection, RoundCost, keyed_normal
@@ -59,6 +62,7 @@ class Simulation(Plan):
 
     clients: Description = field(init=False, repr=False)  # those of the federation
     federation: Federation = field(kw_only=True)
+    attack: Attack | None = None  # what hostile clients send, to measure a defense
     make_crew: Callable[["Simulation"], Trainer] | None = None  # who shares the clients of a round; nobody where None
     _chosen: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # which executor runs which network
     _executors: dict[str, Executor] = field(default_factory=dict, init=False, repr=False)  # they keep their graphs
@@ -68,6 +72,8 @@ class Simulation(Plan):
         super().__post_init__()
         if self.in_flight is not None:
             check_in_flight(self, self.in_flight)
+        if self.attack is not None and not (self.upload == self.download == FULL):
+            raise UserError("hostile clients are simulated with full updates alone; leave upload and download out.")
 
     @staticmethod
     def of(plan: Plan, federation: Federation) -> "Simulation":
@@ -183,7 +189,9 @@ class Simulation(Plan):
         self, state: State, returned: list[Returned], clients: list[list[int]], now: Tensor | None = None
     ) -> None:
         """The server's step from the replies of some clients, of each architecture."""
-        shared, new_rows = self._step(state.memories.shared, returned, now)
+        names = [[self.federation.name_of(client) for client in some] for some in clients]
+        counting, state.robust = self.guarded(state.robust, returned, names)
+        shared, new_rows = self._step(state.memories.shared, counting, now)
         state.memories = state.memories._replace(shared=shared)
         state.bytes_up += bytes_up(part.replies for part in returned)
         for some, rows in zip(clients, new_rows, strict=True):
@@ -198,6 +206,11 @@ class Simulation(Plan):
         model = self.models[shard.architecture]
         both_halves = self.executor_for(model).map(self._one_client(model, shard.shared))
         offers, replies, kept = both_halves(*self._inputs(shard))
+        if self.attack is not None:
+            key = keys.fold(self.seed, "attack", shard.number)
+            replies = replies._replace(
+                update=self.attack.replace_in(replies.update, offers.weights, shard.clients, key)
+            )
         return Trained(replies, kept, bytes_down([offers]))
 
     @property
@@ -255,12 +268,12 @@ class Simulation(Plan):
         expected = mine.size.clamp(max=self.schedule.batch_size)
         return Protection(self.privacy, expected, keyed_normal(mine.secret))
 
-    def _step(self, shared: Any, returned: list[Returned], now: Tensor | None = None) -> tuple[Any, list[Any]]:
+    def _step(self, shared: Any, returned: Sequence[Returned], now: Tensor | None = None) -> tuple[Any, list[Any]]:
         models = [part.model for part in returned]
 
         def step(shared: Any, parts: list[Any], *now: Tensor) -> tuple[Any, list[Any]]:
             returned = [Returned(model, *part) for model, part in zip(models, parts, strict=True)]
-            return self.exchange.step(shared, returned, *now)
+            return self.stepping.step(shared, returned, *now)
 
         key = ("step" if now is None else "late step", *(model.name for model in models))
         given = (shared, [(part.rows, part.replies) for part in returned], *(() if now is None else (now,)))

@@ -270,7 +270,8 @@ def _with_values(cell: Cell, values: Mapping[str, Any]) -> Cell:
 
 def _joined(name: str, before: Any, change: Mapping[str, Any]) -> dict[str, Any]:
     """A table with some entries changed; the settings of one partition rule mean nothing to another."""
-    other_rule = name == "partition" and change.get("rule", before.get("rule")) != before.get("rule")
+    before = {"rule": before} if isinstance(before, str) else before or {}
+    other_rule = name in ("partition", "robust") and change.get("rule", before.get("rule")) != before.get("rule")
     return dict(change) if other_rule else {**before, **change}
 
 

@@ -1,6 +1,6 @@
-"""Write the tables of docs/methods.md, docs/privacy.md, docs/deployment.md and docs/hospitals.md.
+"""Write the tables of docs/methods.md, privacy.md, robustness.md, deployment.md and hospitals.md.
 
-What each method moves and keeps, what fewer bits cost, and all settings; accuracy against epsilon; accuracy against
+What each method moves and keeps, what fewer bits cost, and all settings; accuracy against epsilon, attacks and
 clients in flight. `make docs` runs it. A table stands between two markers and is made from a method's file and its row
 of `ALGORITHMS`, so that a new method appears by itself, or from the stored runs of an experiment. What a setting means
 is the comment behind it in the dataclass.
@@ -27,6 +27,7 @@ from pfedhn.model import Model
 from pfedhn.models import LeNet, cross_entropy
 from pfedhn.paper import hospitals_page
 from pfedhn.paper.pages import between, markdown
+from pfedhn.paper.robustness import ATTACKS, ROBUSTNESS
 from pfedhn.report.entries import Entry, to_reports
 from pfedhn.report.results import read_file
 from pfedhn.report.tables import bytes_text, number_text
@@ -183,6 +184,27 @@ def privacy_table(name: str = "privacy", without: str | None = None) -> str:
     return markdown(lines, breaks=True)
 
 
+def robustness_table() -> str:
+    """Accuracy of the honest clients by method, defense and attack."""
+    by_cell: dict[tuple[str, str], dict[str, Entry]] = {}
+    for entry in stored("robustness"):
+        method, robust = ALGORITHMS[entry.cell.method].name, str(entry.cell.robust or "none")
+        by_cell.setdefault((method, robust), {})[entry.cell.attack["kind"]] = entry
+    lines = [["method", "`robust`", "no attack", *(f"`{attack}`" for attack in ATTACKS[1:])]]
+    for (method, robust), found in by_cell.items():
+        lines.append([method, robust, *(_of_finished(found.get(attack)) for attack in ATTACKS)])
+    return markdown(lines, left=2, breaks=True)
+
+
+def _of_finished(entry: Entry | None) -> str:
+    """Accuracy over clients, and how many runs diverged; those are not stored."""
+    num_diverged = len(ROBUSTNESS.seeds) - (0 if entry is None else len(entry.results))
+    text = "" if entry is None or not entry.results else number_text(entry.test("clients"))
+    if not num_diverged:
+        return text
+    return f"{text} ({num_diverged} diverged)" if text else "diverged"
+
+
 def staleness_table() -> str:
     """Accuracy against clients in flight."""
     by_method: dict[str, dict[int, str]] = {}
@@ -208,6 +230,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "privacy-cifar10": partial(privacy_table, "privacy-cifar10", "table1-cifar10"),
     },
     "deployment.md": {"staleness": staleness_table},
+    "robustness.md": {"robustness": robustness_table},
     "hospitals.md": hospitals_page.PARTS,
 }
 """By page and marker."""

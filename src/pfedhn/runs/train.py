@@ -12,6 +12,8 @@ import torch
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.find import AnyAlgorithm, find_method
 from pfedhn.data.federation import Federation
+from pfedhn.engine.attack import Attack
+from pfedhn.engine.robust import Robust
 from pfedhn.engine.state import Select
 from pfedhn.engine.transform import Transform
 from pfedhn.errors import SYNONYMS, UserError, closest_setting, short
@@ -83,6 +85,8 @@ def train(
     download: str | Transform = "full",
     privacy: Privacy | None = None,
     in_flight: int | None = None,
+    robust: str | Mapping[str, Any] | Robust | None = None,
+    attack: Attack | None = None,
     precision: Precision = "tf32",
     deterministic: bool = False,
     progress: bool = True,
@@ -125,6 +129,9 @@ def train(
         privacy: How clients protect their data from those who see their updates: `pfedhn.Privacy`.
         in_flight: How many clients train at the same time in an asynchronous run: the server steps whenever
             `cohort_size` of them have replied, on updates for weights that are some steps old. None runs synchronously.
+        robust: The server's defense against hostile updates: "adaptive-norm", "per-party", "trimmed-mean", "median",
+            one such as `pfedhn.AdaptiveNorm(factor=3.0)`, or one of your own.
+        attack: What hostile clients send, to measure a defense: `pfedhn.Attack("flip", clients=(0,))`.
         precision: Precision of matrix products and convolutions on a GPU: "tf32" rounds their inputs to 10 bits and is
             faster than "fp32".
         deterministic: Whether the same GPU and versions always give the same bits; slower.
@@ -177,6 +184,8 @@ def train(
         download=download,
         privacy=privacy,
         in_flight=in_flight,
+        robust=robust,
+        attack=attack,
     )
     if not isinstance(precision, str) or precision not in get_args(Precision):
         raise UserError(f"precision is {short(precision)}; it must be tf32 or fp32.")
