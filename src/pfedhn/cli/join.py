@@ -42,6 +42,12 @@ def join(
         float | None,
         Option(metavar="D", help="Privacy: the probability that the budget is counted at.", show_default="0.00001"),
     ] = None,
+    min_group: Annotated[
+        int, Option(metavar="N", help="Statistics before training: withhold numbers of groups with fewer rows.")
+    ] = 5,
+    statistics_epsilon: Annotated[
+        float | None, Option(metavar="E", help="Statistics before training: add noise, and spend so much epsilon.")
+    ] = None,
     device: DeviceOption = None,
     stay: Annotated[bool, Option("--stay", help="Keep running when the run is over.")] = False,
     as_json: JsonOption = False,
@@ -59,8 +65,9 @@ def join(
     need_the_extra()
     import threading
 
+    from pfedhn.data.summaries import Noise
     from pfedhn.deploy.invitations import read_bundle
-    from pfedhn.deploy.join import Joined, enroll, load_party, remember
+    from pfedhn.deploy.join import Joined, enroll, load_party, remember, settle_first
     from pfedhn.engine.gpu import computing_on_gpu
     from pfedhn.privacy import Privacy
     from pfedhn.runs.assemble import choose_device
@@ -80,7 +87,11 @@ def join(
         enroll(given, own, stop, show, None if key is None else given_path(key))
         if stop.is_set():
             return
-        remember(own, given.name, given_path(data, is_resolved=True), size)
+        place_of_data = given_path(data, is_resolved=True)
+        remember(own, given.name, place_of_data, size)
+        noise_of_statistics = None if statistics_epsilon is None else Noise(statistics_epsilon)
+        if not settle_first(given, own, place_of_data, stop, show, min_group, noise_of_statistics):
+            return
         party = load_party(own, privacy=privacy, device=place)
         spent = "none" if party.budget is None else str(party.budget)
         show(

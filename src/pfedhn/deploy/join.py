@@ -10,12 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pfedhn.data.summaries import Noise
 from pfedhn.deploy.examples import read_examples
 from pfedhn.deploy.invitations import Bundle, check_name
 from pfedhn.deploy.line import Followed, Line, Trouble
 from pfedhn.deploy.party import Party
 from pfedhn.deploy.signing import load_or_make_key, proof, public_key, public_text, write_private
 from pfedhn.deploy.spec import FederationSpec, read_spec, to_plan
+from pfedhn.deploy.survey import MIN_GROUP, Surveyed, is_settled, settle, settled
 from pfedhn.deploy.wire import WireError
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import UserError
@@ -119,7 +121,29 @@ def remember(folder: Path, name: str, data: Path, size: str) -> None:
 def _enrolled(folder: Path) -> tuple[dict[str, Any], FederationSpec]:
     """What the server told a party when it let it in, and the federation's file."""
     table: dict[str, Any] = json.loads(read_text(folder / ENROLLED))
-    return table, read_spec(table["spec"], folder / "spec.toml")
+    return table, settled(folder, table["run"], read_spec(table["spec"], folder / "spec.toml"))
+
+
+def settle_first(
+    bundle: Bundle,
+    folder: Path,
+    data: Path,
+    stop: threading.Event,
+    say: Callable[[Mapping[str, Any]], None],
+    min_group: int = MIN_GROUP,
+    noise: Noise | None = None,
+) -> bool:
+    """Take part in the statistics before training, if the federation has any; False if the party is stopped."""
+    enrolled, spec = _enrolled(folder)
+    if is_settled(spec):
+        return True
+    key, server = load_or_make_key(folder / enrolled["key"]), public_key(enrolled["server"])
+    party = Surveyed(spec, enrolled["run"], bundle.name, data, folder, key, server, min_group, noise)
+    line = Line(bundle)
+    try:
+        return settle(party, line, stop, say)
+    finally:
+        line.close()
 
 
 def load_party(folder: Path, data: Path | None = None, privacy: Privacy | None = None, device: str = "cpu") -> Party:

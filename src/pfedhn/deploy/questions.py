@@ -38,14 +38,17 @@ class Question:
 class Questions:
     """Writes and signs messages; it takes what `Server` takes."""
 
-    def __init__(self, plan: Plan, run: str, key: PrivateKey, policy: Policy) -> None:
-        self.plan, self.run, self.key, self.policy = plan, run, key, policy
+    def __init__(
+        self, plan: Plan, run: str, key: PrivateKey, policy: Policy, settled: Mapping[str, Any] | None = None
+    ) -> None:
+        self.plan, self.run, self.key, self.policy, self.settled = plan, run, key, policy, settled
         self._plan_digest = plan_digest(plan)
         self._layouts: dict[tuple[str, Phase], tuple[str, int]] = {}
 
     def hello(self, name: str) -> Question:
         """Ask a party what it brings."""
-        values = {"challenge": secrets.token_hex(16), "plan": self._plan_digest}
+        values: dict[str, Any] = {"challenge": secrets.token_hex(16), "plan": self._plan_digest}
+        values |= {} if self.settled is None else {"settled": self.settled}
         message = Message("hello", self.run, name, values)
         return Question(name, "hello", sealed(message, self.key), {"challenge": values["challenge"]})
 

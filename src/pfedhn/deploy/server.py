@@ -44,6 +44,7 @@ class Server:
         policy: How the server deals with parties.
         log: Called with every event.
         clock: Seconds, from any beginning.
+        settled: What the parties' statistics gave before training (`deploy.survey`); every greeting has it.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class Server:
         policy: Policy | None = None,
         log: Callable[[Mapping[str, Any]], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
+        settled: Mapping[str, Any] | None = None,
     ) -> None:
         self.plan, self.run_name, self.policy, self.log, self.clock = plan, run, policy or Policy(), log, clock
-        self.questions = Questions(plan, run, key, self.policy)
+        self.questions = Questions(plan, run, key, self.policy, settled)
         self.watch = Watch(self.policy.max_update, self._say)
         self.contacts = Contacts(roster, transport, self.policy, log, clock)
         self.store = Store(folder, Rules(plan))
