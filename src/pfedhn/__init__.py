@@ -38,6 +38,7 @@ _HOMES = {
     "PFedGraph": "pfedhn.algorithms.pfedgraph",
     "PFedHN": "pfedhn.algorithms.pfedhn",
     "PFedHNShared": "pfedhn.algorithms.pfedhn_shared",
+    "PFedLHN": "pfedhn.algorithms.pfedlhn",
     "PFedMe": "pfedhn.algorithms.pfedme",
     "PerFedAvg": "pfedhn.algorithms.per_fedavg",
     "Privacy": "pfedhn.privacy",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.pfedgraph import PFedGraph
     from pfedhn.algorithms.pfedhn import PFedHN
     from pfedhn.algorithms.pfedhn_shared import PFedHNShared
+    from pfedhn.algorithms.pfedlhn import PFedLHN
     from pfedhn.algorithms.pfedme import PFedMe
     from pfedhn.algorithms.scaffold import Scaffold
     from pfedhn.combinators import averaged, fine_tuned, with_statistics
@@ -136,6 +138,7 @@ __all__ = [
     "PFedGraph",
     "PFedHN",
     "PFedHNShared",
+    "PFedLHN",
     "PFedMe",
     "PerFedAvg",
     "Privacy",

@@ -25,6 +25,7 @@ from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedgraph import PFedGraph
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedhn_shared import PFedHNShared
+from pfedhn.algorithms.pfedlhn import PFedLHN
 from pfedhn.algorithms.pfedme import PFedMe
 from pfedhn.algorithms.scaffold import Scaffold
 
@@ -216,4 +217,11 @@ ALGORITHMS: dict[str, Method] = {
     "fedpac": Method("FedPAC", FedPAC, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
     "pfedgraph": Method("pFedGraph", PFedGraph, grid={**LOCAL, "alpha": (0.2, 0.8, 3.2)}),
     "fedamp": Method("FedAMP", FedAMP, grid={**LOCAL, "sigma": (0.1, 1.0, 10.0)}),
+    "pfedlhn": Method(
+        "pFedLHN",
+        PFedLHN,
+        grid={"lr": (1e-4, 3e-4, 1e-3), "local_lr": PERSONAL_RATES},
+        cohort_size=1,
+        joining=choices.joining,
+    ),
 }
