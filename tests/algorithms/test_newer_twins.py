@@ -7,14 +7,17 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import (
     CHANNELS,
     NUM_CLASSES,
     NUM_CLIENTS,
+    Conv,
     assert_close,
     assert_same_bits,
     finish,
@@ -42,6 +45,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy, max_pool2d, mse_loss
 from torch.nn.utils import clip_grad_norm_
 
+import pfedhn
 from pfedhn import keys
 from pfedhn.algorithm import LABEL_COUNTS, Group
 from pfedhn.algorithms import ALGORITHMS
@@ -63,7 +67,7 @@ from pfedhn.errors import UserError
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy as cross_entropy_of_each
 from pfedhn.models import is_correct
-from pfedhn.params import Params, take, zeros_like
+from pfedhn.params import Params, copy, take, zeros_like
 from pfedhn.privacy import Privacy, Protection, keyed_normal, protecting
 from pfedhn.sgd import Batches
 
@@ -847,6 +851,39 @@ def test_pfedlhn(federation: Federation, target: str, spec: PFedLHN, cohort: int
 def test_pfedlhn_refuses_settings_of_the_other_hypernetwork(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         ALGORITHMS["pfedlhn"](**settings).for_clients(6)
+
+
+NEWER = (
+    "fedprox",
+    "fedbn",
+    "mr-mtl",
+    "fedrod",
+    "feddbe",
+    "scaffold",
+    "fedproto",
+    "fedpac",
+    "pfedgraph",
+    "fedamp",
+    "pfedlhn",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", NEWER)
+def test_a_client_joins_and_its_model_is_a_plain_network(federation: Federation, method: str, tmp_path: Path) -> None:
+    """Only what belongs to the client learns: the server's shared memory stays as it was trained."""
+    spec = ALGORITHMS[method](**(LOCAL if method != "pfedlhn" else LOCAL | {"embedding_scale": 0.3}))
+    run = pfedhn.train(spec, federation, Conv, steps=12, cohort_size=3, seed=1, progress=False)
+    before = copy(run.state.memories.shared)
+    client = federation.splits["train"].of(2)
+    new = run.add_client(federation.x[client], federation.y[client], rounds=3)
+    assert_same_bits(run.state.memories.shared, before)
+    assert math.isfinite(new.splits["test"].mean_loss)
+    assert type(new.model) is Conv
+    assert_close(dict(new.model.named_parameters()), {name: nn.Parameter(x) for name, x in new.weights.items()})
+    new.export(tmp_path / "model.safetensors")
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {name: value.shape for name, value in stored.items()} == model("conv").shapes
 
 
 def test_every_method_has_a_twin() -> None:
